@@ -1,0 +1,34 @@
+# Everything a newcomer types. PYTHON picks the interpreter; TORCH_INDEX, when set, is one more
+# wheel index to look in (for instance one that carries CPU builds of torch).
+PYTHON ?= python3
+TORCH_INDEX ?=
+PORT ?= 8000
+BIN := .venv/bin
+
+.PHONY: setup serve test check fix clean
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml requirements.lock
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		--constraint requirements.lock --editable '.[dev]'
+	touch $@
+
+serve: setup  ## the embedded model on http://127.0.0.1:8000
+	$(BIN)/ropewalk serve --port $(PORT)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: check  ## formatter, linter, types, and the whole suite
+	$(BIN)/python -m pytest
+
+fix: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build dist *.egg-info

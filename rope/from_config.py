@@ -1,0 +1,258 @@
+"""Hugging Face's rope block -> Scaling. Every field is used or refused, by name.
+
+A block is what users have: `rope_scaling` (v4 configs) or `rope_parameters` (v5), for example
+`{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rope.errors import RopeConfigError
+from rope.frequencies import Rotary, Scaling, Unscaled
+from rope.linear import Linear
+from rope.llama3 import Llama3
+from rope.longrope import LongRope
+from rope.ntk import NTK, DynamicNTK
+from rope.yarn import Yarn
+
+ROPE_TYPES = ("default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope")
+
+_REFUSED = {
+    "proportional": "rope_type 'proportional' is not supported yet",
+    "mrope": "multimodal rotary embeddings ('mrope') are not supported yet",
+    "mrope_section": "multimodal rotary embeddings (mrope_section) are not supported yet",
+}
+# Say what the block belongs to, not how it scales; native_rope and Method check them.
+_GENERAL_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "use_logn_attn"}
+_SCALING_FIELDS: dict[str, set[str]] = {
+    "default": {"original_max_position_embeddings"},
+    "linear": {"factor", "original_max_position_embeddings"},
+    "ntk": {"factor", "original_max_position_embeddings"},
+    "dynamic": {"factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+    "llama3": {
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    },
+    "longrope": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A parsed block: how to scale, and up to where."""
+
+    scaling: Scaling  # with the block's own numbers; a tier changes them with Scaling.at
+    native_len: int  # L: the block's original_max_position_embeddings, or the model's own
+    factor: float  # longest context / L
+    use_logn_attn: bool = False
+
+
+def parse_method(
+    block: Mapping[str, Any],
+    rotary: Rotary,
+    native_len: int,
+    served_len: int | None = None,
+) -> Method:
+    """Read a block for a model that rotates by `rotary` and was trained on `native_len` tokens.
+
+    `served_len`, where a checkpoint states one beside its block (`max_position_embeddings`),
+    stands in for an absent factor as it does in transformers. Raises RopeConfigError.
+    """
+    rope_type = rope_type_of(block)
+    _refuse_unknown_fields(block, rope_type)
+    _refuse_another_model(block, rotary)
+    length = _positive_int(block, "original_max_position_embeddings", native_len)
+    use_logn_attn = _boolean(block, "use_logn_attn", default=False)
+    if rope_type == "default":
+        return Method(Unscaled(), length, 1.0, use_logn_attn)
+    factor = _factor(block, length, served_len)
+    scaling = _BUILDERS[rope_type](block, rotary, length, factor)
+    return Method(scaling, length, factor, use_logn_attn)
+
+
+def rope_type_of(block: Mapping[str, Any]) -> str:
+    """The block's rope_type, under either spelling. Raises RopeConfigError for an unknown one."""
+    if not isinstance(block, Mapping):
+        raise RopeConfigError("rope_scaling", f"must be an object, got {block!r}")
+    names = {block[key] for key in ("rope_type", "type") if block.get(key) is not None}
+    if len(names) > 1:
+        raise RopeConfigError("rope_type", f"says {block['rope_type']!r}, type {block['type']!r}")
+    name = names.pop() if names else "default"
+    if name in _REFUSED:
+        raise RopeConfigError("rope_type", _REFUSED[name])
+    if name not in ROPE_TYPES:
+        raise RopeConfigError("rope_type", f"must be one of {', '.join(ROPE_TYPES)}; got {name!r}")
+    return str(name)
+
+
+def _refuse_unknown_fields(block: Mapping[str, Any], rope_type: str) -> None:
+    accepted = _GENERAL_FIELDS | _SCALING_FIELDS[rope_type]
+    for field, value in block.items():
+        if field in accepted or value is None:
+            continue
+        if field in _REFUSED:
+            raise RopeConfigError(field, _REFUSED[field])
+        names = ", ".join(sorted(accepted))
+        raise RopeConfigError(field, f"is not a field of rope_type {rope_type!r} ({names})")
+
+
+def _refuse_another_model(block: Mapping[str, Any], rotary: Rotary) -> None:
+    theta = _positive(block, "rope_theta", rotary.rope_theta)
+    if theta != rotary.rope_theta:
+        raise RopeConfigError(
+            "rope_theta",
+            f"is {theta:g}, but the model was trained with {rotary.rope_theta:g}; to stretch the "
+            "base use rope_type 'ntk'",
+        )
+
+
+def _factor(block: Mapping[str, Any], length: int, served_len: int | None) -> float:
+    implied = served_len / length if served_len is not None else None
+    return _positive(block, "factor", implied, minimum=1.0)
+
+
+def _linear(block: Mapping[str, Any], rotary: Rotary, length: int, factor: float) -> Linear:  # noqa: ARG001
+    return Linear(factor=factor)
+
+
+def _ntk(block: Mapping[str, Any], rotary: Rotary, length: int, factor: float) -> NTK:  # noqa: ARG001
+    return NTK(factor=factor)
+
+
+def _dynamic(block: Mapping[str, Any], rotary: Rotary, length: int, factor: float) -> DynamicNTK:  # noqa: ARG001
+    return DynamicNTK(factor=factor, original_max_position_embeddings=length, num_tokens=length)
+
+
+def _yarn(block: Mapping[str, Any], rotary: Rotary, length: int, factor: float) -> Yarn:  # noqa: ARG001
+    beta_fast = _positive(block, "beta_fast", 32.0)
+    beta_slow = _positive(block, "beta_slow", 1.0)
+    if beta_fast < beta_slow:
+        raise RopeConfigError(
+            "beta_fast", f"must be >= beta_slow ({beta_slow:g}); got {beta_fast:g}"
+        )
+    return Yarn(
+        factor=factor,
+        original_max_position_embeddings=length,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        attention_factor=_optional(block, "attention_factor"),
+        mscale=_optional(block, "mscale"),
+        mscale_all_dim=_optional(block, "mscale_all_dim"),
+        truncate=_boolean(block, "truncate", default=True),
+    )
+
+
+def _llama3(block: Mapping[str, Any], rotary: Rotary, length: int, factor: float) -> Llama3:  # noqa: ARG001
+    low = _positive(block, "low_freq_factor", 1.0)
+    high = _positive(block, "high_freq_factor", 4.0)
+    if high <= low:
+        raise RopeConfigError(
+            "high_freq_factor", f"must be > low_freq_factor ({low:g}); got {high:g}"
+        )
+    return Llama3(
+        factor=factor,
+        original_max_position_embeddings=length,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _longrope(block: Mapping[str, Any], rotary: Rotary, length: int, factor: float) -> LongRope:
+    return LongRope(
+        short_factor=_divisors(block, "short_factor", rotary),
+        long_factor=_divisors(block, "long_factor", rotary),
+        factor=factor,
+        original_max_position_embeddings=length,
+        attention_factor=_optional(block, "attention_factor"),
+        num_tokens=length,
+    )
+
+
+_BUILDERS: dict[str, Callable[[Mapping[str, Any], Rotary, int, float], Scaling]] = {
+    "linear": _linear,
+    "ntk": _ntk,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+}
+
+
+def _number(block: Mapping[str, Any], field: str) -> float | None:
+    value = block.get(field)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RopeConfigError(field, f"must be a finite number, got {value!r}")
+    return float(value)
+
+
+def _positive(
+    block: Mapping[str, Any], field: str, default: float | None, minimum: float = 0.0
+) -> float:
+    value = _number(block, field)
+    if value is None:
+        value = default
+    if value is None:
+        raise RopeConfigError(field, "is missing")
+    if value <= 0 or value < minimum:
+        limit = f">= {minimum:g}" if minimum else "> 0"
+        raise RopeConfigError(field, f"must be {limit}, got {value!r}")
+    return value
+
+
+def _optional(block: Mapping[str, Any], field: str) -> float | None:
+    value = _number(block, field)
+    if value is not None and value < 0:
+        raise RopeConfigError(field, f"must be >= 0, got {value!r}")
+    return value
+
+
+def _positive_int(block: Mapping[str, Any], field: str, default: int) -> int:
+    value = block.get(field)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RopeConfigError(field, f"must be an integer >= 1, got {value!r}")
+    return value
+
+
+def _boolean(block: Mapping[str, Any], field: str, *, default: bool) -> bool:
+    value = block.get(field)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise RopeConfigError(field, f"must be true or false, got {value!r}")
+    return value
+
+
+def _divisors(block: Mapping[str, Any], field: str, rotary: Rotary) -> tuple[float, ...]:
+    value = block.get(field)
+    if not isinstance(value, list | tuple):
+        raise RopeConfigError(field, f"must be a list of {rotary.num_pairs} numbers, got {value!r}")
+    divisors = tuple(_positive({field: item}, field, None) for item in value)
+    if len(divisors) != rotary.num_pairs:
+        raise RopeConfigError(
+            field, f"must have {rotary.num_pairs} numbers, one a pair; got {len(divisors)}"
+        )
+    return divisors

@@ -1,0 +1,45 @@
+"""LongRoPE: two searched lists of divisors, one up to L and one beyond (arXiv 2402.13753)."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+
+from rope.frequencies import Frequencies, Rotary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRope:
+    """Divide pair i by its own number, from the short list up to L and from the long one above.
+
+    The attention factor is the same on both sides: it follows the model's full length, as in
+    transformers and vLLM.
+    """
+
+    rope_type: ClassVar[str] = "longrope"
+    short_factor: tuple[float, ...]  # one divisor a pair
+    long_factor: tuple[float, ...]
+    factor: float  # full length / L
+    original_max_position_embeddings: int  # L, tokens
+    attention_factor: float | None = None  # None: sqrt(1 + ln(factor) / ln(L))
+    num_tokens: int  # the length served; above L the long list applies
+
+    def frequencies(self, rotary: Rotary) -> Frequencies:
+        """Equal to transformers' `longrope` for a sequence of `num_tokens`, to the bit."""
+        is_long = self.num_tokens > self.original_max_position_embeddings
+        divisors_P = torch.tensor(self.long_factor if is_long else self.short_factor)
+        inv_freq_P = 1.0 / (divisors_P * rotary.tokens_per_radian_P())
+        return Frequencies(inv_freq_P, self._attention_factor())
+
+    def at(self, ceiling: int, native_len: int) -> Self:
+        """Which list: by the ceiling. Factor and attention factor stay."""
+        return replace(self, num_tokens=ceiling, original_max_position_embeddings=native_len)
+
+    def _attention_factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        ratio = math.log(self.factor) / math.log(self.original_max_position_embeddings)
+        return math.sqrt(1 + ratio)

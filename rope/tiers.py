@@ -1,0 +1,123 @@
+"""Tiers, and the choice among them: the one decision this server exists for.
+
+A tier is a length ceiling and the table that serves up to it. Which tier a request is on depends
+on the request and its policy alone, never on other requests.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from rope.errors import RopeConfigError
+from rope.frequencies import Scaling, Unscaled
+from rope.from_config import Method
+from rope.native import NativeRope
+
+Policy = Literal["fixed", "pinned", "grow", "grow-exact"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The resolved table a sequence is on. Two equal profiles rotate alike, to the bit."""
+
+    scaling: Scaling  # of the layers that are scaled; the others keep their native table
+    logn_len: int | None = None  # L of the log-n switch, None when off
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One ceiling and its table."""
+
+    ceiling: int  # tokens
+    factor: float  # ceiling / L, what clients are told
+    profile: Profile
+
+
+def longest(tiers: Sequence[Tier]) -> int:
+    """Tokens that the last tier covers."""
+    return tiers[-1].ceiling
+
+
+def default_multiples(factor: float) -> tuple[float, ...]:
+    """Powers of two up to the factor, and the factor itself: 6 -> 1, 2, 4, 6."""
+    powers = [1.0]
+    while powers[-1] * 2 < factor:
+        powers.append(powers[-1] * 2)
+    return (*powers, factor) if factor > 1 else (1.0,)
+
+
+def build_tiers(
+    method: Method, native: NativeRope, multiples: Sequence[float] | None = None
+) -> tuple[Tier, ...]:
+    """Ascending tiers of `method`; the first ends at L and is always the native table.
+
+    `multiples` of L replace the default list; they must rise strictly and start at 1.
+    """
+    if multiples is None:
+        # LongRoPE has two tables, so ceilings in between would change nothing.
+        two_tables = method.scaling.rope_type == "longrope"
+        multiples = (1.0, method.factor) if two_tables else default_multiples(method.factor)
+    _check_multiples(multiples)
+    return tuple(_tier(method, native, multiple) for multiple in multiples)
+
+
+def fixed_tier(method: Method, native: NativeRope) -> Tier:
+    """The one tier of policy `fixed`: the configured factor at every length."""
+    ceiling = round(method.native_len * method.factor)
+    scaling = method.scaling.at(ceiling, method.native_len)
+    return Tier(ceiling, method.factor, _profile(method, native, scaling))
+
+
+def native_tier(native: NativeRope, ceiling: int) -> Tier:
+    """The checkpoint's own table at any length: `{"rope_type": "default"}` in a request."""
+    scaling = native.tables[native.scaled_layer_type].scaling
+    return Tier(ceiling, native.method.factor, Profile(scaling))
+
+
+def choose_tier(
+    tiers: Sequence[Tier],
+    policy: Policy,
+    num_covered: int,
+    num_so_far: int,
+    at_least: float = 1.0,
+) -> Tier | None:
+    """The tier a request is on now, or None when no tier can ever hold it.
+
+    num_covered: positions the finished request will have rotated, prompt + max_tokens - 1.
+    num_so_far: tokens it has now; only the two growing policies look at it.
+    at_least: the factor a request asked for; raised to the next tier.
+    """
+    if num_covered > longest(tiers):
+        return None
+    needed = num_so_far if policy in ("grow", "grow-exact") else num_covered
+    for tier in tiers:
+        if tier.ceiling >= needed and tier.factor >= at_least:
+            return tier
+    return None
+
+
+def _tier(method: Method, native: NativeRope, multiple: float) -> Tier:
+    ceiling = round(method.native_len * multiple)
+    if multiple == 1:
+        scaling = native.tables[native.scaled_layer_type].scaling
+        if scaling.rope_type == "longrope" and scaling == method.scaling:
+            # A LongRoPE checkpoint's native table up to L is its short list.
+            scaling = scaling.at(ceiling, method.native_len)
+        return Tier(ceiling, 1.0, Profile(scaling))
+    scaling = method.scaling.at(ceiling, method.native_len)
+    return Tier(ceiling, float(multiple), _profile(method, native, scaling))
+
+
+def _profile(method: Method, native: NativeRope, scaling: Scaling) -> Profile:
+    if isinstance(scaling, Unscaled):
+        scaling = native.tables[native.scaled_layer_type].scaling
+    return Profile(scaling, method.native_len if method.use_logn_attn else None)
+
+
+def _check_multiples(multiples: Sequence[float]) -> None:
+    rising = all(low < high for low, high in itertools.pairwise(multiples))
+    if not multiples or multiples[0] != 1 or not rising:
+        given = ",".join(f"{multiple:g}" for multiple in multiples)
+        raise RopeConfigError("rope_tiers", f"must rise strictly from 1, got {given or 'nothing'}")
