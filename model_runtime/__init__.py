@@ -1,0 +1,1 @@
+"""Loads a model, takes its rotation over, and serves requests from a paged cache."""

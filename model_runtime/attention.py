@@ -1,0 +1,140 @@
+"""Where a model's own forward meets the paged cache.
+
+Every attention layer of a taken-over model calls `paged_attention`. It writes the step's keys and
+values, unrotated, to their pages, and reads all pages of each sequence under that sequence's own
+table. What it needs for the step travels in the forward's keyword arguments, not in a global.
+
+Shapes: T = flat query tokens, H = query heads, K = key heads, D = key dimensions, V = value
+dimensions, N = pages, O = offsets in a page.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from model_runtime.batch import Batch
+from model_runtime.errors import ModelError
+from model_runtime.kv_store import KVStore
+from model_runtime.rope_tables import LayerTables, RopeTables
+from rope import half_split_from_interleaved
+
+IMPLEMENTATION = "ropewalk"  # the name transformers knows this attention by
+STEP = "ropewalk_step"  # the keyword that carries the step through a model's forward
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One layer's call, as the model made it; queries and keys not rotated."""
+
+    query_1HTD: Tensor
+    key_1KTD: Tensor
+    value_1KTV: Tensor
+    scaling: float  # multiplies every logit
+    sliding_window: int | None  # keys that a query sees, itself included; None: all
+    softcap: float | None  # c: logits become c * tanh(logit / c)
+    sinks_H: Tensor | None  # one more logit per head, without a value
+
+
+class Step(Protocol):
+    """What travels in the keyword: it answers each layer's call."""
+
+    def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
+        """The attention's output, [1, T, H, V]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """How one attention layer rotates, found by probing it (see takeover.py)."""
+
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    layer_type: str | None  # whose table it reads; None: this layer does not rotate
+    rotary_dim: int  # leading dimensions that rotate
+    interleaved: bool  # pairs are (2i, 2i + 1) in the model, (i, i + P) in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRead:
+    """All that the read of one layer needs; handed to an attention backend."""
+
+    query_THD: Tensor  # unrotated, half-split pairs
+    keys_NKOD: Tensor  # this layer's pages, unrotated
+    values_NKOV: Tensor
+    batch: Batch
+    tables: LayerTables
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks_H: Tensor | None
+
+
+Backend = Callable[[LayerRead], Tensor]  # -> [T, H, V]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """A step over the paged cache."""
+
+    batch: Batch
+    store: KVStore
+    tables: RopeTables
+    plans: Mapping[int, LayerPlan]
+    backend: Backend
+
+    def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
+        """Write this step's keys and values, then read every page."""
+        plan = self.plans[layer_idx]
+        query_THD = call.query_1HTD[0].transpose(0, 1)
+        key_TKD = call.key_1KTD[0].transpose(0, 1)
+        if plan.interleaved:
+            query_THD = half_split_from_interleaved(query_THD, plan.rotary_dim)
+            key_TKD = half_split_from_interleaved(key_TKD, plan.rotary_dim)
+        self.store.write(layer_idx, self.batch, key_TKD, call.value_1KTV[0].transpose(0, 1))
+        read = LayerRead(
+            query_THD,
+            *self.store.pages(layer_idx),
+            self.batch,
+            self.tables.layer(plan.layer_type),
+            call.scaling,
+            call.sliding_window,
+            call.softcap,
+            call.sinks_H,
+        )
+        return self.backend(read).to(call.query_1HTD.dtype)[None]
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001  # never built: the pages say who sees what
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature; the step decides what happens."""
+    step: Step | None = arguments.get(STEP)
+    if step is None:
+        raise ModelError(
+            f"{type(module).__name__} does not pass keyword arguments to its attention"
+        )
+    scaling = arguments.get("scaling")
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        arguments.get("sliding_window"),
+        arguments.get("softcap"),
+        arguments.get("s_aux"),
+    )
+    return step.attend(module.layer_idx, call), None  # type: ignore[arg-type]
+
+
+def register() -> None:
+    """Make this attention known to transformers under its name; harmless when repeated."""
+    AttentionInterface.register(IMPLEMENTATION, paged_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, lambda *_, **__: None)

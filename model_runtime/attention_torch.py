@@ -1,0 +1,68 @@
+"""The reference read: gather the pages, rotate keys at their positions, attend in float32.
+
+Plain torch on any device. It is what tests hold the compiled kernels against, and what serves a
+GPU. One sequence at a time, so a long context costs its own memory only.
+
+Shapes: T = query tokens of one sequence, C = its context, H = query heads, K = key heads,
+G = query heads per key head, D = key dimensions, V = value dimensions, O = offsets in a page.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from model_runtime.attention import LayerRead
+from rope import rotate
+
+
+def attend_torch(read: LayerRead) -> Tensor:
+    """Attention of one layer for one step; float32 [T, H, V] over all sequences' tokens."""
+    starts = read.batch.query_start_S1.tolist()
+    spans = itertools.pairwise(starts)
+    return torch.cat([_attend(read, index, *span) for index, span in enumerate(spans)])
+
+
+def _attend(read: LayerRead, index: int, begin: int, end: int) -> Tensor:
+    first = int(read.batch.first_position_S[index])
+    slot = int(read.batch.table_slot_S[index])
+    context = first + end - begin
+    device = read.query_THD.device
+    query_positions_T = torch.arange(first, context, device=device)
+    key_positions_C = torch.arange(context, device=device)
+    tables = read.tables
+
+    query_THD = read.query_THD[begin:end].float()
+    key_CKD = _gather(read.keys_NKOD, read.batch.page_table_SN[index], context)
+    value_CKV = _gather(read.values_NKOV, read.batch.page_table_SN[index], context)
+    factor = tables.attention_factor[slot]
+    pairs = tables.num_pairs
+    query_THD = rotate(query_THD, tables.at(slot, query_positions_T))
+    query_THD[..., : 2 * pairs] *= factor * factor
+    query_THD = query_THD * tables.logn_scale(slot, query_positions_T)[:, None, None]
+    key_CKD = rotate(key_CKD, tables.at(slot, key_positions_C))
+
+    group = query_THD.shape[1] // key_CKD.shape[1]
+    query_TKGD = query_THD.view(query_THD.shape[0], -1, group, query_THD.shape[-1])
+    logits_KGTC = torch.einsum("tkgd,ckd->kgtc", query_TKGD, key_CKD) * read.scaling
+    if read.softcap:
+        logits_KGTC = read.softcap * torch.tanh(logits_KGTC / read.softcap)
+    distance_TC = query_positions_T[:, None] - key_positions_C
+    hidden_TC = distance_TC < 0
+    if read.sliding_window:
+        hidden_TC = hidden_TC | (distance_TC >= read.sliding_window)
+    logits_KGTC = logits_KGTC.masked_fill(hidden_TC, -torch.inf)
+    if read.sinks_H is not None:
+        sinks_KG11 = read.sinks_H.float().view(-1, group, 1, 1)
+        sinks_KGT1 = sinks_KG11.expand(*logits_KGTC.shape[:-1], 1)
+        weights_KGTC = torch.cat((logits_KGTC, sinks_KGT1), -1).softmax(-1)[..., :-1]
+    else:
+        weights_KGTC = logits_KGTC.softmax(-1)
+    return torch.einsum("kgtc,ckv->tkgv", weights_KGTC, value_CKV).flatten(1, 2)
+
+
+def _gather(pages_NKOD: Tensor, page_table_N: Tensor, context: int) -> Tensor:
+    """A sequence's cached vectors in order of position, float32 [C, K, D]."""
+    num_pages = -(-context // pages_NKOD.shape[2])
+    gathered_NKOD = pages_NKOD[page_table_N[:num_pages].long()]
+    return gathered_NKOD.transpose(1, 2).flatten(0, 1)[:context].float()

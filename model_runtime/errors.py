@@ -1,0 +1,58 @@
+"""What can go wrong in the runtime. `server/errors.py` turns these into HTTP answers.
+
+RopewalkError
+|-- ModelError               a checkpoint cannot be served: the process ends with code 2
+|-- RequestError             the caller's mistake; names field, limit and value
+|   |-- ContextLengthError   more positions than the longest tier covers
+|   |-- CacheCapacityError   more positions than the whole cache holds
+|   `-- UnknownModelError    no deployment of that name
+|-- QueueFullError           try again later
+`-- EngineStoppedError       the engine ended, or a step of it failed
+"""
+
+from typing import Any
+
+
+class RopewalkError(Exception):
+    """Anything this package raises on purpose."""
+
+
+class ModelError(RopewalkError):
+    """A checkpoint cannot be served."""
+
+
+class RequestError(RopewalkError):
+    """A request cannot be served as it was sent."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.details = details or {}  # numbers for the error body, beside the sentence
+
+
+class ContextLengthError(RequestError):
+    """Prompt and max_tokens do not fit the longest tier."""
+
+
+class CacheCapacityError(RequestError):
+    """Prompt and max_tokens do not fit the whole cache."""
+
+
+class UnknownModelError(RequestError):
+    """No deployment has this name."""
+
+
+class QueueFullError(RopewalkError):
+    """As many requests wait as the operator allows."""
+
+
+class EngineStoppedError(RopewalkError):
+    """The engine is not running, or failed while it served the request."""

@@ -1,0 +1,67 @@
+"""The tensors that hold cached keys and values. Keys are stored before rotation, and unscaled.
+
+Shapes: N = pages, K = key heads, O = offsets in a page, D = key dimensions, V = value dimensions,
+T = flat tokens of a step.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from model_runtime.batch import Batch
+
+
+class LayerShape(Protocol):
+    """What the store needs to know of a layer."""
+
+    @property
+    def num_key_heads(self) -> int:
+        """K."""
+
+    @property
+    def key_dim(self) -> int:
+        """D."""
+
+    @property
+    def value_dim(self) -> int:
+        """V."""
+
+
+def bytes_per_token(layers: Mapping[int, LayerShape], dtype: torch.dtype) -> int:
+    """Cache bytes that one position takes over all layers."""
+    numbers = sum(
+        layer.num_key_heads * (layer.key_dim + layer.value_dim) for layer in layers.values()
+    )
+    return numbers * dtype.itemsize
+
+
+class KVStore:
+    """Pages of keys [N, K, O, D] and values [N, K, O, V] for every attention layer."""
+
+    def __init__(
+        self,
+        layers: Mapping[int, LayerShape],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._pages: dict[int, tuple[Tensor, Tensor]] = {}
+        for index, layer in layers.items():
+            shape = (num_pages, layer.num_key_heads, page_size)
+            self._pages[index] = (
+                torch.zeros(*shape, layer.key_dim, dtype=dtype, device=device),
+                torch.zeros(*shape, layer.value_dim, dtype=dtype, device=device),
+            )
+
+    def write(self, layer_idx: int, batch: Batch, key_TKD: Tensor, value_TKV: Tensor) -> None:
+        """Put the step's keys and values where the batch says."""
+        keys_NKOD, values_NKOV = self._pages[layer_idx]
+        keys_NKOD[batch.page_T, :, batch.offset_T] = key_TKD
+        values_NKOV[batch.page_T, :, batch.offset_T] = value_TKV
+
+    def pages(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys [N, K, O, D] and values [N, K, O, V]."""
+        return self._pages[layer_idx]

@@ -1,0 +1,61 @@
+"""One forward pass: spans of tokens in, rows of logits out.
+
+Shapes: R = rows of logits, V = vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from model_runtime.attention import STEP, Backend, LayerPlan, PagedStep
+from model_runtime.attention_cpu import attend_cpu
+from model_runtime.attention_torch import attend_torch
+from model_runtime.batch import Span, build_batch
+from model_runtime.kv_store import KVStore
+from model_runtime.rope_tables import RopeTables
+from rope import Profile
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The attention that serves a device."""
+    return attend_cpu if device.type == "cpu" else attend_torch
+
+
+class ModelRunner:
+    """Runs a taken-over model over the paged cache. One thread at a time."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: Mapping[int, LayerPlan],
+        store: KVStore,
+        tables: RopeTables,
+        page_size: int,
+    ) -> None:
+        self._model = model
+        self._plans = plans
+        self._store = store
+        self._tables = tables
+        self._page_size = page_size
+        self._device = next(model.parameters()).device
+        self._backend = backend_for(self._device)
+
+    def table_slot(self, profile: Profile) -> int:
+        """The slot of the rotation table that sequences of this profile are read under."""
+        return self._tables.slot(profile)
+
+    @torch.inference_mode()
+    def run(self, spans: Sequence[Span]) -> Tensor:
+        """One forward over all spans; float32 [R, V], rows in the order the spans ask for them."""
+        batch = build_batch(spans, self._page_size, self._device)
+        step = PagedStep(batch, self._store, self._tables, self._plans, self._backend)
+        answer = self._model(
+            input_ids=batch.token_ids_1T,
+            position_ids=batch.position_ids_1T,
+            use_cache=False,
+            logits_to_keep=batch.logit_rows_R,
+            **{STEP: step},
+        )
+        logits_RV: Tensor = answer.logits[0].float()
+        return logits_RV
