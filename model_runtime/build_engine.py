@@ -1,0 +1,57 @@
+"""A checked checkpoint and its limits -> an engine, with its cache sized and allocated."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from model_runtime.checkpoint import Checkpoint
+from model_runtime.config import EngineConfig
+from model_runtime.engine import Engine
+from model_runtime.kv_store import KVStore, bytes_per_token
+from model_runtime.model_runner import ModelRunner
+from model_runtime.observer import Observer
+from model_runtime.rope_tables import RopeTables
+
+_CPU_SHARE, _GPU_SHARE = 0.25, 0.8  # of the memory there is, of the memory that is free
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def build_engine(
+    checkpoint: Checkpoint, config: EngineConfig, observer: Observer | None = None
+) -> Engine:
+    """Allocate the cache and wire the parts together; the caller starts it."""
+    page_size = config.page_size
+    store = KVStore(
+        checkpoint.plans, config.num_pages, page_size, checkpoint.dtype, checkpoint.device
+    )
+    tables = RopeTables(checkpoint.native, page_size, config.max_model_len, checkpoint.device)
+    runner = ModelRunner(checkpoint.model, checkpoint.plans, store, tables, page_size)
+    return Engine(runner, checkpoint.tokenizer, config, checkpoint.eos_token_ids, observer)
+
+
+def sized(
+    config: EngineConfig, checkpoint: Checkpoint, kv_cache_gib: float | None = None
+) -> EngineConfig:
+    """`config` with kv_cache_tokens from a size in GiB, or from a share of the memory.
+
+    Without a size the cache never exceeds what max_num_seqs sequences of max_model_len need.
+    """
+    token_bytes = bytes_per_token(checkpoint.plans, checkpoint.dtype)
+    if kv_cache_gib is not None:
+        return replace(config, kv_cache_tokens=int(kv_cache_gib * 2**30) // token_bytes)
+    most = config.max_num_seqs * -(-config.max_model_len // config.page_size) * config.page_size
+    affordable = int(_memory_share(checkpoint.device)) // token_bytes
+    return replace(config, kv_cache_tokens=min(most, affordable))
+
+
+def _memory_share(device: torch.device) -> float:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free * _GPU_SHARE
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if _CGROUP_LIMIT.is_file():
+        limit = _CGROUP_LIMIT.read_text().strip()
+        total = min(total, int(limit)) if limit.isdigit() else total
+    return total * _CPU_SHARE

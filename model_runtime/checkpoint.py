@@ -1,0 +1,164 @@
+"""A model id or folder -> a model that is taken over, checked and ready to serve.
+
+Weights come from safetensors only, and code from the checkpoint runs only if asked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from model_runtime import packed_linear
+from model_runtime.attention import LayerPlan
+from model_runtime.errors import ModelError
+from model_runtime.self_check import Report, check, untouched_answers
+from model_runtime.takeover import read_native_rope, take_over
+from model_runtime.tokenizer import Tokenizer
+from rope import NativeRope
+
+EMBEDDED_MODEL = Path(__file__).parent / "embedded_model"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model ready to serve."""
+
+    model: nn.Module
+    plans: Mapping[int, LayerPlan]
+    native: NativeRope
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+    report: Report  # of the self-check
+
+
+def load_checkpoint(
+    source: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> Checkpoint:
+    """Load, check and take over. Raises ModelError with a sentence that names what is wrong."""
+    where = _device(device)
+    folder = Path(source)
+    if folder.is_dir():
+        _check_files(folder)
+    config = _from_pretrained(AutoConfig, source, trust_remote_code=trust_remote_code)
+    _check_config(config)
+    number_type = _dtype(dtype, config, where)
+    _log.info("loading_weights", model=str(source), dtype=str(number_type), device=str(where))
+    model = _load_model(source, number_type, trust_remote_code=trust_remote_code)
+    model = model.to(where).eval()
+    tokenizer = Tokenizer(
+        _from_pretrained(AutoTokenizer, source, trust_remote_code=trust_remote_code)
+    )
+    native = read_native_rope(model)
+    _log.info("self_check", model=type(model).__name__)
+    expected = untouched_answers(model, native)
+    plans = take_over(model, native)
+    if where.type == "cpu" and packed_linear.is_available():
+        packed_linear.pack(model)
+    report = check(model, plans, native, expected)
+    return Checkpoint(
+        model,
+        plans,
+        native,
+        tokenizer,
+        _eos_token_ids(source, tokenizer, config),
+        config.get_text_config().vocab_size,
+        number_type,
+        where,
+        report,
+    )
+
+
+def _from_pretrained(factory: Any, source: str | Path, **options: Any) -> Any:
+    try:
+        return factory.from_pretrained(source, **options)
+    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{source}: {first_line}") from error
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError("device is cuda, but torch finds no CUDA device here")
+    return torch.device(name)
+
+
+def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+    """`auto`: float32 on a CPU, the checkpoint's own elsewhere."""
+    if name == "auto":
+        own = getattr(config, "dtype", None) or torch.float32
+        return torch.float32 if device.type == "cpu" else own
+    if name == "float16" and device.type == "cpu":
+        raise ModelError("dtype float16 is not served on a CPU; use float32 or bfloat16")
+    return DTYPES[name]
+
+
+def _check_files(folder: Path) -> None:
+    """A folder that lacks a file is told which, before anything is loaded."""
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder} has no {name}")
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        pickled = sorted(path.name for path in folder.glob("*.bin"))
+        beside = f" (only {', '.join(pickled)}, which may run code)" if pickled else ""
+        raise ModelError(f"{folder} has no weights in safetensors{beside}")
+    for path in weights:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _check_config(config: Any) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{config.model_type} checkpoint is quantised, which is not supported yet")
+
+
+def _load_model(source: str | Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
+    model, info = _from_pretrained(
+        AutoModelForCausalLM,
+        source,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(f"{source} lacks {len(missing)} weights, the first is {missing[0]}")
+    mismatched = sorted(str(each) for each in info.get("mismatched_keys", ()))
+    if mismatched:
+        raise ModelError(f"{source} has weights of another shape: {mismatched[0]}")
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise ModelError(f"{source}: weight {name} has NaN or Inf")
+    return model
+
+
+def _eos_token_ids(source: str | Path, tokenizer: Tokenizer, config: Any) -> frozenset[int]:
+    """End tokens of generation_config, of the config where there is none, and the tokenizer's."""
+    try:
+        declared = GenerationConfig.from_pretrained(source).eos_token_id
+    except OSError:
+        declared = config.get_text_config().eos_token_id
+    ids = declared if isinstance(declared, list) else [declared]
+    return frozenset(each for each in (*ids, tokenizer.eos_token_id) if each is not None)

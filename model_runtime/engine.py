@@ -1,0 +1,150 @@
+"""The engine: one thread that steps, fed through a queue of commands.
+
+Everything mutable belongs to that thread. Others only put commands in, and get outputs through the
+callback they handed over.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from model_runtime.answer import Answer
+from model_runtime.config import EngineConfig
+from model_runtime.engine_core import EngineCore, Live, Runner
+from model_runtime.errors import (
+    CacheCapacityError,
+    EngineStoppedError,
+    QueueFullError,
+    RequestError,
+)
+from model_runtime.observer import Observer
+from model_runtime.request import OnOutput, Output, Request
+from model_runtime.sequence import Sequence as TokenSequence
+from model_runtime.tokenizer import Tokenizer
+
+_log = structlog.get_logger(__name__)
+
+
+class Engine:
+    """Serves requests. Create, `start`, `submit`, `abort`, `stop`."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        eos_token_ids: frozenset[int] = frozenset(),
+        observer: Observer | None = None,
+    ) -> None:
+        self._core = EngineCore(runner, config, observer or Observer())
+        self._tokenizer = tokenizer
+        self._config = config
+        self._eos_token_ids = eos_token_ids
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards _is_running against a submit that comes too late
+        self._is_running = False
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests can be submitted."""
+        return self._is_running
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._is_running = True
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """End the thread after its current step, and every request with an error."""
+        with self._lock:
+            self._is_running = False
+        self._commands.put(lambda: None)  # wakes it
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def submit(self, request: Request, on_output: OnOutput) -> None:
+        """Queue a request; outputs arrive on the engine's thread until one has a finish_reason.
+
+        Raises RequestError, QueueFullError or EngineStoppedError, and then calls nothing back.
+        """
+        self._check(request)
+        answer = Answer(request, self._tokenizer, self._eos_token_ids)
+        live = Live(TokenSequence(request), answer, on_output)
+        with self._lock:
+            if not self._is_running:
+                raise EngineStoppedError("The engine is not running.")
+            self._commands.put(lambda: self._core.add(live))
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its pages; harmless if it is already over."""
+        self._commands.put(lambda: self._core.abort(request_id))
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Output]]:
+        """Serve requests together and wait: for scripts and tests, not for the server."""
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        outputs: list[list[Output]] = [[] for _ in requests]
+
+        def collector(into: list[Output]) -> OnOutput:
+            def collect(output: Output) -> None:
+                into.append(output)
+                if output.finish_reason is not None:
+                    done.put(None)
+
+            return collect
+
+        for request, into in zip(requests, outputs, strict=True):
+            self.submit(request, collector(into))
+        for _ in requests:
+            done.get()
+        return outputs
+
+    def _check(self, request: Request) -> None:
+        """Refuse what can never be served, or not now."""
+        if not request.prompt_ids:
+            raise RequestError("`prompt` must have at least one token", param="prompt")
+        num_positions = request.num_positions
+        capacity = self._config.num_pages * self._config.page_size
+        if num_positions > capacity:
+            raise CacheCapacityError(
+                f"The request needs {num_positions} positions, the KV cache holds {capacity} in "
+                "all (kv_cache_tokens).",
+                param="prompt",
+                code="kv_cache_exceeded",
+                details={"n_positions": num_positions, "kv_cache_tokens": capacity},
+            )
+        # Commands not yet taken count too, or a burst would pass between two steps.
+        num_queued = len(self._core.scheduler.waiting) + self._commands.qsize()
+        if num_queued >= self._config.max_queued_requests:
+            raise QueueFullError(
+                f"{num_queued} requests are waiting; at most {self._config.max_queued_requests} "
+                "may (max_queued_requests)."
+            )
+
+    def _loop(self) -> None:
+        try:
+            while self._is_running:
+                self._take_commands()
+                if self._is_running:
+                    self._core.step()
+        except Exception:  # noqa: BLE001  # whatever it was, the waiting clients must hear of it
+            _log.exception("engine_died")
+        finally:
+            with self._lock:
+                self._is_running = False
+            self._take_waiting_commands()
+            self._core.fail_all("the engine stopped")
+            self._core.tell_gauges()
+
+    def _take_commands(self) -> None:
+        """All that are there; when nothing is live, wait for one."""
+        if self._core.is_idle:
+            self._core.tell_gauges()
+            self._commands.get()()
+        self._take_waiting_commands()
+
+    def _take_waiting_commands(self) -> None:
+        while not self._commands.empty():
+            self._commands.get()()

@@ -1,0 +1,209 @@
+"""The engine without its thread: requests in, steps, outputs out.
+
+A step is: schedule, run, choose tokens, tell. Nothing here is safe to call from two threads.
+
+Shapes: R = rows of logits, V = vocabulary.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+from torch import Tensor
+
+from model_runtime.answer import Answer
+from model_runtime.batch import Span
+from model_runtime.config import EngineConfig
+from model_runtime.observer import Observer
+from model_runtime.request import FinishReason, OnOutput, Output, TokenLogprob
+from model_runtime.sampler import logprobs, sample
+from model_runtime.scheduler import Chunk, Scheduler
+from model_runtime.sequence import Sequence as TokenSequence
+from rope import Profile
+
+_log = structlog.get_logger(__name__)
+
+
+class Runner(Protocol):
+    """What runs a step: a ModelRunner, or whatever a test puts in its place."""
+
+    def table_slot(self, profile: Profile) -> int:
+        """The slot of a profile's rotation table."""
+
+    def run(self, spans: Sequence[Span]) -> Tensor:
+        """Logits [R, V] of the rows that the spans ask for."""
+
+
+@dataclass(slots=True)
+class Live:
+    """A request inside the engine."""
+
+    sequence: TokenSequence
+    answer: Answer
+    on_output: OnOutput
+    arrived: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    last_token: float | None = None
+
+
+class EngineCore:
+    """Owner of every live request."""
+
+    def __init__(self, runner: Runner, config: EngineConfig, observer: Observer) -> None:
+        self._runner = runner
+        self._observer = observer
+        self.scheduler = Scheduler(config)
+        self._live: dict[str, Live] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is waiting or running."""
+        return not self._live
+
+    def add(self, live: Live) -> None:
+        """Queue a request."""
+        self._live[live.sequence.request.request_id] = live
+        self.scheduler.add(live.sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its pages; harmless if it is already over."""
+        live = self._live.get(request_id)
+        if live is not None:
+            self._deliver(live, Output(finish_reason=FinishReason.ABORT))
+
+    def fail_all(self, error: str) -> None:
+        """End every request with an error."""
+        for live in list(self._live.values()):
+            self._deliver(live, Output(finish_reason=FinishReason.ERROR, error=error))
+
+    def step(self) -> int:
+        """One step. Returns how many sequences took part; a step that fails fails those only."""
+        chunks = self.scheduler.schedule()
+        if chunks:
+            self._note_starts(chunks)
+            try:
+                self._run(chunks)
+            except Exception as error:  # noqa: BLE001  # whatever a model's forward may raise
+                _log.exception("step_failed", num_sequences=len(chunks))
+                self._fail(chunks, f"{type(error).__name__} in a step of the engine")
+        self.tell_gauges()
+        return len(chunks)
+
+    def tell_gauges(self) -> None:
+        """Report the queues and the cache."""
+        scheduler = self.scheduler
+        self._observer.stepped(
+            len(scheduler.running), len(scheduler.waiting), scheduler.pool.num_used
+        )
+
+    def check_integrity(self) -> None:
+        """What is live is what the scheduler knows. Raises AssertionError."""
+        self.scheduler.check_integrity()
+        known = [*self.scheduler.running, *self.scheduler.waiting]
+        assert {id(live.sequence) for live in self._live.values()} == {id(each) for each in known}
+
+    def _run(self, chunks: Sequence[Chunk]) -> None:
+        lives = [self._live[chunk.sequence.request.request_id] for chunk in chunks]
+        spans = [self._span(chunk) for chunk in chunks]
+        logits_RV = self._runner.run(spans)
+        ended: list[Live] = []
+        choosing: list[tuple[Live, int]] = []  # who gets a token, from which row
+        row = 0
+        for chunk, live, span in zip(chunks, lives, spans, strict=True):
+            rows_RV = logits_RV[row : row + len(span.logit_rows)]
+            row += len(span.logit_rows)
+            if _is_scored(chunk):
+                _score_prompt(chunk, live.answer, rows_RV)
+            if chunk.is_last and chunk.sequence.request.sampling.max_tokens == 0:
+                ended.append(live)
+            elif chunk.is_last:
+                choosing.append((live, row - 1))
+            chunk.sequence.num_computed += chunk.num_tokens
+        for live in ended:
+            self._deliver(live, live.answer.end_without_tokens())
+        if choosing:
+            self._choose(logits_RV[[at for _, at in choosing]], [live for live, _ in choosing])
+
+    def _span(self, chunk: Chunk) -> Span:
+        sequence = chunk.sequence
+        logit_rows = range(0)
+        if _is_scored(chunk):
+            logit_rows = range(chunk.num_tokens)
+        elif chunk.is_last:
+            logit_rows = range(chunk.num_tokens - 1, chunk.num_tokens)
+        return Span(
+            sequence.token_ids[chunk.first : chunk.first + chunk.num_tokens],
+            chunk.first,
+            sequence.pages,
+            self._runner.table_slot(sequence.request.placement.profile),
+            logit_rows,
+        )
+
+    def _choose(self, logits_RV: Tensor, lives: Sequence[Live]) -> None:
+        """One new token for each, and its logprob where it was asked for."""
+        params = [live.sequence.request.sampling for live in lives]
+        token_ids = sample(logits_RV, params, [live.sequence.num_generated for live in lives])
+        reported: dict[int, TokenLogprob] = {}
+        wanted = [index for index, each in enumerate(params) if each.logprobs is not None]
+        if wanted:
+            chosen = [token_ids[index] for index in wanted]
+            num_top = [params[index].logprobs or 0 for index in wanted]
+            found = logprobs(logits_RV[wanted], chosen, num_top)
+            reported = dict(zip(wanted, found, strict=True))
+        for index, (live, token_id) in enumerate(zip(lives, token_ids, strict=True)):
+            live.sequence.token_ids.append(token_id)
+            self._note_token(live)
+            self._deliver(live, live.answer.add(token_id, reported.get(index)))
+
+    def _deliver(self, live: Live, output: Output) -> None:
+        """Hand an output over; the last one frees the request."""
+        if output.finish_reason is not None:
+            request = live.sequence.request
+            self.scheduler.remove(live.sequence)
+            del self._live[request.request_id]
+            seconds = time.monotonic() - live.arrived
+            self._observer.finished(
+                request, output.finish_reason, live.sequence.num_generated, seconds
+            )
+        live.on_output(output)
+
+    def _fail(self, chunks: Sequence[Chunk], error: str) -> None:
+        for chunk in chunks:
+            live = self._live.get(chunk.sequence.request.request_id)
+            if live is not None:  # else it ended before the step failed
+                self._deliver(live, Output(finish_reason=FinishReason.ERROR, error=error))
+
+    def _note_starts(self, chunks: Sequence[Chunk]) -> None:
+        now = time.monotonic()
+        for chunk in chunks:
+            live = self._live[chunk.sequence.request.request_id]
+            if live.started is None:
+                live.started = now
+                self._observer.started(chunk.sequence.request, now - live.arrived)
+
+    def _note_token(self, live: Live) -> None:
+        now = time.monotonic()
+        request = live.sequence.request
+        if live.last_token is None:
+            started = live.arrived if live.started is None else live.started
+            self._observer.first_token(request, now - live.arrived, now - started)
+        else:
+            context_len = len(live.sequence.token_ids)
+            self._observer.next_token(request, context_len, now - live.last_token)
+        live.last_token = now
+
+
+def _is_scored(chunk: Chunk) -> bool:
+    """Whether the logprobs of this chunk's prompt tokens are wanted."""
+    sequence = chunk.sequence
+    wanted = sequence.request.sampling.prompt_logprobs is not None
+    return wanted and chunk.first < sequence.num_prompt_tokens
+
+
+def _score_prompt(chunk: Chunk, answer: Answer, logits_RV: Tensor) -> None:
+    """Each row says how likely the token after it was; the prompt's last has none after it."""
+    following = chunk.sequence.token_ids[chunk.first + 1 :][: chunk.num_tokens]
+    num_top = [chunk.sequence.request.sampling.prompt_logprobs or 0] * len(following)
+    answer.add_prompt_logprobs(logprobs(logits_RV[: len(following)], following, num_top))

@@ -1,0 +1,71 @@
+"""What is asked of the engine, and what it answers."""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from model_runtime.deployment import Placement
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended; `stop` and `length` are OpenAI's words."""
+
+    STOP = "stop"  # an end token or a stop string
+    LENGTH = "length"  # max_tokens reached
+    ABORT = "abort"  # the client went away
+    ERROR = "error"  # a step failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens, and when to end."""
+
+    max_tokens: int = 16  # 0: compute the prompt only
+    temperature: float = 1.0  # 0: the most likely token
+    top_p: float = 1.0  # keep the most likely tokens that together reach this probability
+    top_k: int = 0  # keep this many; 0: all
+    seed: int = 0  # same seed, same request: same tokens in any batch
+    stop: tuple[str, ...] = ()  # end before any of these
+    ignore_eos: bool = False
+    logprobs: int | None = None  # report this many alternatives per generated token
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and all that was decided about it at admission."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    placement: Placement  # deployment, tier, profile
+
+    @property
+    def num_positions(self) -> int:
+        """Positions it will rotate: the last token generated is never read back."""
+        return len(self.prompt_ids) + max(0, self.sampling.max_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token's natural-log probability under the raw logits, beside the likeliest others."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step added to a request."""
+
+    text: str = ""  # whole characters only; text that may begin a stop string is held back
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token id, when asked for
+    # Once, before the first token: one per prompt token; the first has no predecessor, so None.
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None  # for the log and the client, with FinishReason.ERROR
+
+
+OnOutput = Callable[[Output], None]  # called on the engine's thread; must not block
