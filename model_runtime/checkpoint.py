@@ -18,7 +18,7 @@ from model_runtime import packed_linear
 from model_runtime.attention import LayerPlan
 from model_runtime.errors import ModelError
 from model_runtime.self_check import Report, check, untouched_answers
-from model_runtime.takeover import read_native_rope, take_over
+from model_runtime.takeover import read_native_rope, take_over, text_config
 from model_runtime.tokenizer import Tokenizer
 from rope import NativeRope
 
@@ -64,22 +64,29 @@ def load_checkpoint(
     tokenizer = Tokenizer(
         _from_pretrained(AutoTokenizer, source, trust_remote_code=trust_remote_code)
     )
+    return adopt(model, tokenizer, _eos_token_ids(source, tokenizer, config))
+
+
+def adopt(model: nn.Module, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> Checkpoint:
+    """Take a loaded model over, in place, and check it. Raises ModelError."""
+    parameter = next(model.parameters())
     native = read_native_rope(model)
     _log.info("self_check", model=type(model).__name__)
     expected = untouched_answers(model, native)
     plans = take_over(model, native)
-    if where.type == "cpu" and packed_linear.is_available():
+    if parameter.device.type == "cpu" and packed_linear.is_available():
         packed_linear.pack(model)
     report = check(model, plans, native, expected)
+    vocab_size = text_config(model).vocab_size
     return Checkpoint(
         model,
         plans,
         native,
         tokenizer,
-        _eos_token_ids(source, tokenizer, config),
-        config.get_text_config().vocab_size,
-        number_type,
-        where,
+        eos_token_ids,
+        vocab_size,
+        parameter.dtype,
+        parameter.device,
         report,
     )
 

@@ -71,12 +71,8 @@ class Deployment:
     tiers: Mapping[str, tuple[Tier, ...]]  # rope_type -> ascending tiers; what may be asked for
     native_len: int  # L
     max_rope_factor: float
+    max_len: int  # positions of the longest request, whatever its tier
     overridable: bool  # whether requests may choose a policy
-
-    @property
-    def max_len(self) -> int:
-        """Positions that the longest tier covers."""
-        return longest(self.tiers[self.rope_type])
 
     @property
     def own_tiers(self) -> tuple[Tier, ...]:
@@ -95,6 +91,8 @@ class Deployment:
         if policy == "fixed":
             tiers = self._one_tier(tiers, at_least, asked)
         num_covered = num_prompt_tokens + max(0, max_tokens - 1)
+        if num_covered > self.max_len:
+            raise self._too_long(tiers, num_prompt_tokens, max_tokens)
         tier = choose_tier(tiers, policy, num_covered, num_prompt_tokens, at_least)
         if tier is None:
             raise self._too_long(tiers, num_prompt_tokens, max_tokens)
@@ -143,7 +141,7 @@ class Deployment:
     def _too_long(
         self, tiers: Sequence[Tier], num_prompt_tokens: int, max_tokens: int
     ) -> ContextLengthError:
-        longest_len = longest(tiers)
+        longest_len = min(longest(tiers), self.max_len)
         fits = math.ceil((num_prompt_tokens + max(0, max_tokens - 1)) / self.native_len)
         message = (
             f"This model's maximum context length is {longest_len} tokens. However, your request "
@@ -175,6 +173,7 @@ def make_deployment(
     multiples: Sequence[float] | None = None,
     allowed_rope_types: Sequence[str] | None = None,
     max_rope_factor: float | None = None,
+    max_model_len: int | None = None,
 ) -> Deployment:
     """Decide how a name is served (design, section 2). Raises RopeConfigError.
 
@@ -185,7 +184,7 @@ def make_deployment(
         factor = max(multiples) if multiples else DEFAULT_ROPE_SCALING["factor"]
         rope_scaling = {**DEFAULT_ROPE_SCALING, "factor": factor}
     if rope_scaling is None:
-        return _native_deployment(name, native, policy, multiples, max_rope_factor)
+        return _native_deployment(name, native, policy, multiples, max_rope_factor, max_model_len)
     method = _method(rope_scaling, native, multiples)
     policy = policy or "pinned"
     if native.carries_scaling and policy != "fixed":
@@ -208,6 +207,7 @@ def make_deployment(
         tiers,
         method.native_len,
         _max_factor(max_rope_factor, own),
+        _max_len(max_model_len, own),
         overridable=not native.carries_scaling,
     )
 
@@ -215,9 +215,11 @@ def make_deployment(
 def _native_deployment(
     name: str,
     native: NativeRope,
+    *,
     policy: ServedPolicy | None,
     multiples: Sequence[float] | None,
     max_rope_factor: float | None,
+    max_model_len: int | None,
 ) -> Deployment:
     method = native.method
     rope_type = method.scaling.rope_type
@@ -241,6 +243,7 @@ def _native_deployment(
         {rope_type: tiers},
         method.native_len if by_length else native.native_len,
         _max_factor(max_rope_factor, tiers),
+        _max_len(max_model_len, tiers),
         overridable=False,
     )
 
@@ -292,3 +295,13 @@ def _max_factor(max_rope_factor: float | None, tiers: Sequence[Tier]) -> float:
     if max_rope_factor is not None and max_rope_factor < 1:
         raise RopeConfigError("max_rope_factor", f"must be >= 1, got {max_rope_factor:g}")
     return tiers[-1].factor if max_rope_factor is None else max_rope_factor
+
+
+def _max_len(max_model_len: int | None, tiers: Sequence[Tier]) -> int:
+    if max_model_len is not None and max_model_len > longest(tiers):
+        raise RopeConfigError(
+            "max_model_len",
+            f"must be <= the longest tier ({longest(tiers)} tokens), got {max_model_len}; a larger "
+            "rope_scaling factor makes longer tiers",
+        )
+    return max_model_len or longest(tiers)

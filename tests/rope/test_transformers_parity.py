@@ -12,7 +12,16 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rope import Rotary, parse_method
 
-WIDTHS = [(32, 1.0), (64, 1.0), (64, 0.25), (80, 0.4), (96, 0.5), (128, 1.0), (128, 0.75), (256, 1.0)]
+WIDTHS = [
+    (32, 1.0),
+    (64, 1.0),
+    (64, 0.25),
+    (80, 0.4),
+    (96, 0.5),
+    (128, 1.0),
+    (128, 0.75),
+    (256, 1.0),
+]
 THETAS = [1e4, 150_000.0, 5e5, 1e6, 1e7]
 LENGTHS = [256, 2048, 4096, 32_768, 131_072]
 FACTORS = [1.0, 1.5, 2.0, 3.7, 4.0, 8.0, 32.0, 40.5, 64.0]

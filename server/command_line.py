@@ -1,0 +1,88 @@
+"""Flags, made from the settings: `ropewalk serve [MODEL] --flag value`."""
+
+import logging
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import click
+import structlog
+import uvicorn
+
+from model_runtime.errors import ModelError
+from server.app import create_app
+from server.load_service import load_service
+from server.settings import ServeSettings, SettingsError, load_settings
+
+_USAGE_ERROR = 2
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(version("ropewalk"), prog_name="ropewalk")
+def ropewalk() -> None:
+    """Serve language models past their trained length, each request on the rotation that fits."""
+
+
+def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """One flag per setting, in the order of the settings."""
+    for name, field in reversed(ServeSettings.model_fields.items()):
+        if name == "model":
+            continue
+        text = f"{field.description}  [ROPEWALK_{name.upper()}]"
+        if field.default is not None:
+            text += f"  [default: {field.default}]"
+        flag = f"--{name.replace('_', '-')}"
+        is_switch = field.annotation is bool
+        option = (
+            click.option(flag, name, is_flag=True, default=None, help=text)
+            if is_switch
+            else click.option(flag, name, metavar="VALUE", help=text)
+        )
+        command = option(command)
+    return command
+
+
+@ropewalk.command()
+@click.argument("model", required=False)
+@_with_flags
+def serve(**flags: Any) -> None:
+    """Serve MODEL, a folder or a hub id; without one, the embedded demonstration model.
+
+    Every flag is also an environment variable, named in brackets; flags win.
+    """
+    _log_to_stderr()
+    try:
+        settings = load_settings(
+            {name: value for name, value in flags.items() if value is not None}
+        )
+        service, banner = load_service(settings)
+    except (ModelError, SettingsError) as error:
+        click.echo(f"ropewalk: {error}", err=True)
+        sys.exit(_USAGE_ERROR)
+    config = uvicorn.Config(
+        "unused", host=settings.host, port=settings.port, log_level="warning", access_log=False
+    )
+    listener = config.bind_socket()
+    host, port = listener.getsockname()[:2]
+    shown_host = f"[{host}]" if ":" in host else host
+    url = f"http://{shown_host}:{port}"
+
+    def on_ready() -> None:
+        click.echo(f"ropewalk {version('ropewalk')}\n{banner}\n  listening on     {url}", err=True)
+
+    config.app = create_app(service, on_ready)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _log_to_stderr() -> None:
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )

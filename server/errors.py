@@ -1,0 +1,136 @@
+"""Errors as OpenAI writes them, and the one table from a runtime error to an HTTP status."""
+
+import json
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from model_runtime.errors import (
+    EngineStoppedError,
+    QueueFullError,
+    RequestError,
+    RopewalkError,
+    UnknownModelError,
+)
+
+_log = structlog.get_logger(__name__)
+
+_MAX_ERRORS = 10  # told at once; a long bad list must not make a long answer
+_MAX_MESSAGE = 500  # characters of one of them
+
+# runtime error -> (status, type, code, seconds to wait before a retry); first match wins
+_STATUS: tuple[tuple[type[RopewalkError], int, str, str | None, int | None], ...] = (
+    (UnknownModelError, 404, "invalid_request_error", "model_not_found", None),
+    (RequestError, 400, "invalid_request_error", None, None),
+    (QueueFullError, 429, "rate_limit_error", "queue_full", 1),
+    (EngineStoppedError, 503, "server_error", "engine_stopped", 5),
+)
+
+
+def envelope(
+    message: str,
+    kind: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    details: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """OpenAI's error body."""
+    return {
+        "error": {
+            "message": message,
+            "type": kind,
+            "param": param,
+            "code": code,
+            **(details or {}),
+        }
+    }
+
+
+def rejection_reason(error: RopewalkError) -> str:
+    """A short, bounded word for the metrics."""
+    if isinstance(error, RequestError) and error.code is not None:
+        return error.code
+    return next(
+        (code for cls, _, _, code, _ in _STATUS if isinstance(error, cls) and code), "invalid"
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Answer every failure in the envelope: never 422, never a traceback."""
+    app.add_exception_handler(RopewalkError, _on_ropewalk_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+async def _on_ropewalk_error(request: Request, error: Exception) -> JSONResponse:
+    for cls, status, kind, code, retry_after_s in _STATUS:
+        if not isinstance(error, cls):
+            continue
+        body = envelope(str(error), kind, code=code)
+        if isinstance(error, RequestError):
+            body = envelope(
+                str(error), kind, param=error.param, code=error.code or code, details=error.details
+            )
+        headers = {"Retry-After": str(retry_after_s)} if retry_after_s else None
+        return JSONResponse(body, status, headers)
+    return await _on_bug(request, error)
+
+
+async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    problems = error.errors()[:_MAX_ERRORS]
+    message = "; ".join(_problem(each) for each in problems)
+    return JSONResponse(
+        envelope(message, "invalid_request_error", param=_field(problems[0]) or None), 400
+    )
+
+
+async def _on_http_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return JSONResponse(envelope(str(error.detail), kind), error.status_code, error.headers)
+
+
+async def _on_bug(_: Request, error: Exception) -> JSONResponse:
+    _log.error("unexpected_error", exc_info=error)
+    return JSONResponse(envelope("The server failed unexpectedly.", "server_error"), 500)
+
+
+def _field(problem: dict[str, Any]) -> str:
+    """The body's field, without the branch of a union that was tried."""
+    if problem["type"] == "json_invalid":
+        return ""  # its location is a character
+    if "param" in problem.get("ctx", {}):
+        return str(problem["ctx"]["param"])
+    parts = [part for part in problem["loc"][1:] if not _is_union_branch(part)]
+    return ".".join(str(part) for part in parts)
+
+
+def _is_union_branch(part: Any) -> bool:
+    return isinstance(part, str) and (part in {"str", "int"} or "[" in part)
+
+
+def _problem(problem: dict[str, Any]) -> str:
+    """`field`: what is accepted. Given: the value, where it is a number."""
+    if problem["type"] == "json_invalid":
+        return f"The body is not valid JSON, at character {problem['loc'][-1]}."
+    if problem["loc"] == ("body",) and problem["type"].startswith(("model_", "missing")):
+        return "The body must be a JSON object, sent with Content-Type: application/json."
+    name, text = _field(problem), problem["msg"][:_MAX_MESSAGE]
+    given = problem.get("input")
+    if isinstance(given, bool | int | float):
+        text = f"{text}. Given: {_short(given)}"
+    return f"`{name}`: {text}"
+
+
+def _short(value: float) -> str:
+    # An integer may have thousands of digits, which Python refuses to print.
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return "an integer of more than 20 digits"
+    return json.dumps(value)

@@ -1,0 +1,192 @@
+"""Prometheus metrics. The times carry the length of the context they were taken at.
+
+Labels are bounded: deployments, methods and factors come from the configuration, never from a
+client's string. Every series of the histograms exists from the start, at zero.
+"""
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from model_runtime.observer import Observer
+from model_runtime.request import FinishReason, Request
+
+MAX_CONTEXT_BUCKETS = 12  # with +Inf; each costs a whole histogram per metric
+# vLLM's bounds, so that panels line up.
+_FIRST_TOKEN_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640, 2560,
+)  # fmt: skip
+_NEXT_TOKEN_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5,
+    10, 40, 80,
+)  # fmt: skip
+_REQUEST_SECONDS = (
+    0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960,
+    1920, 7680,
+)  # fmt: skip
+
+
+class MetricFactory:
+    """Makes metrics in one registry; another factory may stand in under a distributed engine."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # a third more series that nothing here reads
+        self.registry = CollectorRegistry()
+
+    def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        """A count that only grows; the client library appends _total."""
+        return Counter(name, text, labels, registry=self.registry)
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        """A number of the moment."""
+        return Gauge(name, text, registry=self.registry)
+
+    def histogram(
+        self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]
+    ) -> Histogram:
+        """Observations counted by upper bound."""
+        return Histogram(name, text, labels, buckets=tuple(bounds), registry=self.registry)
+
+
+class ByContext:
+    """A histogram with one child per context bucket."""
+
+    def __init__(
+        self,
+        factory: MetricFactory,
+        name: str,
+        text: str,
+        bounds: Sequence[float],
+        context_bounds: Sequence[int],
+    ) -> None:
+        histogram = factory.histogram(name, text, ["context_bucket"], bounds)
+        self._context_bounds = context_bounds
+        labels = [*(str(bound) for bound in context_bounds), "+Inf"]
+        self._children = [histogram.labels(context_bucket=label) for label in labels]
+
+    def observe(self, context_len: int, seconds: float) -> None:
+        """Count a time in the bucket of its context length (upper bounds are inclusive)."""
+        self._children[bisect.bisect_left(self._context_bounds, context_len)].observe(seconds)
+
+
+def default_context_buckets(native_len: int, max_len: int) -> tuple[int, ...]:
+    """Fractions of L as well as multiples, so that ordinary traffic is not all in one bucket."""
+    doublings = max(0, math.ceil(math.log2(max_len / native_len)))
+    lowest = max(-7, doublings - MAX_CONTEXT_BUCKETS + 2)
+    bounds = [int(native_len * 2**power) for power in range(min(lowest, 0), doublings + 1)]
+    return tuple(bound for bound in bounds if bound >= 16)[-(MAX_CONTEXT_BUCKETS - 1) :]
+
+
+class Metrics(Observer):
+    """Listens to the engine, and to the server for what never reaches it."""
+
+    def __init__(
+        self,
+        factory: MetricFactory,
+        context_bounds: Sequence[int],
+        num_pages: int,
+        deployments: Mapping[str, Sequence[tuple[str, float]]],
+    ) -> None:
+        """`deployments`: name -> every (rope_type, factor) that it can apply."""
+        self._registry = factory.registry
+        self._num_pages = num_pages
+
+        def by_context(name: str, text: str, bounds: Sequence[float]) -> ByContext:
+            return ByContext(factory, f"ropewalk_{name}", text, bounds, context_bounds)
+
+        self._first_token = by_context(
+            "time_to_first_token_seconds",
+            "From arrival to the first token, by prompt length.",
+            _FIRST_TOKEN_SECONDS,
+        )
+        self._next_token = by_context(
+            "inter_token_latency_seconds",
+            "From one token to the next, by the sequence's length at that step.",
+            _NEXT_TOKEN_SECONDS,
+        )
+        self._end_to_end = by_context(
+            "e2e_request_latency_seconds",
+            "From arrival to the end of an answer, by final length.",
+            _REQUEST_SECONDS,
+        )
+        self._queue = by_context(
+            "request_queue_seconds",
+            "From arrival to the first step, by prompt length.",
+            _FIRST_TOKEN_SECONDS,
+        )
+        self._prefill = by_context(
+            "request_prefill_seconds",
+            "From the first step to the first token, by prompt length.",
+            _FIRST_TOKEN_SECONDS,
+        )
+        self._requests = factory.counter(
+            "ropewalk_requests",
+            "Requests that ended, by what was applied and why they ended.",
+            ["deployment", "rope_type", "factor", "finish_reason"],
+        )
+        self._rejected = factory.counter(
+            "ropewalk_requests_rejected", "Requests refused before they were queued.", ["reason"]
+        )
+        self._prompt_tokens = factory.counter(
+            "ropewalk_prompt_tokens", "Prompt tokens of requests that were started."
+        )
+        self._generated_tokens = factory.counter("ropewalk_generated_tokens", "Tokens generated.")
+        self._running = factory.gauge("ropewalk_requests_running", "Requests being computed.")
+        self._waiting = factory.gauge("ropewalk_requests_waiting", "Requests in the queue.")
+        self._kv_usage = factory.gauge(
+            "ropewalk_kv_cache_usage_ratio", "Share of the cache's pages in use, 0 to 1."
+        )
+        for deployment, applicable in deployments.items():
+            for rope_type, factor in applicable:
+                for reason in FinishReason:
+                    self._requests.labels(deployment, rope_type, f"{factor:g}", reason.value)
+
+    def render(self) -> bytes:
+        """The page that Prometheus scrapes."""
+        return generate_latest(self._registry)
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused; `reason` is one of the server's own words."""
+        self._rejected.labels(reason).inc()
+
+    def started(self, request: Request, queue_seconds: float) -> None:
+        """A request left the queue."""
+        self._prompt_tokens.inc(len(request.prompt_ids))
+        self._queue.observe(len(request.prompt_ids), queue_seconds)
+
+    def first_token(self, request: Request, seconds: float, prefill_seconds: float) -> None:
+        """The first token is there."""
+        self._generated_tokens.inc()
+        self._first_token.observe(len(request.prompt_ids), seconds)
+        self._prefill.observe(len(request.prompt_ids), prefill_seconds)
+
+    def next_token(self, request: Request, context_len: int, seconds: float) -> None:  # noqa: ARG002
+        """Another token is there."""
+        self._generated_tokens.inc()
+        self._next_token.observe(context_len, seconds)
+
+    def finished(
+        self, request: Request, reason: FinishReason, num_generated: int, seconds: float
+    ) -> None:
+        """A request ended."""
+        placement = request.placement
+        factor = f"{placement.tier.factor:g}"
+        self._requests.labels(placement.deployment, placement.rope_type, factor, reason.value).inc()
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._end_to_end.observe(len(request.prompt_ids) + num_generated, seconds)
+
+    def stepped(self, num_running: int, num_waiting: int, num_used_pages: int) -> None:
+        """A step ended."""
+        self._running.set(num_running)
+        self._waiting.set(num_waiting)
+        self._kv_usage.set(num_used_pages / self._num_pages)

@@ -1,0 +1,37 @@
+"""Server-sent events whose request is aborted when the client goes."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+DONE = "data: [DONE]\n\n"
+
+
+def event(body: BaseModel | dict[str, Any]) -> str:
+    """One event."""
+    if isinstance(body, BaseModel):
+        return f"data: {body.model_dump_json()}\n\n"
+    return f"data: {json.dumps(body)}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Streams events and calls `close` however the stream ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+        # Proxies must neither keep nor collect what should arrive at once.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers)
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
