@@ -184,7 +184,14 @@ def make_deployment(
         factor = max(multiples) if multiples else DEFAULT_ROPE_SCALING["factor"]
         rope_scaling = {**DEFAULT_ROPE_SCALING, "factor": factor}
     if rope_scaling is None:
-        return _native_deployment(name, native, policy, multiples, max_rope_factor, max_model_len)
+        return _native_deployment(
+            name,
+            native,
+            policy=policy,
+            multiples=multiples,
+            max_rope_factor=max_rope_factor,
+            max_model_len=max_model_len,
+        )
     method = _method(rope_scaling, native, multiples)
     policy = policy or "pinned"
     if native.carries_scaling and policy != "fixed":

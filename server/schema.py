@@ -52,7 +52,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _unusable(param: str, problem: str) -> PydanticCustomError:
-    return PydanticCustomError("unusable", problem, {"param": param})  # type: ignore[arg-type]
+    return PydanticCustomError("unusable", problem, {"param": param})
 
 
 class CompletionRequest(_Body):

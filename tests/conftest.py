@@ -1,0 +1,36 @@
+"""What every test may use: seeds, engines over tiny models, the embedded model, a server."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from tests.engines import EngineFactory
+from tests.processes import Server, running_server
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def embedded() -> Checkpoint:
+    """The shipped model, taken over."""
+    return load_checkpoint(EMBEDDED_MODEL)
+
+
+@pytest.fixture
+def engines() -> Iterator[EngineFactory]:
+    """Makes engines; stops them all at the end, and checks that nothing leaked."""
+    factory = EngineFactory()
+    yield factory
+    factory.stop_all()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """`ropewalk serve` as a newcomer runs it, a process of its own on a free port."""
+    with running_server() as running:
+        yield running

@@ -1,0 +1,115 @@
+"""Engines over tiny models, and the requests that tests send them."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from model_runtime.build_engine import build_engine
+from model_runtime.checkpoint import Checkpoint, adopt
+from model_runtime.config import EngineConfig
+from model_runtime.deployment import Deployment, RopeRequest, make_deployment
+from model_runtime.engine import Engine
+from model_runtime.observer import Observer
+from model_runtime.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
+from tests.tiny_models import tiny_model
+from tests.tokens import byte_tokenizer
+
+_ids = itertools.count()
+
+
+def request(
+    deployment: Deployment,
+    prompt_ids: Sequence[int],
+    rope: RopeRequest | None = None,
+    **sampling: Any,
+) -> Request:
+    """A request placed as the server places it; greedy unless told."""
+    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    placement = deployment.place(rope or RopeRequest(), len(prompt_ids), params.max_tokens)
+    return Request(f"test-{next(_ids)}", tuple(prompt_ids), params, placement)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob | None, ...]
+    finish_reason: FinishReason | None
+
+    @classmethod
+    def of(cls, outputs: list[Output]) -> "Result":
+        """Joined outputs."""
+        return cls(
+            "".join(each.text for each in outputs),
+            tuple(token for each in outputs for token in each.token_ids),
+            tuple(entry for each in outputs for entry in each.logprobs),
+            tuple(entry for each in outputs for entry in each.prompt_logprobs),
+            outputs[-1].finish_reason,
+        )
+
+    def prompt_logprob_values(self) -> list[float]:
+        """One number per prompt token after the first."""
+        return [entry.logprob for entry in self.prompt_logprobs if entry is not None]
+
+
+class EngineFactory:
+    """Makes engines and stops them."""
+
+    def __init__(self) -> None:
+        self._engines: list[Engine] = []
+
+    def over(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        runner: Any = None,
+        observer: Observer | None = None,
+        eos: frozenset[int] | None = None,
+        **config: Any,
+    ) -> Engine:
+        """A started engine. `runner` stands in for the model."""
+        numbers = {"kv_cache_tokens": 4096, "max_model_len": 2048, **config}
+        engine_config = EngineConfig(**numbers)
+        if runner is None:
+            engine = build_engine(checkpoint, engine_config, observer)
+        else:
+            engine = Engine(
+                runner, checkpoint.tokenizer, engine_config, eos or frozenset(), observer
+            )
+        engine.start()
+        self._engines.append(engine)
+        return engine
+
+    def stop_all(self) -> None:
+        """End every engine; every page must be back by then."""
+        for engine in self._engines:
+            engine.stop()
+            core = engine._core
+            core.check_integrity()
+            assert core.scheduler.pool.num_used == 0
+
+
+def tiny_checkpoint(architecture: str, seed: int = 0, **overrides: Any) -> Checkpoint:
+    """A taken-over tiny model under a byte tokenizer, without end tokens."""
+    return checkpoint_of(tiny_model(architecture, seed, **overrides))
+
+
+def checkpoint_of(model: PreTrainedModel) -> Checkpoint:
+    """Take a model over; it cannot be used untouched afterwards."""
+    return adopt(model, byte_tokenizer(), frozenset())
+
+
+def deployment_of(checkpoint: Checkpoint, **options: Any) -> Deployment:
+    """A deployment of that checkpoint."""
+    return make_deployment("tiny", checkpoint.native, **options)
+
+
+def answer(engine: Engine, *requests: Request) -> list[Result]:
+    """Serve them together."""
+    return [Result.of(outputs) for outputs in engine.generate(requests)]

@@ -1,0 +1,188 @@
+"""Where requests are placed, and what they may ask for."""
+
+from typing import Any
+
+import pytest
+
+from model_runtime.deployment import Deployment, RopeRequest, make_deployment
+from model_runtime.errors import ContextLengthError, RequestError
+from rope import DynamicNTK, RopeConfigError, Unscaled, Yarn, native_rope
+
+CONFIG = {"max_position_embeddings": 256, "head_dim": 16}
+PLAIN = native_rope(CONFIG)
+YARN_BLOCK = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+SCALED = native_rope({**CONFIG, "rope_scaling": YARN_BLOCK})
+LONGROPE = native_rope(
+    {
+        **CONFIG,
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+        },
+    }
+)
+
+
+def plain(**options: Any) -> Deployment:
+    """A deployment of a checkpoint without scaling."""
+    return make_deployment("m", PLAIN, **options)
+
+
+def test_the_default_is_yarn_pinned_on_one_two_four() -> None:
+    """harmless up to L, alive above it"""
+    deployment = plain()
+    assert (deployment.rope_type, deployment.policy) == ("yarn", "pinned")
+    assert [tier.factor for tier in deployment.own_tiers] == [1, 2, 4]
+    assert deployment.max_len == 1024
+
+
+def test_the_request_covers_its_answer_but_for_the_last_token() -> None:
+    """prompt + max(0, max_tokens - 1)"""
+    deployment = plain()
+    assert deployment.place(RopeRequest(), 250, 7).tier.factor == 1
+    assert deployment.place(RopeRequest(), 250, 8).tier.factor == 2
+    assert deployment.place(RopeRequest(), 256, 0).tier.factor == 1
+    assert deployment.place(RopeRequest(), 1024, 1).tier.factor == 4
+
+
+def test_what_does_not_fit_is_refused_with_the_factor_that_would() -> None:
+    """numbers in the sentence and beside it"""
+    with pytest.raises(ContextLengthError, match="A rope factor of 5 ") as caught:
+        plain().place(RopeRequest(), 1024, 2)
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.details["n_ctx"] == 1024
+    assert caught.value.details["rope"]["factor_that_fits"] == 5.0
+
+
+def test_untouched_requests_say_so() -> None:
+    """the native table is `default`, whatever the deployment's method"""
+    short = plain().place(RopeRequest(), 10, 5)
+    assert (short.rope_type, short.tier.factor) == ("default", 1.0)
+    assert short.profile.scaling == Unscaled()
+    long = plain().place(RopeRequest(), 300, 5)
+    assert (long.rope_type, long.tier.factor) == ("yarn", 2.0)
+
+
+def test_fixed_uses_the_configured_factor_at_every_length() -> None:
+    """static YaRN"""
+    deployment = plain(rope_scaling={"rope_type": "yarn", "factor": 4.0}, policy="fixed")
+    placed = deployment.place(RopeRequest(), 3, 2)
+    assert placed.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=256)
+
+
+def test_a_requested_factor_is_raised_to_the_next_tier() -> None:
+    """so that tables stay few; and the request is told both numbers"""
+    placed = plain().place(RopeRequest(factor=2.5), 3, 2)
+    assert (placed.tier.factor, placed.requested_factor) == (4.0, 2.5)
+    placed = plain().place(RopeRequest(factor=2.0), 600, 2)
+    assert placed.tier.factor == 4.0
+    with pytest.raises(ContextLengthError):
+        plain().place(RopeRequest(factor=2.0, policy="fixed"), 600, 2)
+
+
+def test_default_extrapolates_because_it_was_asked_for() -> None:
+    """at any length the deployment serves"""
+    placed = plain().place(RopeRequest(rope_type="default"), 1000, 2)
+    assert (placed.rope_type, placed.profile.scaling) == ("default", Unscaled())
+    with pytest.raises(ContextLengthError):
+        plain().place(RopeRequest(rope_type="default"), 1025, 2)
+
+
+def test_other_methods_have_the_same_ceilings() -> None:
+    """with their own defaults"""
+    placed = plain().place(RopeRequest(rope_type="dynamic"), 300, 2)
+    assert placed.profile.scaling == DynamicNTK(
+        factor=1.0, original_max_position_embeddings=256, num_tokens=512
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "message"),
+    [
+        (RopeRequest(rope_type="magic"), "rope.rope_type", "must be one of default, dynamic"),
+        (RopeRequest(rope_type="longrope"), "rope.rope_type", "must be one of"),
+        (RopeRequest(factor=4.5), "rope.factor", "between 1 and 4. Given: 4.5"),
+        (RopeRequest(rope_type="default", factor=2.0), "rope.factor", "between 1 and 1"),
+        (RopeRequest(policy="grow"), "rope.policy", "fixed, pinned. Given: grow"),
+    ],
+)
+def test_what_may_not_be_asked_is_refused_by_field(
+    asked: RopeRequest, param: str, message: str
+) -> None:
+    """with limit and value"""
+    with pytest.raises(RequestError, match=message) as caught:
+        plain().place(asked, 3, 2)
+    assert caught.value.param == param
+
+
+def test_the_operator_narrows_what_may_be_asked() -> None:
+    """types and factor"""
+    deployment = plain(allowed_rope_types=["linear"], max_rope_factor=2.0)
+    assert set(deployment.tiers) == {"yarn", "linear"}
+    with pytest.raises(RequestError, match="between 1 and 2"):
+        deployment.place(RopeRequest(factor=4.0), 3, 2)
+    assert deployment.place(RopeRequest(), 1000, 2).tier.factor == 4.0
+
+
+def test_max_model_len_ends_the_last_tier_early() -> None:
+    """and cannot lengthen it"""
+    deployment = plain(max_model_len=700)
+    assert deployment.place(RopeRequest(), 700, 1).tier.factor == 4.0
+    with pytest.raises(ContextLengthError, match="maximum context length is 700"):
+        deployment.place(RopeRequest(), 701, 1)
+    with pytest.raises(RopeConfigError, match="must be <= the longest tier"):
+        plain(max_model_len=1025)
+
+
+def test_tiers_may_be_listed() -> None:
+    """the largest stands in for an absent factor"""
+    deployment = plain(multiples=[1, 3, 12])
+    assert [tier.ceiling for tier in deployment.own_tiers] == [256, 768, 3072]
+    with pytest.raises(RopeConfigError, match="no meaning under rope_policy fixed"):
+        plain(multiples=[1, 2], policy="fixed")
+
+
+def test_trained_in_scaling_is_served_natively_and_fixed() -> None:
+    """one table for all lengths, and requests cannot change it"""
+    deployment = make_deployment("m", SCALED)
+    placed = deployment.place(RopeRequest(), 3, 2)
+    assert (placed.rope_type, placed.tier.factor, placed.policy) == ("yarn", 4.0, "fixed")
+    assert placed.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=64)
+    assert deployment.max_len == 256
+    with pytest.raises(RequestError, match=r"rope\.policy"):
+        deployment.place(RopeRequest(policy="pinned"), 3, 2)
+
+
+def test_only_a_fixed_override_goes_on_top_of_trained_in_scaling() -> None:
+    """it replaces the block, as in transformers"""
+    block = {**YARN_BLOCK, "factor": 8.0}
+    deployment = make_deployment("m", SCALED, rope_scaling=block, policy="fixed")
+    placed = deployment.place(RopeRequest(), 3, 2)
+    assert placed.profile.scaling == Yarn(factor=8.0, original_max_position_embeddings=64)
+    assert deployment.max_len == 512
+    with pytest.raises(RopeConfigError, match="rope_policy: must be fixed"):
+        make_deployment("m", SCALED, rope_scaling=block)
+    with pytest.raises(RopeConfigError, match="rope_policy: must be fixed"):
+        make_deployment("m", SCALED, policy="pinned")
+
+
+def test_a_longrope_checkpoint_switches_lists_by_request() -> None:
+    """pinned over its own two tiers"""
+    deployment = make_deployment("m", LONGROPE)
+    assert deployment.policy == "pinned"
+    assert [tier.ceiling for tier in deployment.own_tiers] == [64, 256]
+    rotary = LONGROPE.rotary
+    short = deployment.place(RopeRequest(), 60, 5).profile.scaling.frequencies(rotary)
+    long = deployment.place(RopeRequest(), 60, 6).profile.scaling.frequencies(rotary)
+    assert float(short.inv_freq_P[0]) == 1.0
+    assert float(long.inv_freq_P[0]) == 0.25
+    assert short.attention_factor == long.attention_factor > 1
+
+
+def test_stated_length_moves_the_tiers() -> None:
+    """a deployment may state L"""
+    block = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    deployment = plain(rope_scaling=block)
+    assert [tier.ceiling for tier in deployment.own_tiers] == [128, 256, 512]

@@ -1,0 +1,68 @@
+"""`ropewalk serve` as a process of its own: started on a free port, always ended."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+_START_S = 120
+_STOP_S = 30
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that is listening."""
+
+    url: str
+    banner: str
+    pid: int
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line, in this interpreter."""
+    return [sys.executable, "-m", "server", *arguments]
+
+
+def run_to_end(
+    *arguments: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A command that is expected to end by itself."""
+    return subprocess.run(
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=_START_S,
+        check=False,
+        env={**os.environ, **(env or {})},
+    )
+
+
+@contextmanager
+def running_server(*arguments: str) -> Iterator[Server]:
+    """Serve until the block ends."""
+    process = subprocess.Popen(
+        command("serve", "--port", "0", *arguments), stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    lines: list[str] = []
+    deadline = time.monotonic() + _START_S
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            found = re.search(r"listening on\s+(http://\S+)", line)
+            if found or time.monotonic() > deadline:
+                break
+        assert found, "".join(lines)
+        yield Server(found[1], "".join(lines), process.pid)
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stderr.close()

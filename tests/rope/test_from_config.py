@@ -1,0 +1,188 @@
+"""Blocks are read in every spelling; what cannot be used is refused by name."""
+
+from typing import Any
+
+import pytest
+
+from rope import (
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRope,
+    RopeConfigError,
+    Rotary,
+    Unscaled,
+    Yarn,
+    native_rope,
+    parse_method,
+)
+
+ROTARY = Rotary(16, 10_000.0)
+CONFIG = {"max_position_embeddings": 4096, "hidden_size": 64, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("block", "field", "message"),
+    [
+        ({"rope_type": "magic"}, "rope_type", "must be one of default, linear"),
+        ({"rope_type": "linear", "type": "yarn", "factor": 2}, "rope_type", "type 'yarn'"),
+        ({"rope_type": "linear"}, "factor", "is missing"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor", ">= 1, got 0.5"),
+        ({"rope_type": "linear", "factor": "4"}, "factor", "finite number, got '4'"),
+        ({"rope_type": "linear", "factor": True}, "factor", "finite number, got True"),
+        ({"rope_type": "yarn", "factor": float("nan")}, "factor", "finite number, got nan"),
+        ({"rope_type": "yarn", "factor": 4, "attn_factor": 1}, "attn_factor", "is not a field"),
+        ({"rope_type": "linear", "factor": 4, "beta_fast": 32}, "beta_fast", "is not a field"),
+        (
+            {"rope_type": "yarn", "factor": 4, "beta_fast": 1, "beta_slow": 2},
+            "beta_fast",
+            "must be >= beta_slow",
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": "32k"},
+            "original_max_position_embeddings",
+            "integer >= 1, got '32k'",
+        ),
+        ({"rope_type": "yarn", "factor": 4, "truncate": 1}, "truncate", "true or false"),
+        (
+            {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4},
+            "high_freq_factor",
+            "must be > low_freq_factor",
+        ),
+        (
+            {"rope_type": "longrope", "factor": 4, "short_factor": [1.0] * 8},
+            "long_factor",
+            "must be a list of 8 numbers",
+        ),
+        (
+            {
+                "rope_type": "longrope",
+                "factor": 4,
+                "short_factor": [1.0] * 7,
+                "long_factor": [1.0] * 8,
+            },
+            "short_factor",
+            "must have 8 numbers, one a pair; got 7",
+        ),
+        ({"rope_type": "proportional"}, "rope_type", "not supported yet"),
+        ({"rope_type": "default", "mrope_section": [1, 2]}, "mrope_section", "not supported yet"),
+        (
+            {"rope_type": "yarn", "factor": 4, "rope_theta": 5e5},
+            "rope_theta",
+            "use rope_type 'ntk'",
+        ),
+    ],
+)
+def test_refusals_name_field_limit_and_value(
+    block: dict[str, Any], field: str, message: str
+) -> None:
+    """nothing is ignored"""
+    with pytest.raises(RopeConfigError, match=message) as caught:
+        parse_method(block, ROTARY, 4096)
+    assert caught.value.field == field
+
+
+def test_the_old_spelling_of_the_type_is_read() -> None:
+    """v4 configs say `type`"""
+    assert parse_method({"type": "linear", "factor": 2}, ROTARY, 4096).scaling == Linear(factor=2.0)
+
+
+def test_a_block_may_state_the_trained_length() -> None:
+    """and it becomes L"""
+    block = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 1024}
+    method = parse_method(block, ROTARY, 4096)
+    assert method.native_len == 1024
+    assert method.scaling == Yarn(factor=4.0, original_max_position_embeddings=1024)
+
+
+def test_logn_is_a_switch_on_any_method() -> None:
+    """Qwen-1's name"""
+    block = {"rope_type": "dynamic", "factor": 2, "use_logn_attn": True}
+    method = parse_method(block, ROTARY, 4096)
+    assert method.use_logn_attn
+    assert isinstance(method.scaling, DynamicNTK)
+
+
+def test_v4_and_v5_configs_read_alike() -> None:
+    """rope_scaling beside rope_theta, or rope_parameters"""
+    block = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    v4 = {**CONFIG, "rope_theta": 1e6, "rope_scaling": block}
+    v5 = {**CONFIG, "rope_parameters": {**block, "rope_type": "yarn", "rope_theta": 1e6}}
+    assert native_rope(v4) == native_rope(v5)
+    assert native_rope(v4).rotary == Rotary(16, 1e6)
+
+
+def test_native_length_of_a_plain_checkpoint() -> None:
+    """max_position_embeddings"""
+    native = native_rope(CONFIG)
+    assert native.native_len == 4096
+    assert not native.carries_scaling
+
+
+def test_native_length_of_a_scaled_checkpoint_is_the_larger_of_the_two() -> None:
+    """llama-3.1: 8,192 x 8 = 65,536, but 131,072 is declared"""
+    block = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    native = native_rope({**CONFIG, "max_position_embeddings": 131_072, "rope_scaling": block})
+    assert native.native_len == 131_072
+    assert isinstance(native.method.scaling, Llama3)
+    native = native_rope({**CONFIG, "max_position_embeddings": 8192, "rope_scaling": block})
+    assert native.native_len == 65_536
+
+
+def test_phi3_keeps_its_trained_length_beside_the_block() -> None:
+    """and derives the factor from it"""
+    block = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    native = native_rope(
+        {
+            **CONFIG,
+            "max_position_embeddings": 131_072,
+            "original_max_position_embeddings": 4096,
+            "rope_scaling": block,
+        }
+    )
+    assert isinstance(native.method.scaling, LongRope)
+    assert native.method.native_len == 4096
+    assert native.method.factor == 32.0
+    assert native.native_len == 131_072
+
+
+def test_tables_per_layer_type() -> None:
+    """gemma-3: the full-attention layers are the ones that deployments scale"""
+    blocks = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    native = native_rope({**CONFIG, "head_dim": 32, "rope_parameters": blocks})
+    assert native.scaled_layer_type == "full_attention"
+    assert native.rotary == Rotary(32, 1e6)
+    assert native.tables["sliding_attention"].scaling == Unscaled()
+    assert native.native_len == 4096
+
+
+@pytest.mark.parametrize(
+    ("blocks", "field"),
+    [
+        (
+            {
+                "full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False},
+                "sliding_attention": {},
+            },
+            "truncate",
+        ),
+        ({"full_attention": {}, "sliding_attention": {}, "factor": 4.0}, "factor"),
+        ({"chunked_attention": {}, "sliding_attention": {}}, "rope_parameters"),
+    ],
+)
+def test_nested_blocks_that_would_be_misread_are_refused(
+    blocks: dict[str, Any], field: str
+) -> None:
+    """transformers ignores these in silence"""
+    with pytest.raises(RopeConfigError) as caught:
+        native_rope({**CONFIG, "rope_parameters": blocks})
+    assert caught.value.field == field

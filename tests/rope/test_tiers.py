@@ -1,0 +1,129 @@
+"""Which tier serves whom."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rope import (
+    POLICIES,
+    DynamicNTK,
+    Linear,
+    LongRope,
+    Policy,
+    Profile,
+    RopeConfigError,
+    Tier,
+    Unscaled,
+    Yarn,
+    build_tiers,
+    choose_tier,
+    default_multiples,
+    native_rope,
+    parse_method,
+)
+
+NATIVE = native_rope({"max_position_embeddings": 256, "head_dim": 16})
+
+
+def tiers_of(block: dict[str, Any], multiples: list[float] | None = None) -> tuple[Tier, ...]:
+    """As a deployment of the plain checkpoint builds them."""
+    return build_tiers(parse_method(block, NATIVE.rotary, 256), NATIVE, multiples)
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"),
+    [(1.0, (1,)), (1.5, (1, 1.5)), (4.0, (1, 2, 4)), (6.0, (1, 2, 4, 6)), (8.0, (1, 2, 4, 8))],
+)
+def test_default_tiers_are_powers_of_two_up_to_the_factor(
+    factor: float, expected: tuple[float, ...]
+) -> None:
+    """and the factor itself"""
+    assert default_multiples(factor) == expected
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "ntk", "dynamic", "yarn", "llama3"])
+def test_the_first_tier_is_the_native_table(rope_type: str) -> None:
+    """whatever the method, so a request within L is served as the untouched model"""
+    tiers = tiers_of({"rope_type": rope_type, "factor": 4.0})
+    assert [tier.ceiling for tier in tiers] == [256, 512, 1024]
+    assert tiers[0].profile == Profile(Unscaled())
+    assert all(tier.profile != tiers[0].profile for tier in tiers[1:])
+
+
+def test_what_a_tier_sets() -> None:
+    """factor := ceiling / L, or the sequence length for dynamic"""
+    assert tiers_of({"rope_type": "linear", "factor": 4.0})[1].profile.scaling == Linear(factor=2.0)
+    yarn = tiers_of({"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0})[1].profile.scaling
+    assert yarn == Yarn(factor=2.0, original_max_position_embeddings=256, beta_fast=8.0)
+    dynamic = tiers_of({"rope_type": "dynamic", "factor": 3.0}, [1, 2, 4])[2].profile.scaling
+    assert dynamic == DynamicNTK(factor=3.0, original_max_position_embeddings=256, num_tokens=1024)
+
+
+def test_longrope_has_two_tiers() -> None:
+    """its long list is the same at every length above L"""
+    block = {
+        "rope_type": "longrope",
+        "factor": 8.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+    }
+    tiers = tiers_of(block)
+    assert [tier.ceiling for tier in tiers] == [256, 2048]
+    scaling = tiers[1].profile.scaling
+    assert isinstance(scaling, LongRope)
+    assert scaling.frequencies(NATIVE.rotary).inv_freq_P[0] == 0.25
+
+
+def test_logn_is_part_of_the_profile_above_the_first_tier() -> None:
+    """below L it multiplies by one"""
+    tiers = tiers_of({"rope_type": "yarn", "factor": 2.0, "use_logn_attn": True})
+    assert [tier.profile.logn_len for tier in tiers] == [None, 256]
+
+
+@pytest.mark.parametrize("multiples", [[], [2, 4], [1, 4, 2], [1, 2, 2]])
+def test_tier_lists_must_rise_from_one(multiples: list[float]) -> None:
+    """anything else is refused"""
+    with pytest.raises(RopeConfigError, match="must rise strictly from 1"):
+        tiers_of({"rope_type": "yarn", "factor": 4.0}, multiples)
+
+
+@pytest.mark.parametrize(
+    ("policy", "covered", "so_far", "at_least", "ceiling"),
+    [
+        ("pinned", 256, 10, 1.0, 256),
+        ("pinned", 257, 10, 1.0, 512),
+        ("pinned", 1024, 10, 1.0, 1024),
+        ("pinned", 1025, 10, 1.0, None),
+        ("pinned", 10, 10, 2.5, 1024),
+        ("grow", 1024, 10, 1.0, 256),
+        ("grow-exact", 1024, 257, 1.0, 512),
+        ("grow", 1025, 10, 1.0, None),
+    ],
+)
+def test_choice(
+    policy: Policy, covered: int, so_far: int, at_least: float, ceiling: int | None
+) -> None:
+    """the smallest that covers what the policy looks at"""
+    tiers = tiers_of({"rope_type": "yarn", "factor": 4.0})
+    tier = choose_tier(tiers, policy, covered, so_far, at_least)
+    assert (tier.ceiling if tier else None) == ceiling
+
+
+@given(
+    covered=st.integers(1, 5000),
+    so_far=st.integers(1, 5000),
+    policy=st.sampled_from(POLICIES),
+    at_least=st.floats(1, 9),
+)
+def test_a_chosen_tier_always_covers(
+    covered: int, so_far: int, policy: Policy, at_least: float
+) -> None:
+    """and no smaller one would do"""
+    tiers = tiers_of({"rope_type": "yarn", "factor": 8.0})
+    so_far = min(so_far, covered)
+    tier = choose_tier(tiers, policy, covered, so_far, at_least)
+    needed = so_far if policy in ("grow", "grow-exact") else covered
+    fitting = [each for each in tiers if each.ceiling >= needed and each.factor >= at_least]
+    assert tier == (fitting[0] if fitting and covered <= 2048 else None)

@@ -1,0 +1,21 @@
+"""A tokenizer that needs no file: one token a byte."""
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from model_runtime.tokenizer import Tokenizer
+
+
+def byte_tokenizer_fast() -> PreTrainedTokenizerFast:
+    """GPT-2's byte alphabet without merges; ids are the order of that alphabet."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({each: index for index, each in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The same, as the runtime uses it."""
+    return Tokenizer(byte_tokenizer_fast())
