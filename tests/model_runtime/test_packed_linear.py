@@ -19,7 +19,7 @@ def test_a_row_has_the_same_bits_in_any_company(
     width_in: int, width_out: int, dtype: torch.dtype
 ) -> None:
     """wide inputs are where plain packed products fail"""
-    linear = nn.Linear(width_in, width_out).to(dtype).requires_grad_(False)
+    linear = nn.Linear(width_in, width_out).to(dtype).requires_grad_(requires_grad=False)
     x = torch.randn(max(ROWS), width_in).to(dtype)
     packed = PackedLinear(linear)
     whole = packed(x)
