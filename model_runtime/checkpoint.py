@@ -55,6 +55,8 @@ def load_checkpoint(
     folder = Path(source)
     if folder.is_dir():
         _check_files(folder)
+    elif str(source).startswith((".", "/", "~")) or str(source).count("/") > 1:
+        raise ModelError(f"there is no folder {source}")  # a hub id is `name` or `owner/name`
     config = _from_pretrained(AutoConfig, source, trust_remote_code=trust_remote_code)
     _check_config(config)
     number_type = _dtype(dtype, config, where)

@@ -73,7 +73,7 @@ def test_a_window_that_is_ignored_is_seen() -> None:
 
     from model_runtime.attention import paged_attention
 
-    def forgetful(*arguments: Any, sliding_window: int | None = None, **rest: Any) -> Any:  # noqa: ARG001
+    def forgetful(*arguments: Any, sliding_window: int | None = None, **rest: Any) -> Any:
         return paged_attention(*arguments, **rest)
 
     transformers.AttentionInterface.register("ropewalk", forgetful)

@@ -1,0 +1,144 @@
+"""Bad input is answered 400 in OpenAI's envelope, with the field's name; never 422 or 5xx."""
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.processes import Server, running_server
+
+
+def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
+    """Raw bytes to the completions route."""
+    headers = {"Content-Type": "application/json", **headers}
+    return httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ('{"prompt": "a", "temperature": NaN}', "temperature", "finite number. Given: NaN"),
+        ('{"prompt": "a", "temperature": Infinity}', "temperature", "Given: Infinity"),
+        ('{"prompt": "a", "top_p": -1e999}', "top_p", "Given: -Infinity"),
+        (
+            '{"prompt": "a", "temperature": 2.5}',
+            "temperature",
+            "less than or equal to 2. Given: 2.5",
+        ),
+        ('{"prompt": "a", "top_p": 0}', "top_p", "greater than 0. Given: 0"),
+        ('{"prompt": "a", "max_tokens": "5"}', "max_tokens", "valid integer"),
+        (
+            '{"prompt": "a", "max_tokens": -1}',
+            "max_tokens",
+            "greater than or equal to 0. Given: -1",
+        ),
+        ('{"prompt": "a", "max_tokens": true}', "max_tokens", "valid integer"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens", "needs `echo`"),
+        ('{"prompt": "a", "seed": ' + "9" * 100 + "}", "seed", "more than 20 digits"),
+        ('{"prompt": "a", "logprobs": 21}', "logprobs", "less than or equal to 20. Given: 21"),
+        ('{"prompt": "a", "stop": ["a", "b", "c", "d", "e"]}', "stop", "at most 4"),
+        ('{"prompt": "a", "stop": ""}', "stop", "at least 1"),
+        ('{"prompt": "a", "stream_options": {}}', "stream_options", "needs `stream`"),
+        ('{"prompt": "a", "n": 2}', "n", "not supported yet"),
+        ('{"prompt": "a", "logit_bias": {"5": 1}}', "logit_bias", "not supported yet"),
+        ('{"prompt": "a", "presence_penalty": 0.5}', "presence_penalty", "not supported yet"),
+        ('{"prompt": "a", "guided_json": {}}', "guided_json", "not permitted"),
+        ('{"prompt": []}', "prompt", "at least 1"),
+        ('{"prompt": [1, -2]}', "prompt", "greater than or equal to 0. Given: -2"),
+        ('{"prompt": [1, 2048]}', "prompt", "must be < 2048. Given: 2048"),
+        ('{"prompt": ["a", "b"]}', "prompt", "valid"),
+        ('{"prompt": "\\ud800"}', "prompt", "Unicode"),
+        ('{"max_tokens": 3}', "prompt", "Field required"),
+        ('{"prompt": "a", "rope": {"kind": "yarn"}}', "rope.kind", "not permitted"),
+        ('{"prompt": "a", "rope": {"beta_fast": 32}}', "rope.beta_fast", "not permitted"),
+        ('{"prompt": "a", "rope": {"rope_type": "magic"}}', "rope.rope_type", "Given: magic"),
+        ('{"prompt": "a", "rope": {"factor": 0.5}}', "rope.factor", "to 1. Given: 0.5"),
+        ('{"prompt": "a", "rope": {"factor": 9}}', "rope.factor", "between 1 and 8. Given: 9"),
+        ('{"prompt": "a", "rope": {"factor": NaN}}', "rope.factor", "finite number"),
+        (
+            '{"prompt": "a", "rope": {"policy": "grow"}}',
+            "rope.policy",
+            "fixed, pinned. Given: grow",
+        ),
+        ('{"prompt": "a"', None, "not valid JSON, at character 14"),
+        ("[1, 2]", None, "must be a JSON object"),
+        ("", None, "must be a JSON object"),
+        ('{"prompt": ' + "9" * 5000 + "}", None, "parsing the body"),
+        ('{"prompt": ' + "[" * 100_000, None, ""),
+    ],
+)
+def test_refusals_name_the_field(
+    server: Server, body: str, param: str | None, message: str
+) -> None:
+    """and the limit and the value, where it is a number"""
+    answer = post(server, body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert (error["param"] or "").startswith(param or "")
+    assert message in error["message"]
+    assert len(answer.content) < 10_000
+
+
+def test_a_long_bad_list_makes_a_short_answer(server: Server) -> None:
+    """12,000 wrong items are not twelve thousand errors"""
+    answer = post(server, '{"prompt": [' + "1.5, " * 12_000 + "1.5]}")
+    assert answer.status_code == 400
+    assert len(answer.content) < 10_000
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_wrong_content_type_is_said(server: Server, content_type: str) -> None:
+    """curl without a header sends a form"""
+    answer = post(server, '{"prompt": "a"}', **{"Content-Type": content_type})
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
+def test_unknown_models_routes_and_methods(server: Server) -> None:
+    """in the same envelope"""
+    answer = post(server, '{"prompt": "a", "model": "gpt-\\u00e9"}')
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert "Served: ropewalk-demo" in answer.json()["error"]["message"]
+    answer = httpx.get(f"{server.url}/v1/nothing")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "Not Found")
+    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "fits"), [(2049, 1, 9.0), (2000, 100, 9.0), (10, 9000, 36.0)]
+)
+def test_what_is_too_long_is_told_what_would_fit(
+    server: Server, num_prompt: int, max_tokens: int, fits: float
+) -> None:
+    """as openai's client reads it"""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with client, pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(
+            model="ropewalk-demo", prompt=[5] * num_prompt, max_tokens=max_tokens
+        )
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.param == "prompt"
+    body: Any = caught.value.body
+    assert (body["n_prompt_tokens"], body["n_ctx"]) == (num_prompt, 2048)
+    assert body["rope"] == {"rope_type": "yarn", "factor": 8.0, "factor_that_fits": fits}
+    assert f"A rope factor of {fits:g} " in body["message"]
+
+
+def test_what_the_cache_cannot_hold_is_refused_by_its_name() -> None:
+    """while the longest tier could"""
+    with running_server("--kv-cache-tokens", "512") as small:
+        assert "512 tokens (what the KV cache holds)" in small.banner
+        answer = httpx.post(
+            f"{small.url}/v1/completions", json={"prompt": [5] * 513, "max_tokens": 1}
+        )
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["code"] == "kv_cache_exceeded"
+        assert "needs 513 positions, the KV cache holds 512" in error["message"]
+        fits = httpx.post(
+            f"{small.url}/v1/completions", json={"prompt": [5] * 512, "max_tokens": 1}, timeout=30
+        )
+        assert fits.status_code == 200

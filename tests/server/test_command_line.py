@@ -1,0 +1,109 @@
+"""The command: its help, its banner, and how it ends when it cannot serve."""
+
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from model_runtime.checkpoint import EMBEDDED_MODEL
+from server.load_service import load_service
+from server.settings import ServeSettings, SettingsError, load_settings
+from tests.processes import Server, command, run_to_end
+
+
+def test_help_lists_every_setting() -> None:
+    """as a flag and as a variable"""
+    text = run_to_end("serve", "--help").stdout
+    for name in ServeSettings.model_fields:
+        if name != "model":
+            assert f"--{name.replace('_', '-')} " in text
+            assert f"ROPEWALK_{name.upper()}" in text
+
+
+def test_banner_says_what_an_operator_needs(server: Server) -> None:
+    """model, lengths, tiers, cache and address"""
+    for line in (
+        "model            ropewalk-demo (LlamaForCausalLM, cpu, float32",
+        "native length    256 tokens",
+        "tiers            256:1x 512:2x 1024:4x 2048:8x",
+        "longest context  2048 tokens",
+        "KV cache         65536 tokens",
+        f"listening on     {server.url}",
+    ):
+        assert line in server.banner
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"rope_scaling": '{"rope_type": "yarn"}'}, "factor: is missing"),
+        ({"rope_scaling": '{"rope_type": "yarn", "factor": 2, "x": 1}'}, "x: is not a field"),
+        ({"rope_tiers": "2,4"}, "rope_tiers: must rise strictly from 1, got 2,4"),
+        ({"rope_tiers": "1,2", "rope_policy": "fixed"}, "rope_tiers: has no meaning"),
+        ({"allowed_rope_types": "yarn,magic"}, "allowed_rope_types: accepts .*; got 'magic'"),
+        ({"max_model_len": "4096"}, r"max_model_len: must be <= the longest tier \(2048 tokens\)"),
+        (
+            {"max_model_len": "2048", "kv_cache_tokens": "1000"},
+            r"max_model_len must be <= what the KV cache holds \(992 tokens\), got 2048",
+        ),
+        ({"kv_cache_tokens": "15"}, "the KV cache holds no page of 16 tokens"),
+        ({"context_buckets": "5,4"}, "context_buckets must rise strictly"),
+        ({"context_buckets": ",".join(map(str, range(1, 14)))}, "must be at most 11, got 13"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_refused(
+    flags: dict[str, str], message: str
+) -> None:
+    """by the setting's or the block's field"""
+    with pytest.raises(SettingsError, match=message):
+        load_service(load_settings(flags))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rope-policy", "magic"], "rope_policy: input should be 'fixed' or 'pinned'"),
+        (["--rope-tiers", "2,4"], "rope_tiers: must rise strictly from 1, got 2,4"),
+        (["./not-there"], "there is no folder ./not-there"),
+    ],
+)
+def test_what_cannot_be_served_ends_with_a_sentence_and_code_2(
+    arguments: list[str], message: str
+) -> None:
+    """and without a traceback"""
+    ended = run_to_end("serve", *arguments)
+    assert ended.returncode == 2
+    assert f"ropewalk: {message}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_broken_checkpoint_ends_with_a_sentence_and_code_2(tmp_path: Path) -> None:
+    """through the environment, too"""
+    folder = tmp_path / "model"
+    shutil.copytree(EMBEDDED_MODEL, folder)
+    (folder / "tokenizer.json").unlink()
+    ended = run_to_end("serve", env={"ROPEWALK_MODEL": str(folder)})
+    assert ended.returncode == 2
+    assert f"ropewalk: {folder} has no tokenizer.json" in ended.stderr
+
+
+def test_an_interrupt_ends_the_process(tmp_path: Path) -> None:
+    """cleanly"""
+    log = (tmp_path / "log").open("w+")
+    process = subprocess.Popen(command("serve", "--port", "0"), stderr=log, text=True)
+    try:
+        for _ in range(600):
+            if "listening on" in (tmp_path / "log").read_text():
+                break
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.1)
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+    assert code in (0, -signal.SIGTERM)
+    assert "Traceback" not in (tmp_path / "log").read_text()

@@ -1,0 +1,167 @@
+"""/metrics counts what was sent, by the length of its context; a closed connection frees pages."""
+
+import bisect
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.metrics import MAX_CONTEXT_BUCKETS, default_context_buckets
+from tests.processes import Server, running_server
+
+BOUNDS = [16, 32, 64, 128, 256, 512, 1024, 2048]
+# (prompt tokens, tokens to generate)
+SENT = [(10, 5), (10, 10), (200, 3), (250, 20), (256, 1), (257, 4), (600, 7), (1200, 2), (2047, 2)]
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[Server]:
+    """A server that only this file talks to."""
+    with running_server() as running:
+        yield running
+
+
+def samples(server: Server) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """(name, labels) -> value."""
+    page = httpx.get(f"{server.url}/metrics").text
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+def value(server: Server, name: str, **labels: str) -> float:
+    """One sample."""
+    return samples(server)["ropewalk_" + name, tuple(sorted(labels.items()))]
+
+
+def bucket(context_len: int) -> str:
+    """The label of a length."""
+    return str([*BOUNDS, "+Inf"][bisect.bisect_left(BOUNDS, context_len)])
+
+
+def test_histograms_count_what_was_sent(fresh: Server) -> None:
+    """first tokens and ends once a request, gaps once a further token"""
+    before = samples(fresh)
+    for num_prompt, max_tokens in SENT:
+        answer = httpx.post(
+            f"{fresh.url}/v1/completions",
+            json={"prompt": [7] * num_prompt, "max_tokens": max_tokens, "ignore_eos": True},
+            timeout=60,
+        )
+        assert answer.json()["usage"]["completion_tokens"] == max_tokens
+    after = samples(fresh)
+    expected: dict[tuple[str, str], int] = {}
+
+    def expect(name: str, context_len: int) -> None:
+        key = (f"ropewalk_{name}_count", bucket(context_len))
+        expected[key] = expected.get(key, 0) + 1
+
+    for num_prompt, max_tokens in SENT:
+        for name in ("time_to_first_token", "request_queue", "request_prefill"):
+            expect(f"{name}_seconds", num_prompt)
+        expect("e2e_request_latency_seconds", num_prompt + max_tokens)
+        for generated in range(2, max_tokens + 1):
+            expect("inter_token_latency_seconds", num_prompt + generated)
+    counted = {
+        (name, dict(labels)["context_bucket"]): int(after[name, labels] - before[name, labels])
+        for name, labels in after
+        if name.endswith("_count") and labels
+    }
+    assert {key: count for key, count in counted.items() if count} == expected
+    assert sum(count for (name, _), count in counted.items() if "first_token" in name) == len(SENT)
+    gaps = sum(max_tokens - 1 for _, max_tokens in SENT)
+    assert sum(count for (name, _), count in counted.items() if "inter_token" in name) == gaps
+
+
+def test_requests_are_counted_by_what_was_applied(fresh: Server) -> None:
+    """deployment, method, factor and reason"""
+    labels = {"deployment": "ropewalk-demo", "finish_reason": "length"}
+    before = samples(fresh)
+    bodies = [
+        ({"prompt": [7] * 20}, "default", "1"),
+        ({"prompt": [7] * 300}, "yarn", "2"),
+        ({"prompt": [7] * 20, "rope": {"rope_type": "linear", "factor": 3}}, "linear", "4"),
+        ({"prompt": [7] * 2000, "rope": {"rope_type": "default"}}, "default", "1"),
+    ]
+    for body, _, _ in bodies:
+        httpx.post(
+            f"{fresh.url}/v1/completions",
+            json={**body, "max_tokens": 2, "ignore_eos": True},
+            timeout=60,
+        ).raise_for_status()
+    after = samples(fresh)
+    for rope_type, factor, count in (("default", "1", 2), ("yarn", "2", 1), ("linear", "4", 1)):
+        key = tuple(sorted({**labels, "rope_type": rope_type, "factor": factor}.items()))
+        name = "ropewalk_requests_total"
+        assert after[name, key] - before[name, key] == count
+    tokens = "ropewalk_prompt_tokens_total", ()
+    assert after[tokens] - before[tokens] == 2340
+    tokens = "ropewalk_generated_tokens_total", ()
+    assert after[tokens] - before[tokens] == 8
+
+
+def test_refusals_are_counted_by_reason(fresh: Server) -> None:
+    """in the server's own words, never the client's"""
+    for body in ({"prompt": [7] * 3000}, {"prompt": "a", "model": "x"}, {"prompt": [7777]}):
+        assert httpx.post(f"{fresh.url}/v1/completions", json=body).status_code in (400, 404)
+    for reason in ("context_length_exceeded", "model_not_found", "invalid"):
+        assert value(fresh, "requests_rejected_total", reason=reason) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_closed_connection_frees_its_pages(fresh: Server, stream: bool) -> None:  # noqa: FBT001
+    """streamed or not"""
+    labels = {"deployment": "ropewalk-demo", "rope_type": "yarn", "factor": "8"}
+    body = {"prompt": [7] * 300, "max_tokens": 1700, "ignore_eos": True, "stream": stream}
+
+    def wait(condition: str, limit_s: float = 20) -> None:
+        deadline = time.monotonic() + limit_s
+        while (value(fresh, "requests_running") > 0) != (condition == "running"):
+            assert time.monotonic() < deadline, condition
+            time.sleep(0.02)
+
+    aborted = value(fresh, "requests_total", finish_reason="abort", **labels)
+    with httpx.Client(timeout=60) as client:
+        if stream:
+            with client.stream("POST", f"{fresh.url}/v1/completions", json=body) as answer:
+                lines = answer.iter_lines()  # closes the answer when it is dropped
+                next(lines)
+                wait("running")
+                assert value(fresh, "kv_cache_usage_ratio") > 0
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(f"{fresh.url}/v1/completions", json=body, timeout=0.7)
+    wait("idle")
+    assert value(fresh, "kv_cache_usage_ratio") == 0
+    assert value(fresh, "requests_total", finish_reason="abort", **labels) == aborted + 1
+
+
+def test_health_and_ready(fresh: Server) -> None:
+    """while the engine runs"""
+    for route in ("health", "ready"):
+        answer = httpx.get(f"{fresh.url}/{route}")
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize(
+    ("native_len", "max_len", "expected"),
+    [
+        (256, 2048, BOUNDS),
+        (131_072, 131_072, [2**power for power in range(10, 18)]),
+        (32_768, 131_072, [2**power for power in range(8, 18)]),
+        (4096, 4096 * 64, [2**power for power in range(8, 19)]),
+        (100, 250, [25, 50, 100, 200, 400]),
+    ],
+)
+def test_default_buckets_have_fractions_and_multiples_of_the_trained_length(
+    native_len: int, max_len: int, expected: list[int]
+) -> None:
+    """at most twelve with +Inf; the last holds the longest context"""
+    found = default_context_buckets(native_len, max_len)
+    assert list(found) == expected
+    assert len(found) < MAX_CONTEXT_BUCKETS
+    assert found[-1] >= max_len
