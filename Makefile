@@ -10,6 +10,7 @@ BIN := .venv/bin
 setup: .venv/installed
 
 .venv/installed: pyproject.toml requirements.lock
+	@echo "installing into .venv; the first time this takes a few minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 		--constraint requirements.lock --editable '.[dev]'

@@ -14,7 +14,8 @@ class Answer:
         self, request: Request, tokenizer: Tokenizer, eos_token_ids: frozenset[int]
     ) -> None:
         self._params = request.sampling
-        self._eos_token_ids = frozenset() if request.sampling.ignore_eos else eos_token_ids
+        own = frozenset() if request.sampling.ignore_eos else eos_token_ids
+        self.end_ids = own | frozenset(request.sampling.stop_token_ids)
         self._detokenizer = Detokenizer(tokenizer, request.prompt_ids, request.sampling.stop)
         # Nothing comes before the first token, so it has no logprob.
         wanted = request.sampling.prompt_logprobs is not None
@@ -34,8 +35,9 @@ class Answer:
     def add(self, token_id: int, logprob: TokenLogprob | None) -> Output:
         """The output that one generated token makes."""
         self._num_generated += 1
-        is_end = token_id in self._eos_token_ids
-        text = "" if is_end else self._detokenizer.push(token_id)
+        may_stop = self._num_generated >= self._params.min_tokens
+        is_end = may_stop and token_id in self.end_ids
+        text = "" if is_end else self._detokenizer.push(token_id, may_stop=may_stop)
         reason: FinishReason | None = None
         if is_end or self._detokenizer.is_stopped:
             reason = FinishReason.STOP

@@ -15,6 +15,7 @@ from torch import Tensor
 from model_runtime.attention import LayerRead
 from model_runtime.attention_kernel import TILE, kernel
 
+_MOST_THREADS = 64  # started as they are needed
 _SERIAL_WORK = 200_000  # query-key-dimension products below which threads cost more than they give
 
 
@@ -30,7 +31,7 @@ def attend_cpu(read: LayerRead) -> Tensor:
         read.batch.query_start_S1.numpy(),
         read.batch.first_position_S.numpy(),
         read.batch.table_slot_S.numpy(),
-        tuple(array.numpy() for array in read.tables.kernel_arrays()),
+        read.tables.kernel_arrays,
         np.float32(read.scaling),
         np.int64(read.sliding_window or 0),
         np.float32(read.softcap or 0.0),
@@ -43,7 +44,7 @@ def attend_cpu(read: LayerRead) -> Tensor:
     if len(shares) == 1:
         attend(shares[0], *arguments)
     else:
-        list(_threads(len(shares)).map(lambda share: attend(share, *arguments), shares))
+        list(_threads().map(lambda share: attend(share, *arguments), shares))
     return out_THV
 
 
@@ -77,11 +78,13 @@ def _shares(items_W3: Any, read: LayerRead) -> list[Any]:
     num_queries_S = np.diff(read.batch.query_start_S1.numpy())
     heads, dim = read.query_THD.shape[1:]
     work = int((contexts_S * num_queries_S).sum()) * heads * dim
-    num_threads = min(torch.get_num_threads(), len(items_W3), 1 + work // _SERIAL_WORK)
+    num_threads = min(
+        torch.get_num_threads(), _MOST_THREADS, len(items_W3), 1 + work // _SERIAL_WORK
+    )
     return [np.ascontiguousarray(items_W3[first::num_threads]) for first in range(num_threads)]
 
 
 @cache
-def _threads(num_threads: int) -> ThreadPoolExecutor:
+def _threads() -> ThreadPoolExecutor:
     # Python threads under a kernel without the GIL: no second OpenMP runtime beside torch's.
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="attention")
+    return ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="attention")

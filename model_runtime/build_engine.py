@@ -1,6 +1,7 @@
 """A checked checkpoint and its limits -> an engine, with its cache sized and allocated."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,24 +10,39 @@ import torch
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import EngineConfig
 from model_runtime.engine import Engine
+from model_runtime.errors import ModelError
 from model_runtime.kv_store import KVStore, bytes_per_token
 from model_runtime.model_runner import ModelRunner
 from model_runtime.observer import Observer
 from model_runtime.rope_tables import RopeTables
+from rope import Profile
 
 _CPU_SHARE, _GPU_SHARE = 0.25, 0.8  # of the memory there is, of the memory that is free
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def build_engine(
-    checkpoint: Checkpoint, config: EngineConfig, observer: Observer | None = None
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    observer: Observer | None = None,
+    profiles: Iterable[Profile] = (),
 ) -> Engine:
-    """Allocate the cache and wire the parts together; the caller starts it."""
+    """Allocate the cache and wire the parts together; the caller starts it.
+
+    Rotation tables of `profiles` are made now, others when a request first needs them.
+    """
     page_size = config.page_size
-    store = KVStore(
-        checkpoint.plans, config.num_pages, page_size, checkpoint.dtype, checkpoint.device
-    )
+    try:
+        store = KVStore(
+            checkpoint.plans, config.num_pages, page_size, checkpoint.dtype, checkpoint.device
+        )
+    except RuntimeError as error:  # torch's word for no memory, on a CPU and on a GPU
+        raise ModelError(
+            f"there is no memory for a KV cache of {config.kv_cache_tokens} tokens: {error}"
+        ) from error
     tables = RopeTables(checkpoint.native, page_size, config.max_model_len, checkpoint.device)
+    for profile in profiles:
+        tables.slot(profile)
     runner = ModelRunner(checkpoint.model, checkpoint.plans, store, tables, page_size)
     return Engine(runner, checkpoint.tokenizer, config, checkpoint.eos_token_ids, observer)
 

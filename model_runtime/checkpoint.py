@@ -23,6 +23,8 @@ from model_runtime.tokenizer import Tokenizer
 from rope import NativeRope
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded_model"
+# Of a model's generation_config, what stands in for what a request leaves out (as in vLLM).
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _log = structlog.get_logger(__name__)
@@ -37,6 +39,7 @@ class Checkpoint:
     native: NativeRope
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
+    sampling_defaults: Mapping[str, float]  # of generation_config, by SamplingParams' names
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
@@ -66,10 +69,21 @@ def load_checkpoint(
     tokenizer = Tokenizer(
         _from_pretrained(AutoTokenizer, source, trust_remote_code=trust_remote_code)
     )
-    return adopt(model, tokenizer, _eos_token_ids(source, tokenizer, config))
+    generation = _generation_defaults(source, config)
+    return adopt(
+        model,
+        tokenizer,
+        _eos_token_ids(generation, tokenizer),
+        {name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None},
+    )
 
 
-def adopt(model: nn.Module, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> Checkpoint:
+def adopt(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    eos_token_ids: frozenset[int],
+    sampling_defaults: Mapping[str, float],
+) -> Checkpoint:
     """Take a loaded model over, in place, and check it. Raises ModelError."""
     parameter = next(model.parameters())
     native = read_native_rope(model)
@@ -86,6 +100,7 @@ def adopt(model: nn.Module, tokenizer: Tokenizer, eos_token_ids: frozenset[int])
         native,
         tokenizer,
         eos_token_ids,
+        sampling_defaults,
         vocab_size,
         parameter.dtype,
         parameter.device,
@@ -96,8 +111,12 @@ def adopt(model: nn.Module, tokenizer: Tokenizer, eos_token_ids: frozenset[int])
 def _from_pretrained(factory: Any, source: str | Path, **options: Any) -> Any:
     try:
         return factory.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
+    except Exception as error:  # transformers raises whatever a file's content leads it to
         first_line = str(error).strip().partition("\n")[0]
+        if not isinstance(error, OSError | ValueError):
+            first_line = f"{type(error).__name__}: {first_line}"
+        if not Path(source).is_dir():
+            first_line = f"there is no such folder here, and as a hub id: {first_line}"
         raise ModelError(f"{source}: {first_line}") from error
 
 
@@ -154,6 +173,10 @@ def _load_model(source: str | Path, dtype: torch.dtype, *, trust_remote_code: bo
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{source} lacks {len(missing)} weights, the first is {missing[0]}")
+    unused = sorted(info["unexpected_keys"])
+    if unused:
+        # Often harmless (a head that is not served), sometimes a config with too few layers.
+        _log.warning("weights_unused", count=len(unused), first=unused[0])
     mismatched = sorted(str(each) for each in info.get("mismatched_keys", ()))
     if mismatched:
         raise ModelError(f"{source} has weights of another shape: {mismatched[0]}")
@@ -163,11 +186,17 @@ def _load_model(source: str | Path, dtype: torch.dtype, *, trust_remote_code: bo
     return model
 
 
-def _eos_token_ids(source: str | Path, tokenizer: Tokenizer, config: Any) -> frozenset[int]:
-    """End tokens of generation_config, of the config where there is none, and the tokenizer's."""
+def _generation_defaults(source: str | Path, config: Any) -> dict[str, Any]:
+    """What generation_config states; the config's end token where there is none."""
     try:
-        declared = GenerationConfig.from_pretrained(source).eos_token_id
+        stated: dict[str, Any] = GenerationConfig.from_pretrained(source).to_diff_dict()
     except OSError:
-        declared = config.get_text_config().eos_token_id
+        stated = {"eos_token_id": config.get_text_config().eos_token_id}
+    return stated
+
+
+def _eos_token_ids(generation: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
+    """End tokens of generation_config, and the tokenizer's."""
+    declared = generation.get("eos_token_id")
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(each for each in (*ids, tokenizer.eos_token_id) if each is not None)

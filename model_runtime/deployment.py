@@ -1,4 +1,4 @@
-"""A served model name: its method, tiers and policy, and where each request is placed.
+"""A served model name: its tiers and policy, and where each request is placed.
 
 Several deployments share one set of weights and one cache. All tables a deployment can ever use
 are fixed when it is made, so tables and cache keys stay few whatever clients send.
@@ -7,28 +7,9 @@ are fixed when it is made, so tables and cache keys stay few whatever clients se
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
 
 from model_runtime.errors import ContextLengthError, RequestError
-from rope import (
-    ROPE_TYPES,
-    LongRope,
-    Method,
-    NativeRope,
-    Profile,
-    RopeConfigError,
-    Tier,
-    build_tiers,
-    choose_tier,
-    longest,
-    native_tier,
-    parse_method,
-)
-
-ServedPolicy = Literal["fixed", "pinned"]  # of rope.POLICIES, those the engine can run
-SERVED_POLICIES: tuple[ServedPolicy, ...] = get_args(ServedPolicy)
-# What a checkpoint without scaling gets: harmless up to L, alive above it.
-DEFAULT_ROPE_SCALING: Mapping[str, Any] = {"rope_type": "yarn", "factor": 4.0}
+from rope import POLICIES, Policy, Tier, choose_tier, longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +26,30 @@ class Placement:
     """What was decided for one request, and what it is told."""
 
     deployment: str
-    tier: Tier
-    policy: ServedPolicy
+    tier: Tier  # the one it starts on
+    higher_tiers: tuple[Tier, ...]  # those a growing request may move to, ascending
+    policy: Policy
     requested_factor: float | None
-    native_len: int  # L
+    original_len: int  # the length that factors are multiples of
 
-    @property
-    def profile(self) -> Profile:
-        """The table it is served under."""
-        return self.tier.profile
-
-    @property
-    def rope_type(self) -> str:
-        """The method that was applied; `default` wherever that is the untouched table."""
-        return self.profile.scaling.rope_type
+    def tier_covering(self, num_tokens: int) -> Tier:
+        """The tier of a growing request that has so many tokens; the first if that suffices."""
+        for tier in (self.tier, *self.higher_tiers):
+            if tier.ceiling >= num_tokens:
+                return tier
+        raise AssertionError("admission lets nothing in that the last tier does not cover")
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """One served name. Made by `make_deployment`."""
+    """One served name. Made by `make_deployment` (its own file)."""
 
     name: str
     rope_type: str  # the method served when a request names none
-    policy: ServedPolicy
+    policy: Policy
     tiers: Mapping[str, tuple[Tier, ...]]  # rope_type -> ascending tiers; what may be asked for
     native_len: int  # L
+    original_len: int  # what factors are multiples of: L, or less where scaling is trained in
     max_rope_factor: float
     max_len: int  # positions of the longest request, whatever its tier
     overridable: bool  # whether requests may choose a policy
@@ -92,19 +72,20 @@ class Deployment:
             tiers = self._one_tier(tiers, at_least, asked)
         num_covered = num_prompt_tokens + max(0, max_tokens - 1)
         if num_covered > self.max_len:
-            raise self._too_long(tiers, num_prompt_tokens, max_tokens)
+            raise self._too_long(tiers, asked, num_prompt_tokens, max_tokens)
         tier = choose_tier(tiers, policy, num_covered, num_prompt_tokens, at_least)
         if tier is None:
-            raise self._too_long(tiers, num_prompt_tokens, max_tokens)
-        return Placement(self.name, tier, policy, asked.factor, self.native_len)
+            raise self._too_long(tiers, asked, num_prompt_tokens, max_tokens)
+        higher = tuple(each for each in tiers if each.ceiling > tier.ceiling)
+        return Placement(self.name, tier, higher, policy, asked.factor, self.original_len)
 
-    def _policy(self, asked: RopeRequest) -> ServedPolicy:
+    def _policy(self, asked: RopeRequest) -> Policy:
         if asked.policy is None or asked.policy == self.policy:
             return self.policy
-        for policy in SERVED_POLICIES:
+        for policy in POLICIES:
             if asked.policy == policy and self.overridable:
                 return policy
-        accepted = SERVED_POLICIES if self.overridable else (self.policy,)
+        accepted = POLICIES if self.overridable else (self.policy,)
         raise RequestError(
             f"`rope.policy` must be one of {', '.join(accepted)}. Given: {asked.policy}",
             param="rope.policy",
@@ -139,176 +120,35 @@ class Deployment:
         return tuple(tier for tier in tiers if tier.factor >= at_least)[:1]
 
     def _too_long(
-        self, tiers: Sequence[Tier], num_prompt_tokens: int, max_tokens: int
+        self, tiers: Sequence[Tier], asked: RopeRequest, num_prompt_tokens: int, max_tokens: int
     ) -> ContextLengthError:
-        longest_len = min(longest(tiers), self.max_len)
-        fits = math.ceil((num_prompt_tokens + max(0, max_tokens - 1)) / self.native_len)
+        """The numbers, which limit it was, and the factor that would fit."""
+        num_covered = num_prompt_tokens + max(0, max_tokens - 1)
+        limit = min(longest(tiers), self.max_len)
+        fits = math.ceil(num_covered / self.original_len)
+        own = self.tiers[self.rope_type]
+        if longest(tiers) < longest(own):
+            reason, who = f"the requested factor {tiers[-1].factor:g}", "asked for"
+        elif self.max_len < longest(own):
+            reason, who = "max_model_len", "configured with a larger max_model_len"
+        else:
+            reason, who = f"the longest tier, {own[-1].factor:g} times", "configured"
         message = (
-            f"This model's maximum context length is {longest_len} tokens. However, your request "
-            f"has {num_prompt_tokens} prompt tokens and max_tokens {max_tokens}. A rope factor of "
-            f"{fits} ({fits * self.native_len} tokens) would fit; the longest tier in use is "
-            f"{tiers[-1].factor:g} times the trained {self.native_len} tokens."
+            f"This model's maximum context length is {limit} tokens ({reason}). However, your "
+            f"request has {num_prompt_tokens} prompt tokens and max_tokens {max_tokens}, which is "
+            f"{num_covered} positions. A rope factor of {fits} ({fits * self.original_len} tokens) "
+            f"would fit, if it were {who}."
         )
         details = {
             "n_prompt_tokens": num_prompt_tokens,
             "max_tokens": max_tokens,
-            "n_ctx": longest_len,
+            "n_ctx": limit,
             "rope": {
-                "rope_type": tiers[-1].profile.scaling.rope_type,
-                "factor": tiers[-1].factor,
+                "rope_type": asked.rope_type or self.rope_type,
+                "factor": own[-1].factor if asked.factor is None else tiers[-1].factor,
                 "factor_that_fits": float(fits),
             },
         }
         return ContextLengthError(
             message, param="prompt", code="context_length_exceeded", details=details
         )
-
-
-def make_deployment(
-    name: str,
-    native: NativeRope,
-    *,
-    rope_scaling: Mapping[str, Any] | None = None,
-    policy: ServedPolicy | None = None,
-    multiples: Sequence[float] | None = None,
-    allowed_rope_types: Sequence[str] | None = None,
-    max_rope_factor: float | None = None,
-    max_model_len: int | None = None,
-) -> Deployment:
-    """Decide how a name is served (design, section 2). Raises RopeConfigError.
-
-    A checkpoint that carries scaling is served natively; on top of it only a `fixed` override is
-    accepted, which replaces its block as transformers would.
-    """
-    if rope_scaling is None and not native.carries_scaling:
-        factor = max(multiples) if multiples else DEFAULT_ROPE_SCALING["factor"]
-        rope_scaling = {**DEFAULT_ROPE_SCALING, "factor": factor}
-    if rope_scaling is None:
-        return _native_deployment(
-            name,
-            native,
-            policy=policy,
-            multiples=multiples,
-            max_rope_factor=max_rope_factor,
-            max_model_len=max_model_len,
-        )
-    method = _method(rope_scaling, native, multiples)
-    policy = policy or "pinned"
-    if native.carries_scaling and policy != "fixed":
-        raise RopeConfigError(
-            "rope_policy",
-            f"must be fixed: the checkpoint was trained with {native.method.scaling.rope_type}, "
-            f"and rescaling that by length is not supported yet; got {policy}",
-        )
-    if policy == "fixed" and multiples is not None:
-        raise RopeConfigError("rope_tiers", "has no meaning under rope_policy fixed, remove it")
-    own = build_tiers(method, native, multiples)
-    if native.carries_scaling:
-        tiers = {method.scaling.rope_type: own}
-    else:
-        tiers = _allowed_tiers(method, native, own, allowed_rope_types)
-    return Deployment(
-        name,
-        method.scaling.rope_type,
-        policy,
-        tiers,
-        method.native_len,
-        _max_factor(max_rope_factor, own),
-        _max_len(max_model_len, own),
-        overridable=not native.carries_scaling,
-    )
-
-
-def _native_deployment(
-    name: str,
-    native: NativeRope,
-    *,
-    policy: ServedPolicy | None,
-    multiples: Sequence[float] | None,
-    max_rope_factor: float | None,
-    max_model_len: int | None,
-) -> Deployment:
-    method = native.method
-    rope_type = method.scaling.rope_type
-    by_length = rope_type in ("longrope", "dynamic")
-    if policy == "pinned" and not by_length:
-        raise RopeConfigError(
-            "rope_policy",
-            f"must be fixed: the checkpoint was trained with {rope_type}, and rescaling that by "
-            "length is not supported yet; got pinned",
-        )
-    if multiples is not None and not by_length:
-        raise RopeConfigError("rope_tiers", f"has no meaning for a checkpoint with {rope_type}")
-    if by_length:
-        tiers = build_tiers(method, native, multiples)
-    else:
-        tiers = (native_tier(native, native.native_len),)
-    return Deployment(
-        name,
-        rope_type,
-        policy or ("pinned" if by_length else "fixed"),
-        {rope_type: tiers},
-        method.native_len if by_length else native.native_len,
-        _max_factor(max_rope_factor, tiers),
-        _max_len(max_model_len, tiers),
-        overridable=False,
-    )
-
-
-def _method(
-    block: Mapping[str, Any], native: NativeRope, multiples: Sequence[float] | None
-) -> Method:
-    """The block's method; a list of tiers stands in for an absent factor."""
-    if multiples and block.get("factor") is None and block.get("rope_type") != "default":
-        block = {**block, "factor": max(multiples)}
-    return parse_method(block, native.rotary, native.native_len)
-
-
-def _allowed_tiers(
-    method: Method,
-    native: NativeRope,
-    own: tuple[Tier, ...],
-    allowed_rope_types: Sequence[str] | None,
-) -> dict[str, tuple[Tier, ...]]:
-    """The tiers of every method that requests may name; same ceilings, the method's defaults."""
-    own_type = method.scaling.rope_type
-    has_lists = isinstance(method.scaling, LongRope)
-    possible = [name for name in ROPE_TYPES if name != "longrope" or has_lists]
-    if allowed_rope_types is None:
-        allowed_rope_types = possible
-    tiers = {own_type: own}
-    for name in allowed_rope_types:
-        if name not in possible:
-            raise RopeConfigError(
-                "allowed_rope_types", f"accepts {', '.join(possible)} here; got {name!r}"
-            )
-        if name == own_type:
-            continue
-        if name == "default":
-            tiers[name] = (native_tier(native, longest(own)),)
-            continue
-        # `dynamic` has a factor of its own beside the tier's; 1 is the paper's plain form.
-        block = {
-            "rope_type": name,
-            "factor": 1.0 if name == "dynamic" else own[-1].factor,
-            "original_max_position_embeddings": method.native_len,
-        }
-        other = parse_method(block, native.rotary, native.native_len)
-        tiers[name] = build_tiers(other, native, [tier.factor for tier in own])
-    return tiers
-
-
-def _max_factor(max_rope_factor: float | None, tiers: Sequence[Tier]) -> float:
-    if max_rope_factor is not None and max_rope_factor < 1:
-        raise RopeConfigError("max_rope_factor", f"must be >= 1, got {max_rope_factor:g}")
-    return tiers[-1].factor if max_rope_factor is None else max_rope_factor
-
-
-def _max_len(max_model_len: int | None, tiers: Sequence[Tier]) -> int:
-    if max_model_len is not None and max_model_len > longest(tiers):
-        raise RopeConfigError(
-            "max_model_len",
-            f"must be <= the longest tier ({longest(tiers)} tokens), got {max_model_len}; a larger "
-            "rope_scaling factor makes longer tiers",
-        )
-    return max_model_len or longest(tiers)

@@ -2,6 +2,8 @@
 
 from model_runtime.tokenizer import Tokenizer
 
+PROMPT_TAIL = 6  # tokens; more than any incomplete character takes
+
 
 class Detokenizer:
     """One request's text. `push` a token, get what may be sent now."""
@@ -12,15 +14,20 @@ class Detokenizer:
         self._stream = tokenizer.stream()
         # A token's text may depend on the ones before it (sentencepiece drops the first space),
         # so the stream has to have seen the end of the prompt.
-        for token_id in prompt_ids[-_PROMPT_TAIL:]:
+        for token_id in prompt_ids[-PROMPT_TAIL:]:
             self._stream.push(token_id)
         self._stop = stop
         self._held = ""  # decoded, but it may turn out to begin a stop string
         self.is_stopped = False
 
-    def push(self, token_id: int) -> str:
-        """Text that this token makes safe to send; sets `is_stopped` at a stop string."""
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """Text that this token makes safe to send; sets `is_stopped` at a stop string.
+
+        With `may_stop` False (before min_tokens) all of it is, whatever it contains.
+        """
         self._held += self._stream.push(token_id)
+        if not may_stop:
+            return self.flush()
         found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
         if found:
             self.is_stopped = True
@@ -35,9 +42,6 @@ class Detokenizer:
         """The text held back, when the answer ends without a stop string."""
         text, self._held = self._held, ""
         return text
-
-
-_PROMPT_TAIL = 6  # tokens; more than any incomplete character takes
 
 
 def _overlap(text: str, stop: str) -> int:

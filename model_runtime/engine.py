@@ -43,8 +43,10 @@ class Engine:
         self._config = config
         self._eos_token_ids = eos_token_ids
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards _is_running against a submit that comes too late
+        self._lock = threading.Lock()  # guards the two below
         self._is_running = False
+        self._num_submitted = 0  # and not yet taken by the thread
+        self._on_death: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
     @property
@@ -52,8 +54,9 @@ class Engine:
         """Whether requests can be submitted."""
         return self._is_running
 
-    def start(self) -> None:
-        """Start the thread."""
+    def start(self, on_death: Callable[[], None] = lambda: None) -> None:
+        """Start the thread. `on_death` is called on it, should it end without being stopped."""
+        self._on_death = on_death
         self._is_running = True
         self._thread.start()
 
@@ -65,18 +68,23 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
-    def submit(self, request: Request, on_output: OnOutput) -> None:
+    def submit(self, request: Request, on_output: OnOutput, arrived: float | None = None) -> None:
         """Queue a request; outputs arrive on the engine's thread until one has a finish_reason.
 
+        `arrived`: time.monotonic() when the client asked, if that was earlier than now.
         Raises RequestError, QueueFullError or EngineStoppedError, and then calls nothing back.
         """
         self._check(request)
         answer = Answer(request, self._tokenizer, self._eos_token_ids)
         live = Live(TokenSequence(request), answer, on_output)
+        if arrived is not None:
+            live.arrived = arrived
         with self._lock:
             if not self._is_running:
                 raise EngineStoppedError("The engine is not running.")
-            self._commands.put(lambda: self._core.add(live))
+            self._check_queue()
+            self._num_submitted += 1
+            self._commands.put(lambda: self._add(live))
 
     def abort(self, request_id: str) -> None:
         """End a request and free its pages; harmless if it is already over."""
@@ -115,13 +123,22 @@ class Engine:
                 code="kv_cache_exceeded",
                 details={"n_positions": num_positions, "kv_cache_tokens": capacity},
             )
-        # Commands not yet taken count too, or a burst would pass between two steps.
-        num_queued = len(self._core.scheduler.waiting) + self._commands.qsize()
-        if num_queued >= self._config.max_queued_requests:
+
+    def _check_queue(self) -> None:
+        """Those that can start at once do not count as waiting; those of a burst all do count."""
+        scheduler = self._core.scheduler
+        num_free = self._config.max_num_seqs - len(scheduler.running)
+        num_waiting = len(scheduler.waiting) + self._num_submitted - num_free
+        if num_waiting >= self._config.max_queued_requests:
             raise QueueFullError(
-                f"{num_queued} requests are waiting; at most {self._config.max_queued_requests} "
-                "may (max_queued_requests)."
+                f"{max(num_waiting, 0)} requests are waiting; at most "
+                f"{self._config.max_queued_requests} may (max_queued_requests)."
             )
+
+    def _add(self, live: Live) -> None:
+        with self._lock:
+            self._num_submitted -= 1
+        self._core.add(live)
 
     def _loop(self) -> None:
         try:
@@ -131,12 +148,17 @@ class Engine:
                     self._core.step()
         except Exception:  # noqa: BLE001  # whatever it was, the waiting clients must hear of it
             _log.exception("engine_died")
-        finally:
-            with self._lock:
-                self._is_running = False
-            self._take_waiting_commands()
-            self._core.fail_all("the engine stopped")
-            self._core.tell_gauges()
+            self._end_all()
+            self._on_death()
+        else:
+            self._end_all()
+
+    def _end_all(self) -> None:
+        with self._lock:
+            self._is_running = False
+        self._take_waiting_commands()
+        self._core.fail_all("the engine stopped")
+        self._core.tell_gauges()
 
     def _take_commands(self) -> None:
         """All that are there; when nothing is live, wait for one."""

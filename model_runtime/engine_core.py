@@ -7,7 +7,7 @@ Shapes: R = rows of logits, V = vocabulary.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import structlog
@@ -18,8 +18,8 @@ from model_runtime.batch import Span
 from model_runtime.config import EngineConfig
 from model_runtime.observer import Observer
 from model_runtime.request import FinishReason, OnOutput, Output, TokenLogprob
-from model_runtime.sampler import logprobs, sample
-from model_runtime.scheduler import Chunk, Scheduler
+from model_runtime.sampler import SamplingRow, logprobs, sample
+from model_runtime.scheduler import Chunk, Plan, Scheduler
 from model_runtime.sequence import Sequence as TokenSequence
 from rope import Profile
 
@@ -80,9 +80,10 @@ class EngineCore:
 
     def step(self) -> int:
         """One step. Returns how many sequences took part; a step that fails fails those only."""
-        chunks = self.scheduler.schedule()
+        plan = self.scheduler.schedule()
+        chunks = list(plan.chunks.values())
+        self._note_plan(plan)
         if chunks:
-            self._note_starts(chunks)
             try:
                 self._run(chunks)
             except Exception as error:  # noqa: BLE001  # whatever a model's forward may raise
@@ -114,13 +115,18 @@ class EngineCore:
         for chunk, live, span in zip(chunks, lives, spans, strict=True):
             rows_RV = logits_RV[row : row + len(span.logit_rows)]
             row += len(span.logit_rows)
-            if _is_scored(chunk):
+            if not bool(rows_RV.isfinite().all()):
+                self.scheduler.disown(chunk.sequence)
+                error = "the model answered with NaN or Inf"
+                self._deliver(live, Output(finish_reason=FinishReason.ERROR, error=error))
+                continue
+            if chunk.is_scored:
                 _score_prompt(chunk, live.answer, rows_RV)
             if chunk.is_last and chunk.sequence.request.sampling.max_tokens == 0:
                 ended.append(live)
             elif chunk.is_last:
                 choosing.append((live, row - 1))
-            chunk.sequence.num_computed += chunk.num_tokens
+            self.scheduler.computed(chunk)
         for live in ended:
             self._deliver(live, live.answer.end_without_tokens())
         if choosing:
@@ -129,22 +135,31 @@ class EngineCore:
     def _span(self, chunk: Chunk) -> Span:
         sequence = chunk.sequence
         logit_rows = range(0)
-        if _is_scored(chunk):
-            logit_rows = range(chunk.num_tokens)
+        if chunk.is_scored:
+            logit_rows = range(max(sequence.num_scored - chunk.first, 0), chunk.num_tokens)
         elif chunk.is_last:
             logit_rows = range(chunk.num_tokens - 1, chunk.num_tokens)
         return Span(
             sequence.token_ids[chunk.first : chunk.first + chunk.num_tokens],
             chunk.first,
             sequence.pages,
-            self._runner.table_slot(sequence.request.placement.profile),
+            self._runner.table_slot(chunk.tier.profile),
             logit_rows,
         )
 
     def _choose(self, logits_RV: Tensor, lives: Sequence[Live]) -> None:
         """One new token for each, and its logprob where it was asked for."""
         params = [live.sequence.request.sampling for live in lives]
-        token_ids = sample(logits_RV, params, [live.sequence.num_generated for live in lives])
+        rows = [
+            SamplingRow(
+                live.sequence.request.sampling,
+                live.sequence.request.prompt_ids,
+                live.sequence.token_ids[live.sequence.num_prompt_tokens :],
+                live.answer.end_ids,
+            )
+            for live in lives
+        ]
+        token_ids = sample(logits_RV, rows)
         reported: dict[int, TokenLogprob] = {}
         wanted = [index for index, each in enumerate(params) if each.logprobs is not None]
         if wanted:
@@ -155,19 +170,38 @@ class EngineCore:
         for index, (live, token_id) in enumerate(zip(lives, token_ids, strict=True)):
             live.sequence.token_ids.append(token_id)
             self._note_token(live)
-            self._deliver(live, live.answer.add(token_id, reported.get(index)))
+            try:
+                output = live.answer.add(token_id, reported.get(index))
+            except Exception as error:  # noqa: BLE001  # a tokenizer's fault ends its request only
+                _log.exception("answer_failed", request_id=live.sequence.request.request_id)
+                text = f"{type(error).__name__} while decoding a token"
+                output = Output(finish_reason=FinishReason.ERROR, error=text)
+            self._deliver(live, output)
 
     def _deliver(self, live: Live, output: Output) -> None:
         """Hand an output over; the last one frees the request."""
+        sequence = live.sequence
         if output.finish_reason is not None:
-            request = live.sequence.request
-            self.scheduler.remove(live.sequence)
-            del self._live[request.request_id]
+            self.scheduler.remove(sequence)
+            del self._live[sequence.request.request_id]
             seconds = time.monotonic() - live.arrived
             self._observer.finished(
-                request, output.finish_reason, live.sequence.num_generated, seconds
+                sequence.request,
+                sequence.tier,
+                output.finish_reason,
+                sequence.num_generated,
+                seconds,
             )
-        live.on_output(output)
+        state = replace(
+            output,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+            tier=sequence.tier,
+            num_rescales=sequence.num_rescales,
+        )
+        try:
+            live.on_output(state)
+        except Exception:  # noqa: BLE001  # a listener's fault is no reason to stop the others
+            _log.exception("listener_failed", request_id=sequence.request.request_id)
 
     def _fail(self, chunks: Sequence[Chunk], error: str) -> None:
         for chunk in chunks:
@@ -175,13 +209,18 @@ class EngineCore:
             if live is not None:  # else it ended before the step failed
                 self._deliver(live, Output(finish_reason=FinishReason.ERROR, error=error))
 
-    def _note_starts(self, chunks: Sequence[Chunk]) -> None:
+    def _note_plan(self, plan: Plan) -> None:
         now = time.monotonic()
-        for chunk in chunks:
-            live = self._live[chunk.sequence.request.request_id]
+        for sequence in plan.preempted:
+            self._observer.preempted(sequence.request)
+        for sequence in plan.rescaled:
+            self._observer.rescaled(sequence.request)
+        for sequence in plan.chunks:
+            live = self._live[sequence.request.request_id]
             if live.started is None:
                 live.started = now
-                self._observer.started(chunk.sequence.request, now - live.arrived)
+                waited = now - live.arrived
+                self._observer.started(sequence.request, sequence.num_cached_tokens or 0, waited)
 
     def _note_token(self, live: Live) -> None:
         now = time.monotonic()
@@ -195,15 +234,15 @@ class EngineCore:
         live.last_token = now
 
 
-def _is_scored(chunk: Chunk) -> bool:
-    """Whether the logprobs of this chunk's prompt tokens are wanted."""
-    sequence = chunk.sequence
-    wanted = sequence.request.sampling.prompt_logprobs is not None
-    return wanted and chunk.first < sequence.num_prompt_tokens
-
-
 def _score_prompt(chunk: Chunk, answer: Answer, logits_RV: Tensor) -> None:
-    """Each row says how likely the token after it was; the prompt's last has none after it."""
-    following = chunk.sequence.token_ids[chunk.first + 1 :][: chunk.num_tokens]
-    num_top = [chunk.sequence.request.sampling.prompt_logprobs or 0] * len(following)
+    """Each row says how likely the token after it was; the prompt's last has none after it.
+
+    A sequence that was preempted in its prompt has delivered the first of them before.
+    """
+    sequence = chunk.sequence
+    first = max(chunk.first, sequence.num_scored)
+    end = min(chunk.first + chunk.num_tokens, sequence.num_prompt_tokens)
+    following = sequence.request.prompt_ids[first + 1 : end + 1]
+    num_top = [sequence.request.sampling.prompt_logprobs or 0] * len(following)
     answer.add_prompt_logprobs(logprobs(logits_RV[: len(following)], following, num_top))
+    sequence.num_scored = max(sequence.num_scored, end)

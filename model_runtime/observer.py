@@ -1,13 +1,20 @@
 """What the engine tells whoever keeps the metrics. Times are seconds of a monotonic clock."""
 
 from model_runtime.request import FinishReason, Request
+from rope import Tier
 
 
 class Observer:
     """Listens to nothing; override what you need. Called on the engine's thread, in order."""
 
-    def started(self, request: Request, queue_seconds: float) -> None:
-        """A request left the queue and has its pages."""
+    def started(self, request: Request, num_cached_tokens: int, queue_seconds: float) -> None:
+        """A request left the queue for the first time; so many of its tokens were cached."""
+
+    def preempted(self, request: Request) -> None:
+        """A request lost its pages to one that arrived earlier, and waits again."""
+
+    def rescaled(self, request: Request) -> None:
+        """A growing request moved to a higher tier."""
 
     def first_token(self, request: Request, seconds: float, prefill_seconds: float) -> None:
         """The first token is there: since arrival, and since it left the queue."""
@@ -16,9 +23,9 @@ class Observer:
         """Another token is there, `seconds` after the last; the sequence has `context_len`."""
 
     def finished(
-        self, request: Request, reason: FinishReason, num_generated: int, seconds: float
+        self, request: Request, tier: Tier, reason: FinishReason, num_generated: int, seconds: float
     ) -> None:
-        """A request ended, `seconds` after it arrived."""
+        """A request ended on a tier, `seconds` after it arrived."""
 
     def stepped(self, num_running: int, num_waiting: int, num_used_pages: int) -> None:
         """A step ended, or the queues changed without one."""

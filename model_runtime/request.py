@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from model_runtime.deployment import Placement
+from rope import Tier
 
 
 class FinishReason(enum.StrEnum):
@@ -24,9 +25,16 @@ class SamplingParams:
     temperature: float = 1.0  # 0: the most likely token
     top_p: float = 1.0  # keep the most likely tokens that together reach this probability
     top_k: int = 0  # keep this many; 0: all
+    min_p: float = 0.0  # drop tokens less likely than this share of the likeliest
     seed: int = 0  # same seed, same request: same tokens in any batch
+    repetition_penalty: float = 1.0  # divides positive logits of tokens seen, prompt included
+    presence_penalty: float = 0.0  # subtracted from logits of tokens generated before
+    frequency_penalty: float = 0.0  # subtracted once for each time a token was generated
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     stop: tuple[str, ...] = ()  # end before any of these
-    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()  # end at any of these
+    ignore_eos: bool = False  # go on past the model's own end tokens
+    min_tokens: int = 0  # no end token, the model's or the request's, before so many
     logprobs: int | None = None  # report this many alternatives per generated token
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
@@ -38,7 +46,8 @@ class Request:
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    placement: Placement  # deployment, tier, profile
+    placement: Placement  # deployment, tier, policy
+    cache_salt: str = ""  # requests with another salt never share cached prefixes
 
     @property
     def num_positions(self) -> int:
@@ -65,6 +74,9 @@ class Output:
     # Once, before the first token: one per prompt token; the first has no predecessor, so None.
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0  # prompt tokens that were found in the cache
+    tier: Tier | None = None  # with the finish_reason: the tier it ended on
+    num_rescales: int = 0  # how often its table changed so far
     error: str | None = None  # for the log and the client, with FinishReason.ERROR
 
 

@@ -8,9 +8,11 @@ T = positions.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ from rope import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerTables:
     """Every profile's table for one kind of layer."""
 
@@ -56,16 +58,26 @@ class LayerTables:
             return torch.ones(len(positions_T), device=positions_T.device)
         return logn_scale(positions_T, logn_len)
 
-    def kernel_arrays(self) -> tuple[Tensor, ...]:
-        """What a compiled kernel takes: four tables, attention factors, ln(L) or 0."""
+    @cached_property
+    def kernel_arrays(self) -> tuple[Any, ...]:
+        """What the CPU kernel takes: four tables, attention factors, ln(L) or 0."""
         logn = [math.log(length) if length else 0.0 for length in self.logn_len]
         return (
-            self.starts.cos,
-            self.starts.sin,
-            self.offsets.cos,
-            self.offsets.sin,
-            torch.tensor(self.attention_factor, dtype=torch.float32),
-            torch.tensor(logn, dtype=torch.float64),
+            self.starts.cos.numpy(),
+            self.starts.sin.numpy(),
+            self.offsets.cos.numpy(),
+            self.offsets.sin.numpy(),
+            np.array(self.attention_factor, dtype=np.float32),
+            np.array(logn, dtype=np.float64),
+        )
+
+    def with_slot(self, other: "LayerTables") -> "LayerTables":
+        """These slots and those of `other` after them."""
+        return LayerTables(
+            _joined(self.starts, other.starts),
+            _joined(self.offsets, other.offsets),
+            self.attention_factor + other.attention_factor,
+            self.logn_len + other.logn_len,
         )
 
 
@@ -80,34 +92,34 @@ class RopeTables:
         self._num_pages = -(-max_len // page_size)
         self._device = device
         self._slots: dict[Profile, int] = {}
-        self._layers: Mapping[str | None, LayerTables] = {}
+        self._layers: dict[str | None, LayerTables] = {}
 
     def slot(self, profile: Profile) -> int:
         """The profile's slot, made on first use."""
         if profile not in self._slots:
             self._slots[profile] = len(self._slots)
-            self._layers = self._build()
+            for layer_type in [*self._native.tables, None]:
+                made = self._make(layer_type, profile)
+                before = self._layers.get(layer_type)
+                self._layers[layer_type] = made if before is None else before.with_slot(made)
         return self._slots[profile]
 
     def layer(self, layer_type: str | None) -> LayerTables:
         """The tables that layers of this type read; None: layers that do not rotate."""
         return self._layers[layer_type]
 
-    def _build(self) -> Mapping[str | None, LayerTables]:
-        types: list[str | None] = [*self._native.tables, None]
-        return {layer_type: self._build_layer(layer_type) for layer_type in types}
-
-    def _build_layer(self, layer_type: str | None) -> LayerTables:
-        tables = [self._frequencies(layer_type, profile) for profile in self._slots]
-        inv_freqs = [table.inv_freq_P.to(self._device) for table in tables]
-        starts = [page_start_angles(table, self._num_pages, self._page_size) for table in inv_freqs]
-        offsets = [offset_angles(table, self._page_size) for table in inv_freqs]
-        scaled = layer_type == self._native.scaled_layer_type
+    def _make(self, layer_type: str | None, profile: Profile) -> LayerTables:
+        """One slot."""
+        table = self._frequencies(layer_type, profile)
+        inv_freq_P = table.inv_freq_P.to(self._device)
+        starts = page_start_angles(inv_freq_P, self._num_pages, self._page_size)
+        offsets = offset_angles(inv_freq_P, self._page_size)
+        is_scaled = layer_type == self._native.scaled_layer_type
         return LayerTables(
-            _stack(starts),
-            _stack(offsets),
-            tuple(table.attention_factor for table in tables),
-            tuple(profile.logn_len if scaled else None for profile in self._slots),
+            Angles(starts.cos[None], starts.sin[None]),
+            Angles(offsets.cos[None], offsets.sin[None]),
+            (table.attention_factor,),
+            (profile.logn_len if is_scaled else None,),
         )
 
     def _frequencies(self, layer_type: str | None, profile: Profile) -> Frequencies:
@@ -119,7 +131,5 @@ class RopeTables:
         return table.frequencies()
 
 
-def _stack(angles: list[Angles]) -> Angles:
-    return Angles(
-        torch.stack([each.cos for each in angles]), torch.stack([each.sin for each in angles])
-    )
+def _joined(first: Angles, second: Angles) -> Angles:
+    return Angles(torch.cat((first.cos, second.cos)), torch.cat((first.sin, second.sin)))

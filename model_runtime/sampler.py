@@ -3,11 +3,12 @@
 A row's random number comes from its request's seed and the count of tokens it has generated, not
 from a generator that rows share: a seed gives the same tokens in any batch.
 
-Shapes: R = rows, V = vocabulary, k = alternatives reported.
+Shapes: R = rows, V = vocabulary.
 """
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +16,18 @@ from torch import Tensor
 from model_runtime.request import SamplingParams, TokenLogprob
 
 MAX_LOGPROBS = 20  # alternatives per token; always computed, so that ties fall the same way
+GREEDY_BELOW = 1e-5  # temperatures below this are 0: dividing by them overflows
 _LOGPROB_ROWS = 64  # rows normalised at a time, so that no second copy of all logits exists
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What the choice of one token depends on, beside its logits."""
+
+    params: SamplingParams
+    prompt_ids: Sequence[int]
+    generated_ids: Sequence[int]
+    end_ids: frozenset[int]  # tokens that would end the answer
 
 
 def uniform(seed: int, step: int) -> float:
@@ -24,38 +36,100 @@ def uniform(seed: int, step: int) -> float:
     return (int.from_bytes(digest, "big") >> 11) / 2**53
 
 
-def sample(logits_RV: Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> list[int]:
-    """One token id a row; `steps` counts the tokens each request has already generated."""
+def sample(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """One token id a row."""
+    logits_RV = adjusted(logits_RV, rows)
     chosen_R = logits_RV.argmax(dim=-1)
-    drawn = [row for row, each in enumerate(params) if each.temperature > 0]
+    drawn = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
     if drawn:
-        chosen_R[drawn] = _draw(
-            logits_RV[drawn], [params[row] for row in drawn], [steps[row] for row in drawn]
-        )
+        chosen_R[drawn] = _draw(logits_RV[drawn], [rows[index] for index in drawn])
     token_ids: list[int] = chosen_R.tolist()
     return token_ids
 
 
-def _draw(logits_RV: Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> Tensor:
-    """Temperature, then top_k, then top_p (as transformers and vLLM), then inverse CDF."""
+def adjusted(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Logits after bias, min_tokens and penalties, in vLLM's order; a copy where any applies."""
+    biased = _bias(rows)
+    penalised = [index for index, row in enumerate(rows) if _has_penalty(row.params)]
+    if not biased and not penalised:
+        return logits_RV
+    logits_RV = logits_RV.clone()
+    if biased:
+        at_rows, at_tokens, values = zip(*biased, strict=True)
+        device = logits_RV.device
+        where = torch.tensor(at_rows, device=device), torch.tensor(at_tokens, device=device)
+        logits_RV.index_put_(where, torch.tensor(values, device=device), accumulate=True)
+    if penalised:
+        logits_RV[penalised] = _penalised(
+            logits_RV[penalised], [rows[index] for index in penalised]
+        )
+    return logits_RV
 
-    def column(numbers: list[float]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.float32, device=logits_RV.device)[:, None]
 
+def _bias(rows: Sequence[SamplingRow]) -> list[tuple[int, int, float]]:
+    """(row, token, what is added to its logit)."""
+    found = []
+    for index, row in enumerate(rows):
+        found += [(index, token, value) for token, value in row.params.logit_bias]
+        if len(row.generated_ids) < row.params.min_tokens:
+            found += [(index, token, -torch.inf) for token in row.end_ids]
+    return found
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or bool(
+        params.presence_penalty or params.frequency_penalty
+    )
+
+
+def _penalised(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Repetition as transformers (prompt and answer), presence and frequency as OpenAI (answer)."""
+    generated_RV = _counts(logits_RV, [row.generated_ids for row in rows])
+    prompt_RV = _counts(logits_RV, [row.prompt_ids for row in rows])
+    params = [row.params for row in rows]
+    repetition_R1 = _column(logits_RV, [each.repetition_penalty for each in params])
+    frequency_R1 = _column(logits_RV, [each.frequency_penalty for each in params])
+    presence_R1 = _column(logits_RV, [each.presence_penalty for each in params])
+    pushed_RV = torch.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
+    logits_RV = torch.where(generated_RV + prompt_RV > 0, pushed_RV, logits_RV)
+    return logits_RV - frequency_R1 * generated_RV - presence_R1 * (generated_RV > 0)
+
+
+def _counts(logits_RV: Tensor, token_ids: Sequence[Sequence[int]]) -> Tensor:
+    """How often each token stands in each row's list, [R, V]."""
     vocabulary = logits_RV.shape[-1]
-    scaled_RV = logits_RV / column([each.temperature for each in params])
+    counted = [
+        torch.bincount(torch.tensor(ids, dtype=torch.long), minlength=vocabulary)
+        for ids in token_ids
+    ]
+    return torch.stack(counted).to(logits_RV.device, logits_RV.dtype)
+
+
+def _column(logits_RV: Tensor, numbers: Sequence[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32, device=logits_RV.device)[:, None]
+
+
+def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Temperature, top_k, top_p, min_p (the order of transformers), then inverse CDF."""
+    params = [row.params for row in rows]
+    vocabulary = logits_RV.shape[-1]
+    # Relative to the likeliest, so that a low temperature overflows towards minus infinity only.
+    relative_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
+    scaled_RV = relative_RV / _column(logits_RV, [each.temperature for each in params])
     sorted_RV, token_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
-    top_k_R1 = column([each.top_k or vocabulary for each in params])
+    top_k_R1 = _column(logits_RV, [each.top_k or vocabulary for each in params])
     rank_V = torch.arange(vocabulary, device=logits_RV.device)
     # Ties with the k-th stay, as in the reference.
     kth_R1 = sorted_RV.gather(1, (top_k_R1.clamp(max=vocabulary) - 1).long())
     sorted_RV = sorted_RV.masked_fill(sorted_RV < kth_R1, -torch.inf)
     probability_RV = sorted_RV.softmax(dim=-1)
     before_RV = probability_RV.cumsum(dim=-1) - probability_RV
-    dropped_RV = (before_RV >= column([each.top_p for each in params])) & (rank_V > 0)
+    dropped_RV = before_RV >= _column(logits_RV, [each.top_p for each in params])
+    least_R1 = probability_RV[:, :1] * _column(logits_RV, [each.min_p for each in params])
+    dropped_RV = (dropped_RV | (probability_RV < least_R1)) & (rank_V > 0)
     probability_RV = probability_RV.masked_fill(dropped_RV, 0.0)
     cumulated_RV = probability_RV.double().cumsum(dim=-1)
-    draws = [uniform(each.seed, step) for each, step in zip(params, steps, strict=True)]
+    draws = [uniform(row.params.seed, len(row.generated_ids)) for row in rows]
     target_R1 = torch.tensor(draws, dtype=torch.float64, device=logits_RV.device)[:, None]
     target_R1 = target_R1 * cumulated_RV[:, -1:]
     index_R1 = torch.searchsorted(cumulated_RV, target_R1, right=True)

@@ -156,9 +156,13 @@ def _run(model: nn.Module, runner: ModelRunner, spans: list[Span]) -> Tensor:
 def _ask(model: nn.Module, token_ids: list[int]) -> Tensor:
     """Logits [T, V] of a plain forward, float32."""
     device = next(model.parameters()).device
-    logits_TV: Tensor = model(
-        input_ids=torch.tensor([token_ids], device=device), use_cache=False
-    ).logits[0]
+    try:
+        answer = model(input_ids=torch.tensor([token_ids], device=device), use_cache=False)
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} does not run untouched: {type(error).__name__}: {error}"
+        ) from error
+    logits_TV: Tensor = answer.logits[0]
     if not bool(logits_TV.isfinite().all()):
         raise ModelError(f"{type(model).__name__} answers a short prompt with NaN or Inf")
     return logits_TV.float()

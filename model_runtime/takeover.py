@@ -83,7 +83,7 @@ def read_native_rope(model: nn.Module) -> NativeRope:
     name = type(model).__name__
     modules = rotary_modules(model)
     if not modules:
-        raise ModelError(f"{name} has no rotary position embeddings to scale")
+        raise ModelError(f"{name} has no rotary position embeddings that can be taken over")
     try:
         native = native_rope(text_config(model).to_dict())
     except RopeConfigError as error:

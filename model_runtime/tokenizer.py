@@ -16,6 +16,11 @@ class Tokenizer:
             raise ModelError(f"{type(tokenizer).__name__} is not a fast tokenizer (tokenizer.json)")
         self._tokenizer = tokenizer
         self._backend: Backend = tokenizer.backend_tokenizer
+        # A tokenizer.json may carry either from training; a prompt is never cut or filled up.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._texts: dict[int, str] = {}  # of tokens asked for before; bounded by the vocabulary
+        self.longest_token = max(map(len, self._backend.get_vocab()), default=1)
         self.eos_token_id: int | None = tokenizer.eos_token_id
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -36,11 +41,15 @@ class Tokenizer:
 
         Unlike in an answer's text, special tokens are written out.
         """
-        raw = self.token_bytes(token_id)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        text = self._texts.get(token_id)
+        if text is None:
+            raw = self.token_bytes(token_id)
+            try:
+                text = raw.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            self._texts[token_id] = text
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for."""
@@ -74,7 +83,13 @@ class TokenStream:
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
-        return self._stream.step(self._backend, token_id) or ""
+        try:
+            return self._stream.step(self._backend, token_id) or ""
+        except Exception:  # noqa: BLE001  # the library raises Exception itself
+            # Bytes that can never be a character, under a byte-fallback tokenizer, confuse the
+            # stream for good. The bytes are lost, what follows is not.
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return self._stream.step(self._backend, token_id) or ""
 
 
 def _byte_of_character() -> dict[str, int]:

@@ -39,6 +39,14 @@ class Frequencies:
     attention_factor: float  # multiplies cos and sin, so rotary logits grow by its square
 
 
+def factor_at(factor: float, ceiling: int, native_len: int) -> float:
+    """ceiling / L; a method's own factor where the ceiling is what that factor reaches.
+
+    A fractional factor times L is rounded to whole tokens, and must not come back changed.
+    """
+    return factor if round(native_len * factor) == ceiling else ceiling / native_len
+
+
 class Scaling(Protocol):
     """One way to change the native frequencies; a frozen dataclass, so profiles can be hashed."""
 

@@ -19,12 +19,14 @@ from rope.yarn import Yarn
 
 ROPE_TYPES = ("default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope")
 
+_MAX_FACTOR = 65_536.0  # beyond any use; keeps ceilings and tier lists finite
 _REFUSED = {
     "proportional": "rope_type 'proportional' is not supported yet",
     "mrope": "multimodal rotary embeddings ('mrope') are not supported yet",
     "mrope_section": "multimodal rotary embeddings (mrope_section) are not supported yet",
 }
-# Say what the block belongs to, not how it scales; native_rope and Method check them.
+# Say what the block belongs to, not how it scales. parse_method compares the base; whoever knows
+# the head's width compares partial_rotary_factor.
 _GENERAL_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "use_logn_attn"}
 _SCALING_FIELDS: dict[str, set[str]] = {
     "default": {"original_max_position_embeddings"},
@@ -94,15 +96,17 @@ def rope_type_of(block: Mapping[str, Any]) -> str:
     """The block's rope_type, under either spelling. Raises RopeConfigError for an unknown one."""
     if not isinstance(block, Mapping):
         raise RopeConfigError("rope_scaling", f"must be an object, got {block!r}")
-    names = {block[key] for key in ("rope_type", "type") if block.get(key) is not None}
-    if len(names) > 1:
-        raise RopeConfigError("rope_type", f"says {block['rope_type']!r}, type {block['type']!r}")
-    name = names.pop() if names else "default"
+    names = [block[key] for key in ("rope_type", "type") if block.get(key) is not None]
+    if len(names) > 1 and names[0] != names[1]:
+        raise RopeConfigError("rope_type", f"says {names[0]!r}, type {names[1]!r}")
+    name = names[0] if names else "default"
+    if not isinstance(name, str):
+        raise RopeConfigError("rope_type", f"must be a string, got {name!r}")
     if name in _REFUSED:
         raise RopeConfigError("rope_type", _REFUSED[name])
     if name not in ROPE_TYPES:
         raise RopeConfigError("rope_type", f"must be one of {', '.join(ROPE_TYPES)}; got {name!r}")
-    return str(name)
+    return name
 
 
 def _refuse_unknown_fields(block: Mapping[str, Any], rope_type: str) -> None:
@@ -128,7 +132,10 @@ def _refuse_another_model(block: Mapping[str, Any], rotary: Rotary) -> None:
 
 def _factor(block: Mapping[str, Any], length: int, served_len: int | None) -> float:
     implied = served_len / length if served_len is not None else None
-    return _positive(block, "factor", implied, minimum=1.0)
+    factor = _positive(block, "factor", implied, minimum=1.0)
+    if factor > _MAX_FACTOR:
+        raise RopeConfigError("factor", f"must be <= {_MAX_FACTOR:g}, got {factor:g}")
+    return factor
 
 
 def _linear(block: Mapping[str, Any], rotary: Rotary, length: int, factor: float) -> Linear:  # noqa: ARG001

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from rope.frequencies import Frequencies, Rotary
+from rope.frequencies import Frequencies, Rotary, factor_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,4 +19,4 @@ class Linear:
 
     def at(self, ceiling: int, native_len: int) -> Self:
         """factor := ceiling / L."""
-        return replace(self, factor=ceiling / native_len)
+        return replace(self, factor=factor_at(self.factor, ceiling, native_len))

@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from rope.frequencies import Frequencies, Rotary
+from rope.frequencies import Frequencies, Rotary, factor_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,5 +41,5 @@ class Llama3:
 
     def at(self, ceiling: int, native_len: int) -> Self:
         """factor := ceiling / L."""
-        factor = ceiling / native_len
+        factor = factor_at(self.factor, ceiling, native_len)
         return replace(self, factor=factor, original_max_position_embeddings=native_len)

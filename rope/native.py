@@ -36,6 +36,7 @@ class NativeRope:
     tables: Mapping[str, NativeTable]  # layer type -> table; ALL_LAYERS when there is one
     native_len: int  # L, tokens
     method: Method  # the checkpoint's own block on the layers a deployment scales
+    partial_rotary_factor: float = 1.0  # rotated share of a head, on those layers
 
     @property
     def scaled_layer_type(self) -> str:
@@ -76,7 +77,8 @@ def native_rope(config: Mapping[str, Any]) -> NativeRope:
     scaled = ALL_LAYERS if ALL_LAYERS in methods else _SCALED_LAYER_TYPE
     original = _original_len(blocks[scaled], config) or 0
     native_len = max(max_len, round(methods[scaled].factor * original))
-    return NativeRope(tables, native_len, methods[scaled])
+    share = _rotated_share(blocks[scaled], config)
+    return NativeRope(tables, native_len, methods[scaled], share)
 
 
 def _original_len(block: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
@@ -95,23 +97,26 @@ def _native_method(
         raise RopeConfigError(
             "truncate", "inside a per-layer-type block is ignored by transformers, so refused here"
         )
+    # Where a method acts on max_position_embeddings, transformers does not read the other length.
     original = _original_len(block, config)
-    if original is not None:
-        block = {**block, "original_max_position_embeddings": original}
+    block = {**block, "original_max_position_embeddings": original}
     return parse_method(block, _rotary(block, config), max_len, served_len=max_len)
 
 
 def _rotary(block: Mapping[str, Any], config: Mapping[str, Any]) -> Rotary:
     theta = block.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    share = block.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     head_dim = config.get("head_dim")
     head_dim = head_dim or config["hidden_size"] // config["num_attention_heads"]
-    rotary_dim = int(head_dim * share)
+    rotary_dim = int(head_dim * _rotated_share(block, config))
     if rotary_dim < 4 or rotary_dim % 2:
         raise RopeConfigError(
             "head_dim", f"gives {rotary_dim} rotary dimensions; even, >= 4 needed"
         )
     return Rotary(rotary_dim, float(theta))
+
+
+def _rotated_share(block: Mapping[str, Any], config: Mapping[str, Any]) -> float:
+    return block.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
 
 
 def _blocks_by_layer_type(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

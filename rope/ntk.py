@@ -7,7 +7,7 @@ transformers, where the base follows the sequence length.
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from rope.frequencies import Frequencies, Rotary, Unscaled
+from rope.frequencies import Frequencies, Rotary, Unscaled, factor_at
 
 
 def _with_base(rotary: Rotary, rope_theta: float) -> Frequencies:
@@ -33,7 +33,7 @@ class NTK:
 
     def at(self, ceiling: int, native_len: int) -> Self:
         """factor := ceiling / L."""
-        return replace(self, factor=ceiling / native_len)
+        return replace(self, factor=factor_at(self.factor, ceiling, native_len))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rope.errors import RopeConfigError
-from rope.frequencies import Scaling, Unscaled
+from rope.frequencies import Scaling
 from rope.from_config import Method
 from rope.native import NativeRope
 
@@ -57,17 +57,17 @@ def build_tiers(
     """
     if multiples is None:
         # LongRoPE has two tables, so ceilings in between would change nothing.
-        two_tables = method.scaling.rope_type == "longrope"
-        multiples = (1.0, method.factor) if two_tables else default_multiples(method.factor)
+        multiples = default_multiples(method.factor)
+        if method.scaling.rope_type == "longrope":
+            multiples = tuple(dict.fromkeys((1.0, method.factor)))
     _check_multiples(multiples)
     return tuple(_tier(method, native, multiple) for multiple in multiples)
 
 
-def fixed_tier(method: Method, native: NativeRope) -> Tier:
-    """The one tier of policy `fixed`: the configured factor at every length."""
+def fixed_tier(method: Method) -> Tier:
+    """The one tier of policy `fixed`: the configured factor at every length, below L too."""
     ceiling = round(method.native_len * method.factor)
-    scaling = method.scaling.at(ceiling, method.native_len)
-    return Tier(ceiling, method.factor, _profile(method, native, scaling))
+    return Tier(ceiling, method.factor, _profile(method, ceiling))
 
 
 def native_tier(native: NativeRope, ceiling: int) -> Tier:
@@ -106,13 +106,13 @@ def _tier(method: Method, native: NativeRope, multiple: float) -> Tier:
             # A LongRoPE checkpoint's native table up to L is its short list.
             scaling = scaling.at(ceiling, method.native_len)
         return Tier(ceiling, 1.0, Profile(scaling))
+    own = multiple == method.factor
+    factor = method.factor if own else ceiling / method.native_len
+    return Tier(ceiling, factor, _profile(method, ceiling))
+
+
+def _profile(method: Method, ceiling: int) -> Profile:
     scaling = method.scaling.at(ceiling, method.native_len)
-    return Tier(ceiling, float(multiple), _profile(method, native, scaling))
-
-
-def _profile(method: Method, native: NativeRope, scaling: Scaling) -> Profile:
-    if isinstance(scaling, Unscaled):
-        scaling = native.tables[native.scaled_layer_type].scaling
     return Profile(scaling, method.native_len if method.use_logn_attn else None)
 
 

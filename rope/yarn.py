@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from rope.frequencies import Frequencies, Rotary
+from rope.frequencies import Frequencies, Rotary, factor_at
 
 
 def _temperature(factor: float, mscale: float = 1.0) -> float:
@@ -46,7 +46,7 @@ class Yarn:
 
     def at(self, ceiling: int, native_len: int) -> Self:
         """factor := ceiling / L; an explicit attention factor stays as it was given."""
-        factor = ceiling / native_len
+        factor = factor_at(self.factor, ceiling, native_len)
         return replace(self, factor=factor, original_max_position_embeddings=native_len)
 
     def _ramp_P(self, rotary: Rotary) -> Tensor:

@@ -14,12 +14,19 @@ from server.service import ClientDisconnectedError, Service
 _CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is there to read it but the log
 
 
-def create_app(service: Service, on_ready: Callable[[], None] = lambda: None) -> FastAPI:
-    """An application that starts the service's engine with itself and stops it at its end."""
+def create_app(
+    service: Service,
+    on_ready: Callable[[], None] = lambda: None,
+    on_death: Callable[[], None] = lambda: None,
+) -> FastAPI:
+    """An application that starts the service's engine with itself and stops it at its end.
+
+    `on_death` is called, on the engine's thread, should the engine end by itself.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
+        service.engine.start(on_death)
         on_ready()
         yield
         service.engine.stop()

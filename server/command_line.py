@@ -1,7 +1,9 @@
 """Flags, made from the settings: `ropewalk serve [MODEL] --flag value`."""
 
 import logging
+import socket
 import sys
+import threading
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -15,7 +17,8 @@ from server.app import create_app
 from server.load_service import load_service
 from server.settings import ServeSettings, SettingsError, load_settings
 
-_USAGE_ERROR = 2
+_USAGE_ERROR, _ENGINE_DIED = 2, 1
+_SHUTDOWN_S = 30  # what is running may finish for so long
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -56,23 +59,49 @@ def serve(**flags: Any) -> None:
         settings = load_settings(
             {name: value for name, value in flags.items() if value is not None}
         )
+        listener = _bound_socket(settings)  # before the weights, which may take minutes
         service, banner = load_service(settings)
     except (ModelError, SettingsError) as error:
-        click.echo(f"ropewalk: {error}", err=True)
+        for line in str(error).splitlines():
+            click.echo(f"ropewalk: {line}", err=True)
         sys.exit(_USAGE_ERROR)
-    config = uvicorn.Config(
-        "unused", host=settings.host, port=settings.port, log_level="warning", access_log=False
-    )
-    listener = config.bind_socket()
     host, port = listener.getsockname()[:2]
     shown_host = f"[{host}]" if ":" in host else host
-    url = f"http://{shown_host}:{port}"
 
     def on_ready() -> None:
-        click.echo(f"ropewalk {version('ropewalk')}\n{banner}\n  listening on     {url}", err=True)
+        click.echo(f"ropewalk {version('ropewalk')}\n{banner}", err=True)
+        click.echo(f"  listening on     http://{shown_host}:{port}", err=True)
 
-    config.app = create_app(service, on_ready)
-    uvicorn.Server(config).run(sockets=[listener])
+    def on_death() -> None:
+        dead.set()
+        server.should_exit = True
+
+    dead = threading.Event()
+    app = create_app(service, on_ready, on_death)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=_SHUTDOWN_S
+    )
+    server = uvicorn.Server(config)
+    server.run(sockets=[listener])
+    if dead.is_set():
+        sys.exit(_ENGINE_DIED)
+
+
+def _bound_socket(settings: ServeSettings) -> socket.socket:
+    """Bound, not listening yet. Raises SettingsError."""
+    try:
+        addresses = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, _, _, _, address = addresses[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot listen on host {settings.host}, port {settings.port}: {error.strerror}"
+        ) from error
+    return listener
 
 
 def _log_to_stderr() -> None:

@@ -1,18 +1,23 @@
 """POST /v1/completions."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
 
+from model_runtime.detokenizer import PROMPT_TAIL
 from model_runtime.errors import EngineStoppedError
 from model_runtime.request import FinishReason, Output, TokenLogprob
+from model_runtime.request import Request as EngineRequest
+from model_runtime.tokenizer import TokenStream
 from server.errors import envelope
 from server.schema import (
     Choice,
     CompletionRequest,
     CompletionResponse,
     Logprobs,
+    PromptTokensDetails,
     RopeAnswer,
     Usage,
 )
@@ -41,43 +46,49 @@ def completions_router(service: Service) -> APIRouter:
 
 
 class _CompletionAnswer:
-    """Turns one request's outputs into OpenAI's shapes."""
+    """Turns the outputs of one HTTP request's choices into OpenAI's shapes."""
 
     def __init__(self, service: Service, submission: Submission, body: CompletionRequest) -> None:
         self._service = service
         self._submission = submission
         self._body = body
-        self._request = submission.request
-        self._rope = RopeAnswer.of(self._request.placement)
         self._created = int(time.time())
-        self._num_generated = 0
-        # Pieces of text for logprobs: one per token, so that offsets add up to the text.
-        self._pieces = service.tokenizer.stream()
-        self._offset = 0
+        self._choices = [self._state(request) for request in submission.requests]
+
+    def _state(self, request: EngineRequest) -> "_ChoiceState":
+        pieces = self._service.tokenizer.stream()
+        if not self._body.echo:
+            # What a token adds to the text may depend on what is before it.
+            for token_id in request.prompt_ids[-PROMPT_TAIL:]:
+                pieces.push(token_id)
+        return _ChoiceState(request, pieces)
 
     async def whole(self) -> CompletionResponse:
-        """Everything at once."""
-        outputs = [output async for output in self._outputs()]
-        text = "".join(output.text for output in outputs)
-        token_ids = [token_id for output in outputs for token_id in output.token_ids]
-        scored = [each for output in outputs for each in output.logprobs]
-        prompt_scored = [each for output in outputs for each in output.prompt_logprobs]
-        choice = self._choice(
-            self._echoed_text() + text,
-            self._logprobs(prompt_scored, token_ids, scored),
-            outputs[-1].finish_reason,
-        )
-        return self._response([choice], self._usage())
+        """Everything at once, in the order of the prompts."""
+        outputs: list[list[Output]] = [[] for _ in self._choices]
+        async for index, output in self._outputs():
+            outputs[index].append(output)
+        choices = []
+        for index, of_choice in enumerate(outputs):
+            joined = Output(
+                text="".join(each.text for each in of_choice),
+                token_ids=tuple(token_id for each in of_choice for token_id in each.token_ids),
+                logprobs=tuple(entry for each in of_choice for entry in each.logprobs),
+                prompt_logprobs=tuple(
+                    entry for each in of_choice for entry in each.prompt_logprobs
+                ),
+                finish_reason=of_choice[-1].finish_reason,
+                tier=of_choice[-1].tier,
+                num_rescales=of_choice[-1].num_rescales,
+            )
+            choices.append(self._choice(index, joined))
+        return self._response(choices, self._usage())
 
     async def events(self) -> AsyncIterator[str]:
         """Piece by piece; an error after the first byte is an event of its own."""
-        echoed = self._echoed_text()
         try:
-            async for output in self._outputs():
-                logprobs = self._logprobs(output.prompt_logprobs, output.token_ids, output.logprobs)
-                choice = self._choice(echoed + output.text, logprobs, output.finish_reason)
-                echoed = ""
-                yield event(self._response([choice]))
+            async for index, output in self._outputs():
+                yield event(self._response([self._choice(index, output)]))
         except EngineStoppedError as error:
             yield event(envelope(str(error), "server_error", code="engine_stopped"))
             yield DONE
@@ -86,37 +97,44 @@ class _CompletionAnswer:
             yield event(self._response([], self._usage()))
         yield DONE
 
-    async def _outputs(self) -> AsyncIterator[Output]:
-        async for output in self._submission.outputs():
+    async def _outputs(self) -> AsyncIterator[tuple[int, Output]]:
+        async for index, output in self._submission.outputs():
             if output.finish_reason is FinishReason.ERROR:
                 raise EngineStoppedError(f"The request failed: {output.error}.")
-            self._num_generated += len(output.token_ids)
-            yield output
+            state = self._choices[index]
+            state.num_generated += len(output.token_ids)
+            state.num_cached_tokens = output.num_cached_tokens
+            yield index, output
 
-    def _echoed_text(self) -> str:
-        """The prompt's text, where it was asked for."""
-        if not self._body.echo:
-            return ""
-        return self._service.tokenizer.decode(list(self._request.prompt_ids))
+    def _choice(self, index: int, output: Output) -> Choice:
+        state = self._choices[index]
+        echoed = ""
+        if self._body.echo and not state.is_echoed:
+            echoed = self._service.tokenizer.decode(list(state.request.prompt_ids))
+            state.is_echoed = True
+        placement = state.request.placement
+        tier = output.tier or placement.tier
+        return Choice(
+            index=index,
+            text=echoed + output.text,
+            logprobs=self._logprobs(state, output),
+            finish_reason=None if output.finish_reason is None else output.finish_reason.value,
+            rope=RopeAnswer.of(placement, tier, output.num_rescales),
+        )
 
-    def _logprobs(
-        self,
-        prompt_scored: Sequence[TokenLogprob | None],
-        token_ids: Sequence[int],
-        scored: Sequence[TokenLogprob],
-    ) -> Logprobs | None:
+    def _logprobs(self, state: "_ChoiceState", output: Output) -> Logprobs | None:
         """The classic shape: the echoed prompt's tokens first, where there are any."""
         if self._body.logprobs is None:
             return None
-        prompt_ids = self._request.prompt_ids if prompt_scored else ()
+        prompt_ids = state.request.prompt_ids if output.prompt_logprobs else ()
         entries = [
-            *zip(prompt_ids, prompt_scored, strict=True),
-            *zip(token_ids, scored, strict=True),
+            *zip(prompt_ids, output.prompt_logprobs, strict=True),
+            *zip(output.token_ids, output.logprobs, strict=True),
         ]
         offsets = []
         for token_id, _ in entries:
-            offsets.append(self._offset)
-            self._offset += len(self._pieces.push(token_id))
+            offsets.append(state.offset)
+            state.offset += len(state.pieces.push(token_id))
         return Logprobs(
             tokens=[self._service.tokenizer.token_text(token_id) for token_id, _ in entries],
             token_logprobs=[None if each is None else _finite(each.logprob) for _, each in entries],
@@ -131,30 +149,40 @@ class _CompletionAnswer:
             found.setdefault(self._service.tokenizer.token_text(token_id), _finite(logprob))
         return found
 
-    def _choice(self, text: str, logprobs: Logprobs | None, reason: FinishReason | None) -> Choice:
-        return Choice(
-            text=text,
-            logprobs=logprobs,
-            finish_reason=None if reason is None else reason.value,
-            rope=self._rope,
-        )
-
     def _usage(self) -> Usage:
-        prompt = len(self._request.prompt_ids)
+        firsts = self._choices[:: self._body.n or 1]  # the first answer to each prompt
+        prompt = sum(len(state.request.prompt_ids) for state in firsts)
+        generated = sum(state.num_generated for state in self._choices)
+        cached = sum(state.num_cached_tokens for state in firsts)
         return Usage(
             prompt_tokens=prompt,
-            completion_tokens=self._num_generated,
-            total_tokens=prompt + self._num_generated,
+            completion_tokens=generated,
+            total_tokens=prompt + generated,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         )
 
     def _response(self, choices: list[Choice], usage: Usage | None = None) -> CompletionResponse:
+        request = self._choices[0].request
         return CompletionResponse(
-            id=self._request.request_id,
+            id=request.request_id,
             created=self._created,
-            model=self._request.placement.deployment,
+            model=request.placement.deployment,
             choices=choices,
             usage=usage,
         )
+
+
+@dataclass(slots=True)
+class _ChoiceState:
+    """How far one choice has come."""
+
+    request: EngineRequest
+    # Pieces of text for logprobs: one per token, so that offsets add up to the text.
+    pieces: TokenStream
+    offset: int = 0
+    num_generated: int = 0
+    num_cached_tokens: int = 0
+    is_echoed: bool = False
 
 
 def _finite(logprob: float) -> float:

@@ -1,6 +1,7 @@
 """Errors as OpenAI writes them, and the one table from a runtime error to an HTTP status."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -31,6 +32,13 @@ _STATUS: tuple[tuple[type[RopewalkError], int, str, str | None, int | None], ...
 )
 
 
+# Fields that may have one of several shapes.
+_SHAPES = {
+    "prompt": "Must be a string, a list of strings, a list of token ids, or a list of such lists",
+    "stop": "Must be a string or a list of strings",
+}
+
+
 def envelope(
     message: str,
     kind: str,
@@ -49,6 +57,12 @@ def envelope(
             **(details or {}),
         }
     }
+
+
+def rejection_reasons() -> list[str]:
+    """Every word that `rejection_reason` can answer."""
+    of_requests = ["context_length_exceeded", "kv_cache_exceeded", "invalid"]
+    return [*of_requests, *(code for _, _, _, code, _ in _STATUS if code is not None)]
 
 
 def rejection_reason(error: RopewalkError) -> str:
@@ -84,11 +98,30 @@ async def _on_ropewalk_error(request: Request, error: Exception) -> JSONResponse
 
 async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    problems = error.errors()[:_MAX_ERRORS]
+    problems = _merged(error.errors())[:_MAX_ERRORS]
     message = "; ".join(_problem(each) for each in problems)
     return JSONResponse(
         envelope(message, "invalid_request_error", param=_field(problems[0]) or None), 400
     )
+
+
+def _merged(problems: Sequence[Any]) -> list[dict[str, Any]]:
+    """One problem for a field that may have one of several shapes, instead of one per shape.
+
+    A value of the right shape that breaks a limit is told the limit; another, the shapes.
+    """
+    merged: dict[str, list[dict[str, Any]]] = {}
+    for each in problems:
+        field = str(each["loc"][1]) if len(each["loc"]) > 1 else ""
+        merged.setdefault(field if field in _SHAPES else str(each["loc"]), []).append(each)
+    found: list[dict[str, Any]] = []
+    for field, of_field in merged.items():
+        limits = [each for each in of_field if not each["type"].endswith("_type")]
+        if field not in _SHAPES or limits:
+            found.append((limits or of_field)[0])
+        else:
+            found.append({"type": "shape", "loc": ("body", field), "msg": _SHAPES[field]})
+    return found
 
 
 async def _on_http_error(_: Request, error: Exception) -> JSONResponse:
@@ -113,7 +146,7 @@ def _field(problem: dict[str, Any]) -> str:
 
 
 def _is_union_branch(part: Any) -> bool:
-    return isinstance(part, str) and (part in {"str", "int"} or "[" in part)
+    return isinstance(part, str) and (part in {"str", "int"} or "[" in part or "-" in part)
 
 
 def _problem(problem: dict[str, Any]) -> str:

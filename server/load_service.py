@@ -1,5 +1,6 @@
 """Settings -> a service ready to start: the one place where the parts are put together."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -7,9 +8,11 @@ import torch
 from model_runtime.build_engine import build_engine, sized
 from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
 from model_runtime.config import EngineConfig
-from model_runtime.deployment import Deployment, make_deployment
+from model_runtime.deployment import Deployment
+from model_runtime.make_deployment import make_deployment
 from rope import RopeConfigError
-from server.metrics import MAX_CONTEXT_BUCKETS, MetricFactory, Metrics, default_context_buckets
+from server.errors import rejection_reasons
+from server.metrics import MetricFactory, Metrics, default_context_buckets
 from server.service import Service
 from server.settings import ServeSettings, SettingsError
 
@@ -33,7 +36,8 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
     try:
         deployment = _deployment(settings, checkpoint)
     except RopeConfigError as error:
-        raise SettingsError(str(error)) from error
+        inside = "" if error.field in ServeSettings.model_fields else "rope_scaling: "
+        raise SettingsError(f"{inside}{error}") from error
     config = _config(settings, checkpoint, deployment.max_len)
     bounds = _context_bounds(settings, deployment.native_len, config.max_model_len)
     applicable = sorted(
@@ -43,13 +47,20 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
             for tier in tiers
         }
     )
-    metrics = Metrics(MetricFactory(), bounds, config.num_pages, {deployment.name: applicable})
+    metrics = Metrics(
+        MetricFactory(),
+        bounds,
+        config.num_pages,
+        {deployment.name: applicable},
+        rejection_reasons(),
+    )
     service = Service(
-        build_engine(checkpoint, config, metrics),
+        build_engine(checkpoint, config, metrics, [tier.profile for tier in deployment.own_tiers]),
         checkpoint.tokenizer,
         {deployment.name: deployment},
         metrics,
         checkpoint.vocab_size,
+        checkpoint.sampling_defaults,
         config.max_model_len,
     )
     return service, _banner(checkpoint, deployment, config)
@@ -93,7 +104,7 @@ def _config(settings: ServeSettings, checkpoint: Checkpoint, max_model_len: int)
             f"max_model_len must be <= what the KV cache holds ({capacity} tokens), got "
             f"{settings.max_model_len}"
         )
-    return config
+    return replace(config, max_model_len=min(max_model_len, capacity))
 
 
 def _context_bounds(
@@ -101,20 +112,13 @@ def _context_bounds(
 ) -> tuple[int, ...]:
     if settings.context_buckets is None:
         return default_context_buckets(native_len, max_model_len)
-    bounds = tuple(int(bound) for bound in settings.context_buckets)
-    if bounds != tuple(sorted(set(bounds))) or bounds[0] < 1:
-        raise SettingsError(f"context_buckets must rise strictly from 1 or more, got {bounds}")
-    if len(bounds) >= MAX_CONTEXT_BUCKETS:
-        raise SettingsError(
-            f"context_buckets must be at most {MAX_CONTEXT_BUCKETS - 1}, got {len(bounds)}"
-        )
-    return bounds
+    return settings.context_buckets
 
 
 def _banner(checkpoint: Checkpoint, deployment: Deployment, config: EngineConfig) -> str:
     """What an operator should know before the first request."""
     capacity = config.num_pages * config.page_size
-    longest = min(config.max_model_len, capacity)
+    longest = config.max_model_len
     limited = " (what the KV cache holds)" if longest < deployment.max_len else ""
     tiers = " ".join(f"{tier.ceiling}:{tier.factor:g}x" for tier in deployment.own_tiers)
     exact = "to the bit" if checkpoint.report.bitwise else "within rounding"
@@ -129,6 +133,6 @@ def _banner(checkpoint: Checkpoint, deployment: Deployment, config: EngineConfig
             f"  tiers            {tiers}",
             f"  longest context  {longest} tokens{limited}",
             f"  KV cache         {capacity} tokens in {config.num_pages} pages",
-            f"  self-check       passed; same answer in any batch {exact}",
+            f"  self-check       passed; answers are the same in any batch {exact}",
         ]
     )

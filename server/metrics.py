@@ -19,6 +19,7 @@ from prometheus_client import (
 
 from model_runtime.observer import Observer
 from model_runtime.request import FinishReason, Request
+from rope import Tier
 
 MAX_CONTEXT_BUCKETS = 12  # with +Inf; each costs a whole histogram per metric
 # vLLM's bounds, so that panels line up.
@@ -96,6 +97,7 @@ class Metrics(Observer):
         context_bounds: Sequence[int],
         num_pages: int,
         deployments: Mapping[str, Sequence[tuple[str, float]]],
+        rejection_reasons: Sequence[str],
     ) -> None:
         """`deployments`: name -> every (rope_type, factor) that it can apply."""
         self._registry = factory.registry
@@ -140,16 +142,31 @@ class Metrics(Observer):
         self._prompt_tokens = factory.counter(
             "ropewalk_prompt_tokens", "Prompt tokens of requests that were started."
         )
+        self._cached_tokens = factory.counter(
+            "ropewalk_prompt_tokens_cached", "Those of them that were found in the prefix cache."
+        )
+        self._preemptions = factory.counter(
+            "ropewalk_preemptions", "Times a request lost its pages and was computed again."
+        )
+        self._rescales = factory.counter(
+            "ropewalk_rope_rescales",
+            "Times a growing request moved to a higher tier.",
+            ["deployment", "policy"],
+        )
         self._generated_tokens = factory.counter("ropewalk_generated_tokens", "Tokens generated.")
         self._running = factory.gauge("ropewalk_requests_running", "Requests being computed.")
         self._waiting = factory.gauge("ropewalk_requests_waiting", "Requests in the queue.")
         self._kv_usage = factory.gauge(
             "ropewalk_kv_cache_usage_ratio", "Share of the cache's pages in use, 0 to 1."
         )
+        for reason in rejection_reasons:
+            self._rejected.labels(reason)
         for deployment, applicable in deployments.items():
+            for policy in ("grow", "grow-exact"):
+                self._rescales.labels(deployment, policy)
             for rope_type, factor in applicable:
-                for reason in FinishReason:
-                    self._requests.labels(deployment, rope_type, f"{factor:g}", reason.value)
+                for ended in FinishReason:
+                    self._requests.labels(deployment, rope_type, f"{factor:g}", ended.value)
 
     def render(self) -> bytes:
         """The page that Prometheus scrapes."""
@@ -159,10 +176,19 @@ class Metrics(Observer):
         """A request was refused; `reason` is one of the server's own words."""
         self._rejected.labels(reason).inc()
 
-    def started(self, request: Request, queue_seconds: float) -> None:
+    def started(self, request: Request, num_cached_tokens: int, queue_seconds: float) -> None:
         """A request left the queue."""
         self._prompt_tokens.inc(len(request.prompt_ids))
+        self._cached_tokens.inc(num_cached_tokens)
         self._queue.observe(len(request.prompt_ids), queue_seconds)
+
+    def preempted(self, request: Request) -> None:  # noqa: ARG002
+        """A request lost its pages."""
+        self._preemptions.inc()
+
+    def rescaled(self, request: Request) -> None:
+        """A request moved to a higher tier."""
+        self._rescales.labels(request.placement.deployment, request.placement.policy).inc()
 
     def first_token(self, request: Request, seconds: float, prefill_seconds: float) -> None:
         """The first token is there."""
@@ -176,12 +202,12 @@ class Metrics(Observer):
         self._next_token.observe(context_len, seconds)
 
     def finished(
-        self, request: Request, reason: FinishReason, num_generated: int, seconds: float
+        self, request: Request, tier: Tier, reason: FinishReason, num_generated: int, seconds: float
     ) -> None:
         """A request ended."""
-        placement = request.placement
-        factor = f"{placement.tier.factor:g}"
-        self._requests.labels(placement.deployment, placement.rope_type, factor, reason.value).inc()
+        rope_type, factor = tier.profile.scaling.rope_type, f"{tier.factor:g}"
+        deployment = request.placement.deployment
+        self._requests.labels(deployment, rope_type, factor, reason.value).inc()
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._end_to_end.observe(len(request.prompt_ids) + num_generated, seconds)
 

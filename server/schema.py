@@ -4,6 +4,7 @@ Strict: a number in quotes is not a number. NaN and Infinity are refused whereve
 """
 
 import secrets
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -12,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from model_runtime.deployment import Placement, RopeRequest
 from model_runtime.request import SamplingParams
 from model_runtime.sampler import MAX_LOGPROBS
+from rope import Tier
 
 _INT64 = 2**63 - 1
 
@@ -38,17 +40,13 @@ class StreamOptions(_Body):
     include_usage: bool = False
 
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=_INT64)]], Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, le=_INT64)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # JSON's keys are strings
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
+_MAX_PROMPTS, _MAX_N = 64, 16
 # Fields of OpenAI's that are accepted only at the value that changes nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "logit_bias": (None, {}),
-}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"best_of": (None, 1), "suffix": (None, "")}
 
 
 def _unusable(param: str, problem: str) -> PydanticCustomError:
@@ -59,26 +57,38 @@ class CompletionRequest(_Body):
     """POST /v1/completions."""
 
     model: str | None = Field(None, max_length=256)
-    prompt: str | TokenIds
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS)]
+    )
     max_tokens: int | None = Field(None, ge=0, le=_INT64)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=_INT64)
+    min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-_INT64 - 1, le=_INT64)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=1024
+    )
     stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     ignore_eos: bool = False
+    min_tokens: int | None = Field(None, ge=0, le=_INT64)
+    n: int | None = Field(None, ge=1, le=_MAX_N)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=512)
+    cache_salt: str | None = Field(None, max_length=128)
     rope: RopeField | None = None
-    n: int | None = None
     best_of: int | None = None
     suffix: str | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
 
     @model_validator(mode="after")
     def _refuse_unusable(self) -> Self:
@@ -89,19 +99,46 @@ class CompletionRequest(_Body):
             raise _unusable("stream_options", "needs `stream`: true")
         if self.max_tokens == 0 and not self.echo:
             raise _unusable("max_tokens", "0 needs `echo`: true, or there is nothing to answer")
+        if (self.min_tokens or 0) > (16 if self.max_tokens is None else self.max_tokens):
+            raise _unusable("min_tokens", "must be <= `max_tokens`")
         return self
 
-    def sampling(self) -> SamplingParams:
-        """As the runtime takes it; OpenAI's defaults where nothing was said."""
+    def prompts(self) -> list[str | list[int]]:
+        """One or several prompts as a list."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    def logit_bias_pairs(self) -> tuple[tuple[int, float], ...]:
+        """(token id, what is added to its logit)."""
+        return tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
+
+    def sampling(self, defaults: Mapping[str, float], copy: int) -> SamplingParams:
+        """As the runtime takes it. What was left out is the model's default, or OpenAI's.
+
+        `copy` counts a prompt's answers: each has a seed of its own.
+        """
+
+        def value(name: str, default: float) -> float:
+            given: float | None = getattr(self, name)
+            return defaults.get(name, default) if given is None else given
+
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=16 if self.max_tokens is None else self.max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            seed=secrets.randbits(63) if self.seed is None else self.seed,
+            temperature=value("temperature", 1.0),
+            top_p=value("top_p", 1.0),
+            top_k=max(int(value("top_k", 0)), 0),
+            min_p=value("min_p", 0.0),
+            seed=secrets.randbits(63) if self.seed is None else self.seed + copy,
+            repetition_penalty=value("repetition_penalty", 1.0),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self.logit_bias_pairs(),
             stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens or 0,
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
         )
@@ -134,15 +171,15 @@ class RopeAnswer(_Body):
     rescaled: int  # how often the table changed while the request ran
 
     @classmethod
-    def of(cls, placement: Placement) -> Self:
-        """From what was decided at admission; fixed and pinned never change it."""
+    def of(cls, placement: Placement, tier: Tier, num_rescales: int) -> Self:
+        """From what was decided at admission, and the tier in force now."""
         return cls(
-            rope_type=placement.rope_type,
-            factor=placement.tier.factor,
+            rope_type=tier.profile.scaling.rope_type,
+            factor=tier.factor,
             requested_factor=placement.requested_factor,
-            original_max_position_embeddings=placement.native_len,
+            original_max_position_embeddings=placement.original_len,
             policy=placement.policy,
-            rescaled=0,
+            rescaled=num_rescales,
         )
 
 
@@ -165,12 +202,19 @@ class Choice(_Body):
     rope: RopeAnswer
 
 
+class PromptTokensDetails(_Body):
+    """Where the prompt's keys and values came from."""
+
+    cached_tokens: int  # read from the prefix cache
+
+
 class Usage(_Body):
-    """Token counts."""
+    """Token counts; a prompt counts once, however many answers it has."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class CompletionResponse(_Body):

@@ -3,8 +3,10 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -22,33 +24,40 @@ Result = TypeVar("Result")
 
 
 class Submission:
-    """A request in the engine, seen from the event loop. Close it, however it ends."""
+    """The engine's requests of one HTTP request, seen from the event loop. Close it at the end."""
 
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self.request = request
+    def __init__(self, engine: Engine, requests: Sequence[Request], arrived: float) -> None:
+        self.requests = requests
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._outputs: asyncio.Queue[Output] = asyncio.Queue()
-        self._is_over = False
-        engine.submit(request, self._hand_over)
+        self._outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
+        self._open: set[int] = set()
+        try:
+            for index, request in enumerate(requests):
+                engine.submit(request, partial(self._hand_over, index), arrived)
+                self._open.add(index)
+        except RopewalkError:
+            self.close()  # all or nothing
+            raise
 
-    async def outputs(self) -> AsyncIterator[Output]:
-        """Outputs as they come; the last has a finish_reason."""
-        while not self._is_over:
-            output = await self._outputs.get()
-            self._is_over = output.finish_reason is not None
-            yield output
+    async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
+        """(index of the request, output) as they come; each request's last has a finish_reason."""
+        while self._open:
+            index, output = await self._outputs.get()
+            if output.finish_reason is not None:
+                self._open.discard(index)
+            yield index, output
 
     def close(self) -> None:
-        """Abort the request if it is not over: its pages are free after the current step."""
-        if not self._is_over:
-            self._is_over = True
-            self._engine.abort(self.request.request_id)
+        """Abort what is not over: its pages are free after the current step."""
+        for index in self._open:
+            self._engine.abort(self.requests[index].request_id)
+        self._open.clear()
 
-    def _hand_over(self, output: Output) -> None:
+    def _hand_over(self, index: int, output: Output) -> None:
         # On the engine's thread. The loop may be gone when the process is ending.
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._outputs.put_nowait, (index, output))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,7 @@ class Service:
     deployments: Mapping[str, Deployment]  # the first serves requests that name no model
     metrics: Metrics
     vocab_size: int
+    sampling_defaults: Mapping[str, float]  # the model's own, for what a request leaves out
     max_len: int  # positions of the longest sequence, whatever the deployment
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -75,36 +85,65 @@ class Service:
         return self.deployments[name]
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; off the event loop, since a long one takes a while."""
+        """Token ids of a text; off the event loop, since a long one takes a while.
+
+        A text that must be too long, whatever its tokens, is refused before. RequestError.
+        """
+        most = self.max_len * self.tokenizer.longest_token
+        if len(text) > most:
+            raise RequestError(
+                f"`prompt` must be at most {most} characters ({self.max_len} tokens of at most "
+                f"{self.tokenizer.longest_token}). Given: {len(text)}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         return await asyncio.to_thread(
             self.tokenizer.encode, text, add_special_tokens=add_special_tokens
         )
 
     async def submit(self, body: CompletionRequest) -> Submission:
         """Tokenise, place and queue a request. Raises what the engine and placement raise."""
+        arrived = time.monotonic()
         try:
             deployment = self.deployment(body.model)
-            prompt_ids = await self._prompt_ids(body)
-            sampling = body.sampling()
+            prompts = [await self._prompt_ids(prompt) for prompt in body.prompts()]
+            for token_id, _ in body.logit_bias_pairs():
+                self._check_token_id(token_id, "logit_bias")
+            for token_id in body.stop_token_ids or ():
+                self._check_token_id(token_id, "stop_token_ids")
             asked = body.rope.request() if body.rope is not None else RopeRequest()
-            placement = deployment.place(asked, len(prompt_ids), sampling.max_tokens)
-            request_id = f"cmpl-{uuid.uuid4().hex}"
-            request = Request(request_id, tuple(prompt_ids), sampling, placement)
-            return Submission(self.engine, request)
+            requests = []
+            for prompt_ids in prompts:
+                for copy in range(body.n or 1):
+                    sampling = body.sampling(self.sampling_defaults, copy)
+                    placement = deployment.place(asked, len(prompt_ids), sampling.max_tokens)
+                    request_id = f"cmpl-{uuid.uuid4().hex}"
+                    requests.append(
+                        Request(
+                            request_id,
+                            tuple(prompt_ids),
+                            sampling,
+                            placement,
+                            body.cache_salt or "",
+                        )
+                    )
+            return Submission(self.engine, requests, arrived)
         except RopewalkError as error:
             self.metrics.rejected(rejection_reason(error))
             raise
 
-    async def _prompt_ids(self, body: CompletionRequest) -> list[int]:
-        if isinstance(body.prompt, str):
-            return await self.tokenize(body.prompt)
-        for token_id in body.prompt:
-            if token_id >= self.vocab_size:
-                raise RequestError(
-                    f"`prompt` token ids must be < {self.vocab_size}. Given: {token_id}",
-                    param="prompt",
-                )
-        return body.prompt
+    async def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return await self.tokenize(prompt)
+        for token_id in prompt:
+            self._check_token_id(token_id, "prompt")
+        return prompt
+
+    def _check_token_id(self, token_id: int, param: str) -> None:
+        if token_id >= self.vocab_size:
+            raise RequestError(
+                f"`{param}` token ids must be < {self.vocab_size}. Given: {token_id}", param=param
+            )
 
 
 class ClientDisconnectedError(Exception):

@@ -3,15 +3,16 @@
 The command line beats the environment (`ROPEWALK_<NAME>`), which beats the default.
 """
 
+import itertools
 import json
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from model_runtime.deployment import SERVED_POLICIES, ServedPolicy
-from rope import ROPE_TYPES
+from rope import POLICIES, ROPE_TYPES, Policy
+from server.metrics import MAX_CONTEXT_BUCKETS
 
 _ENV_PREFIX = "ROPEWALK_"
 
@@ -34,7 +35,19 @@ def _json_object(value: Any) -> Any:
         raise ValueError(f"is not JSON: {error}") from error
 
 
-Numbers = Annotated[tuple[float, ...], NoDecode, BeforeValidator(_numbers)]
+def _rising(values: tuple[float, ...]) -> tuple[float, ...]:
+    if any(low >= high for low, high in itertools.pairwise(values)) or not values or values[0] < 1:
+        raise ValueError("must rise strictly from 1 or more")
+    return values
+
+
+Numbers = Annotated[
+    tuple[Annotated[float, Field(allow_inf_nan=False)], ...],
+    NoDecode,
+    BeforeValidator(_numbers),
+    AfterValidator(_rising),
+]
+Integers = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_numbers), AfterValidator(_rising)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_numbers)]
 JsonObject = Annotated[dict[str, Any], NoDecode, BeforeValidator(_json_object)]
 
@@ -48,7 +61,9 @@ class ServeSettings(BaseSettings):
         None, description="Model folder or hub id. Left out: the embedded demonstration model."
     )
     served_model_name: str | None = Field(
-        None, description="The name clients use. Left out: the folder's or the hub id's last part."
+        None,
+        min_length=1,
+        description="The name clients use. Left out: the folder's or the hub id's last part.",
     )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
@@ -58,9 +73,9 @@ class ServeSettings(BaseSettings):
         description="Hugging Face's rope block as JSON: how to rescale beyond the trained length. "
         'Left out: {"rope_type": "yarn", "factor": 4.0}, or the checkpoint\'s own block.',
     )
-    rope_policy: ServedPolicy | None = Field(
+    rope_policy: Policy | None = Field(
         None,
-        description=f"What decides a request's tier: {' or '.join(SERVED_POLICIES)}. Left out: "
+        description=f"What decides a request's tier: one of {', '.join(POLICIES)}. Left out: "
         "pinned, or fixed for a checkpoint that carries scaling.",
     )
     rope_tiers: Numbers | None = Field(
@@ -94,7 +109,7 @@ class ServeSettings(BaseSettings):
         "auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N."
     )
     threads: int | None = Field(
-        None, ge=1, description="CPU threads for computing. Left out: torch's choice."
+        None, ge=1, le=512, description="CPU threads for computing. Left out: torch's choice."
     )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the checkpoint."
@@ -124,10 +139,11 @@ class ServeSettings(BaseSettings):
         description="Prompt positions in one step whose logprobs were asked for; bounds memory.",
     )
     max_queued_requests: int = Field(
-        256, ge=0, description="Requests that may wait; one more is answered 429."
+        256, ge=0, description="Requests that may wait for a place; one more is answered 429."
     )
-    context_buckets: Numbers | None = Field(
+    context_buckets: Integers | None = Field(
         None,
+        max_length=MAX_CONTEXT_BUCKETS - 1,
         description="Upper bounds in tokens of the metrics' context_bucket label, at most 11. Left "
         "out: fractions and multiples of the trained length.",
     )

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from model_runtime.build_engine import build_engine
 from model_runtime.checkpoint import Checkpoint, adopt
 from model_runtime.config import EngineConfig
-from model_runtime.deployment import Deployment, RopeRequest, make_deployment
+from model_runtime.deployment import Deployment, RopeRequest
 from model_runtime.engine import Engine
+from model_runtime.make_deployment import make_deployment
 from model_runtime.observer import Observer
 from model_runtime.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
 from tests.tiny_models import tiny_model
@@ -24,12 +25,13 @@ def request(
     deployment: Deployment,
     prompt_ids: Sequence[int],
     rope: RopeRequest | None = None,
+    cache_salt: str = "",
     **sampling: Any,
 ) -> Request:
     """A request placed as the server places it; greedy unless told."""
     params = SamplingParams(**{"temperature": 0.0, **sampling})
     placement = deployment.place(rope or RopeRequest(), len(prompt_ids), params.max_tokens)
-    return Request(f"test-{next(_ids)}", tuple(prompt_ids), params, placement)
+    return Request(f"test-{next(_ids)}", tuple(prompt_ids), params, placement, cache_salt)
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Result:
     logprobs: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob | None, ...]
     finish_reason: FinishReason | None
+    num_rescales: int = 0
 
     @classmethod
     def of(cls, outputs: list[Output]) -> "Result":
@@ -51,6 +54,7 @@ class Result:
             tuple(entry for each in outputs for entry in each.logprobs),
             tuple(entry for each in outputs for entry in each.prompt_logprobs),
             outputs[-1].finish_reason,
+            outputs[-1].num_rescales,
         )
 
     def prompt_logprob_values(self) -> list[float]:
@@ -102,7 +106,7 @@ def tiny_checkpoint(architecture: str, seed: int = 0, **overrides: Any) -> Check
 
 def checkpoint_of(model: PreTrainedModel) -> Checkpoint:
     """Take a model over; it cannot be used untouched afterwards."""
-    return adopt(model, byte_tokenizer(), frozenset())
+    return adopt(model, byte_tokenizer(), frozenset(), {})
 
 
 def deployment_of(checkpoint: Checkpoint, **options: Any) -> Deployment:

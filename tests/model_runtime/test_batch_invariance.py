@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from model_runtime.batch import Span
@@ -156,6 +157,26 @@ def test_chunk_sizes_change_nothing(embedded: Checkpoint, engines: EngineFactory
             max_num_seqs=16,
         )
         assert answer(engine, *requests) == expected, chunk
+
+
+def test_thread_counts_keep_the_promise(embedded: Checkpoint, engines: EngineFactory) -> None:
+    """three and four threads, where parts of a tensor end anywhere"""
+    before = torch.get_num_threads()
+    prompt = [random.Random(3).randrange(embedded.vocab_size) for _ in range(240)]
+    deployment = deployment_of(embedded)
+    try:
+        for threads in (3, 4):
+            torch.set_num_threads(threads)
+            results = [
+                answer(
+                    engines.over(embedded, max_num_batched_tokens=chunk),
+                    request(deployment, prompt, max_tokens=4, prompt_logprobs=3),
+                )[0]
+                for chunk in (512, 128, 107, 95, 32)
+            ]
+            assert all(result == results[0] for result in results), threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_ran_before_changes_nothing(embedded: Checkpoint, engines: EngineFactory) -> None:

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from model_runtime.deployment import Deployment, RopeRequest, make_deployment
+from model_runtime.deployment import Deployment, RopeRequest
 from model_runtime.errors import ContextLengthError, RequestError
-from rope import DynamicNTK, RopeConfigError, Unscaled, Yarn, native_rope
+from model_runtime.make_deployment import make_deployment
+from rope import DynamicNTK, Linear, RopeConfigError, Unscaled, Yarn, native_rope
 
 CONFIG = {"max_position_embeddings": 256, "head_dim": 16}
 PLAIN = native_rope(CONFIG)
@@ -59,17 +60,17 @@ def test_what_does_not_fit_is_refused_with_the_factor_that_would() -> None:
 def test_untouched_requests_say_so() -> None:
     """the native table is `default`, whatever the deployment's method"""
     short = plain().place(RopeRequest(), 10, 5)
-    assert (short.rope_type, short.tier.factor) == ("default", 1.0)
-    assert short.profile.scaling == Unscaled()
+    assert (short.tier.profile.scaling.rope_type, short.tier.factor) == ("default", 1.0)
+    assert short.tier.profile.scaling == Unscaled()
     long = plain().place(RopeRequest(), 300, 5)
-    assert (long.rope_type, long.tier.factor) == ("yarn", 2.0)
+    assert (long.tier.profile.scaling.rope_type, long.tier.factor) == ("yarn", 2.0)
 
 
 def test_fixed_uses_the_configured_factor_at_every_length() -> None:
     """static YaRN"""
     deployment = plain(rope_scaling={"rope_type": "yarn", "factor": 4.0}, policy="fixed")
     placed = deployment.place(RopeRequest(), 3, 2)
-    assert placed.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=256)
+    assert placed.tier.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=256)
 
 
 def test_a_requested_factor_is_raised_to_the_next_tier() -> None:
@@ -85,7 +86,10 @@ def test_a_requested_factor_is_raised_to_the_next_tier() -> None:
 def test_default_extrapolates_because_it_was_asked_for() -> None:
     """at any length the deployment serves"""
     placed = plain().place(RopeRequest(rope_type="default"), 1000, 2)
-    assert (placed.rope_type, placed.profile.scaling) == ("default", Unscaled())
+    assert (placed.tier.profile.scaling.rope_type, placed.tier.profile.scaling) == (
+        "default",
+        Unscaled(),
+    )
     with pytest.raises(ContextLengthError):
         plain().place(RopeRequest(rope_type="default"), 1025, 2)
 
@@ -93,7 +97,7 @@ def test_default_extrapolates_because_it_was_asked_for() -> None:
 def test_other_methods_have_the_same_ceilings() -> None:
     """with their own defaults"""
     placed = plain().place(RopeRequest(rope_type="dynamic"), 300, 2)
-    assert placed.profile.scaling == DynamicNTK(
+    assert placed.tier.profile.scaling == DynamicNTK(
         factor=1.0, original_max_position_embeddings=256, num_tokens=512
     )
 
@@ -105,7 +109,7 @@ def test_other_methods_have_the_same_ceilings() -> None:
         (RopeRequest(rope_type="longrope"), "rope.rope_type", "must be one of"),
         (RopeRequest(factor=4.5), "rope.factor", "between 1 and 4. Given: 4.5"),
         (RopeRequest(rope_type="default", factor=2.0), "rope.factor", "between 1 and 1"),
-        (RopeRequest(policy="grow"), "rope.policy", "fixed, pinned. Given: grow"),
+        (RopeRequest(policy="shrink"), "rope.policy", "grow, grow-exact. Given: shrink"),
     ],
 )
 def test_what_may_not_be_asked_is_refused_by_field(
@@ -148,8 +152,12 @@ def test_trained_in_scaling_is_served_natively_and_fixed() -> None:
     """one table for all lengths, and requests cannot change it"""
     deployment = make_deployment("m", SCALED)
     placed = deployment.place(RopeRequest(), 3, 2)
-    assert (placed.rope_type, placed.tier.factor, placed.policy) == ("yarn", 4.0, "fixed")
-    assert placed.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=64)
+    assert (placed.tier.profile.scaling.rope_type, placed.tier.factor, placed.policy) == (
+        "yarn",
+        4.0,
+        "fixed",
+    )
+    assert placed.tier.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=64)
     assert deployment.max_len == 256
     with pytest.raises(RequestError, match=r"rope\.policy"):
         deployment.place(RopeRequest(policy="pinned"), 3, 2)
@@ -160,12 +168,42 @@ def test_only_a_fixed_override_goes_on_top_of_trained_in_scaling() -> None:
     block = {**YARN_BLOCK, "factor": 8.0}
     deployment = make_deployment("m", SCALED, rope_scaling=block, policy="fixed")
     placed = deployment.place(RopeRequest(), 3, 2)
-    assert placed.profile.scaling == Yarn(factor=8.0, original_max_position_embeddings=64)
+    assert placed.tier.profile.scaling == Yarn(factor=8.0, original_max_position_embeddings=64)
     assert deployment.max_len == 512
     with pytest.raises(RopeConfigError, match="rope_policy: must be fixed"):
         make_deployment("m", SCALED, rope_scaling=block)
     with pytest.raises(RopeConfigError, match="rope_policy: must be fixed"):
         make_deployment("m", SCALED, policy="pinned")
+
+
+def test_an_override_may_undo_trained_in_scaling() -> None:
+    """`default` means the plain table then, not the checkpoint's"""
+    deployment = make_deployment("m", SCALED, rope_scaling={"rope_type": "default"}, policy="fixed")
+    assert deployment.place(RopeRequest(), 3, 2).tier.profile.scaling == Unscaled()
+    with pytest.raises(RopeConfigError, match="must be stated to replace"):
+        make_deployment(
+            "m", SCALED, rope_scaling={"rope_type": "linear", "factor": 2}, policy="fixed"
+        )
+
+
+def test_a_scaled_checkpoint_tells_the_numbers_of_its_own_block() -> None:
+    """factor times original length is what it serves"""
+    deployment = make_deployment("m", SCALED)
+    placed = deployment.place(RopeRequest(rope_type="default"), 3, 2)
+    assert placed.tier.profile == deployment.place(RopeRequest(), 3, 2).tier.profile
+    assert (placed.original_len, placed.tier.factor, deployment.native_len) == (64, 4.0, 256)
+    with pytest.raises(ContextLengthError, match="A rope factor of 5 "):
+        deployment.place(RopeRequest(), 300, 1)
+
+
+@pytest.mark.parametrize("factor", [1.3, 3.3, 2.0])
+def test_a_fractional_factor_comes_back_unchanged(factor: float) -> None:
+    """though its ceiling is rounded to whole tokens"""
+    block = {"rope_type": "linear", "factor": factor}
+    for policy in ("fixed", "pinned"):
+        placed = plain(rope_scaling=block, policy=policy).place(RopeRequest(), int(256 * factor), 0)
+        assert placed.tier.factor == factor
+        assert placed.tier.profile.scaling == Linear(factor=factor)
 
 
 def test_a_longrope_checkpoint_switches_lists_by_request() -> None:
@@ -174,8 +212,8 @@ def test_a_longrope_checkpoint_switches_lists_by_request() -> None:
     assert deployment.policy == "pinned"
     assert [tier.ceiling for tier in deployment.own_tiers] == [64, 256]
     rotary = LONGROPE.rotary
-    short = deployment.place(RopeRequest(), 60, 5).profile.scaling.frequencies(rotary)
-    long = deployment.place(RopeRequest(), 60, 6).profile.scaling.frequencies(rotary)
+    short = deployment.place(RopeRequest(), 60, 5).tier.profile.scaling.frequencies(rotary)
+    long = deployment.place(RopeRequest(), 60, 6).tier.profile.scaling.frequencies(rotary)
     assert float(short.inv_freq_P[0]) == 1.0
     assert float(long.inv_freq_P[0]) == 0.25
     assert short.attention_factor == long.attention_factor > 1

@@ -2,12 +2,17 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from model_runtime.detokenizer import Detokenizer
-from tests.tokens import byte_tokenizer
+from model_runtime.tokenizer import Tokenizer
+from tests.tokens import byte_tokenizer, byte_tokenizer_fast
 
 TOKENIZER = byte_tokenizer()
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+# Without U+FFFD itself: at the end of an answer the library takes it for an incomplete character.
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=20)
 
 
 def pieces(text: str, stop: tuple[str, ...] = (), prompt: str = "") -> tuple[list[str], bool]:
@@ -28,7 +33,7 @@ def test_pieces_join_to_the_text(text: str, prompt: str) -> None:
     sent, stopped = pieces(text, prompt=prompt)
     assert "".join(sent) == text
     assert not stopped
-    assert "\ufffd" in text or not any("\ufffd" in piece for piece in sent)
+    assert not any("\ufffd" in piece for piece in sent)
 
 
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
@@ -43,6 +48,26 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> 
     complete = [stop for stop in stops if stop in text and text.find(stop) + len(stop) == min(ends)]
     begin = min(ends) - max(len(stop) for stop in complete)
     assert ("".join(sent), stopped) == (text[:begin], True)
+
+
+def test_bytes_that_can_never_be_a_character_do_not_end_the_text() -> None:
+    """under byte fallback, where the library's stream gives up"""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"x": 256, "y": 257}
+    backend = Backend(models.BPE(vocabulary, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    for prompt in ((), (0x0A, 0xE2, 256)):
+        detokenizer = Detokenizer(tokenizer, prompt, ())
+        text = "".join(detokenizer.push(each) for each in (0x0A, 0xE2, 256, 257, 0xC3, 0xA9, 256))
+        assert text.endswith("y\u00e9x")
+
+
+def test_prompts_are_neither_cut_nor_filled_up() -> None:
+    """whatever a tokenizer.json carries from training"""
+    fast = byte_tokenizer_fast()
+    fast.backend_tokenizer.enable_truncation(8)
+    fast.backend_tokenizer.enable_padding(length=32)
+    assert len(Tokenizer(fast).encode("twenty characters ok")) == 20
 
 
 def test_token_text_is_openais() -> None:

@@ -1,6 +1,7 @@
 """Requests end for the right reason, and give everything back."""
 
 import queue
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from model_runtime.batch import Span
 from model_runtime.checkpoint import Checkpoint
+from model_runtime.config import EngineConfig
+from model_runtime.engine import Engine
 from model_runtime.errors import (
     CacheCapacityError,
     EngineStoppedError,
@@ -19,6 +22,7 @@ from model_runtime.errors import (
 )
 from model_runtime.observer import Observer
 from model_runtime.request import FinishReason, Output, Request
+from rope import Tier
 from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
 
 VOCABULARY = 199
@@ -132,7 +136,7 @@ def test_an_abort_frees_the_pages_and_says_so(
     """while it runs, and while it waits"""
     script = Script(checkpoint, "x")
     script.delay_s = 0.01
-    engine = engines.over(checkpoint, runner=script, kv_cache_tokens=1024)
+    engine = engines.over(checkpoint, runner=script, max_num_seqs=1)
     outputs: list[queue.SimpleQueue[Output]] = [queue.SimpleQueue(), queue.SimpleQueue()]
     deployment = deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 16.0})
     running, waiting = (request(deployment, [1], max_tokens=1000) for _ in range(2))
@@ -164,6 +168,67 @@ def test_a_step_that_fails_fails_its_requests_not_the_engine(
     assert answer(engine, request(deployment, [1], max_tokens=5))[0].text == "hello"
 
 
+def test_nan_logits_end_their_request_only(engines: EngineFactory, checkpoint: Checkpoint) -> None:
+    """its pages are found by nobody, its neighbours go on"""
+
+    class Poisoned(Script):
+        """NaN for prompts that begin with token 9."""
+
+        def run(self, spans: Sequence[Span]) -> Tensor:
+            logits = super().run(spans)
+            row = 0
+            for span in spans:
+                if span.pages[0] == self.poisoned_page:
+                    logits[row : row + len(span.logit_rows)] = torch.nan
+                row += len(span.logit_rows)
+            return logits
+
+        poisoned_page = 0
+
+    script = Poisoned(checkpoint, "hello")
+    engine = engines.over(checkpoint, runner=script)
+    deployment = deployment_of(checkpoint)
+    ill = request(deployment, [9] * 40, max_tokens=5, temperature=0.7)
+    well = request(deployment, [1], max_tokens=5)
+    outputs = engine.generate([ill, well])
+    assert outputs[0][-1].finish_reason is FinishReason.ERROR
+    assert outputs[0][-1].error == "the model answered with NaN or Inf"
+    assert Result.of(outputs[1]).text == "hello"
+    assert engine._core.scheduler.index.published() == {}
+
+
+def test_a_listener_that_fails_stops_nobody_else(
+    engines: EngineFactory, checkpoint: Checkpoint
+) -> None:
+    """nor the engine"""
+
+    def fails(_: Output) -> None:
+        raise RuntimeError("event loop is closed")
+
+    engine = engines.over(checkpoint, runner=Script(checkpoint, "hello"))
+    deployment = deployment_of(checkpoint)
+    engine.submit(request(deployment, [1], max_tokens=3), fails)
+    assert answer(engine, request(deployment, [1], max_tokens=5))[0].text == "hello"
+    assert engine.is_running
+
+
+def test_an_engine_that_dies_says_so(engines: EngineFactory, checkpoint: Checkpoint) -> None:
+    """to its clients and to whoever started it"""
+    engine = Engine(
+        Script(checkpoint, "x"),
+        checkpoint.tokenizer,
+        EngineConfig(kv_cache_tokens=64, max_model_len=64),
+    )
+    died = threading.Event()
+    engine.start(died.set)
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    engine._core.scheduler.schedule = None  # type: ignore[assignment, method-assign]
+    engine.submit(request(deployment_of(checkpoint), [1], max_tokens=3), outputs.put)
+    assert outputs.get(timeout=10).finish_reason is FinishReason.ERROR
+    assert died.wait(10)
+    assert not engine.is_running
+
+
 def test_what_can_never_be_served_is_refused_at_once(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
@@ -182,7 +247,7 @@ def test_a_full_queue_refuses(engines: EngineFactory, checkpoint: Checkpoint) ->
     """a burst between two steps counts too"""
     script = Script(checkpoint, "x")
     script.delay_s = 0.2
-    engine = engines.over(checkpoint, runner=script, max_queued_requests=3, max_num_seqs=1)
+    engine = engines.over(checkpoint, runner=script, max_queued_requests=2, max_num_seqs=1)
     deployment = deployment_of(checkpoint)
 
     def submit_all() -> None:
@@ -190,8 +255,18 @@ def test_a_full_queue_refuses(engines: EngineFactory, checkpoint: Checkpoint) ->
             engine.submit(request(deployment, [1], max_tokens=2), accepted.append)
 
     accepted: list[Output] = []
-    with pytest.raises(QueueFullError, match="at most 3 may"):
+    with pytest.raises(QueueFullError, match="2 requests are waiting; at most 2 may"):
         submit_all()
+
+
+def test_what_can_start_at_once_does_not_wait(
+    engines: EngineFactory, checkpoint: Checkpoint
+) -> None:
+    """a queue of none still serves"""
+    engine = engines.over(checkpoint, runner=Script(checkpoint, "hello"), max_queued_requests=0)
+    deployment = deployment_of(checkpoint)
+    eight = [request(deployment, [1], max_tokens=5) for _ in range(8)]
+    assert [result.text for result in answer(engine, *eight)] == ["hello"] * 8
 
 
 def test_stopping_ends_everything_with_an_error(
@@ -218,7 +293,7 @@ class Recorder(Observer):
     def __init__(self) -> None:
         self.heard: list[tuple[str, Any]] = []
 
-    def started(self, request: Request, queue_seconds: float) -> None:
+    def started(self, request: Request, num_cached_tokens: int, queue_seconds: float) -> None:
         """Out of the queue."""
         self.heard.append(("started", queue_seconds))
 
@@ -231,7 +306,7 @@ class Recorder(Observer):
         self.heard.append(("next", (context_len, seconds)))
 
     def finished(
-        self, request: Request, reason: FinishReason, num_generated: int, seconds: float
+        self, request: Request, tier: Tier, reason: FinishReason, num_generated: int, seconds: float
     ) -> None:
         """Over."""
         self.heard.append(("finished", (reason, num_generated, seconds)))

@@ -1,5 +1,7 @@
 """Rows and numbers do not depend on what is computed beside them, to the bit."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,15 @@ pytestmark = pytest.mark.skipif(not is_available(), reason="torch without packed
 ROWS = (1, 2, 3, 7, 8, 16, 31, 32, 33, 64, 65, 100, 128, 257, 512)
 
 
+@pytest.fixture(params=[1, 2, 3, 4, 8])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("width_in", "width_out"), [(64, 96), (704, 256), (2048, 768), (3072, 1000), (1024, 3072)]
@@ -38,10 +49,11 @@ def test_shapes_are_a_linears() -> None:
     assert packed(torch.randn(1, 0, 8)).shape == (1, 0, 5)
 
 
+@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu"])
 @pytest.mark.parametrize("width", [36, 100, 176, 704])
 def test_an_activation_has_the_same_bits_in_any_company(name: str, width: int) -> None:
-    """also where the width is no multiple of a vector"""
+    """on any number of threads, also where the width is no multiple of a vector"""
     activation = RowwiseActivation(ACT2FN[name])
     x = torch.randn(300, width)
     whole = activation(x)

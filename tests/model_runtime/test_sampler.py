@@ -1,16 +1,43 @@
 """Tokens are drawn as transformers' warpers say, and a seed decides them in any batch."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from model_runtime.request import SamplingParams
-from model_runtime.sampler import MAX_LOGPROBS, logprobs, sample, uniform
+from model_runtime.sampler import (
+    MAX_LOGPROBS,
+    SamplingRow,
+    adjusted,
+    logprobs,
+    sample,
+    uniform,
+)
 
 VOCABULARY = 40
+
+
+def row_of(
+    params: SamplingParams,
+    num_generated: int = 0,
+    prompt: Sequence[int] = (),
+    generated: Sequence[int] | None = None,
+    end_ids: Sequence[int] = (),
+) -> SamplingRow:
+    """One row's surroundings."""
+    ids = [0] * num_generated if generated is None else generated
+    return SamplingRow(params, prompt, ids, frozenset(end_ids))
 
 
 def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -21,6 +48,8 @@ def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         scores = TopKLogitsWarper(params.top_k)(ids, scores)
     if params.top_p < 1:
         scores = TopPLogitsWarper(params.top_p)(ids, scores)
+    if params.min_p > 0:
+        scores = MinPLogitsWarper(params.min_p)(ids, scores)
     return scores[0].softmax(-1)
 
 
@@ -34,6 +63,8 @@ def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         {"top_p": 0.6},
         {"top_p": 0.05},
         {"temperature": 1.7, "top_k": 12, "top_p": 0.8},
+        {"min_p": 0.2},
+        {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.1},
     ],
 )
 def test_frequencies_match_the_reference(options: dict[str, Any]) -> None:
@@ -44,8 +75,8 @@ def test_frequencies_match_the_reference(options: dict[str, Any]) -> None:
     num_draws, block = 20_000, 2000
     counts = torch.zeros(VOCABULARY)
     for start in range(0, num_draws, block):
-        steps = list(range(start, start + block))
-        for token in sample(logits.expand(block, -1), [params] * block, steps):
+        rows = [row_of(params, step) for step in range(start, start + block)]
+        for token in sample(logits.expand(block, -1), rows):
             counts[token] += 1
     assert counts[expected == 0].sum() == 0
     kept = expected > 0
@@ -61,8 +92,9 @@ def test_a_seed_decides_in_any_batch() -> None:
         SamplingParams(seed=seed, temperature=0.3 * seed, top_k=seed, top_p=1 - seed / 10)
         for seed in range(6)
     ]
-    together = sample(logits, params, [3] * 6)
-    alone = [sample(logits[row : row + 1], [params[row]], [3])[0] for row in range(6)]
+    rows = [row_of(each, 3) for each in params]
+    together = sample(logits, rows)
+    alone = [sample(logits[row : row + 1], [rows[row]])[0] for row in range(6)]
     assert together == alone
 
 
@@ -70,7 +102,16 @@ def test_temperature_zero_is_the_most_likely_token() -> None:
     """whatever the seed"""
     logits = torch.randn(5, VOCABULARY)
     params = [SamplingParams(temperature=0.0, seed=seed) for seed in range(5)]
-    assert sample(logits, params, range(5)) == logits.argmax(-1).tolist()
+    rows = [row_of(each, step) for step, each in enumerate(params)]
+    assert sample(logits, rows) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-5, 9e-6, 1e-40, 5e-324])
+def test_any_low_temperature_is_nearly_greedy(temperature: float) -> None:
+    """and breaks nothing beside it"""
+    logits = torch.randn(2, VOCABULARY) * 10
+    rows = [row_of(SamplingParams(temperature=temperature)), row_of(SamplingParams(seed=1))]
+    assert sample(logits, rows) == [int(logits[0].argmax()), sample(logits[1:], rows[1:])[0]]
 
 
 def test_random_numbers_are_uniform_and_differ_by_seed_and_step() -> None:
@@ -95,3 +136,62 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert entries[0].top == tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     assert entries[-1].top == ()
     assert len(logprobs(logits[:1], [0], [MAX_LOGPROBS])[0].top) == 20
+
+
+def test_repetition_penalty_is_transformers() -> None:
+    """over prompt and answer"""
+    logits = torch.randn(3, VOCABULARY)
+    prompt, generated = [1, 2, 3, 3], [5, 6, 6]
+    rows = [
+        row_of(SamplingParams(repetition_penalty=penalty), prompt=prompt, generated=generated)
+        for penalty in (1.0, 1.3, 0.7)
+    ]
+    got = adjusted(logits, rows)
+    seen = torch.tensor([prompt + generated])
+    for index, row in enumerate(rows):
+        processor = RepetitionPenaltyLogitsProcessor(row.params.repetition_penalty)
+        expected = processor(seen, logits[index : index + 1].clone())[0]
+        assert torch.allclose(got[index], expected)
+
+
+def test_presence_and_frequency_penalties_are_openais() -> None:
+    """over the answer only: c x frequency + (c > 0) x presence"""
+    logits = torch.randn(1, VOCABULARY)
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
+    got = adjusted(logits, [row_of(params, prompt=[7, 7], generated=[3, 4, 4, 4])])[0]
+    expected = logits[0].clone()
+    expected[3] -= 0.75
+    expected[4] -= 1.25
+    assert torch.allclose(got, expected)
+
+
+def test_logit_bias_is_added() -> None:
+    """as transformers' sequence bias for single tokens"""
+    logits = torch.randn(2, VOCABULARY)
+    params = SamplingParams(logit_bias=((3, 5.0), (9, -100.0)))
+    got = adjusted(logits, [row_of(params), row_of(SamplingParams())])
+    processor = SequenceBiasLogitsProcessor([[[3], 5.0], [[9], -100.0]])
+    assert torch.allclose(got[0], processor(torch.zeros(1, 1, dtype=torch.long), logits[:1])[0])
+    assert torch.equal(got[1], logits[1])
+    forced = SamplingParams(logit_bias=((3, 100.0),), temperature=1.0)
+    assert sample(logits, [row_of(forced)] * 2) == [3, 3]
+
+
+def test_no_end_token_before_min_tokens() -> None:
+    """greedy or drawn"""
+    logits = torch.full((1, VOCABULARY), -5.0)
+    logits[0, 4] = 20.0
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(min_tokens=3, temperature=temperature)
+        for generated in ([], [1], [1, 2]):
+            assert sample(logits, [row_of(params, generated=generated, end_ids=[4])]) != [4]
+        assert sample(logits, [row_of(params, generated=[1, 2, 3], end_ids=[4])]) == [4]
+
+
+def test_adjusting_leaves_the_raw_logits_alone() -> None:
+    """they are what logprobs report"""
+    logits = torch.randn(2, VOCABULARY)
+    before = logits.clone()
+    params = SamplingParams(logit_bias=((1, 3.0),), repetition_penalty=1.5, presence_penalty=1.0)
+    sample(logits, [row_of(params, prompt=[1], generated=[2])] * 2)
+    assert torch.equal(logits, before)

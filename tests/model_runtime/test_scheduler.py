@@ -3,24 +3,24 @@
 import sys
 from typing import Any
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from model_runtime.config import EngineConfig
-from model_runtime.deployment import RopeRequest, make_deployment
+from model_runtime.deployment import RopeRequest
+from model_runtime.make_deployment import make_deployment
 from model_runtime.request import Request, SamplingParams
-from model_runtime.scheduler import Chunk, Scheduler
+from model_runtime.scheduler import Plan, Scheduler
 from model_runtime.sequence import Sequence
 from rope import native_rope
 
 DEPLOYMENT = make_deployment("m", native_rope({"max_position_embeddings": 256, "head_dim": 8}))
 
 
-def sequence(num_prompt_tokens: int, max_tokens: int = 4, **params: Any) -> Sequence:
-    """A sequence with that many prompt tokens."""
+def sequence(
+    num_prompt_tokens: int, max_tokens: int = 4, salt: str = "", **params: Any
+) -> Sequence:
+    """A sequence with that many prompt tokens, all alike."""
     sampling = SamplingParams(max_tokens=max_tokens, **params)
     placement = DEPLOYMENT.place(RopeRequest(), num_prompt_tokens, max_tokens)
-    return Sequence(Request("r", tuple([0] * num_prompt_tokens), sampling, placement))
+    return Sequence(Request("r", tuple([0] * num_prompt_tokens), sampling, placement, salt))
 
 
 def scheduler(**config: Any) -> Scheduler:
@@ -36,18 +36,18 @@ def scheduler(**config: Any) -> Scheduler:
     return Scheduler(EngineConfig(**numbers))
 
 
-def computed(chunks: list[Chunk]) -> None:
+def computed(plan: Scheduler, step: Plan) -> None:
     """What the engine does after a step."""
-    for chunk in chunks:
+    for chunk in step.chunks.values():
         last = chunk.is_last
-        chunk.sequence.num_computed += chunk.num_tokens
+        plan.computed(chunk)
         if last:
             chunk.sequence.token_ids.append(0)
 
 
-def sizes(chunks: list[Chunk]) -> list[int]:
+def sizes(step: Plan) -> list[int]:
     """Tokens per chunk."""
-    return [chunk.num_tokens for chunk in chunks]
+    return [chunk.num_tokens for chunk in step.chunks.values()]
 
 
 def test_a_long_prompt_is_read_in_chunks() -> None:
@@ -56,9 +56,9 @@ def test_a_long_prompt_is_read_in_chunks() -> None:
     plan.add(sequence(40))
     seen = []
     for _ in range(4):
-        chunks = plan.schedule()
-        seen.append(sizes(chunks))
-        computed(chunks)
+        step = plan.schedule()
+        seen.append(sizes(step))
+        computed(plan, step)
     assert seen == [[16], [16], [8], [1]]
 
 
@@ -67,16 +67,19 @@ def test_decodes_come_first_and_prefill_takes_the_rest() -> None:
     plan = scheduler()
     short, long = sequence(3), sequence(60)
     plan.add(short)
-    computed(plan.schedule())
+    computed(plan, plan.schedule())
     plan.add(long)
-    chunks = plan.schedule()
-    assert [(chunk.sequence, chunk.num_tokens) for chunk in chunks] == [(short, 1), (long, 15)]
+    step = plan.schedule()
+    assert [(each, chunk.num_tokens) for each, chunk in step.chunks.items()] == [
+        (short, 1),
+        (long, 15),
+    ]
 
 
 def test_waiting_requests_start_in_order_and_are_not_overtaken() -> None:
     """the first takes its pages as soon as they are back"""
     plan = scheduler()
-    first, big, small = sequence(90), sequence(100), sequence(5)
+    first, big, small = sequence(90, salt="1"), sequence(100, salt="2"), sequence(5, salt="3")
     for each in (first, big, small):
         plan.add(each)
     plan.schedule()
@@ -100,49 +103,63 @@ def test_rows_of_prompt_logprobs_are_bounded_per_step() -> None:
     """each is as wide as the vocabulary"""
     plan = scheduler(max_num_logit_rows=6)
     plan.add(sequence(20, prompt_logprobs=1))
-    plan.add(sequence(20))
+    plan.add(sequence(20, salt="other"))
     assert sizes(plan.schedule()) == [6, 10]
 
 
-@settings(max_examples=200)
-@given(st.data())
-def test_every_request_is_finished_and_every_page_comes_back(data: st.DataObject) -> None:
-    """arrivals, steps and aborts in any order"""
-    plan = scheduler()
-    live: list[Sequence] = []
-    for _ in range(data.draw(st.integers(1, 30))):
-        action = data.draw(st.sampled_from(["add", "step", "step", "abort"]))
-        if action == "add":
-            each = sequence(data.draw(st.integers(1, 100)), data.draw(st.integers(0, 20)))
-            plan.add(each)
-            live.append(each)
-        elif action == "abort" and live:
-            plan.remove(live.pop(data.draw(st.integers(0, len(live) - 1))))
-        else:
-            step(plan, live)
+def test_when_pages_run_out_the_last_to_arrive_gives_up_its_own() -> None:
+    """and waits at its old place; the first is never interrupted"""
+    plan = scheduler(kv_cache_tokens=48)  # six pages of eight
+    first, second, third = sequence(15, 30), sequence(14, 30), sequence(3, 2, salt="other")
+    for each in (first, second, third):
+        plan.add(each)
+    preempted = []
+    for _ in range(200):
+        step = plan.schedule()
+        preempted += step.preempted
         plan.check_integrity()
-    for _ in range(5000):
-        if not live:
-            break
-        assert step(plan, live)
-    assert not live
-    assert plan.pool.num_used == 0
+        computed(plan, step)
+        for each in [*step.chunks]:
+            if each.num_generated >= each.request.sampling.max_tokens:
+                plan.remove(each)
+    assert first not in preempted
+    assert second in preempted
+    assert not plan.running
+    assert not plan.waiting
 
 
-def step(plan: Scheduler, live: list[Sequence]) -> bool:
-    """One step; ends what has all its tokens. False when nothing was scheduled."""
-    chunks = plan.schedule()
-    assert sum(sizes(chunks)) <= 16
-    for chunk in chunks:
-        end = chunk.first + chunk.num_tokens
-        assert end <= len(chunk.sequence.pages) * 8
-    computed(chunks)
-    for chunk in chunks:
-        each = chunk.sequence
-        if each.num_generated >= max(1, each.request.sampling.max_tokens):
-            plan.remove(each)
-            live.remove(each)
-    return bool(chunks)
+def test_a_prefix_that_somebody_is_computing_is_waited_for() -> None:
+    """and then shared; what is not alike does not wait"""
+    plan = scheduler(max_num_batched_tokens=16)
+    one, same, other = sequence(40), sequence(40), sequence(5, salt="other")
+    for each in (one, same, other):
+        plan.add(each)
+    step = plan.schedule()
+    assert set(step.chunks) == {one}
+    assert plan.running == [one, other]
+    for _ in range(3):
+        computed(plan, step)
+        step = plan.schedule()
+    assert same in plan.running
+    assert same.num_cached_tokens == 32
+    assert same.pages[:4] == one.pages[:4]
+    assert same.pages[4:] != one.pages[4:5]
+
+
+def test_another_salt_shares_nothing() -> None:
+    """neither does a request that wants its prompt's logprobs"""
+    plan = scheduler()
+
+    def cached(salt: str, **params: Any) -> int | None:
+        each = sequence(25, 1, salt=salt, **params)
+        plan.add(each)
+        for _ in range(4):
+            if not each.num_generated:
+                computed(plan, plan.schedule())
+        plan.remove(each)
+        return each.num_cached_tokens
+
+    assert [cached("a"), cached("b"), cached("a", prompt_logprobs=0), cached("a")] == [0, 0, 0, 24]
 
 
 def test_scheduler_and_page_pool_know_no_torch() -> None:

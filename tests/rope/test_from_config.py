@@ -135,6 +135,13 @@ def test_native_length_of_a_scaled_checkpoint_is_the_larger_of_the_two() -> None
     assert native.native_len == 65_536
 
 
+def test_a_length_that_transformers_does_not_read_changes_nothing() -> None:
+    """its dynamic acts on max_position_embeddings alone"""
+    block = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 1024}
+    native = native_rope({**CONFIG, "rope_scaling": block})
+    assert native.method.native_len == native.native_len == 4096
+
+
 def test_phi3_keeps_its_trained_length_beside_the_block() -> None:
     """and derives the factor from it"""
     block = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

@@ -40,14 +40,26 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
         ('{"prompt": "a", "stop": ["a", "b", "c", "d", "e"]}', "stop", "at most 4"),
         ('{"prompt": "a", "stop": ""}', "stop", "at least 1"),
         ('{"prompt": "a", "stream_options": {}}', "stream_options", "needs `stream`"),
-        ('{"prompt": "a", "n": 2}', "n", "not supported yet"),
-        ('{"prompt": "a", "logit_bias": {"5": 1}}', "logit_bias", "not supported yet"),
-        ('{"prompt": "a", "presence_penalty": 0.5}', "presence_penalty", "not supported yet"),
+        ('{"prompt": "a", "stop": 5}', "stop", "Must be a string or a list of strings"),
+        ('{"prompt": "a", "n": 0}', "n", "greater than or equal to 1. Given: 0"),
+        ('{"prompt": "a", "n": 17}', "n", "less than or equal to 16. Given: 17"),
+        ('{"prompt": "a", "best_of": 2}', "best_of", "not supported yet"),
+        ('{"prompt": "a", "suffix": "b"}', "suffix", "not supported yet"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias", "match pattern"),
+        ('{"prompt": "a", "logit_bias": {"9999": 1}}', "logit_bias", "must be < 2048"),
+        ('{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias", "100. Given: 101"),
+        ('{"prompt": "a", "stop_token_ids": [4000]}', "stop_token_ids", "must be < 2048"),
+        ('{"prompt": "a", "presence_penalty": 2.5}', "presence_penalty", "to 2. Given: 2.5"),
+        ('{"prompt": "a", "repetition_penalty": 0}', "repetition_penalty", "than 0. Given: 0"),
+        ('{"prompt": "a", "min_tokens": 17}', "min_tokens", "must be <= `max_tokens`"),
+        ('{"prompt": "a", "min_p": 1.5}', "min_p", "to 1. Given: 1.5"),
         ('{"prompt": "a", "guided_json": {}}', "guided_json", "not permitted"),
         ('{"prompt": []}', "prompt", "at least 1"),
         ('{"prompt": [1, -2]}', "prompt", "greater than or equal to 0. Given: -2"),
         ('{"prompt": [1, 2048]}', "prompt", "must be < 2048. Given: 2048"),
-        ('{"prompt": ["a", "b"]}', "prompt", "valid"),
+        ('{"prompt": ["a", 5]}', "prompt", "Must be a string, a list of strings, a list of"),
+        ('{"prompt": {"a": 1}}', "prompt", "Must be a string, a list of strings, a list of"),
+        ('{"prompt": [' + '"a", ' * 64 + '"a"]}', "prompt", "at most 64"),
         ('{"prompt": "\\ud800"}', "prompt", "Unicode"),
         ('{"max_tokens": 3}', "prompt", "Field required"),
         ('{"prompt": "a", "rope": {"kind": "yarn"}}', "rope.kind", "not permitted"),
@@ -57,9 +69,9 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
         ('{"prompt": "a", "rope": {"factor": 9}}', "rope.factor", "between 1 and 8. Given: 9"),
         ('{"prompt": "a", "rope": {"factor": NaN}}', "rope.factor", "finite number"),
         (
-            '{"prompt": "a", "rope": {"policy": "grow"}}',
+            '{"prompt": "a", "rope": {"policy": "shrink"}}',
             "rope.policy",
-            "fixed, pinned. Given: grow",
+            "grow, grow-exact. Given: shrink",
         ),
         ('{"prompt": "a"', None, "not valid JSON, at character 14"),
         ("[1, 2]", None, "must be a JSON object"),
@@ -76,7 +88,8 @@ def test_refusals_name_the_field(
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
-    assert (error["param"] or "").startswith(param or "")
+    named = (error["param"] or "").split(".")  # a field, then where inside it
+    assert named[: len((param or "").split("."))] == (param or "").split(".")
     assert message in error["message"]
     assert len(answer.content) < 10_000
 
@@ -124,6 +137,7 @@ def test_what_is_too_long_is_told_what_would_fit(
     body: Any = caught.value.body
     assert (body["n_prompt_tokens"], body["n_ctx"]) == (num_prompt, 2048)
     assert body["rope"] == {"rope_type": "yarn", "factor": 8.0, "factor_that_fits": fits}
+    assert "2048 tokens (the longest tier, 8 times)" in body["message"]
     assert f"A rope factor of {fits:g} " in body["message"]
 
 
@@ -138,6 +152,7 @@ def test_what_the_cache_cannot_hold_is_refused_by_its_name() -> None:
         error = answer.json()["error"]
         assert error["code"] == "kv_cache_exceeded"
         assert "needs 513 positions, the KV cache holds 512" in error["message"]
+        assert httpx.get(f"{small.url}/v1/models").json()["data"][0]["max_model_len"] == 512
         fits = httpx.post(
             f"{small.url}/v1/completions", json={"prompt": [5] * 512, "max_tokens": 1}, timeout=30
         )

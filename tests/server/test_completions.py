@@ -224,3 +224,78 @@ def test_tokenize(server: Server) -> None:
     assert answer["max_model_len"] == 2048
     bare = {"prompt": "import os", "add_special_tokens": False}
     assert httpx.post(f"{server.url}/tokenize", json=bare).json()["tokens"] == answer["tokens"][1:]
+
+
+def test_several_prompts_with_several_answers_each(server: Server, client: openai.OpenAI) -> None:
+    """in the order of the prompts; streamed or not; as one by one"""
+    prompts = ["import os\n", PROMPT, "def close(self):\n"]
+    options: dict[str, Any] = {"model": "ropewalk-demo", "max_tokens": 8, "seed": 3, "logprobs": 1}
+    together = client.completions.create(**options, prompt=prompts, n=2)
+    assert [choice.index for choice in together.choices] == list(range(6))
+    for at, prompt in enumerate(prompts):
+        first = client.completions.create(**options, prompt=prompt)
+        assert together.choices[2 * at].text == first.choices[0].text
+        second = client.completions.create(**{**options, "seed": 4}, prompt=prompt)
+        assert together.choices[2 * at + 1].text == second.choices[0].text
+    assert together.usage is not None
+    assert together.usage.completion_tokens == 48
+    assert together.usage.prompt_tokens == sum(len(tokens_of(server, each)) for each in prompts)
+
+    texts = dict.fromkeys(range(6), "")
+    ids = [tokens_of(server, each) for each in prompts]
+    for chunk in client.completions.create(**options, prompt=ids, n=2, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert list(texts.values()) == [choice.text for choice in together.choices]
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(server: Server, client: openai.OpenAI) -> None:
+    """usage says how much; another salt finds nothing"""
+    prompt = needle_prompt(server, 900)[::-1]
+
+    def cached(salt: str) -> int | None:
+        answer = client.completions.create(
+            **GREEDY, prompt=prompt, max_tokens=1, extra_body={"cache_salt": salt}
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert [cached("x"), cached("x"), cached("y")] == [0, 896, 0]
+
+
+@pytest.mark.parametrize("policy", ["grow", "grow-exact"])
+def test_a_growing_request_says_how_often_it_was_rescaled(
+    client: openai.OpenAI, policy: str
+) -> None:
+    """and on which tier it ended"""
+    answer = client.completions.create(
+        **GREEDY,
+        prompt=[7] * 250,
+        max_tokens=300,
+        extra_body={"rope": {"policy": policy}, "ignore_eos": True},
+    )
+    rope = answer.choices[0].model_extra["rope"]  # type: ignore[index]
+    assert (rope["policy"], rope["factor"], rope["rescaled"]) == (policy, 4.0, 2)
+
+
+def test_penalties_bias_and_end_tokens(server: Server, client: openai.OpenAI) -> None:
+    """each does what its name says"""
+    token = tokens_of(server, "import")[1]
+
+    def create(**options: Any) -> Any:
+        return client.completions.create(
+            **{**GREEDY, "prompt": PROMPT, "max_tokens": 30, **options}
+        )
+
+    forced = create(logit_bias={str(token): 100}, max_tokens=5)
+    assert forced.choices[0].text == "import" * 5
+    ended = create(
+        logit_bias={str(token): 100}, extra_body={"stop_token_ids": [token], "min_tokens": 4}
+    )
+    assert (ended.usage.completion_tokens, ended.choices[0].finish_reason) == (5, "stop")
+    plain = create().choices[0].text
+    assert create(frequency_penalty=2).choices[0].text != plain
+    assert create(presence_penalty=2).choices[0].text != plain
+    assert create(extra_body={"repetition_penalty": 1.5}).choices[0].text != plain
+    assert create(temperature=1, extra_body={"min_p": 1.0}).choices[0].text == plain

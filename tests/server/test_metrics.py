@@ -104,12 +104,30 @@ def test_requests_are_counted_by_what_was_applied(fresh: Server) -> None:
     assert after[tokens] - before[tokens] == 8
 
 
+def test_cached_tokens_and_rescales_are_counted(fresh: Server) -> None:
+    """by deployment and policy"""
+    before = samples(fresh)
+    body = {"prompt": [11] * 200, "max_tokens": 100, "ignore_eos": True}
+    for _ in range(2):
+        httpx.post(
+            f"{fresh.url}/v1/completions", json={**body, "rope": {"policy": "grow"}}, timeout=60
+        ).raise_for_status()
+    after = samples(fresh)
+    cached = "ropewalk_prompt_tokens_cached_total", ()
+    assert after[cached] - before[cached] == 192
+    labels = (("deployment", "ropewalk-demo"), ("policy", "grow"))
+    rescales = "ropewalk_rope_rescales_total", labels
+    assert after[rescales] - before[rescales] == 2
+    assert ("ropewalk_preemptions_total", ()) in after
+
+
 def test_refusals_are_counted_by_reason(fresh: Server) -> None:
     """in the server's own words, never the client's"""
     for body in ({"prompt": [7] * 3000}, {"prompt": "a", "model": "x"}, {"prompt": [7777]}):
         assert httpx.post(f"{fresh.url}/v1/completions", json=body).status_code in (400, 404)
     for reason in ("context_length_exceeded", "model_not_found", "invalid"):
         assert value(fresh, "requests_rejected_total", reason=reason) == 1
+    assert value(fresh, "requests_rejected_total", reason="queue_full") == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -37,7 +37,10 @@ def test_lists_and_json_are_read_from_strings() -> None:
     ("flags", "message"),
     [
         ({"port": "70000"}, "port: input should be less than or equal to 65535, got '70000'"),
-        ({"rope_policy": "grow"}, "rope_policy: input should be 'fixed' or 'pinned', got 'grow'"),
+        (
+            {"rope_policy": "shrink"},
+            "rope_policy: input should be 'fixed', .*'grow-exact', got 'shrink'",
+        ),
         ({"rope_scaling": "{yarn}"}, "rope_scaling: is not JSON"),
         ({"rope_tiers": "1,x"}, "rope_tiers.1: "),
         ({"dtype": "int8"}, "dtype: .*'float32'.*, got 'int8'"),
@@ -45,6 +48,12 @@ def test_lists_and_json_are_read_from_strings() -> None:
         ({"kv_cache_gib": "nan"}, "kv_cache_gib: .*finite"),
         ({"kv_cache_gib": "1", "kv_cache_tokens": "5"}, "both size the cache"),
         ({"max_num_batched_tokens": "8"}, r"must be >= max_num_seqs \(32\), got 8"),
+        ({"rope_tiers": "1,4,2"}, "rope_tiers: must rise strictly from 1 or more, got '1,4,2'"),
+        ({"context_buckets": "5,4"}, "context_buckets: must rise strictly"),
+        ({"context_buckets": "1.9"}, "context_buckets.0: .*integer"),
+        ({"context_buckets": ",".join(map(str, range(1, 14)))}, "context_buckets: .*at most 11"),
+        ({"threads": "100000"}, "threads: .*less than or equal to 512, got '100000'"),
+        ({"served_model_name": ""}, "served_model_name: .*at least 1"),
         ({"page_size": "2"}, "page_size: .*greater than or equal to 4, got '2'"),
     ],
 )

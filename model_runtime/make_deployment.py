@@ -1,0 +1,203 @@
+"""Settings and a checkpoint's own rope block -> a Deployment (design, section 2)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from model_runtime.deployment import Deployment
+from rope import (
+    ROPE_TYPES,
+    LongRope,
+    Method,
+    NativeRope,
+    Policy,
+    RopeConfigError,
+    Tier,
+    build_tiers,
+    fixed_tier,
+    longest,
+    native_tier,
+    parse_method,
+    rope_type_of,
+)
+
+# What a checkpoint without scaling gets: harmless up to L, alive above it.
+DEFAULT_ROPE_SCALING: Mapping[str, Any] = {"rope_type": "yarn", "factor": 4.0}
+
+
+def make_deployment(
+    name: str,
+    native: NativeRope,
+    *,
+    rope_scaling: Mapping[str, Any] | None = None,
+    policy: Policy | None = None,
+    multiples: Sequence[float] | None = None,
+    allowed_rope_types: Sequence[str] | None = None,
+    max_rope_factor: float | None = None,
+    max_model_len: int | None = None,
+) -> Deployment:
+    """Decide how a name is served (design, section 2). Raises RopeConfigError.
+
+    A checkpoint that carries scaling is served natively; on top of it only a `fixed` override is
+    accepted, which replaces its block as transformers would.
+    """
+    if rope_scaling is None and not native.carries_scaling:
+        factor = max(multiples) if multiples else DEFAULT_ROPE_SCALING["factor"]
+        rope_scaling = {**DEFAULT_ROPE_SCALING, "factor": factor}
+    if rope_scaling is None:
+        _refuse_allowed_types(allowed_rope_types)
+        return _native_deployment(
+            name,
+            native,
+            policy=policy,
+            multiples=multiples,
+            max_rope_factor=max_rope_factor,
+            max_model_len=max_model_len,
+        )
+    _check_override(rope_scaling, native)
+    method = _method(rope_scaling, native, multiples)
+    policy = policy or "pinned"
+    if native.carries_scaling and policy != "fixed":
+        raise RopeConfigError(
+            "rope_policy",
+            f"must be fixed: the checkpoint was trained with {native.method.scaling.rope_type}, "
+            f"and rescaling that by length is not supported yet; got {policy}",
+        )
+    if policy == "fixed" and multiples is not None:
+        raise RopeConfigError("rope_tiers", "has no meaning under rope_policy fixed, remove it")
+    if native.carries_scaling:
+        _refuse_allowed_types(allowed_rope_types)
+        own: tuple[Tier, ...] = (fixed_tier(method),)
+        tiers = {method.scaling.rope_type: own}
+    else:
+        own = build_tiers(method, native, multiples)
+        tiers = _allowed_tiers(method, native, own, allowed_rope_types)
+    return Deployment(
+        name,
+        method.scaling.rope_type,
+        policy,
+        tiers,
+        method.native_len,
+        method.native_len,
+        _max_factor(max_rope_factor, own),
+        _max_len(max_model_len, own),
+        overridable=not native.carries_scaling,
+    )
+
+
+def _native_deployment(
+    name: str,
+    native: NativeRope,
+    *,
+    policy: Policy | None,
+    multiples: Sequence[float] | None,
+    max_rope_factor: float | None,
+    max_model_len: int | None,
+) -> Deployment:
+    method = native.method
+    rope_type = method.scaling.rope_type
+    by_length = rope_type in ("longrope", "dynamic")
+    if policy == "pinned" and not by_length:
+        raise RopeConfigError(
+            "rope_policy",
+            f"must be fixed: the checkpoint was trained with {rope_type}, and rescaling that by "
+            "length is not supported yet; got pinned",
+        )
+    if multiples is not None and not by_length:
+        raise RopeConfigError("rope_tiers", f"has no meaning for a checkpoint with {rope_type}")
+    if by_length:
+        tiers = build_tiers(method, native, multiples)
+    else:
+        tiers = (native_tier(native, native.native_len),)
+    return Deployment(
+        name,
+        rope_type,
+        policy or ("pinned" if by_length else "fixed"),
+        {"default": (native_tier(native, longest(tiers)),), rope_type: tiers},
+        native.native_len,
+        method.native_len,
+        _max_factor(max_rope_factor, tiers),
+        _max_len(max_model_len, tiers),
+        overridable=False,
+    )
+
+
+def _method(
+    block: Mapping[str, Any], native: NativeRope, multiples: Sequence[float] | None
+) -> Method:
+    """The block's method; a list of tiers stands in for an absent factor."""
+    if multiples and block.get("factor") is None and rope_type_of(block) != "default":
+        block = {**block, "factor": max(multiples)}
+    return parse_method(block, native.rotary, native.native_len)
+
+
+def _check_override(block: Mapping[str, Any], native: NativeRope) -> None:
+    """What only the whole checkpoint can tell of a block."""
+    share = block.get("partial_rotary_factor")
+    if share is not None and share != native.partial_rotary_factor:
+        raise RopeConfigError(
+            "partial_rotary_factor",
+            f"is {native.partial_rotary_factor:g} in the model, and cannot be changed; got {share}",
+        )
+    stated = block.get("original_max_position_embeddings") is not None
+    if native.carries_scaling and not stated and rope_type_of(block) != "default":
+        raise RopeConfigError(
+            "original_max_position_embeddings",
+            "must be stated to replace a block that the checkpoint was trained with",
+        )
+
+
+def _refuse_allowed_types(allowed_rope_types: Sequence[str] | None) -> None:
+    if allowed_rope_types is not None:
+        raise RopeConfigError(
+            "allowed_rope_types", "has no meaning for a checkpoint that carries scaling, remove it"
+        )
+
+
+def _allowed_tiers(
+    method: Method,
+    native: NativeRope,
+    own: tuple[Tier, ...],
+    allowed_rope_types: Sequence[str] | None,
+) -> dict[str, tuple[Tier, ...]]:
+    """The tiers of every method that requests may name; same ceilings, the method's defaults."""
+    own_type = method.scaling.rope_type
+    has_lists = isinstance(method.scaling, LongRope)
+    possible = [name for name in ROPE_TYPES if name != "longrope" or has_lists]
+    if allowed_rope_types is None:
+        allowed_rope_types = possible
+    tiers = {own_type: own}
+    for name in allowed_rope_types:
+        if name not in possible:
+            raise RopeConfigError(
+                "allowed_rope_types", f"accepts {', '.join(possible)} here; got {name!r}"
+            )
+        if name == own_type:
+            continue
+        if name == "default":
+            tiers[name] = (native_tier(native, longest(own)),)
+            continue
+        # `dynamic` has a factor of its own beside the tier's; 1 is the paper's plain form.
+        block = {
+            "rope_type": name,
+            "factor": 1.0 if name == "dynamic" else own[-1].factor,
+            "original_max_position_embeddings": method.native_len,
+        }
+        other = parse_method(block, native.rotary, native.native_len)
+        tiers[name] = build_tiers(other, native, [tier.factor for tier in own])
+    return tiers
+
+
+def _max_factor(max_rope_factor: float | None, tiers: Sequence[Tier]) -> float:
+    if max_rope_factor is not None and max_rope_factor < 1:
+        raise RopeConfigError("max_rope_factor", f"must be >= 1, got {max_rope_factor:g}")
+    return tiers[-1].factor if max_rope_factor is None else max_rope_factor
+
+
+def _max_len(max_model_len: int | None, tiers: Sequence[Tier]) -> int:
+    if max_model_len is not None and max_model_len > longest(tiers):
+        raise RopeConfigError(
+            "max_model_len",
+            f"must be <= the longest tier ({longest(tiers)} tokens), got {max_model_len}; a larger "
+            "rope_scaling factor makes longer tiers",
+        )
+    return max_model_len or longest(tiers)
