@@ -111,17 +111,18 @@ class EngineCore:
         logits_RV = self._runner.run(spans)
         ended: list[Live] = []
         choosing: list[tuple[Live, int]] = []  # who gets a token, from which row
+        is_finite_R: list[bool] = logits_RV.isfinite().all(dim=-1).tolist()
         row = 0
         for chunk, live, span in zip(chunks, lives, spans, strict=True):
-            rows_RV = logits_RV[row : row + len(span.logit_rows)]
-            row += len(span.logit_rows)
-            if not bool(rows_RV.isfinite().all()):
+            rows = slice(row, row + len(span.logit_rows))
+            row = rows.stop
+            if not all(is_finite_R[rows]):
                 self.scheduler.disown(chunk.sequence)
                 error = "the model answered with NaN or Inf"
                 self._deliver(live, Output(finish_reason=FinishReason.ERROR, error=error))
                 continue
             if chunk.is_scored:
-                _score_prompt(chunk, live.answer, rows_RV)
+                _score_prompt(chunk, live.answer, logits_RV[rows])
             if chunk.is_last and chunk.sequence.request.sampling.max_tokens == 0:
                 ended.append(live)
             elif chunk.is_last:
@@ -153,8 +154,8 @@ class EngineCore:
         rows = [
             SamplingRow(
                 live.sequence.request.sampling,
-                live.sequence.request.prompt_ids,
-                live.sequence.token_ids[live.sequence.num_prompt_tokens :],
+                live.sequence.token_ids,
+                live.sequence.num_prompt_tokens,
                 live.answer.end_ids,
             )
             for live in lives

@@ -25,9 +25,14 @@ class SamplingRow:
     """What the choice of one token depends on, beside its logits."""
 
     params: SamplingParams
-    prompt_ids: Sequence[int]
-    generated_ids: Sequence[int]
+    token_ids: Sequence[int]  # prompt and answer; the sequence's own list, not a copy
+    num_prompt_tokens: int
     end_ids: frozenset[int]  # tokens that would end the answer
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
 
 
 def uniform(seed: int, step: int) -> float:
@@ -71,7 +76,7 @@ def _bias(rows: Sequence[SamplingRow]) -> list[tuple[int, int, float]]:
     found = []
     for index, row in enumerate(rows):
         found += [(index, token, value) for token, value in row.params.logit_bias]
-        if len(row.generated_ids) < row.params.min_tokens:
+        if row.num_generated < row.params.min_tokens:
             found += [(index, token, -torch.inf) for token in row.end_ids]
     return found
 
@@ -84,14 +89,14 @@ def _has_penalty(params: SamplingParams) -> bool:
 
 def _penalised(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Repetition as transformers (prompt and answer), presence and frequency as OpenAI (answer)."""
-    generated_RV = _counts(logits_RV, [row.generated_ids for row in rows])
-    prompt_RV = _counts(logits_RV, [row.prompt_ids for row in rows])
+    seen_RV = _counts(logits_RV, [row.token_ids for row in rows])
+    generated_RV = _counts(logits_RV, [row.token_ids[row.num_prompt_tokens :] for row in rows])
     params = [row.params for row in rows]
     repetition_R1 = _column(logits_RV, [each.repetition_penalty for each in params])
     frequency_R1 = _column(logits_RV, [each.frequency_penalty for each in params])
     presence_R1 = _column(logits_RV, [each.presence_penalty for each in params])
     pushed_RV = torch.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
-    logits_RV = torch.where(generated_RV + prompt_RV > 0, pushed_RV, logits_RV)
+    logits_RV = torch.where(seen_RV > 0, pushed_RV, logits_RV)
     return logits_RV - frequency_R1 * generated_RV - presence_R1 * (generated_RV > 0)
 
 
@@ -129,7 +134,7 @@ def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     dropped_RV = (dropped_RV | (probability_RV < least_R1)) & (rank_V > 0)
     probability_RV = probability_RV.masked_fill(dropped_RV, 0.0)
     cumulated_RV = probability_RV.double().cumsum(dim=-1)
-    draws = [uniform(row.params.seed, len(row.generated_ids)) for row in rows]
+    draws = [uniform(row.params.seed, row.num_generated) for row in rows]
     target_R1 = torch.tensor(draws, dtype=torch.float64, device=logits_RV.device)[:, None]
     target_R1 = target_R1 * cumulated_RV[:, -1:]
     index_R1 = torch.searchsorted(cumulated_RV, target_R1, right=True)

@@ -37,7 +37,7 @@ def row_of(
 ) -> SamplingRow:
     """One row's surroundings."""
     ids = [0] * num_generated if generated is None else generated
-    return SamplingRow(params, prompt, ids, frozenset(end_ids))
+    return SamplingRow(params, [*prompt, *ids], len(prompt), frozenset(end_ids))
 
 
 def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
