@@ -10,6 +10,7 @@ logits.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,10 +56,13 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
         page_ids += [span.pages[position // page_size] for position in span_positions]
         starts.append(len(token_ids))
     width = max(-(-(span.first_position + len(span.token_ids)) // page_size) for span in spans)
-    table = [[*span.pages[:width], *[0] * (width - len(span.pages))] for span in spans]
+    table_SN = np.zeros((len(spans), width), dtype=np.int32)
+    for row_N, span in zip(table_SN, spans, strict=True):
+        used = span.pages[:width]
+        row_N[: len(used)] = used
 
-    def tensor(numbers: object, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype, device=device)
+    def tensor(numbers: object) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
 
     position_T = tensor(positions)
     return Batch(
@@ -66,7 +70,7 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
         position_T[None],
         tensor(page_ids),
         position_T % page_size,
-        tensor(table, torch.int32),
+        torch.from_numpy(table_SN).to(device),
         tensor(starts),
         tensor([span.first_position for span in spans]),
         tensor([span.table_slot for span in spans]),

@@ -68,23 +68,33 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
-    def submit(self, request: Request, on_output: OnOutput, arrived: float | None = None) -> None:
-        """Queue a request; outputs arrive on the engine's thread until one has a finish_reason.
+    def submit(self, request: Request, on_output: OnOutput) -> None:
+        """Queue one request; see `submit_all`."""
+        self.submit_all([(request, on_output)])
 
+    def submit_all(
+        self, requests: Sequence[tuple[Request, OnOutput]], arrived: float | None = None
+    ) -> None:
+        """Queue requests, all or none.
+
+        Outputs arrive on the engine's thread through each one's callback, until one has a
+        finish_reason.
         `arrived`: time.monotonic() when the client asked, if that was earlier than now.
         Raises RequestError, QueueFullError or EngineStoppedError, and then calls nothing back.
         """
-        self._check(request)
-        answer = Answer(request, self._tokenizer, self._eos_token_ids)
-        live = Live(TokenSequence(request), answer, on_output)
-        if arrived is not None:
-            live.arrived = arrived
+        lives = []
+        for request, on_output in requests:
+            self._check(request)
+            answer = Answer(request, self._tokenizer, self._eos_token_ids)
+            lives.append(Live(TokenSequence(request), answer, on_output))
+            if arrived is not None:
+                lives[-1].arrived = arrived
         with self._lock:
             if not self._is_running:
                 raise EngineStoppedError("The engine is not running.")
-            self._check_queue()
-            self._num_submitted += 1
-            self._commands.put(lambda: self._add(live))
+            self._check_queue(len(lives))
+            self._num_submitted += len(lives)
+            self._commands.put(lambda: self._add(lives))
 
     def abort(self, request_id: str) -> None:
         """End a request and free its pages; harmless if it is already over."""
@@ -103,8 +113,9 @@ class Engine:
 
             return collect
 
-        for request, into in zip(requests, outputs, strict=True):
-            self.submit(request, collector(into))
+        self.submit_all(
+            [(each, collector(into)) for each, into in zip(requests, outputs, strict=True)]
+        )
         for _ in requests:
             done.get()
         return outputs
@@ -124,21 +135,32 @@ class Engine:
                 details={"n_positions": num_positions, "kv_cache_tokens": capacity},
             )
 
-    def _check_queue(self) -> None:
+    def _check_queue(self, num_new: int) -> None:
         """Those that can start at once do not count as waiting; those of a burst all do count."""
-        scheduler = self._core.scheduler
-        num_free = self._config.max_num_seqs - len(scheduler.running)
-        num_waiting = len(scheduler.waiting) + self._num_submitted - num_free
-        if num_waiting >= self._config.max_queued_requests:
+        config, scheduler = self._config, self._core.scheduler
+        most = config.max_num_seqs + config.max_queued_requests
+        if num_new > most:
+            raise RequestError(
+                f"The request asks for {num_new} answers (prompts x n); the server holds at most "
+                f"{most} at once (max_num_seqs + max_queued_requests).",
+                param="n",
+                code="too_many_answers",
+            )
+        num_free = config.max_num_seqs - len(scheduler.running)
+        num_waiting = max(len(scheduler.waiting) + self._num_submitted - num_free, 0)
+        if len(scheduler.waiting) + self._num_submitted + num_new - num_free > (
+            config.max_queued_requests
+        ):
             raise QueueFullError(
-                f"{max(num_waiting, 0)} requests are waiting; at most "
-                f"{self._config.max_queued_requests} may (max_queued_requests)."
+                f"{num_waiting} requests are waiting; at most {config.max_queued_requests} may "
+                "(max_queued_requests)."
             )
 
-    def _add(self, live: Live) -> None:
+    def _add(self, lives: Sequence[Live]) -> None:
         with self._lock:
-            self._num_submitted -= 1
-        self._core.add(live)
+            self._num_submitted -= len(lives)
+        for live in lives:
+            self._core.add(live)
 
     def _loop(self) -> None:
         try:

@@ -18,7 +18,7 @@ from model_runtime.batch import Span
 from model_runtime.config import EngineConfig
 from model_runtime.observer import Observer
 from model_runtime.request import FinishReason, OnOutput, Output, TokenLogprob
-from model_runtime.sampler import SamplingRow, logprobs, sample
+from model_runtime.sampler import SamplingRow, has_penalty, logprobs, sample
 from model_runtime.scheduler import Chunk, Plan, Scheduler
 from model_runtime.sequence import Sequence as TokenSequence
 from rope import Profile
@@ -46,6 +46,22 @@ class Live:
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
     last_token: float | None = None
+    _prompt_vocabulary: tuple[int, ...] | None = None  # the prompt's tokens, each once
+
+    def sampling_row(self) -> SamplingRow:
+        """What the choice of the next token depends on."""
+        sequence, params = self.sequence, self.sequence.request.sampling
+        if not has_penalty(params):
+            return SamplingRow(params, sequence.num_generated, self.answer.end_ids)
+        if self._prompt_vocabulary is None:
+            self._prompt_vocabulary = tuple(set(sequence.request.prompt_ids))
+        return SamplingRow(
+            params,
+            sequence.num_generated,
+            self.answer.end_ids,
+            sequence.token_ids[sequence.num_prompt_tokens :],
+            self._prompt_vocabulary,
+        )
 
 
 class EngineCore:
@@ -117,7 +133,7 @@ class EngineCore:
             rows = slice(row, row + len(span.logit_rows))
             row = rows.stop
             if not all(is_finite_R[rows]):
-                self.scheduler.disown(chunk.sequence)
+                self.scheduler.distrust_cache()
                 error = "the model answered with NaN or Inf"
                 self._deliver(live, Output(finish_reason=FinishReason.ERROR, error=error))
                 continue
@@ -151,16 +167,7 @@ class EngineCore:
     def _choose(self, logits_RV: Tensor, lives: Sequence[Live]) -> None:
         """One new token for each, and its logprob where it was asked for."""
         params = [live.sequence.request.sampling for live in lives]
-        rows = [
-            SamplingRow(
-                live.sequence.request.sampling,
-                live.sequence.token_ids,
-                live.sequence.num_prompt_tokens,
-                live.answer.end_ids,
-            )
-            for live in lives
-        ]
-        token_ids = sample(logits_RV, rows)
+        token_ids = sample(logits_RV, [live.sampling_row() for live in lives])
         reported: dict[int, TokenLogprob] = {}
         wanted = [index for index, each in enumerate(params) if each.logprobs is not None]
         if wanted:

@@ -75,6 +75,13 @@ class PagePool:
                 else:
                     self._free.append(page)
 
+    def drop_kept(self) -> None:
+        """Free every page that is only kept for its content."""
+        for page in self._kept:
+            self._index.forget(page)
+            self._free.append(page)
+        self._kept.clear()
+
     def check_integrity(self) -> None:
         """Every page is in exactly one state, none lost. Raises AssertionError."""
         self._index.check_integrity()

@@ -60,6 +60,11 @@ class PrefixIndex:
         """Take a page out; its content is about to change."""
         del self._page_of[self._key_of.pop(page)]
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._page_of.clear()
+        self._key_of.clear()
+
     def published(self) -> dict[Key, int]:
         """Everything that can be found: for tests."""
         return dict(self._page_of)

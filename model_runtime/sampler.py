@@ -25,14 +25,11 @@ class SamplingRow:
     """What the choice of one token depends on, beside its logits."""
 
     params: SamplingParams
-    token_ids: Sequence[int]  # prompt and answer; the sequence's own list, not a copy
-    num_prompt_tokens: int
+    num_generated: int  # tokens of the answer so far
     end_ids: frozenset[int]  # tokens that would end the answer
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens of the answer so far."""
-        return len(self.token_ids) - self.num_prompt_tokens
+    # Only for rows with a penalty: what it is taken of.
+    generated_ids: Sequence[int] = ()
+    prompt_ids: Sequence[int] = ()  # each once is enough
 
 
 def uniform(seed: int, step: int) -> float:
@@ -55,7 +52,7 @@ def sample(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
 def adjusted(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Logits after bias, min_tokens and penalties, in vLLM's order; a copy where any applies."""
     biased = _bias(rows)
-    penalised = [index for index, row in enumerate(rows) if _has_penalty(row.params)]
+    penalised = [index for index, row in enumerate(rows) if has_penalty(row.params)]
     if not biased and not penalised:
         return logits_RV
     logits_RV = logits_RV.clone()
@@ -81,7 +78,8 @@ def _bias(rows: Sequence[SamplingRow]) -> list[tuple[int, int, float]]:
     return found
 
 
-def _has_penalty(params: SamplingParams) -> bool:
+def has_penalty(params: SamplingParams) -> bool:
+    """Whether a request's tokens so far change its logits."""
     return params.repetition_penalty != 1 or bool(
         params.presence_penalty or params.frequency_penalty
     )
@@ -89,14 +87,14 @@ def _has_penalty(params: SamplingParams) -> bool:
 
 def _penalised(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Repetition as transformers (prompt and answer), presence and frequency as OpenAI (answer)."""
-    seen_RV = _counts(logits_RV, [row.token_ids for row in rows])
-    generated_RV = _counts(logits_RV, [row.token_ids[row.num_prompt_tokens :] for row in rows])
+    generated_RV = _counts(logits_RV, [row.generated_ids for row in rows])
+    prompt_RV = _counts(logits_RV, [row.prompt_ids for row in rows])
     params = [row.params for row in rows]
     repetition_R1 = _column(logits_RV, [each.repetition_penalty for each in params])
     frequency_R1 = _column(logits_RV, [each.frequency_penalty for each in params])
     presence_R1 = _column(logits_RV, [each.presence_penalty for each in params])
     pushed_RV = torch.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
-    logits_RV = torch.where(seen_RV > 0, pushed_RV, logits_RV)
+    logits_RV = torch.where(generated_RV + prompt_RV > 0, pushed_RV, logits_RV)
     return logits_RV - frequency_R1 * generated_RV - presence_R1 * (generated_RV > 0)
 
 
@@ -139,7 +137,7 @@ def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     target_R1 = target_R1 * cumulated_RV[:, -1:]
     index_R1 = torch.searchsorted(cumulated_RV, target_R1, right=True)
     # The last number that has any probability, should rounding point behind it.
-    last_R1 = (probability_RV > 0).sum(dim=-1, keepdim=True) - 1
+    last_R1 = ((probability_RV > 0).sum(dim=-1, keepdim=True) - 1).clamp(min=0)
     return token_RV.gather(1, torch.minimum(index_R1, last_R1))[:, 0]
 
 

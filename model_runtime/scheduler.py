@@ -107,11 +107,14 @@ class Scheduler:
                 self.index.publish(sequence.pages[at], keys[at])
             sequence.num_published = num_full
 
-    def disown(self, sequence: Sequence) -> None:
-        """Let nobody find a sequence's pages any more: their content is not to be trusted."""
-        for page in sequence.pages:
-            if self.index.holds(page):
-                self.index.forget(page)
+    def distrust_cache(self) -> None:
+        """Let nobody find any page any more: a NaN was seen, and who else read it is not known.
+
+        Pages are published before logits show what is in them, so their descendants may be ill
+        too. Running sequences keep the pages they hold, and will show it themselves.
+        """
+        self.pool.drop_kept()
+        self.index.clear()
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is, and take its pages back."""
@@ -165,11 +168,15 @@ class Scheduler:
         for sequence in list(self.waiting):
             if len(self.running) >= self._config.max_num_seqs:
                 return
+            if sequence.awaited_key in coming:
+                continue
             self._cross(sequence, plan)  # if it was preempted just before
             keys = self._readable_keys(sequence)
             found = self.index.match(keys)
             if len(found) < len(keys) and keys[len(found)] in coming:
-                continue  # somebody is computing its prefix: share it when it is there
+                # Somebody is computing its prefix: share it when it is there.
+                sequence.awaited_key = keys[len(found)]
+                continue
             num_pages = self._num_pages(len(sequence.token_ids)) - len(found)
             num_kept = sum(self.pool.is_kept(page) for page in found)
             if num_pages + num_kept + self._num_promised() > self.pool.num_available:

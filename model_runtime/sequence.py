@@ -20,6 +20,7 @@ class Sequence:
     num_scored: int = 0  # prompt tokens whose logprobs have been delivered
     num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first start
     num_rescales: int = 0  # how often its table changed
+    awaited_key: Key | None = None  # of the page that it waits for another to compute
     tier: Tier = field(init=False)  # the one in force for its newest token
     _keys: list[Key] = field(default_factory=list)  # of its full pages, under the first profile
 

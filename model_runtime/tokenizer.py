@@ -83,13 +83,14 @@ class TokenStream:
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
-        try:
-            return self._stream.step(self._backend, token_id) or ""
-        except Exception:  # noqa: BLE001  # the library raises Exception itself
-            # Bytes that can never be a character, under a byte-fallback tokenizer, confuse the
-            # stream for good. The bytes are lost, what follows is not.
-            self._stream = DecodeStream(skip_special_tokens=True)
-            return self._stream.step(self._backend, token_id) or ""
+        # Bytes that can never be a character, under a byte-fallback tokenizer, confuse the stream
+        # for good. The bytes are lost, what follows is not.
+        for _ in range(2):
+            try:
+                return self._stream.step(self._backend, token_id) or ""
+            except Exception:  # noqa: BLE001  # the library raises Exception itself
+                self._stream = DecodeStream(skip_special_tokens=True)
+        return ""
 
 
 def _byte_of_character() -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
@@ -34,13 +35,13 @@ def completions_router(service: Service) -> APIRouter:
     @router.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, http: Request) -> Response | CompletionResponse:
         submission = await service.submit(body)
-        answer = _CompletionAnswer(service, submission, body)
-        if body.stream:
-            return EventStream(answer.events(), submission.close)
-        try:
-            return await until_disconnect(http, answer.whole())
-        finally:
-            submission.close()
+        with ExitStack() as at_the_end:
+            at_the_end.callback(submission.close)
+            answer = _CompletionAnswer(service, submission, body)
+            if not body.stream:
+                return await until_disconnect(http, answer.whole())
+            close = at_the_end.pop_all().close  # the stream's business from here on
+        return EventStream(answer.events(), close)
 
     return router
 

@@ -42,7 +42,7 @@ class StreamOptions(_Body):
 
 TokenId = Annotated[int, Field(ge=0, le=_INT64)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # JSON's keys are strings
+TokenIdKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,17})$")]  # JSON's keys are strings
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 _MAX_PROMPTS, _MAX_N = 64, 16
 # Fields of OpenAI's that are accepted only at the value that changes nothing.
@@ -69,7 +69,7 @@ class CompletionRequest(_Body):
     top_k: int | None = Field(None, ge=-1, le=_INT64)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-_INT64 - 1, le=_INT64)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]] | None = Field(

@@ -31,14 +31,9 @@ class Submission:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
-        self._open: set[int] = set()
-        try:
-            for index, request in enumerate(requests):
-                engine.submit(request, partial(self._hand_over, index), arrived)
-                self._open.add(index)
-        except RopewalkError:
-            self.close()  # all or nothing
-            raise
+        listeners = [partial(self._hand_over, index) for index in range(len(requests))]
+        engine.submit_all(list(zip(requests, listeners, strict=True)), arrived)
+        self._open = set(range(len(requests)))
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
         """(index of the request, output) as they come; each request's last has a finish_reason."""
@@ -113,31 +108,23 @@ class Service:
                 self._check_token_id(token_id, "stop_token_ids")
             asked = body.rope.request() if body.rope is not None else RopeRequest()
             requests = []
-            for prompt_ids in prompts:
-                for copy in range(body.n or 1):
-                    sampling = body.sampling(self.sampling_defaults, copy)
-                    placement = deployment.place(asked, len(prompt_ids), sampling.max_tokens)
+            samplings = [body.sampling(self.sampling_defaults, at) for at in range(body.n or 1)]
+            for prompt in prompts:
+                placement = deployment.place(asked, len(prompt), samplings[0].max_tokens)
+                for sampling in samplings:
                     request_id = f"cmpl-{uuid.uuid4().hex}"
-                    requests.append(
-                        Request(
-                            request_id,
-                            tuple(prompt_ids),
-                            sampling,
-                            placement,
-                            body.cache_salt or "",
-                        )
-                    )
+                    salt = body.cache_salt or ""
+                    requests.append(Request(request_id, prompt, sampling, placement, salt))
             return Submission(self.engine, requests, arrived)
         except RopewalkError as error:
             self.metrics.rejected(rejection_reason(error))
             raise
 
-    async def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
+    async def _prompt_ids(self, prompt: str | list[int]) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return await self.tokenize(prompt)
-        for token_id in prompt:
-            self._check_token_id(token_id, "prompt")
-        return prompt
+            return tuple(await self.tokenize(prompt))
+        self._check_token_id(max(prompt), "prompt")
+        return tuple(prompt)
 
     def _check_token_id(self, token_id: int, param: str) -> None:
         if token_id >= self.vocab_size:

@@ -2,7 +2,6 @@
 
 import queue
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from model_runtime.observer import Observer
 from model_runtime.request import FinishReason, Output, Request
 from rope import Tier
 from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
+from tests.scripted_model import Script
 
 VOCABULARY = 199
 
@@ -32,34 +32,6 @@ VOCABULARY = 199
 def checkpoint() -> Checkpoint:
     """A llama; its text is bytes."""
     return tiny_checkpoint("llama")
-
-
-class Script:
-    """Stands where the model runner stands: says the tokens of a text, one a step."""
-
-    def __init__(self, checkpoint: Checkpoint, text: str) -> None:
-        self._ids = checkpoint.tokenizer.encode(text)
-        self.fail_at: int | None = None
-        self.delay_s = 0.0
-        self.num_calls = 0
-
-    def table_slot(self, profile: Any) -> int:
-        """No tables."""
-        return 0
-
-    def run(self, spans: Sequence[Span]) -> Tensor:
-        """Logits that have only one likely token; prompts here are one token long."""
-        self.num_calls += 1
-        time.sleep(self.delay_s)
-        if self.num_calls == self.fail_at:
-            raise RuntimeError("out of chalk")
-        rows = []
-        for span in spans:
-            for row in span.logit_rows:
-                logits = torch.full((256,), -30.0)
-                logits[self._ids[(span.first_position + row) % len(self._ids)]] = 0.0
-                rows.append(logits)
-        return torch.stack(rows) if rows else torch.empty(0, 256)
 
 
 def served(
@@ -186,15 +158,19 @@ def test_nan_logits_end_their_request_only(engines: EngineFactory, checkpoint: C
         poisoned_page = 0
 
     script = Poisoned(checkpoint, "hello")
-    engine = engines.over(checkpoint, runner=script)
+    engine = engines.over(checkpoint, runner=script, max_num_batched_tokens=32)
+    index = engine._core.scheduler.index
+    seen = []
+    script.before_run = lambda: seen.append(len(index.published()))
     deployment = deployment_of(checkpoint)
-    ill = request(deployment, [9] * 40, max_tokens=5, temperature=0.7)
+    ill = request(deployment, [9] * 60, max_tokens=5, temperature=0.7)
     well = request(deployment, [1], max_tokens=5)
     outputs = engine.generate([ill, well])
     assert outputs[0][-1].finish_reason is FinishReason.ERROR
     assert outputs[0][-1].error == "the model answered with NaN or Inf"
     assert Result.of(outputs[1]).text == "hello"
-    assert engine._core.scheduler.index.published() == {}
+    assert max(seen) > 0, "nothing was published, so nothing had to be taken back"
+    assert index.published() == {}
 
 
 def test_a_listener_that_fails_stops_nobody_else(
@@ -257,6 +233,29 @@ def test_a_full_queue_refuses(engines: EngineFactory, checkpoint: Checkpoint) ->
     accepted: list[Output] = []
     with pytest.raises(QueueFullError, match="2 requests are waiting; at most 2 may"):
         submit_all()
+
+
+def test_a_group_is_accepted_whole_or_not_at_all(
+    engines: EngineFactory, checkpoint: Checkpoint
+) -> None:
+    """and one that can never fit is told so, not to try again"""
+    script = Script(checkpoint, "hello")
+    engine = engines.over(checkpoint, runner=script, max_num_seqs=2, max_queued_requests=3)
+    deployment = deployment_of(checkpoint)
+
+    def group(size: int) -> list[Request]:
+        return [request(deployment, [1], max_tokens=5) for _ in range(size)]
+
+    assert [result.text for result in answer(engine, *group(5))] == ["hello"] * 5
+    with pytest.raises(RequestError, match=r"asks for 6 answers .* at most 5 at once"):
+        engine.generate(group(6))
+    assert script.num_calls < 20
+    script.delay_s = 0.1
+    first: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    engine.submit(request(deployment, [1], max_tokens=50), first.put)
+    first.get(timeout=10)
+    with pytest.raises(QueueFullError):
+        engine.generate(group(5))
 
 
 def test_what_can_start_at_once_does_not_wait(

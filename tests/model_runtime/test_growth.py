@@ -13,7 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.deployment import Deployment, RopeRequest
-from rope import Policy, Yarn
+from model_runtime.engine_core import Runner
+from model_runtime.request import SamplingParams
+from model_runtime.sampler import SamplingRow, sample
+from rope import Policy, Profile, Yarn
 from tests.engines import (
     EngineFactory,
     Result,
@@ -28,6 +31,7 @@ from tests.tiny_models import VOCAB_SIZE, tiny_model
 L = 64
 YARN = {"rope_type": "yarn", "factor": 4.0}
 PROMPT = [(7 * at * at + at) % VOCAB_SIZE for at in range(50)]
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 NUM_NEW = 150  # from 50 tokens to 200: crosses 64 and 128
 
 
@@ -117,18 +121,59 @@ def test_grow_exact_equals_a_pinned_request_after_each_crossing(engines: EngineF
         assert greedy.logprobs[first - 50 : last - 50 + 1] == expected.logprobs
 
 
+class LastLogits:
+    """Passes steps on to the model, and keeps the last row of logits."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.row = torch.empty(0)
+
+    def table_slot(self, profile: Profile) -> int:
+        """As the model runner."""
+        return self._runner.table_slot(profile)
+
+    def run(self, spans: Any) -> torch.Tensor:
+        """As the model runner."""
+        logits = self._runner.run(spans)
+        self.row = logits[-1:].clone() if len(logits) else self.row
+        return logits
+
+
 def test_the_seed_and_penalties_go_on_after_a_crossing(engines: EngineFactory) -> None:
-    """the step counts tokens generated, not tokens since the crossing"""
+    """each token is what the sampler draws from a pinned request's logits, the answer behind it"""
     checkpoint = tiny_checkpoint("llama")
-    options = {"temperature": 0.9, "seed": 11, "frequency_penalty": 0.7, "presence_penalty": 0.4}
+    params = SamplingParams(
+        temperature=0.9,
+        seed=11,
+        frequency_penalty=0.7,
+        presence_penalty=0.4,
+        repetition_penalty=1.1,
+    )
+    options = {name: getattr(params, name) for name in ("temperature", "seed")}
+    options |= {name: getattr(params, name) for name in PENALTIES}
     whole = grown(engines, checkpoint, "grow-exact", **options)
+    assert whole.num_rescales == 2
+    tokens = [*PROMPT, *whole.token_ids]
     pinned = deployment_of(checkpoint, rope_scaling=YARN)
-    # Up to the first crossing a pinned request on the native tier says the same.
-    short = answer(
-        engines.over(checkpoint), request(pinned, PROMPT, max_tokens=14, logprobs=3, **options)
-    )[0]
-    assert short.token_ids == whole.token_ids[:14]
-    assert short.logprobs == whole.logprobs[:14]
+    engine = engines.over(checkpoint)
+    watched = LastLogits(engine._core._runner)
+    engine._core._runner = watched
+    for at in (50, 63, 64, 65, 66, 90, 128, 129, 130, 199):
+        rope = RopeRequest(factor=tier_of(at), policy="fixed")
+        answer(engine, request(pinned, tokens[:at], rope, max_tokens=1))
+        generated = tokens[len(PROMPT) : at]
+        row = SamplingRow(params, len(generated), frozenset(), generated, PROMPT)
+        assert sample(watched.row, [row]) == [tokens[at]], at
+
+
+def test_min_tokens_counts_across_a_crossing(engines: EngineFactory) -> None:
+    """an end token is not chosen before"""
+    checkpoint = tiny_checkpoint("llama")
+    bias = {"logit_bias": ((17, 100.0),), "stop_token_ids": (17,)}
+    result = grown(engines, checkpoint, "grow-exact", min_tokens=40, **bias)
+    assert 17 not in result.token_ids[:40]
+    assert result.token_ids[40:] == (17,)
+    assert result.num_rescales == 1
 
 
 def test_grow_and_grow_exact_differ_on_a_deeper_model(engines: EngineFactory) -> None:

@@ -37,7 +37,7 @@ def row_of(
 ) -> SamplingRow:
     """One row's surroundings."""
     ids = [0] * num_generated if generated is None else generated
-    return SamplingRow(params, [*prompt, *ids], len(prompt), frozenset(end_ids))
+    return SamplingRow(params, len(ids), frozenset(end_ids), ids, prompt)
 
 
 def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -186,6 +186,14 @@ def test_no_end_token_before_min_tokens() -> None:
         for generated in ([], [1], [1, 2]):
             assert sample(logits, [row_of(params, generated=generated, end_ids=[4])]) != [4]
         assert sample(logits, [row_of(params, generated=[1, 2, 3], end_ids=[4])]) == [4]
+
+
+def test_a_row_without_a_choice_does_not_break_its_neighbours() -> None:
+    """every token banned; the other row is as alone"""
+    logits = torch.randn(2, VOCABULARY)
+    banned = row_of(SamplingParams(min_tokens=1), end_ids=range(VOCABULARY))
+    other = row_of(SamplingParams(seed=3))
+    assert sample(logits, [banned, other])[1] == sample(logits[1:], [other])[0]
 
 
 def test_adjusting_leaves_the_raw_logits_alone() -> None:

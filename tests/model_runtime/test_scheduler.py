@@ -146,6 +146,26 @@ def test_a_prefix_that_somebody_is_computing_is_waited_for() -> None:
     assert same.pages[4:] != one.pages[4:5]
 
 
+def test_kept_pages_that_it_will_share_are_not_counted_as_room() -> None:
+    """or it would start, and be preempted at once"""
+    plan = scheduler(kv_cache_tokens=80)  # ten pages
+    first = sequence(40, 1)
+    plan.add(first)
+    for _ in range(3):
+        computed(plan, plan.schedule())
+    plan.remove(first)
+    assert plan.pool.num_kept == 5
+    blocker = sequence(30, 40, salt="other")  # takes four of the five free ones
+    plan.add(blocker)
+    for _ in range(2):
+        computed(plan, plan.schedule())
+    late = sequence(56, 1)  # five kept pages and two more; one is free
+    plan.add(late)
+    step = plan.schedule()
+    assert late in plan.waiting
+    assert step.preempted == []
+
+
 def test_another_salt_shares_nothing() -> None:
     """neither does a request that wants its prompt's logprobs"""
     plan = scheduler()

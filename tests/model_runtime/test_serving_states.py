@@ -65,9 +65,7 @@ class Serving(RuleBasedStateMachine):
         num_prompt, max_tokens = shape
         placement = DEPLOYMENT.place(RopeRequest(policy=policy), num_prompt, max_tokens)
         prompt = tuple((family * 7 + at * (1 + family)) % 5 for at in range(num_prompt))
-        sampling = SamplingParams(
-            max_tokens=max_tokens, prompt_logprobs=1 if scored and policy == "pinned" else None
-        )
+        sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=1 if scored else None)
         sequence = Sequence(Request("r", prompt, sampling, placement, salt))
         self.scheduler.add(sequence)
         self.live.append(sequence)
@@ -85,6 +83,13 @@ class Serving(RuleBasedStateMachine):
         """A client goes away."""
         self._end(self.live[which % len(self.live)])
         SEEN["abort"] += 1
+
+    @rule()
+    def distrust(self) -> None:
+        """A NaN was seen: nothing computed so far may be found."""
+        self.scheduler.distrust_cache()
+        assert self.scheduler.index.published() == {}
+        assert self.scheduler.pool.num_kept == 0
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -117,8 +122,8 @@ class Serving(RuleBasedStateMachine):
             history = self._read(sequence)
             for position in range(chunk.first, chunk.first + chunk.num_tokens):
                 assert chunk.tier.ceiling > position
-                entry = (position, sequence.token_ids[position], chunk.tier.profile)
-                history.append(entry)
+                salt = sequence.request.cache_salt
+                history.append((position, sequence.token_ids[position], chunk.tier.profile, salt))
             histories[sequence] = history
         for sequence, chunk in plan.chunks.items():
             for position in range(chunk.first, chunk.first + chunk.num_tokens):
@@ -138,7 +143,9 @@ class Serving(RuleBasedStateMachine):
         history = []
         for position in range(sequence.num_computed):
             entry = self.content[sequence.pages[position // PAGE], position % PAGE]
-            expected = (position, sequence.token_ids[position], self._profile(sequence, position))
+            profile = self._profile(sequence, position)
+            salt = sequence.request.cache_salt
+            expected = (position, sequence.token_ids[position], profile, salt)
             assert entry == expected, "a page holds something else"
             history.append(entry)
         if sequence.num_computed and sequence.num_cached_tokens:
