@@ -101,7 +101,7 @@ class Scheduler:
         sequence.num_computed += chunk.num_tokens
         size = self._config.page_size
         num_full = min(sequence.num_computed, sequence.num_one_profile) // size
-        if num_full > sequence.num_published:
+        if sequence.is_trusted and num_full > sequence.num_published:
             keys = sequence.page_keys(num_full, size)
             for at in range(sequence.num_published, num_full):
                 self.index.publish(sequence.pages[at], keys[at])
@@ -111,10 +111,12 @@ class Scheduler:
         """Let nobody find any page any more: a NaN was seen, and who else read it is not known.
 
         Pages are published before logits show what is in them, so their descendants may be ill
-        too. Running sequences keep the pages they hold, and will show it themselves.
+        too. Running sequences keep the pages they hold, but offer no more of them.
         """
         self.pool.drop_kept()
         self.index.clear()
+        for sequence in self.running:
+            sequence.is_trusted = False
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is, and take its pages back."""
@@ -216,7 +218,7 @@ class Scheduler:
         """Keys of the pages that a running sequence is about to compute."""
         size = self._config.page_size
         num_full = min(len(sequence.token_ids), sequence.num_one_profile) // size
-        if num_full <= sequence.num_published:
+        if num_full <= sequence.num_published or not sequence.is_trusted:
             return []
         return sequence.page_keys(num_full, size)[sequence.num_published :]
 

@@ -17,6 +17,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)  # page table, in order of position
     num_computed: int = 0  # tokens whose keys and values are in the cache
     num_published: int = 0  # of its pages, those offered to others
+    is_trusted: bool = True  # False: what it has read may be ill, so it offers no more pages
     num_scored: int = 0  # prompt tokens whose logprobs have been delivered
     num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first start
     num_rescales: int = 0  # how often its table changed
@@ -83,6 +84,7 @@ class Sequence:
         """Start again from nothing; returns the pages it held, for the pool."""
         pages, self.pages = self.pages, []
         self.num_computed = self.num_published = 0
+        self.is_trusted = True
         return pages
 
     def cross(self, tier: Tier) -> None:

@@ -166,6 +166,24 @@ def test_kept_pages_that_it_will_share_are_not_counted_as_room() -> None:
     assert step.preempted == []
 
 
+def test_after_a_nan_nobody_offers_pages_that_may_be_ill() -> None:
+    """who was running then publishes no more; who comes later does"""
+    plan = scheduler()
+    ill = sequence(40, 4)
+    plan.add(ill)
+    computed(plan, plan.schedule())
+    assert plan.index.published()
+    plan.distrust_cache()
+    for _ in range(3):
+        computed(plan, plan.schedule())
+    assert plan.index.published() == {}
+    well = sequence(40, 4)
+    plan.add(well)
+    computed(plan, plan.schedule())
+    assert well in plan.running
+    assert list(plan.index.published().values()) == well.pages[:1]
+
+
 def test_another_salt_shares_nothing() -> None:
     """neither does a request that wants its prompt's logprobs"""
     plan = scheduler()
