@@ -20,7 +20,7 @@ from model_runtime.scheduler import Plan, Scheduler
 from model_runtime.sequence import Sequence
 from rope import POLICIES, native_rope
 
-PAGE, PAGES = 4, 24
+PAGE, PAGES = 4, 20
 NATIVE = native_rope({"max_position_embeddings": 16, "head_dim": 8})
 DEPLOYMENT = make_deployment("m", NATIVE, rope_scaling={"rope_type": "yarn", "factor": 4.0})
 SEEN: Counter[str] = Counter()
@@ -178,7 +178,7 @@ class Serving(RuleBasedStateMachine):
 
 
 Serving.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=150,
     stateful_step_count=40,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking these takes minutes

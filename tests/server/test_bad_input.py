@@ -50,7 +50,7 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
         ('{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias", "100. Given: 101"),
         ('{"prompt": "a", "stop_token_ids": [4000]}', "stop_token_ids", "must be < 2048"),
         ('{"prompt": "a", "presence_penalty": 2.5}', "presence_penalty", "to 2. Given: 2.5"),
-        ('{"prompt": "a", "repetition_penalty": 0}', "repetition_penalty", "than 0. Given: 0"),
+        ('{"prompt": "a", "repetition_penalty": 0}', "repetition_penalty", "to 0.01. Given: 0"),
         ('{"prompt": "a", "min_tokens": 17}', "min_tokens", "must be <= `max_tokens`"),
         ('{"prompt": "a", "min_p": 1.5}', "min_p", "to 1. Given: 1.5"),
         ('{"prompt": "a", "guided_json": {}}', "guided_json", "not permitted"),
