@@ -61,7 +61,7 @@ def envelope(
 
 def rejection_reasons() -> list[str]:
     """Every word that `rejection_reason` can answer."""
-    of_requests = ["context_length_exceeded", "kv_cache_exceeded", "invalid"]
+    of_requests = ["context_length_exceeded", "kv_cache_exceeded", "too_many_answers", "invalid"]
     return [*of_requests, *(code for _, _, _, code, _ in _STATUS if code is not None)]
 
 
