@@ -61,7 +61,7 @@ class Deployment:
         return tiers[-1:] if self.policy == "fixed" else tiers
 
     def place(self, asked: RopeRequest, num_prompt_tokens: int, max_tokens: int) -> Placement:
-        """The tier that serves a request for its whole life.
+        """The tier a request starts on, and those it may grow to.
 
         Raises RequestError for what may not be asked, ContextLengthError for what does not fit.
         """
@@ -80,12 +80,12 @@ class Deployment:
         return Placement(self.name, tier, higher, policy, asked.factor, self.original_len)
 
     def _policy(self, asked: RopeRequest) -> Policy:
-        if asked.policy is None or asked.policy == self.policy:
+        if asked.policy is None:
             return self.policy
-        for policy in POLICIES:
-            if asked.policy == policy and self.overridable:
-                return policy
         accepted = POLICIES if self.overridable else (self.policy,)
+        for policy in accepted:
+            if asked.policy == policy:
+                return policy
         raise RequestError(
             f"`rope.policy` must be one of {', '.join(accepted)}. Given: {asked.policy}",
             param="rope.policy",

@@ -121,7 +121,7 @@ class Engine:
         return outputs
 
     def _check(self, request: Request) -> None:
-        """Refuse what can never be served, or not now."""
+        """Refuse what can never be served."""
         if not request.prompt_ids:
             raise RequestError("`prompt` must have at least one token", param="prompt")
         num_positions = request.num_positions
@@ -147,13 +147,11 @@ class Engine:
                 code="too_many_answers",
             )
         num_free = config.max_num_seqs - len(scheduler.running)
-        num_waiting = max(len(scheduler.waiting) + self._num_submitted - num_free, 0)
-        if len(scheduler.waiting) + self._num_submitted + num_new - num_free > (
-            config.max_queued_requests
-        ):
+        num_waiting = len(scheduler.waiting) + self._num_submitted - num_free
+        if num_waiting + num_new > config.max_queued_requests:
             raise QueueFullError(
-                f"{num_waiting} requests are waiting; at most {config.max_queued_requests} may "
-                "(max_queued_requests)."
+                f"{max(num_waiting, 0)} requests are waiting; at most "
+                f"{config.max_queued_requests} may (max_queued_requests)."
             )
 
     def _add(self, lives: Sequence[Live]) -> None:
@@ -163,6 +161,7 @@ class Engine:
             self._core.add(live)
 
     def _loop(self) -> None:
+        has_died = False
         try:
             while self._is_running:
                 self._take_commands()
@@ -170,17 +169,14 @@ class Engine:
                     self._core.step()
         except Exception:  # noqa: BLE001  # whatever it was, the waiting clients must hear of it
             _log.exception("engine_died")
-            self._end_all()
-            self._on_death()
-        else:
-            self._end_all()
-
-    def _end_all(self) -> None:
+            has_died = True
         with self._lock:
             self._is_running = False
         self._take_waiting_commands()
         self._core.fail_all("the engine stopped")
         self._core.tell_gauges()
+        if has_died:
+            self._on_death()
 
     def _take_commands(self) -> None:
         """All that are there; when nothing is live, wait for one."""

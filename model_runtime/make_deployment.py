@@ -56,12 +56,8 @@ def make_deployment(
     _check_override(rope_scaling, native)
     method = _method(rope_scaling, native, multiples)
     policy = policy or "pinned"
-    if native.carries_scaling and policy != "fixed":
-        raise RopeConfigError(
-            "rope_policy",
-            f"must be fixed: the checkpoint was trained with {native.method.scaling.rope_type}, "
-            f"and rescaling that by length is not supported yet; got {policy}",
-        )
+    if native.carries_scaling:
+        _refuse_rescaling(native, policy)
     if policy == "fixed" and multiples is not None:
         raise RopeConfigError("rope_tiers", "has no meaning under rope_policy fixed, remove it")
     if native.carries_scaling:
@@ -96,17 +92,12 @@ def _native_deployment(
     method = native.method
     rope_type = method.scaling.rope_type
     by_length = rope_type in ("longrope", "dynamic")
-    if policy == "pinned" and not by_length:
-        raise RopeConfigError(
-            "rope_policy",
-            f"must be fixed: the checkpoint was trained with {rope_type}, and rescaling that by "
-            "length is not supported yet; got pinned",
-        )
-    if multiples is not None and not by_length:
-        raise RopeConfigError("rope_tiers", f"has no meaning for a checkpoint with {rope_type}")
     if by_length:
         tiers = build_tiers(method, native, multiples)
     else:
+        _refuse_rescaling(native, policy or "fixed")
+        if multiples is not None:
+            raise RopeConfigError("rope_tiers", f"has no meaning for a checkpoint with {rope_type}")
         tiers = (native_tier(native, native.native_len),)
     return Deployment(
         name,
@@ -143,6 +134,16 @@ def _check_override(block: Mapping[str, Any], native: NativeRope) -> None:
         raise RopeConfigError(
             "original_max_position_embeddings",
             "must be stated to replace a block that the checkpoint was trained with",
+        )
+
+
+def _refuse_rescaling(native: NativeRope, policy: Policy) -> None:
+    """Trained-in scaling has one table: any policy that chooses among several is refused."""
+    if policy != "fixed":
+        raise RopeConfigError(
+            "rope_policy",
+            f"must be fixed: the checkpoint was trained with {native.method.scaling.rope_type}, "
+            f"and rescaling that by length is not supported yet; got {policy}",
         )
 
 

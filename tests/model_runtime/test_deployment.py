@@ -172,8 +172,9 @@ def test_only_a_fixed_override_goes_on_top_of_trained_in_scaling() -> None:
     assert deployment.max_len == 512
     with pytest.raises(RopeConfigError, match="rope_policy: must be fixed"):
         make_deployment("m", SCALED, rope_scaling=block)
-    with pytest.raises(RopeConfigError, match="rope_policy: must be fixed"):
-        make_deployment("m", SCALED, policy="pinned")
+    for policy in ("pinned", "grow", "grow-exact"):
+        with pytest.raises(RopeConfigError, match=f"rope_policy: must be fixed.*got {policy}$"):
+            make_deployment("m", SCALED, policy=policy)
 
 
 def test_an_override_may_undo_trained_in_scaling() -> None:
