@@ -11,7 +11,7 @@ from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import EngineConfig
 from model_runtime.engine import Engine
 from model_runtime.errors import ModelError
-from model_runtime.kv_store import KVStore, bytes_per_token
+from model_runtime.kv_store import KVStore
 from model_runtime.model_runner import ModelRunner
 from model_runtime.observer import Observer
 from model_runtime.rope_tables import RopeTables
@@ -48,26 +48,33 @@ def build_engine(
 
 
 def sized(
-    config: EngineConfig, checkpoint: Checkpoint, kv_cache_gib: float | None = None
+    config: EngineConfig, token_bytes: int, affordable_bytes: int, kv_cache_gib: float | None = None
 ) -> EngineConfig:
-    """`config` with kv_cache_tokens from a size in GiB, or from a share of the memory.
+    """`config` with kv_cache_tokens from a size in GiB, or from the memory that may be taken.
 
     Without a size the cache never exceeds what max_num_seqs sequences of max_model_len need.
     """
-    token_bytes = bytes_per_token(checkpoint.plans, checkpoint.dtype)
     if kv_cache_gib is not None:
         return replace(config, kv_cache_tokens=int(kv_cache_gib * 2**30) // token_bytes)
     most = config.max_num_seqs * -(-config.max_model_len // config.page_size) * config.page_size
-    affordable = int(_memory_share(checkpoint.device)) // token_bytes
-    return replace(config, kv_cache_tokens=min(most, affordable))
+    return replace(config, kv_cache_tokens=min(most, affordable_bytes // token_bytes))
 
 
-def _memory_share(device: torch.device) -> float:
+def affordable_bytes(device: torch.device, num_bytes_to_come: int = 0) -> int:
+    """Memory that a cache may take when nothing is said: a share of what there is.
+
+    `num_bytes_to_come`: weights that are not loaded yet; on a GPU they leave less.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free * _GPU_SHARE
+        return max(0, int((free - num_bytes_to_come) * _GPU_SHARE))
+    return int(total_memory() * _CPU_SHARE)
+
+
+def total_memory() -> int:
+    """Bytes of the machine, or of the container where that has fewer."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if _CGROUP_LIMIT.is_file():
         limit = _CGROUP_LIMIT.read_text().strip()
         total = min(total, int(limit)) if limit.isdigit() else total
-    return total * _CPU_SHARE
+    return total

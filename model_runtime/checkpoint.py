@@ -10,13 +10,13 @@ from typing import Any
 
 import structlog
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from model_runtime import packed_linear
 from model_runtime.attention import LayerPlan
 from model_runtime.errors import ModelError
+from model_runtime.outline import from_pretrained, read_outline
 from model_runtime.self_check import Report, check, untouched_answers
 from model_runtime.takeover import read_native_rope, take_over, text_config
 from model_runtime.tokenizer import Tokenizer
@@ -25,7 +25,6 @@ from rope import NativeRope
 EMBEDDED_MODEL = Path(__file__).parent / "embedded_model"
 # Of a model's generation_config, what stands in for what a request leaves out (as in vLLM).
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _log = structlog.get_logger(__name__)
 
@@ -54,22 +53,15 @@ def load_checkpoint(
     trust_remote_code: bool = False,
 ) -> Checkpoint:
     """Load, check and take over. Raises ModelError with a sentence that names what is wrong."""
-    where = _device(device)
-    folder = Path(source)
-    if folder.is_dir():
-        _check_files(folder)
-    elif str(source).startswith((".", "/", "~")) or str(source).count("/") > 1:
-        raise ModelError(f"there is no folder {source}")  # a hub id is `name` or `owner/name`
-    config = _from_pretrained(AutoConfig, source, trust_remote_code=trust_remote_code)
-    _check_config(config)
-    number_type = _dtype(dtype, config, where)
-    _log.info("loading_weights", model=str(source), dtype=str(number_type), device=str(where))
-    model = _load_model(source, number_type, trust_remote_code=trust_remote_code)
+    outline = read_outline(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    where = outline.device
+    _log.info("loading_weights", model=str(source), dtype=str(outline.dtype), device=str(where))
+    model = _load_model(source, outline.dtype, trust_remote_code=trust_remote_code)
     model = model.to(where).eval()
     tokenizer = Tokenizer(
-        _from_pretrained(AutoTokenizer, source, trust_remote_code=trust_remote_code)
+        from_pretrained(AutoTokenizer, source, trust_remote_code=trust_remote_code)
     )
-    generation = _generation_defaults(source, config)
+    generation = _generation_defaults(source, outline.config)
     return adopt(
         model,
         tokenizer,
@@ -108,61 +100,8 @@ def adopt(
     )
 
 
-def _from_pretrained(factory: Any, source: str | Path, **options: Any) -> Any:
-    try:
-        return factory.from_pretrained(source, **options)
-    except Exception as error:  # transformers raises whatever a file's content leads it to
-        first_line = str(error).strip().partition("\n")[0]
-        if not isinstance(error, OSError | ValueError):
-            first_line = f"{type(error).__name__}: {first_line}"
-        if not Path(source).is_dir():
-            first_line = f"there is no such folder here, and as a hub id: {first_line}"
-        raise ModelError(f"{source}: {first_line}") from error
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError("device is cuda, but torch finds no CUDA device here")
-    return torch.device(name)
-
-
-def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
-    """`auto`: float32 on a CPU, the checkpoint's own elsewhere."""
-    if name == "auto":
-        own = getattr(config, "dtype", None) or torch.float32
-        return torch.float32 if device.type == "cpu" else own
-    if name == "float16" and device.type == "cpu":
-        raise ModelError("dtype float16 is not served on a CPU; use float32 or bfloat16")
-    return DTYPES[name]
-
-
-def _check_files(folder: Path) -> None:
-    """A folder that lacks a file is told which, before anything is loaded."""
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise ModelError(f"{folder} has no {name}")
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        pickled = sorted(path.name for path in folder.glob("*.bin"))
-        beside = f" (only {', '.join(pickled)}, which may run code)" if pickled else ""
-        raise ModelError(f"{folder} has no weights in safetensors{beside}")
-    for path in weights:
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is not a whole safetensors file: {error}") from error
-
-
-def _check_config(config: Any) -> None:
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"{config.model_type} checkpoint is quantised, which is not supported yet")
-
-
 def _load_model(source: str | Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
-    model, info = _from_pretrained(
+    model, info = from_pretrained(
         AutoModelForCausalLM,
         source,
         dtype=dtype,

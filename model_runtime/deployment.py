@@ -53,6 +53,7 @@ class Deployment:
     max_rope_factor: float
     max_len: int  # positions of the longest request, whatever its tier
     overridable: bool  # whether requests may choose a policy
+    answer_reserve: int  # tokens kept free for an answer whose request names no max_tokens
 
     @property
     def own_tiers(self) -> tuple[Tier, ...]:
@@ -78,6 +79,28 @@ class Deployment:
             raise self._too_long(tiers, asked, num_prompt_tokens, max_tokens)
         higher = tuple(each for each in tiers if each.ceiling > tier.ceiling)
         return Placement(self.name, tier, higher, policy, asked.factor, self.original_len)
+
+    def open_max_tokens(
+        self, asked: RopeRequest, num_prompt_tokens: int, num_positions: int
+    ) -> int:
+        """The max_tokens of a request that names none: its answer may run to the end of its tier.
+
+        That is the smallest tier that covers prompt and reserve; for a growing request the last
+        one. `num_positions`: what the server holds for one sequence, whatever the tier.
+        Raises RequestError as `place` does; leaves what does not fit for `place` to refuse.
+        """
+        policy, tiers = self._policy(asked), self._tiers(asked)
+        at_least = self._factor(asked, tiers)
+        if policy == "fixed":
+            tiers = self._one_tier(tiers, at_least, asked)
+        most = min(longest(tiers), self.max_len, num_positions)
+        wanted = min(num_prompt_tokens + self.answer_reserve, most)
+        end = most
+        if policy == "pinned":
+            tier = choose_tier(tiers, policy, wanted, num_prompt_tokens, at_least)
+            end = most if tier is None else min(tier.ceiling, most)
+        # The last token is never read back, so it needs no position.
+        return max(1, end - num_prompt_tokens + 1)
 
     def _policy(self, asked: RopeRequest) -> Policy:
         if asked.policy is None:

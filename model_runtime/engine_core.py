@@ -17,7 +17,13 @@ from model_runtime.answer import Answer
 from model_runtime.batch import Span
 from model_runtime.config import EngineConfig
 from model_runtime.observer import Observer
-from model_runtime.request import FinishReason, OnOutput, Output, TokenLogprob
+from model_runtime.request import (
+    FinishReason,
+    OnOutput,
+    Output,
+    PromptProgress,
+    TokenLogprob,
+)
 from model_runtime.sampler import SamplingRow, has_penalty, logprobs, sample
 from model_runtime.scheduler import Chunk, Plan, Scheduler
 from model_runtime.sequence import Sequence as TokenSequence
@@ -134,6 +140,7 @@ class EngineCore:
             row = rows.stop
             if not all(is_finite_R[rows]):
                 self.scheduler.distrust_cache()
+                self._observer.nan_aborted(chunk.sequence.request)
                 error = "the model answered with NaN or Inf"
                 self._deliver(live, Output(finish_reason=FinishReason.ERROR, error=error))
                 continue
@@ -144,6 +151,8 @@ class EngineCore:
             elif chunk.is_last:
                 choosing.append((live, row - 1))
             self.scheduler.computed(chunk)
+            if chunk.sequence.request.wants_progress and not chunk.sequence.num_generated:
+                self._deliver(live, Output(progress=_progress(live)))
         for live in ended:
             self._deliver(live, live.answer.end_without_tokens())
         if choosing:
@@ -240,6 +249,17 @@ class EngineCore:
             context_len = len(live.sequence.token_ids)
             self._observer.next_token(request, context_len, now - live.last_token)
         live.last_token = now
+
+
+def _progress(live: Live) -> PromptProgress:
+    sequence = live.sequence
+    began = live.arrived if live.started is None else live.started
+    return PromptProgress(
+        sequence.num_prompt_tokens,
+        sequence.num_cached_tokens or 0,
+        sequence.num_computed,
+        time.monotonic() - began,
+    )
 
 
 def _score_prompt(chunk: Chunk, answer: Answer, logits_RV: Tensor) -> None:

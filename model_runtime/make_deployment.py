@@ -34,6 +34,7 @@ def make_deployment(
     allowed_rope_types: Sequence[str] | None = None,
     max_rope_factor: float | None = None,
     max_model_len: int | None = None,
+    answer_reserve_tokens: int | None = None,
 ) -> Deployment:
     """Decide how a name is served (design, section 2). Raises RopeConfigError.
 
@@ -52,6 +53,7 @@ def make_deployment(
             multiples=multiples,
             max_rope_factor=max_rope_factor,
             max_model_len=max_model_len,
+            answer_reserve_tokens=answer_reserve_tokens,
         )
     _check_override(rope_scaling, native)
     method = _method(rope_scaling, native, multiples)
@@ -77,6 +79,7 @@ def make_deployment(
         _max_factor(max_rope_factor, own),
         _max_len(max_model_len, own),
         overridable=not native.carries_scaling,
+        answer_reserve=_answer_reserve(answer_reserve_tokens, method.native_len),
     )
 
 
@@ -88,6 +91,7 @@ def _native_deployment(
     multiples: Sequence[float] | None,
     max_rope_factor: float | None,
     max_model_len: int | None,
+    answer_reserve_tokens: int | None,
 ) -> Deployment:
     method = native.method
     rope_type = method.scaling.rope_type
@@ -109,6 +113,7 @@ def _native_deployment(
         _max_factor(max_rope_factor, tiers),
         _max_len(max_model_len, tiers),
         overridable=False,
+        answer_reserve=_answer_reserve(answer_reserve_tokens, native.native_len),
     )
 
 
@@ -186,6 +191,11 @@ def _allowed_tiers(
         other = parse_method(block, native.rotary, native.native_len)
         tiers[name] = build_tiers(other, native, [tier.factor for tier in own])
     return tiers
+
+
+def _answer_reserve(answer_reserve_tokens: int | None, native_len: int) -> int:
+    """An eighth of L, where nothing is said (design, section 2)."""
+    return native_len // 8 if answer_reserve_tokens is None else answer_reserve_tokens
 
 
 def _max_factor(max_rope_factor: float | None, tiers: Sequence[Tier]) -> float:

@@ -13,6 +13,9 @@ class Observer:
     def preempted(self, request: Request) -> None:
         """A request lost its pages to one that arrived earlier, and waits again."""
 
+    def nan_aborted(self, request: Request) -> None:
+        """A request ended because the model answered it with NaN or Inf."""
+
     def rescaled(self, request: Request) -> None:
         """A growing request moved to a higher tier."""
 

@@ -48,6 +48,7 @@ class Request:
     sampling: SamplingParams
     placement: Placement  # deployment, tier, policy
     cache_salt: str = ""  # requests with another salt never share cached prefixes
+    wants_progress: bool = False  # an output after every chunk of the prompt
 
     @property
     def num_positions(self) -> int:
@@ -65,6 +66,16 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How far a prompt is; all counts in tokens."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int  # found in the prefix cache
+    num_computed_tokens: int  # done, the cached ones included
+    seconds: float  # since the request left the queue
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """What one step added to a request."""
 
@@ -77,6 +88,7 @@ class Output:
     num_cached_tokens: int = 0  # prompt tokens that were found in the cache
     tier: Tier | None = None  # with the finish_reason: the tier it ended on
     num_rescales: int = 0  # how often its table changed so far
+    progress: PromptProgress | None = None  # in an output of its own, where it was asked for
     error: str | None = None  # for the log and the client, with FinishReason.ERROR
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
+from model_runtime.chat_template import ChatTemplate
 from model_runtime.errors import ModelError, RequestError
 
 
@@ -23,17 +24,22 @@ class Tokenizer:
         self.longest_token = max(map(len, self._backend.get_vocab()), default=1)
         self.eos_token_id: int | None = tokenizer.eos_token_id
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the special tokens that the model expects in front."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a text, with the special tokens that the model expects in front.
+
+        Raises RequestError, which names the request's field `param`, for what is no Unicode.
+        """
         try:
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeError) as error:
-            raise RequestError("`prompt` is not valid Unicode text", param="prompt") from error
+            raise RequestError(f"`{param}` is not valid Unicode text", param=param) from error
         return list(encoding.ids)
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of some tokens, special ones left out."""
-        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of some tokens, special ones left out unless told."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_text(self, token_id: int) -> str:
@@ -68,6 +74,10 @@ class Tokenizer:
             return bytes(_BYTE_OF_CHARACTER[character] for character in token)
         except KeyError:
             return text.encode()
+
+    def chat_template(self, override: str | None = None) -> ChatTemplate:
+        """The tokenizer's own, or another one in its place; the fallback where there is none."""
+        return ChatTemplate(self._tokenizer, override)
 
     def stream(self) -> "TokenStream":
         """A decoder that is fed one token at a time."""

@@ -6,8 +6,10 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Request, Response
 
 from server import errors
+from server.chat import chat_router
 from server.completions import completions_router
 from server.health import health_router
+from server.http_metrics import HttpMetricsMiddleware
 from server.model_list import model_router
 from server.service import ClientDisconnectedError, Service
 
@@ -32,13 +34,15 @@ def create_app(
         service.engine.stop()
 
     app = FastAPI(title="ropewalk", lifespan=lifespan)
-    errors.install(app)
+    errors.install(app, service.metrics.rejected)
+    app.add_middleware(HttpMetricsMiddleware, metrics=service.http_metrics)
 
     @app.exception_handler(ClientDisconnectedError)
     async def closed(_: Request, __: Exception) -> Response:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
     app.include_router(completions_router(service))
+    app.include_router(chat_router(service))
     app.include_router(model_router(service))
     app.include_router(health_router(service))
     return app

@@ -1,10 +1,16 @@
-"""Flags, made from the settings: `ropewalk serve [MODEL] --flag value`."""
+"""The `ropewalk` command: serve, inspect, config check, bench.
+
+What imports transformers is imported where it is used: that takes seconds, and `--help` and
+`bench` need none of it.
+"""
+# ruff: noqa: PLC0415
 
 import logging
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -13,9 +19,16 @@ import structlog
 import uvicorn
 
 from model_runtime.errors import ModelError
-from server.app import create_app
-from server.load_service import load_service
-from server.settings import ServeSettings, SettingsError, load_settings
+from server.setting_flags import SettingsCommand, given, with_flags
+from server.settings import (
+    SECTIONS,
+    DeploymentSettings,
+    ModelSettings,
+    ServeSettings,
+    SettingsError,
+    SourceSettings,
+    load_settings,
+)
 
 _USAGE_ERROR, _ENGINE_DIED = 2, 1
 _SHUTDOWN_S = 30  # what is running may finish for so long
@@ -27,44 +40,23 @@ def ropewalk() -> None:
     """Serve language models past their trained length, each request on the rotation that fits."""
 
 
-def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """One flag per setting, in the order of the settings."""
-    for name, field in reversed(ServeSettings.model_fields.items()):
-        if name == "model":
-            continue
-        text = f"{field.description}  [ROPEWALK_{name.upper()}]"
-        if field.default is not None:
-            text += f"  [default: {field.default}]"
-        flag = f"--{name.replace('_', '-')}"
-        is_switch = field.annotation is bool
-        option = (
-            click.option(flag, name, is_flag=True, default=None, help=text)
-            if is_switch
-            else click.option(flag, name, metavar="VALUE", help=text)
-        )
-        command = option(command)
-    return command
-
-
-@ropewalk.command()
+@ropewalk.command(cls=SettingsCommand)
 @click.argument("model", required=False)
-@_with_flags
+@with_flags(*SECTIONS)
 def serve(**flags: Any) -> None:
     """Serve MODEL, a folder or a hub id; without one, the embedded demonstration model.
 
-    Every flag is also an environment variable, named in brackets; flags win.
+    Every flag is also an environment variable, named in brackets, and a key of the YAML file.
+    Flags beat the environment, which beats the file.
     """
+    from server.app import create_app
+    from server.load_service import load_service
+
     _log_to_stderr()
-    try:
-        settings = load_settings(
-            {name: value for name, value in flags.items() if value is not None}
-        )
+    with _sentences():
+        settings = load_settings(given(flags))
         listener = _bound_socket(settings)  # before the weights, which may take minutes
         service, banner = load_service(settings)
-    except (ModelError, SettingsError) as error:
-        for line in str(error).splitlines():
-            click.echo(f"ropewalk: {line}", err=True)
-        sys.exit(_USAGE_ERROR)
     host, port = listener.getsockname()[:2]
     shown_host = f"[{host}]" if ":" in host else host
 
@@ -85,6 +77,59 @@ def serve(**flags: Any) -> None:
     server.run(sockets=[listener])
     if dead.is_set():
         sys.exit(_ENGINE_DIED)
+
+
+@ropewalk.command(cls=SettingsCommand)
+@click.argument("model", required=False)
+@click.option(
+    "--memory-gib",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GIB",
+    help="Memory for weights and cache together: says the longest context that fits.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@with_flags(SourceSettings, ModelSettings, DeploymentSettings)
+def inspect(memory_gib: float | None, *, as_json: bool, **flags: Any) -> None:
+    """Show MODEL's tables tier by tier, and what a context costs; loads no weights.
+
+    For each pair of dimensions: its wavelength in tokens, and whether a tier keeps it, blends it
+    or interpolates it. Deployments come from the same flags, variables and file as in `serve`.
+    """
+    from server.inspection import inspect_model
+
+    with _sentences():
+        click.echo(inspect_model(load_settings(given(flags)), memory_gib, as_json=as_json))
+
+
+@ropewalk.group()
+def config() -> None:
+    """Look at a configuration file."""
+
+
+@config.command()
+@click.argument("file")
+def check(file: str) -> None:
+    """Say what `ropewalk serve --config FILE` would serve here; loads no weights.
+
+    Deployments, tiers, longest context and memory, with the environment's settings on top of the
+    file's. Ends with code 2 and a sentence where it would refuse to start.
+    """
+    from server.outlook import outlook_lines, outlook_of
+
+    with _sentences():
+        settings = load_settings({"config": file})
+        click.echo("\n".join(outlook_lines(settings, outlook_of(settings))))
+
+
+@contextmanager
+def _sentences() -> Iterator[None]:
+    """What cannot be served ends the command with code 2 and a line for each mistake."""
+    try:
+        yield
+    except (ModelError, SettingsError) as error:
+        for line in str(error).splitlines():
+            click.echo(f"ropewalk: {line}", err=True)
+        sys.exit(_USAGE_ERROR)
 
 
 def _bound_socket(settings: ServeSettings) -> socket.socket:

@@ -1,7 +1,7 @@
 """Errors as OpenAI writes them, and the one table from a runtime error to an HTTP status."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -74,10 +74,19 @@ def rejection_reason(error: RopewalkError) -> str:
     )
 
 
-def install(app: FastAPI) -> None:
-    """Answer every failure in the envelope: never 422, never a traceback."""
+def install(app: FastAPI, on_rejected: Callable[[str], None]) -> None:
+    """Answer every failure in the envelope: never 422, never a traceback.
+
+    `on_rejected` hears of bodies to /v1 that fail the schema, with the metrics' word for it.
+    """
+
+    async def on_validation_error(request: Request, error: Exception) -> JSONResponse:
+        if request.url.path.startswith("/v1/"):
+            on_rejected("invalid")
+        return _validation_answer(error)
+
     app.add_exception_handler(RopewalkError, _on_ropewalk_error)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
 
@@ -96,7 +105,7 @@ async def _on_ropewalk_error(request: Request, error: Exception) -> JSONResponse
     return await _on_bug(request, error)
 
 
-async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
+def _validation_answer(error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     problems = _merged(error.errors())[:_MAX_ERRORS]
     message = "; ".join(_problem(each) for each in problems)

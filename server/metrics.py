@@ -7,6 +7,7 @@ client's string. Every series of the histograms exists from the start, at zero.
 import bisect
 import math
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,6 +18,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from model_runtime.config import EngineConfig
 from model_runtime.observer import Observer
 from model_runtime.request import FinishReason, Request
 from rope import Tier
@@ -48,9 +50,9 @@ class MetricFactory:
         """A count that only grows; the client library appends _total."""
         return Counter(name, text, labels, registry=self.registry)
 
-    def gauge(self, name: str, text: str) -> Gauge:
+    def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
         """A number of the moment."""
-        return Gauge(name, text, registry=self.registry)
+        return Gauge(name, text, labels, registry=self.registry)
 
     def histogram(
         self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]
@@ -95,13 +97,13 @@ class Metrics(Observer):
         self,
         factory: MetricFactory,
         context_bounds: Sequence[int],
-        num_pages: int,
+        config: EngineConfig,
         deployments: Mapping[str, Sequence[tuple[str, float]]],
         rejection_reasons: Sequence[str],
     ) -> None:
         """`deployments`: name -> every (rope_type, factor) that it can apply."""
         self._registry = factory.registry
-        self._num_pages = num_pages
+        self._num_pages = config.num_pages
 
         def by_context(name: str, text: str, bounds: Sequence[float]) -> ByContext:
             return ByContext(factory, f"ropewalk_{name}", text, bounds, context_bounds)
@@ -145,6 +147,12 @@ class Metrics(Observer):
         self._cached_tokens = factory.counter(
             "ropewalk_prompt_tokens_cached", "Those of them that were found in the prefix cache."
         )
+        self._prefix_hits = factory.counter(
+            "ropewalk_prefix_cache_hits", "Requests that began on pages of the prefix cache."
+        )
+        self._nan_aborts = factory.counter(
+            "ropewalk_nan_aborts", "Requests ended because the model answered with NaN or Inf."
+        )
         self._preemptions = factory.counter(
             "ropewalk_preemptions", "Times a request lost its pages and was computed again."
         )
@@ -159,6 +167,12 @@ class Metrics(Observer):
         self._kv_usage = factory.gauge(
             "ropewalk_kv_cache_usage_ratio", "Share of the cache's pages in use, 0 to 1."
         )
+        factory.gauge("ropewalk_kv_cache_tokens", "Tokens that the whole cache holds.").set(
+            config.num_pages * config.page_size
+        )
+        factory.gauge(
+            "ropewalk_build_info", "Always 1; the label says what runs.", ["version"]
+        ).labels(version("ropewalk")).set(1)
         for reason in rejection_reasons:
             self._rejected.labels(reason)
         for deployment, applicable in deployments.items():
@@ -180,11 +194,16 @@ class Metrics(Observer):
         """A request left the queue."""
         self._prompt_tokens.inc(len(request.prompt_ids))
         self._cached_tokens.inc(num_cached_tokens)
+        self._prefix_hits.inc(num_cached_tokens > 0)
         self._queue.observe(len(request.prompt_ids), queue_seconds)
 
     def preempted(self, request: Request) -> None:  # noqa: ARG002
         """A request lost its pages."""
         self._preemptions.inc()
+
+    def nan_aborted(self, request: Request) -> None:  # noqa: ARG002
+        """The model answered a request with NaN or Inf."""
+        self._nan_aborts.inc()
 
     def rescaled(self, request: Request) -> None:
         """A request moved to a higher tier."""

@@ -1,36 +1,56 @@
-"""GET /v1/models and POST /tokenize: what is served, and how it reads a text."""
+"""GET /v1/models, POST /tokenize and /detokenize: what is served, and how it reads a text."""
+
+import asyncio
+from functools import partial
 
 from fastapi import APIRouter
 
-from server.schema import Model, ModelList, TokenizeRequest, TokenizeResponse
+from model_runtime.deployment import Deployment
+from server.model_schema import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    Model,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from server.service import Service
 
 
 def model_router(service: Service) -> APIRouter:
-    """Both routes, over one service."""
+    """The routes, over one service."""
     router = APIRouter()
+
+    def model_of(deployment: Deployment) -> Model:
+        return Model(
+            id=deployment.name,
+            created=service.created,
+            max_model_len=service.max_model_len(deployment),
+        )
 
     @router.get("/v1/models")
     async def models() -> ModelList:
-        return ModelList(
-            data=[
-                Model(
-                    id=deployment.name,
-                    created=service.created,
-                    max_model_len=min(deployment.max_len, service.max_len),
-                )
-                for deployment in service.deployments.values()
-            ]
-        )
+        return ModelList(data=[model_of(each) for each in service.deployments.values()])
+
+    @router.get("/v1/models/{name:path}")  # a hub id has a slash
+    async def model(name: str) -> Model:
+        return model_of(service.deployment(name))
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
         deployment = service.deployment(body.model)
         tokens = await service.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
         return TokenizeResponse(
-            count=len(tokens),
-            max_model_len=min(deployment.max_len, service.max_len),
-            tokens=tokens,
+            count=len(tokens), max_model_len=service.max_model_len(deployment), tokens=list(tokens)
         )
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        service.deployment(body.model)
+        service.check_token_id(max(body.tokens, default=0), "tokens")
+        decode = partial(
+            service.tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens
+        )
+        return DetokenizeResponse(prompt=await asyncio.to_thread(decode))
 
     return router

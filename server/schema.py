@@ -1,28 +1,31 @@
-"""Bodies of the HTTP interface. A field is used or refused, never ignored.
+"""What all bodies share: strictness, the fields of every generating request, usage and rope.
 
-Strict: a number in quotes is not a number. NaN and Infinity are refused wherever they stand.
+Strict: a number in quotes is not a number. NaN and Infinity are refused wherever they stand. A
+field is used or refused, never ignored.
 """
 
 import secrets
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from model_runtime.deployment import Placement, RopeRequest
-from model_runtime.request import SamplingParams
-from model_runtime.sampler import MAX_LOGPROBS
+from model_runtime.request import PromptProgress, SamplingParams
 from rope import Tier
 
-_INT64 = 2**63 - 1
+INT64 = 2**63 - 1
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """A strict, frozen JSON object."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
-class RopeField(_Body):
+class RopeField(Body):
     """The `rope` object of a request."""
 
     rope_type: str | None = Field(None, max_length=32)
@@ -34,41 +37,41 @@ class RopeField(_Body):
         return RopeRequest(self.rope_type, self.factor, self.policy)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """OpenAI's `stream_options`."""
 
     include_usage: bool = False
 
 
-TokenId = Annotated[int, Field(ge=0, le=_INT64)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, le=INT64)]
 TokenIdKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,17})$")]  # JSON's keys are strings
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-_MAX_PROMPTS, _MAX_N = 64, 16
-# Fields of OpenAI's that are accepted only at the value that changes nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"best_of": (None, 1), "suffix": (None, "")}
+MAX_N = 16
 
 
-def _unusable(param: str, problem: str) -> PydanticCustomError:
+def unusable(param: str, problem: str) -> PydanticCustomError:
+    """An error of one field that only the whole body shows."""
     return PydanticCustomError("unusable", problem, {"param": param})
 
 
-class CompletionRequest(_Body):
-    """POST /v1/completions."""
+def is_none(value: object) -> bool:
+    """For fields that are left out where they say nothing."""
+    return value is None
+
+
+class GenerationRequest(Body):
+    """The fields of every request that generates text."""
+
+    id_prefix: ClassVar[str]
+    # Fields of OpenAI's that are accepted only at the values that change nothing.
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: str | None = Field(None, max_length=256)
-    prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS)]
-    )
-    max_tokens: int | None = Field(None, ge=0, le=_INT64)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=_INT64)
+    top_k: int | None = Field(None, ge=-1, le=INT64)
     min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-_INT64 - 1, le=_INT64)
+    seed: int | None = Field(None, ge=-INT64 - 1, le=INT64)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -78,45 +81,61 @@ class CompletionRequest(_Body):
     stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     ignore_eos: bool = False
-    min_tokens: int | None = Field(None, ge=0, le=_INT64)
-    n: int | None = Field(None, ge=1, le=_MAX_N)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, le=INT64)
+    n: int | None = Field(None, ge=1, le=MAX_N)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
     user: str | None = Field(None, max_length=512)
     cache_salt: str | None = Field(None, max_length=128)
     rope: RopeField | None = None
-    best_of: int | None = None
-    suffix: str | None = None
 
     @model_validator(mode="after")
     def _refuse_unusable(self) -> Self:
-        for name, values in _NEUTRAL.items():
+        for name, values in self.neutral.items():
             if getattr(self, name) not in values:
-                raise _unusable(name, "is not supported yet, remove it")
-        if self.stream_options is not None and not self.stream:
-            raise _unusable("stream_options", "needs `stream`: true")
-        if self.max_tokens == 0 and not self.echo:
-            raise _unusable("max_tokens", "0 needs `echo`: true, or there is nothing to answer")
-        if (self.min_tokens or 0) > (16 if self.max_tokens is None else self.max_tokens):
-            raise _unusable("min_tokens", "must be <= `max_tokens`")
+                raise unusable(name, "is not supported, remove it")
+        for name in ("stream_options", "return_progress"):
+            if getattr(self, name) and not self.stream:
+                raise unusable(name, "needs `stream`: true")
         return self
 
-    def prompts(self) -> list[str | list[int]]:
-        """One or several prompts as a list."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
+    @property
+    @abstractmethod
+    def asked_max_tokens(self) -> int | None:
+        """Tokens of an answer at most; None: to the end of the tier."""
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report for each token of the answer; None: no logprobs."""
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return None
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to compute for each prompt."""
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with an event of token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     def logit_bias_pairs(self) -> tuple[tuple[int, float], ...]:
         """(token id, what is added to its logit)."""
         return tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
 
-    def sampling(self, defaults: Mapping[str, float], copy: int) -> SamplingParams:
-        """As the runtime takes it. What was left out is the model's default, or OpenAI's.
+    def sampling(
+        self, max_tokens: int, defaults: Mapping[str, float], more_stop: Sequence[str]
+    ) -> list[SamplingParams]:
+        """As the runtime takes it, for each answer to a prompt: each has a seed of its own.
 
-        `copy` counts a prompt's answers: each has a seed of its own.
+        What was left out is the model's default, or OpenAI's. `more_stop`: stop strings of the
+        chat template.
         """
 
         def value(name: str, default: float) -> float:
@@ -124,43 +143,30 @@ class CompletionRequest(_Body):
             return defaults.get(name, default) if given is None else given
 
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(
-            max_tokens=16 if self.max_tokens is None else self.max_tokens,
-            temperature=value("temperature", 1.0),
-            top_p=value("top_p", 1.0),
-            top_k=max(int(value("top_k", 0)), 0),
-            min_p=value("min_p", 0.0),
-            seed=secrets.randbits(63) if self.seed is None else self.seed + copy,
-            repetition_penalty=value("repetition_penalty", 1.0),
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=self.logit_bias_pairs(),
-            stop=stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens or 0,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
-        )
+        return [
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=value("temperature", 1.0),
+                top_p=value("top_p", 1.0),
+                top_k=max(int(value("top_k", 0)), 0),
+                min_p=value("min_p", 0.0),
+                seed=secrets.randbits(63) if self.seed is None else self.seed + copy,
+                repetition_penalty=value("repetition_penalty", 1.0),
+                presence_penalty=self.presence_penalty or 0.0,
+                frequency_penalty=self.frequency_penalty or 0.0,
+                logit_bias=self.logit_bias_pairs(),
+                stop=(*stop, *more_stop),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                ignore_eos=self.ignore_eos,
+                min_tokens=self.min_tokens or 0,
+                logprobs=self.num_logprobs,
+                prompt_logprobs=self.num_prompt_logprobs,
+            )
+            for copy in range(self.num_answers)
+        ]
 
 
-class TokenizeRequest(_Body):
-    """POST /tokenize."""
-
-    model: str | None = Field(None, max_length=256)
-    prompt: str
-    add_special_tokens: bool = True
-
-
-class TokenizeResponse(_Body):
-    """How a text looks to the model."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-
-
-class RopeAnswer(_Body):
+class RopeAnswer(Body):
     """What was applied to one choice."""
 
     rope_type: str
@@ -183,32 +189,13 @@ class RopeAnswer(_Body):
         )
 
 
-class Logprobs(_Body):
-    """The classic completions shape."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class Choice(_Body):
-    """One answer, or one piece of it in a stream."""
-
-    index: int = 0
-    text: str
-    logprobs: Logprobs | None = None
-    finish_reason: str | None = None
-    rope: RopeAnswer
-
-
-class PromptTokensDetails(_Body):
+class PromptTokensDetails(Body):
     """Where the prompt's keys and values came from."""
 
     cached_tokens: int  # read from the prefix cache
 
 
-class Usage(_Body):
+class Usage(Body):
     """Token counts; a prompt counts once, however many answers it has."""
 
     prompt_tokens: int
@@ -217,29 +204,22 @@ class Usage(_Body):
     prompt_tokens_details: PromptTokensDetails
 
 
-class CompletionResponse(_Body):
-    """The answer of /v1/completions, and each event of its stream."""
+class PromptProgressAnswer(Body):
+    """How far a long prompt is, as llama.cpp tells it."""
 
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage | None = None
+    index: int  # of the prompt
+    total: int  # tokens of the prompt
+    cache: int  # those of them found in the prefix cache
+    processed: int  # those done, the cached ones included
+    time_ms: float  # since the prompt was started
 
-
-class Model(_Body):
-    """One served name."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: Literal["ropewalk"] = "ropewalk"
-    max_model_len: int
-
-
-class ModelList(_Body):
-    """GET /v1/models."""
-
-    object: Literal["list"] = "list"
-    data: list[Model]
+    @classmethod
+    def of(cls, index: int, progress: PromptProgress) -> Self:
+        """From the engine's numbers."""
+        return cls(
+            index=index,
+            total=progress.num_prompt_tokens,
+            cache=progress.num_cached_tokens,
+            processed=progress.num_computed_tokens,
+            time_ms=round(progress.seconds * 1000, 3),
+        )

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,14 +11,16 @@ from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
 
+from model_runtime.chat_template import ChatTemplate
 from model_runtime.deployment import Deployment, RopeRequest
 from model_runtime.engine import Engine
 from model_runtime.errors import RequestError, RopewalkError, UnknownModelError
 from model_runtime.request import Output, Request
 from model_runtime.tokenizer import Tokenizer
 from server.errors import rejection_reason
+from server.http_metrics import HttpMetrics
 from server.metrics import Metrics
-from server.schema import CompletionRequest
+from server.schema import GenerationRequest
 
 Result = TypeVar("Result")
 
@@ -35,13 +37,24 @@ class Submission:
         engine.submit_all(list(zip(requests, listeners, strict=True)), arrived)
         self._open = set(range(len(requests)))
 
-    async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
-        """(index of the request, output) as they come; each request's last has a finish_reason."""
-        while self._open:
-            index, output = await self._outputs.get()
-            if output.finish_reason is not None:
-                self._open.discard(index)
-            yield index, output
+    @property
+    def is_over(self) -> bool:
+        """Whether every request has given its last output."""
+        return not self._open
+
+    async def next_output(self, limit_s: float | None) -> tuple[int, Output] | None:
+        """(index of the request, output); each one's last has a finish_reason.
+
+        None when `limit_s` seconds pass without any.
+        """
+        try:
+            async with asyncio.timeout(limit_s):
+                index, output = await self._outputs.get()
+        except TimeoutError:
+            return None
+        if output.finish_reason is not None:
+            self._open.discard(index)
+        return index, output
 
     def close(self) -> None:
         """Abort what is not over: its pages are free after the current step."""
@@ -63,9 +76,13 @@ class Service:
     tokenizer: Tokenizer
     deployments: Mapping[str, Deployment]  # the first serves requests that name no model
     metrics: Metrics
+    http_metrics: HttpMetrics
     vocab_size: int
     sampling_defaults: Mapping[str, float]  # the model's own, for what a request leaves out
     max_len: int  # positions of the longest sequence, whatever the deployment
+    chat_template: ChatTemplate
+    allowed_chat_template_kwargs: frozenset[str]
+    sse_keep_alive_seconds: float | None  # of silence in a stream before a comment
     created: int = field(default_factory=lambda: int(time.time()))
 
     def deployment(self, name: str | None) -> Deployment:
@@ -79,58 +96,94 @@ class Service:
             )
         return self.deployments[name]
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def max_model_len(self, deployment: Deployment) -> int:
+        """Positions of the deployment's longest sequence, cache included."""
+        return min(deployment.max_len, self.max_len)
+
+    async def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> tuple[int, ...]:
         """Token ids of a text; off the event loop, since a long one takes a while.
 
-        A text that must be too long, whatever its tokens, is refused before. RequestError.
+        A text that must be too long, whatever its tokens, is refused before. RequestError, which
+        names the request's field `param`.
         """
-        most = self.max_len * self.tokenizer.longest_token
-        if len(text) > most:
-            raise RequestError(
-                f"`prompt` must be at most {most} characters ({self.max_len} tokens of at most "
-                f"{self.tokenizer.longest_token}). Given: {len(text)}",
-                param="prompt",
-                code="context_length_exceeded",
+        self.check_length(len(text), param)
+        return tuple(
+            await asyncio.to_thread(
+                self.tokenizer.encode, text, add_special_tokens=add_special_tokens, param=param
             )
-        return await asyncio.to_thread(
-            self.tokenizer.encode, text, add_special_tokens=add_special_tokens
         )
 
-    async def submit(self, body: CompletionRequest) -> Submission:
+    async def submit(
+        self,
+        body: GenerationRequest,
+        read_prompts: Callable[[], Awaitable[Sequence[tuple[int, ...]]]],
+        more_stop: Sequence[str] = (),
+    ) -> Submission:
         """Tokenise, place and queue a request. Raises what the engine and placement raise."""
         arrived = time.monotonic()
         try:
             deployment = self.deployment(body.model)
-            prompts = [await self._prompt_ids(prompt) for prompt in body.prompts()]
             for token_id, _ in body.logit_bias_pairs():
-                self._check_token_id(token_id, "logit_bias")
+                self.check_token_id(token_id, "logit_bias")
             for token_id in body.stop_token_ids or ():
-                self._check_token_id(token_id, "stop_token_ids")
-            asked = body.rope.request() if body.rope is not None else RopeRequest()
+                self.check_token_id(token_id, "stop_token_ids")
             requests = []
-            samplings = [body.sampling(self.sampling_defaults, at) for at in range(body.n or 1)]
-            for prompt in prompts:
-                placement = deployment.place(asked, len(prompt), samplings[0].max_tokens)
-                for sampling in samplings:
-                    request_id = f"cmpl-{uuid.uuid4().hex}"
-                    salt = body.cache_salt or ""
-                    requests.append(Request(request_id, prompt, sampling, placement, salt))
+            for prompt in await read_prompts():
+                requests += self._requests(body, deployment, prompt, more_stop)
             return Submission(self.engine, requests, arrived)
         except RopewalkError as error:
             self.metrics.rejected(rejection_reason(error))
             raise
 
-    async def _prompt_ids(self, prompt: str | list[int]) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return tuple(await self.tokenize(prompt))
-        self._check_token_id(max(prompt), "prompt")
-        return tuple(prompt)
+    def check_length(self, num_characters: int, param: str) -> None:
+        """Refuse, before it is tokenised, what must be too long. Raises RequestError."""
+        most = self.max_len * self.tokenizer.longest_token
+        if num_characters > most:
+            raise RequestError(
+                f"`{param}` must be at most {most} characters ({self.max_len} tokens of at most "
+                f"{self.tokenizer.longest_token}). Given: {num_characters}",
+                param=param,
+                code="context_length_exceeded",
+            )
 
-    def _check_token_id(self, token_id: int, param: str) -> None:
+    def check_token_id(self, token_id: int, param: str) -> None:
+        """Refuse an id outside the vocabulary. Raises RequestError."""
         if token_id >= self.vocab_size:
             raise RequestError(
                 f"`{param}` token ids must be < {self.vocab_size}. Given: {token_id}", param=param
             )
+
+    def _requests(
+        self,
+        body: GenerationRequest,
+        deployment: Deployment,
+        prompt: tuple[int, ...],
+        more_stop: Sequence[str],
+    ) -> list[Request]:
+        """One for each answer to a prompt."""
+        asked = body.rope.request() if body.rope is not None else RopeRequest()
+        max_tokens = body.asked_max_tokens
+        if max_tokens is None:
+            max_tokens = deployment.open_max_tokens(asked, len(prompt), self.max_len)
+        if (body.min_tokens or 0) > max_tokens:
+            raise RequestError(
+                f"`min_tokens` must be <= `max_tokens` ({max_tokens}). Given: {body.min_tokens}",
+                param="min_tokens",
+            )
+        placement = deployment.place(asked, len(prompt), max_tokens)
+        return [
+            Request(
+                f"{body.id_prefix}-{uuid.uuid4().hex}",
+                prompt,
+                sampling,
+                placement,
+                body.cache_salt or "",
+                wants_progress=bool(body.return_progress),
+            )
+            for sampling in body.sampling(max_tokens, self.sampling_defaults, more_stop)
+        ]
 
 
 class ClientDisconnectedError(Exception):

@@ -1,18 +1,22 @@
-"""Every setting once: its name with unit, its default, its help. Flags and environment follow.
+"""Every setting once: its name, unit, default and help. Flags, environment and file follow.
 
-The command line beats the environment (`ROPEWALK_<NAME>`), which beats the default.
+The command line beats the environment (`ROPEWALK_<NAME>`), which beats the file, which beats the
+default.
 """
 
-import itertools
-import json
+import difflib
 import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from rope import POLICIES, ROPE_TYPES, Policy
+from server.config_file import ConfigFileError, read_config_file
 from server.metrics import MAX_CONTEXT_BUCKETS
+from server.setting_types import FromJson, Integers, JsonObject, Names, Numbers, Section, setting
 
 _ENV_PREFIX = "ROPEWALK_"
 
@@ -21,141 +25,256 @@ class SettingsError(ValueError):
     """A setting has a value that cannot be used; the message names setting and value."""
 
 
-def _numbers(value: Any) -> Any:
-    """`1,2,4,8` as a flag or an environment variable gives it."""
-    return tuple(value.split(",")) if isinstance(value, str) else value
+class ModelSettings(Section):
+    """Model"""  # noqa: D400  # a heading
+
+    model: str | None = setting(
+        None,
+        "Model folder or hub id. Left out: the embedded demonstration model.",
+        unit="path or id",
+    )
+    served_model_name: str | None = setting(
+        None,
+        "The name clients use. Left out: the folder's or the hub id's last part.",
+        unit="name",
+        min_length=1,
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto",
+        "Number type of weights and cache: auto, float32, bfloat16 or float16; auto is float32 on "
+        "a CPU, else the checkpoint's.",
+        unit="name",
+    )
+    device: str = setting(
+        "auto",
+        "auto, cpu, cuda or cuda:N.",
+        unit="name",
+        pattern="^(auto|cpu|cuda(:[0-9]+)?)$",
+    )
+    threads: int | None = setting(
+        None,
+        "CPU threads for computing. Left out: torch's choice.",
+        unit="threads",
+        ge=1,
+        le=512,
+    )
+    trust_remote_code: bool = setting(
+        default=False,
+        text="Run Python code that comes with the checkpoint.",
+        unit="switch",
+    )
+    chat_template: Path | None = setting(
+        None,
+        "Jinja file that turns messages into a prompt. Left out: the tokenizer's own, or a plain "
+        "transcript where it has none.",
+        unit="path",
+    )
+    allowed_chat_template_kwargs: Names = setting(
+        ("enable_thinking", "thinking", "reasoning_effort"),
+        "Variables of the chat template that requests may set.",
+        unit="names",
+    )
 
 
-def _json_object(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error}") from error
+class DeploymentSettings(Section):
+    """Deployment"""  # noqa: D400  # a heading
+
+    rope_scaling: JsonObject | None = setting(
+        None,
+        "Hugging Face's rope block: how to rescale beyond the trained length. Left out: "
+        '{"rope_type": "yarn", "factor": 4.0}, or the checkpoint\'s own block.',
+        unit="JSON",
+    )
+    rope_policy: Policy | None = setting(
+        None,
+        f"What decides a request's tier: one of {', '.join(POLICIES)}. Left out: pinned, or fixed "
+        "for a checkpoint that carries scaling.",
+        unit="name",
+    )
+    rope_tiers: Numbers | None = setting(
+        None,
+        "Tier ceilings as multiples of the trained length, rising from 1, as 1,2,4,8. Left out: "
+        "powers of two up to the factor.",
+        unit="multiples",
+    )
+    allowed_rope_types: Names | None = setting(
+        None,
+        f"Methods that a request may ask for: any of {','.join(ROPE_TYPES)}. Left out: all that "
+        "the model can use.",
+        unit="names",
+    )
+    max_rope_factor: float | None = setting(
+        None,
+        "Largest factor that a request may ask for. Left out: the longest tier's.",
+        unit="factor",
+        ge=1,
+        allow_inf_nan=False,
+    )
+    max_model_len: int | None = setting(
+        None,
+        "Longest context. Left out: the longest tier, or what the cache holds if that is less. "
+        "Larger than the cache: refuses to start.",
+        unit="tokens",
+        ge=1,
+    )
+    answer_reserve_tokens: int | None = setting(
+        None,
+        "Room for an answer whose chat request names no max_tokens: its tier covers the prompt "
+        "and this. Left out: an eighth of the trained length.",
+        unit="tokens",
+        ge=1,
+    )
 
 
-def _rising(values: tuple[float, ...]) -> tuple[float, ...]:
-    if any(low >= high for low, high in itertools.pairwise(values)) or not values or values[0] < 1:
-        raise ValueError("must rise strictly from 1 or more")
-    return values
+class DeploymentEntry(DeploymentSettings):
+    """One of several served names."""
+
+    name: str = Field(min_length=1)
 
 
-Numbers = Annotated[
-    tuple[Annotated[float, Field(allow_inf_nan=False)], ...],
-    NoDecode,
-    BeforeValidator(_numbers),
-    AfterValidator(_rising),
-]
-Integers = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_numbers), AfterValidator(_rising)]
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_numbers)]
-JsonObject = Annotated[dict[str, Any], NoDecode, BeforeValidator(_json_object)]
+class CacheSettings(Section):
+    """Cache and scheduling"""  # noqa: D400  # a heading
+
+    kv_cache_gib: float | None = setting(
+        None,
+        "Size of the KV cache. Left out: a quarter of the memory (of a GPU: 80 percent of what is "
+        "free), but no more than max_num_seqs longest contexts.",
+        unit="GiB",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    kv_cache_tokens: int | None = setting(
+        None, "Size of the KV cache, instead of kv_cache_gib.", unit="tokens", ge=1
+    )
+    page_size: int = setting(16, "A page of the KV cache.", unit="tokens", ge=4, le=256)
+    max_num_seqs: int = setting(32, "Sequences served at once.", unit="sequences", ge=1, le=4096)
+    max_num_batched_tokens: int = setting(
+        512,
+        "Computed in one step: one token for each sequence that decodes, the rest for chunks of "
+        "prompts.",
+        unit="tokens",
+        ge=1,
+    )
+    max_num_logit_rows: int = setting(
+        256,
+        "Prompt positions in one step whose logprobs were asked for; bounds memory.",
+        unit="positions",
+        ge=1,
+    )
+    max_queued_requests: int = setting(
+        256,
+        "Requests that may wait for a place; one more is answered 429.",
+        unit="requests",
+        ge=0,
+    )
 
 
-class ServeSettings(BaseSettings):
+class HttpSettings(Section):
+    """HTTP and metrics"""  # noqa: D400  # a heading
+
+    host: str = setting("127.0.0.1", "Address to listen on.", unit="address")
+    port: int = setting(8000, "Port to listen on; 0 picks a free one.", unit="port", ge=0, le=65535)
+    sse_keep_alive_seconds: float = setting(
+        15.0,
+        "Silence in a stream before a comment keeps proxies from closing it; 0: never.",
+        unit="seconds",
+        ge=0,
+        allow_inf_nan=False,
+    )
+    context_buckets: Integers | None = setting(
+        None,
+        "Upper bounds of the metrics' context_bucket label, at most 11. Left out: fractions and "
+        "multiples of the trained length.",
+        unit="tokens",
+        max_length=MAX_CONTEXT_BUCKETS - 1,
+    )
+
+
+class SourceSettings(Section):
+    """Configuration"""  # noqa: D400  # a heading
+
+    config: Path | None = setting(
+        None,
+        "YAML file of settings, by their names with underscores. Not a setting of the file itself.",
+        unit="path",
+    )
+    deployments: Annotated[tuple[DeploymentEntry, ...], NoDecode, FromJson] | None = setting(
+        None,
+        "Several names over one set of weights and one cache: a list of objects with a name and "
+        "the settings under Deployment.",
+        unit="JSON",
+        min_length=1,
+        max_length=16,
+    )
+
+
+# In the order of help and docs/settings.md.
+SECTIONS: tuple[type[Section], ...] = (
+    SourceSettings,
+    ModelSettings,
+    DeploymentSettings,
+    CacheSettings,
+    HttpSettings,
+)
+
+
+class ServeSettings(
+    SourceSettings, ModelSettings, DeploymentSettings, CacheSettings, HttpSettings, BaseSettings
+):
     """The settings of `ropewalk serve`."""
 
     model_config = SettingsConfigDict(env_prefix=_ENV_PREFIX, extra="forbid", frozen=True)
 
-    model: str | None = Field(
-        None, description="Model folder or hub id. Left out: the embedded demonstration model."
-    )
-    served_model_name: str | None = Field(
-        None,
-        min_length=1,
-        description="The name clients use. Left out: the folder's or the hub id's last part.",
-    )
-    host: str = Field("127.0.0.1", description="Address to listen on.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
 
-    rope_scaling: JsonObject | None = Field(
-        None,
-        description="Hugging Face's rope block as JSON: how to rescale beyond the trained length. "
-        'Left out: {"rope_type": "yarn", "factor": 4.0}, or the checkpoint\'s own block.',
-    )
-    rope_policy: Policy | None = Field(
-        None,
-        description=f"What decides a request's tier: one of {', '.join(POLICIES)}. Left out: "
-        "pinned, or fixed for a checkpoint that carries scaling.",
-    )
-    rope_tiers: Numbers | None = Field(
-        None,
-        description="Tier ceilings as multiples of the trained length, rising from 1, as 1,2,4,8. "
-        "Left out: powers of two up to the factor.",
-    )
-    allowed_rope_types: Names | None = Field(
-        None,
-        description=f"Methods that a request may ask for: any of {','.join(ROPE_TYPES)}. Left "
-        "out: all that the model can use.",
-    )
-    max_rope_factor: float | None = Field(
-        None,
-        ge=1,
-        allow_inf_nan=False,
-        description="Largest factor that a request may ask for. Left out: the longest tier's.",
-    )
-    max_model_len: int | None = Field(
-        None,
-        ge=1,
-        description="Longest context in tokens. Left out: the longest tier, or what the cache "
-        "holds if that is less. Larger than the cache: refuses to start.",
-    )
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Number type of weights and cache; auto: float32 on a CPU, else the "
-        "checkpoint's.",
-    )  # fmt: skip
-    device: str = Field(
-        "auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N."
-    )
-    threads: int | None = Field(
-        None, ge=1, le=512, description="CPU threads for computing. Left out: torch's choice."
-    )
-    trust_remote_code: bool = Field(
-        default=False, description="Run Python code that comes with the checkpoint."
-    )
-
-    kv_cache_gib: float | None = Field(
-        None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Size of the KV cache in GiB. Left out: a quarter of the memory (of a GPU: 80 "
-        "percent of what is free), but no more than max_num_seqs longest contexts.",
-    )
-    kv_cache_tokens: int | None = Field(
-        None, ge=1, description="Size of the KV cache in tokens, instead of kv_cache_gib."
-    )
-    page_size: int = Field(16, ge=4, le=256, description="Tokens in a page of the KV cache.")
-    max_num_seqs: int = Field(32, ge=1, le=4096, description="Sequences served at once.")
-    max_num_batched_tokens: int = Field(
-        512,
-        ge=1,
-        description="Tokens computed in one step: one for each sequence that decodes, the rest "
-        "for chunks of prompts.",
-    )
-    max_num_logit_rows: int = Field(
-        256,
-        ge=1,
-        description="Prompt positions in one step whose logprobs were asked for; bounds memory.",
-    )
-    max_queued_requests: int = Field(
-        256, ge=0, description="Requests that may wait for a place; one more is answered 429."
-    )
-    context_buckets: Integers | None = Field(
-        None,
-        max_length=MAX_CONTEXT_BUCKETS - 1,
-        description="Upper bounds in tokens of the metrics' context_bucket label, at most 11. Left "
-        "out: fractions and multiples of the trained length.",
-    )
+def variable_of(name: str) -> str:
+    """The environment variable of a setting."""
+    return f"{_ENV_PREFIX}{name.upper()}"
 
 
-def load_settings(flags: dict[str, Any]) -> ServeSettings:
-    """Settings from flags (given ones only) and the environment. Raises SettingsError."""
+def load_settings(flags: Mapping[str, Any]) -> ServeSettings:
+    """Settings from flags (given ones only), environment and file. Raises SettingsError."""
     _refuse_unknown_variables()
+    path = flags.get("config") or os.environ.get(variable_of("config"))
+    in_file = {} if path is None else _file_values(Path(path))
+    unstated = {
+        name: value for name, value in in_file.items() if variable_of(name) not in os.environ
+    }
     try:
-        settings = ServeSettings(**flags)
+        settings = ServeSettings(**{**unstated, **flags})
     except ValidationError as error:
-        raise SettingsError(_sentence(error)) from error
+        raise SettingsError(_sentences(error, flags, path)) from error
+    _refuse_contradictions(settings)
+    return settings
+
+
+def _file_values(path: Path) -> dict[str, Any]:
+    try:
+        found = read_config_file(path)
+    except ConfigFileError as error:
+        raise SettingsError(str(error)) from error
+    known = set(ServeSettings.model_fields) - {"config"}
+    for name in found:
+        if name not in known:
+            raise SettingsError(f"{name} in {path} is no setting of ropewalk{_like(name, known)}")
+    return found
+
+
+def _refuse_unknown_variables() -> None:
+    known = {variable_of(name) for name in ServeSettings.model_fields}
+    for name in sorted(os.environ):
+        if name.upper().startswith(_ENV_PREFIX) and name not in known:
+            raise SettingsError(
+                f"{name} in the environment is no setting of ropewalk{_like(name, known)}"
+            )
+
+
+def _like(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"; {close[0]} is" if close else ""
+
+
+def _refuse_contradictions(settings: ServeSettings) -> None:
+    """What only several settings together show."""
     if settings.kv_cache_gib is not None and settings.kv_cache_tokens is not None:
         raise SettingsError("kv_cache_gib and kv_cache_tokens both size the cache: give one")
     if settings.max_num_batched_tokens < settings.max_num_seqs:
@@ -163,24 +282,33 @@ def load_settings(flags: dict[str, Any]) -> ServeSettings:
             f"max_num_batched_tokens must be >= max_num_seqs ({settings.max_num_seqs}), got "
             f"{settings.max_num_batched_tokens}"
         )
-    return settings
+    if settings.deployments is None:
+        return
+    for name in ("served_model_name", *DeploymentSettings.model_fields):
+        if getattr(settings, name) is not None:
+            raise SettingsError(
+                f"{name} and deployments exclude another: each of the deployments has its own, "
+                f"got {getattr(settings, name)!r}"
+            )
+    names = [entry.name for entry in settings.deployments]
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingsError(f"deployments: name must be given once, got {name!r} twice")
 
 
-def _refuse_unknown_variables() -> None:
-    known = {_ENV_PREFIX + name.upper() for name in ServeSettings.model_fields}
-    unknown = sorted(
-        name for name in os.environ if name.startswith(_ENV_PREFIX) and name not in known
-    )
-    if unknown:
-        raise SettingsError(f"{unknown[0]} in the environment is no setting of ropewalk")
-
-
-def _sentence(error: ValidationError) -> str:
-    """One line per wrong setting: its name, what is accepted, what it was."""
+def _sentences(error: ValidationError, flags: Mapping[str, Any], path: object) -> str:
+    """One line per wrong setting: its name, what is accepted, what it was, where it came from."""
     lines = []
     for each in error.errors(include_url=False):
+        top = str(each["loc"][0])
         name = ".".join(str(part) for part in each["loc"])
         problem = each["msg"].removeprefix("Value error, ")
         problem = problem[0].lower() + problem[1:]
-        lines.append(f"{name}: {problem}, got {each['input']!r}")
+        variable = variable_of(top)
+        origin = str(path)
+        if top in flags:
+            origin = "the command line"
+        elif variable in os.environ:
+            origin = variable
+        lines.append(f"{name}: {problem}, got {each['input']!r} (from {origin})")
     return "\n".join(lines)

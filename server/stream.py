@@ -9,6 +9,9 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 DONE = "data: [DONE]\n\n"
+# Comments, which clients skip. The first makes proxies pass the headers on at once; the others
+# keep them from closing a connection that is silent during a long prefill (nginx: 60 s).
+OPENING, KEEP_ALIVE = ": open\n\n", ": keep-alive\n\n"
 
 
 def event(body: BaseModel | dict[str, Any]) -> str:
@@ -24,8 +27,8 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
-        # Proxies must neither keep nor collect what should arrive at once.
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        # Proxies must neither keep, nor collect, nor compress what should arrive at once.
+        headers = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers)
         self._close = close
 

@@ -126,13 +126,14 @@ def test_a_device_that_is_not_there_is_a_sentence(folder: Path) -> None:
 
 def test_sampling_defaults_come_from_generation_config(folder: Path) -> None:
     """for what a request leaves out; what it says wins"""
-    from server.schema import CompletionRequest
+    from server.completion_schema import CompletionRequest
 
     stated = {"eos_token_id": 1, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
     (folder / "generation_config.json").write_text(json.dumps({**stated, "max_length": 99}))
     defaults = load_checkpoint(folder).sampling_defaults
     assert defaults == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
-    silent = CompletionRequest(prompt="a").sampling(defaults, 0)
+    silent = CompletionRequest(prompt="a").sampling(16, defaults, ())[0]
     assert (silent.temperature, silent.top_k, silent.repetition_penalty) == (0.6, 20, 1.1)
-    spoken = CompletionRequest(prompt="a", temperature=0.0, top_k=-1).sampling(defaults, 0)
+    body = CompletionRequest(prompt="a", temperature=0.0, top_k=-1)
+    spoken = body.sampling(16, defaults, ())[0]
     assert (spoken.temperature, spoken.top_k, spoken.top_p) == (0.0, 0, 1.0)

@@ -157,8 +157,15 @@ def test_nan_logits_end_their_request_only(engines: EngineFactory, checkpoint: C
 
         poisoned_page = 0
 
+    class Counting(Observer):
+        """Who was ended for it."""
+
+        def nan_aborted(self, request: Request) -> None:
+            aborted.append(request.request_id)
+
+    aborted: list[str] = []
     script = Poisoned(checkpoint, "hello")
-    engine = engines.over(checkpoint, runner=script, max_num_batched_tokens=32)
+    engine = engines.over(checkpoint, runner=script, observer=Counting(), max_num_batched_tokens=32)
     index = engine._core.scheduler.index
     seen = []
     script.before_run = lambda: seen.append(len(index.published()))
@@ -168,6 +175,7 @@ def test_nan_logits_end_their_request_only(engines: EngineFactory, checkpoint: C
     outputs = engine.generate([ill, well])
     assert outputs[0][-1].finish_reason is FinishReason.ERROR
     assert outputs[0][-1].error == "the model answered with NaN or Inf"
+    assert aborted == [ill.request_id]
     assert Result.of(outputs[1]).text == "hello"
     assert max(seen) > 0, "nothing was published, so nothing had to be taken back"
     assert index.published() == {}

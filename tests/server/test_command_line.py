@@ -25,11 +25,12 @@ def test_help_lists_every_setting() -> None:
 def test_banner_says_what_an_operator_needs(server: Server) -> None:
     """model, lengths, tiers, cache and address"""
     for line in (
-        "model            ropewalk-demo (LlamaForCausalLM, cpu, float32",
-        "native length    256 tokens",
-        "tiers            256:1x 512:2x 1024:4x 2048:8x",
-        "longest context  2048 tokens",
-        "KV cache         65536 tokens",
+        "model            LlamaForCausalLM, cpu, float32",
+        "deployment       ropewalk-demo",
+        "native length  256 tokens",
+        "tiers          256:1x 512:2x 1024:4x 2048:8x",
+        "longest        2048 tokens",
+        "KV cache         65536 tokens, 0.25 GiB in 4096 pages of 16",
         f"listening on     {server.url}",
     ):
         assert line in server.banner

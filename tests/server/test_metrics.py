@@ -3,6 +3,7 @@
 import bisect
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -69,7 +70,7 @@ def test_histograms_count_what_was_sent(fresh: Server) -> None:
     counted = {
         (name, dict(labels)["context_bucket"]): int(after[name, labels] - before[name, labels])
         for name, labels in after
-        if name.endswith("_count") and labels
+        if name.endswith("_count") and "context_bucket" in dict(labels)
     }
     assert {key: count for key, count in counted.items() if count} == expected
     assert sum(count for (name, _), count in counted.items() if "first_token" in name) == len(SENT)
@@ -115,19 +116,70 @@ def test_cached_tokens_and_rescales_are_counted(fresh: Server) -> None:
     after = samples(fresh)
     cached = "ropewalk_prompt_tokens_cached_total", ()
     assert after[cached] - before[cached] == 192
+    hits = "ropewalk_prefix_cache_hits_total", ()
+    assert after[hits] - before[hits] == 1
     labels = (("deployment", "ropewalk-demo"), ("policy", "grow"))
     rescales = "ropewalk_rope_rescales_total", labels
     assert after[rescales] - before[rescales] == 2
     assert ("ropewalk_preemptions_total", ()) in after
 
 
-def test_refusals_are_counted_by_reason(fresh: Server) -> None:
-    """in the server's own words, never the client's"""
-    for body in ({"prompt": [7] * 3000}, {"prompt": "a", "model": "x"}, {"prompt": [7777]}):
-        assert httpx.post(f"{fresh.url}/v1/completions", json=body).status_code in (400, 404)
-    for reason in ("context_length_exceeded", "model_not_found", "invalid"):
-        assert value(fresh, "requests_rejected_total", reason=reason) == 1
-    assert value(fresh, "requests_rejected_total", reason="queue_full") == 0
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"prompt": [7] * 3000}, "context_length_exceeded"),
+        ({"prompt": "a", "model": "x"}, "model_not_found"),
+        ({"prompt": [7777]}, "invalid"),
+        ({"prompt": {}}, "invalid"),
+    ],
+)
+def test_refusals_are_counted_by_reason(fresh: Server, body: dict[str, Any], reason: str) -> None:
+    """in the server's own words, never the client's; a body that fails the schema, too"""
+    before = samples(fresh)
+    assert httpx.post(f"{fresh.url}/v1/completions", json=body).status_code in (400, 404)
+    after = samples(fresh)
+    name = "ropewalk_requests_rejected_total"
+    grown = {
+        dict(labels)["reason"]: count - before[each, labels]
+        for (each, labels), count in after.items()
+        if each == name and count != before[each, labels]
+    }
+    assert grown == {reason: 1}
+
+
+def test_http_requests_are_counted_by_route_template_and_status(fresh: Server) -> None:
+    """a path that is no route is `other`, whatever it says"""
+
+    def count(method: str, route: str, status: str) -> float:
+        labels = (("method", method), ("route", route), ("status", status))
+        return samples(fresh).get(("ropewalk_http_requests_total", labels), 0.0)
+
+    calls = [
+        ("GET", "/health", "200", "/health"),
+        ("GET", "/v1/models/ropewalk-demo", "200", "/v1/models/{name:path}"),
+        ("GET", "/v1/models/no/such", "404", "/v1/models/{name:path}"),
+        ("POST", "/v1/completions", "400", "/v1/completions"),
+        ("GET", "/no-such-route", "404", "other"),
+        ("BREW", "/health", "405", "/health"),
+    ]
+    for method, path, status, route in calls:
+        label = "other" if method == "BREW" else method
+        before = count(label, route, status)
+        answer = httpx.request(method, fresh.url + path)
+        assert str(answer.status_code) == status
+        assert count(label, route, status) == before + 1
+    page = httpx.get(f"{fresh.url}/metrics").text
+    assert "no-such-route" not in page
+    assert "no/such" not in page
+    assert value(fresh, "http_request_duration_seconds_count", route="/health") > 0
+
+
+def test_the_build_and_the_size_of_the_cache_are_told(fresh: Server) -> None:
+    """as gauges"""
+    from importlib.metadata import version
+
+    assert value(fresh, "build_info", version=version("ropewalk")) == 1
+    assert value(fresh, "kv_cache_tokens") == 65536
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -36,7 +36,10 @@ def test_lists_and_json_are_read_from_strings() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"port": "70000"}, "port: input should be less than or equal to 65535, got '70000'"),
+        (
+            {"port": "70000"},
+            r"port: input should be less than or equal to 65535, got '70000' \(from the command",
+        ),
         (
             {"rope_policy": "shrink"},
             "rope_policy: input should be 'fixed', .*'grow-exact', got 'shrink'",

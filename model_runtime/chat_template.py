@@ -1,0 +1,87 @@
+"""Messages -> the text a model was trained to read, by the tokenizer's own Jinja template.
+
+Rendered in transformers' immutable sandbox: a template comes with a checkpoint, and is not trusted.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from model_runtime.errors import ModelError, RequestError
+
+# For a tokenizer without a template: a transcript, which a base model goes on with.
+FALLBACK_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ message['role'] | capitalize }}: {{ message['content'] }}"
+    "{% if not loop.last or add_generation_prompt %}{{ '\\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+# transformers' own tag around what an assistant said; for training, and unknown to Jinja.
+_GENERATION_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+_FALLBACK_STOP = "\nUser:"  # or a base model would write the user's next turn, too
+
+
+class ChatTemplate:
+    """A tokenizer's template, another one in its place, or the fallback."""
+
+    def __init__(self, tokenizer: Any, override: str | None = None) -> None:
+        """`tokenizer` is transformers'. Raises ModelError for a template that cannot be parsed."""
+        self._tokenizer = tokenizer
+        own = _own_template(tokenizer) if override is None else override
+        self.is_fallback = own is None
+        self.stop: tuple[str, ...] = (_FALLBACK_STOP,) if self.is_fallback else ()
+        self._template = FALLBACK_TEMPLATE if own is None else own
+        try:
+            # For the names only; transformers compiles and renders it.
+            environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+            parsed = environment.parse(_GENERATION_TAG.sub("", self._template))
+        except TemplateSyntaxError as error:
+            raise ModelError(f"the chat template, line {error.lineno}: {error.message}") from error
+        self.variables = frozenset(meta.find_undeclared_variables(parsed))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt as text, special tokens included.
+
+        Raises RequestError in the template's own words, where it refuses the messages.
+        """
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(variables or {}),
+            )
+        except TemplateError as error:
+            raise RequestError(
+                f"`messages`: the model's chat template refuses them: {error}", param="messages"
+            ) from error
+        except Exception as error:  # whatever an expression in a template may raise
+            raise RequestError(
+                "`messages`: the model's chat template failed on them: "
+                f"{type(error).__name__}: {error}",
+                param="messages",
+            ) from error
+        return text
+
+
+def _own_template(tokenizer: Any) -> str | None:
+    if tokenizer.chat_template is None:
+        return None
+    try:
+        found: str = tokenizer.get_chat_template()
+    except ValueError as error:  # several named ones, none of them the default
+        raise ModelError(f"the tokenizer's chat templates: {error}") from error
+    return found

@@ -1,0 +1,191 @@
+"""Bodies of POST /v1/chat/completions."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from model_runtime.sampler import MAX_LOGPROBS
+from server.schema import (
+    INT64,
+    Body,
+    GenerationRequest,
+    PromptProgressAnswer,
+    RopeAnswer,
+    Usage,
+    is_none,
+    unusable,
+)
+
+_MAX_MESSAGES = 4096
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One turn."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = Field(None, max_length=256)
+
+    def for_template(self) -> dict[str, str]:
+        """As templates expect it: `developer` is OpenAI's newer word for `system`."""
+        role = "system" if self.role == "developer" else self.role
+        content = self.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": content, **named}
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    id_prefix: ClassVar[str] = "chatcmpl"
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+    }
+
+    messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES)
+    max_tokens: int | None = Field(None, ge=1, le=INT64)
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT64)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = Field(
+        None, max_length=16
+    )
+    parallel_tool_calls: bool | None = None  # says nothing where there are no tools
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise unusable("top_logprobs", "needs `logprobs`: true")
+        two = self.max_tokens, self.max_completion_tokens
+        if None not in two and two[0] != two[1]:
+            raise unusable("max_tokens", "and `max_completion_tokens` differ: give one")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise unusable("continue_final_message", "needs a last message of the assistant")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise unusable("add_generation_prompt", "and `continue_final_message` contradict")
+        return self
+
+    @property
+    def opens_answer(self) -> bool:
+        """Whether the prompt ends with the head of an assistant's turn."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        """Under either of OpenAI's names; None: to the end of the tier."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TopLogprob(Body):
+    """One token that might have been chosen."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobs(TopLogprob):
+    """The chosen token, and the likeliest ones."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Body):
+    """OpenAI's chat shape."""
+
+    content: list[TokenLogprobs]
+    refusal: None = None
+
+
+class AnswerMessage(Body):
+    """What the model said."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class Delta(Body):
+    """A piece of it."""
+
+    role: Literal["assistant"] | None = Field(None, exclude_if=is_none)  # in the first only
+    content: str
+
+
+class ChatChoice(Body):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    rope: RopeAnswer
+
+
+class ChunkChoice(Body):
+    """One piece of an answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    rope: RopeAnswer
+
+
+class ChatResponse(Body):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatChunk(Body):
+    """Each event of its stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    prompt_progress: PromptProgressAnswer | None = Field(None, exclude_if=is_none)

@@ -1,0 +1,191 @@
+"""`ropewalk inspect`: a deployment's tables tier by tier, and what a context costs."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from model_runtime.deployment import Deployment
+from rope import NativeRope, Tier
+from server.outlook import Outlook, outlook_of, size_text
+from server.settings import ServeSettings
+
+
+@dataclass(frozen=True, slots=True)
+class PairInTier:
+    """What one tier makes of one pair of dimensions."""
+
+    wavelength: float  # tokens for a whole turn
+    ratio: float  # of the native frequency to the tier's: 1 is kept, the tier's factor is linear
+    state: str  # kept, blended, interpolated
+
+
+@dataclass(frozen=True, slots=True)
+class TierTable:
+    """One tier of a deployment, pair by pair, fastest first."""
+
+    ceiling: int  # tokens
+    factor: float
+    rope_type: str
+    attention_factor: float
+    pairs: tuple[PairInTier, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a context takes."""
+
+    kv_bytes_per_token: int
+    weight_bytes: int | None
+    longest_context: int  # tokens, of any deployment
+    memory_gib: float | None  # what was asked about
+    memory_holds_tokens: int | None  # of cache, beside the weights
+    longest_context_in_memory: int | None  # of one sequence
+
+
+def inspect_model(settings: ServeSettings, memory_gib: float | None, *, as_json: bool) -> str:
+    """Everything as text or JSON. Raises ModelError or SettingsError; loads no weights."""
+    outlook = outlook_of(settings)
+    native = outlook.facts.native
+    costs = _costs(outlook, memory_gib)
+    tables = {
+        deployment.name: [_tier_table(tier, native) for tier in deployment.own_tiers]
+        for deployment in outlook.plan.deployments
+    }
+    if as_json:
+        return json.dumps(_as_json(outlook, costs, tables), indent=2)
+    lines = [*_model_lines(outlook), *_cost_lines(costs)]
+    for deployment in outlook.plan.deployments:
+        lines += ["", *_table_lines(deployment, native, tables[deployment.name])]
+    return "\n".join(lines)
+
+
+def _tier_table(tier: Tier, native: NativeRope) -> TierTable:
+    """The tier's table held against the untouched one."""
+    table = native.tables[native.scaled_layer_type]
+    untouched_P = table.frequencies().inv_freq_P.double()
+    scaled = table.frequencies(tier.profile.scaling)
+    pairs = []
+    for untouched, own in zip(
+        untouched_P.tolist(), scaled.inv_freq_P.double().tolist(), strict=True
+    ):
+        ratio = untouched / own
+        pairs.append(PairInTier(2 * math.pi / own, ratio, _state(ratio, tier.factor)))
+    return TierTable(
+        tier.ceiling,
+        tier.factor,
+        tier.profile.scaling.rope_type,
+        scaled.attention_factor,
+        tuple(pairs),
+    )
+
+
+def _state(ratio: float, factor: float) -> str:
+    if abs(ratio - 1) < 1e-5:
+        return "kept"
+    return "interpolated" if ratio >= factor * (1 - 1e-5) else "blended"
+
+
+def _costs(outlook: Outlook, memory_gib: float | None) -> Costs:
+    token_bytes = outlook.facts.token_bytes
+    longest = max(deployment.max_len for deployment in outlook.plan.deployments)
+    holds: int | None = None
+    if memory_gib is not None:
+        left = int(memory_gib * 2**30) - (outlook.num_weight_bytes or 0)
+        page_size = outlook.plan.config.page_size
+        holds = max(0, left // token_bytes // page_size * page_size)
+    return Costs(
+        token_bytes,
+        outlook.num_weight_bytes,
+        longest,
+        memory_gib,
+        holds,
+        None if holds is None else min(longest, holds),
+    )
+
+
+def _model_lines(outlook: Outlook) -> list[str]:
+    outline, native = outlook.outline, outlook.facts.native
+    layers = outline.layers()
+    shape = layers[0]
+    dtype = str(outline.dtype).removeprefix("torch.")
+    lines = [
+        f"model            {outline.architecture}, {dtype} on {outline.device}",
+        f"rotary           {native.rotary.num_pairs} pairs, base {native.rotary.rope_theta:g}, "
+        f"trained as {native.method.scaling.rope_type} for {native.native_len} tokens",
+        f"cache            {outlook.facts.token_bytes} bytes a token: {len(layers)} layers x "
+        f"{shape.num_key_heads} heads x ({shape.key_dim} + {shape.value_dim}) in {dtype}",
+    ]
+    others = sorted(set(native.tables) - {native.scaled_layer_type})
+    if others:
+        lines.append(f"not scaled       layers of type {', '.join(others)} keep their own table")
+    return lines
+
+
+def _cost_lines(costs: Costs) -> list[str]:
+    weights = "unknown until loaded"
+    if costs.weight_bytes is not None:
+        weights = size_text(costs.weight_bytes)
+    longest = size_text(costs.longest_context * costs.kv_bytes_per_token)
+    lines = [
+        f"weights          {weights}",
+        f"longest context  {costs.longest_context} tokens, {longest} of cache for one sequence",
+    ]
+    if costs.memory_gib is not None:
+        limit = "the longest tier"
+        if costs.longest_context_in_memory != costs.longest_context:
+            limit = "what fits"
+        lines.append(
+            f"in {costs.memory_gib:g} GiB".ljust(17)
+            + f"{costs.longest_context_in_memory} tokens ({limit}); the cache holds "
+            f"{costs.memory_holds_tokens} beside the weights"
+        )
+    return lines
+
+
+def _table_lines(deployment: Deployment, native: NativeRope, tables: list[TierTable]) -> list[str]:
+    """A row per pair, a column per tier."""
+    untouched = native.tables[native.scaled_layer_type].frequencies().inv_freq_P.double()
+    heads = [f"{table.ceiling} ({table.factor:g}x)" for table in tables]
+    widths = [max(len(head), 16) for head in heads]
+    head = "  ".join(text.rjust(width) for text, width in zip(heads, widths, strict=True))
+    logit = "  ".join(
+        f"{table.attention_factor:.4f}".rjust(width)
+        for table, width in zip(tables, widths, strict=True)
+    )
+    lines = [
+        f"deployment {deployment.name}: {deployment.rope_type}, {deployment.policy}; by tier, "
+        "wavelength in tokens (k kept, b blended, i interpolated)",
+        f"{'pair':>4}  {'native':>12}  {'turns in L':>10}  {head}",
+        f"{'attention factor':>30}  {logit}",
+    ]
+    for pair, frequency in enumerate(untouched.tolist()):
+        wavelength = 2 * math.pi / frequency
+        cells = "  ".join(
+            f"{table.pairs[pair].wavelength:.4g} {table.pairs[pair].state[0]}".rjust(width)
+            for table, width in zip(tables, widths, strict=True)
+        )
+        turns = deployment.original_len / wavelength
+        lines.append(f"{pair:>4}  {wavelength:>12.4g}  {turns:>10.3g}  {cells}")
+    return lines
+
+
+def _as_json(outlook: Outlook, costs: Costs, tables: dict[str, list[TierTable]]) -> dict[str, Any]:
+    return {
+        "architecture": outlook.outline.architecture,
+        "dtype": str(outlook.outline.dtype).removeprefix("torch."),
+        "native_len": outlook.facts.native.native_len,
+        "rotary_dim": outlook.facts.native.rotary.rotary_dim,
+        "rope_theta": outlook.facts.native.rotary.rope_theta,
+        "costs": asdict(costs),
+        "deployments": [
+            {
+                "name": deployment.name,
+                "rope_type": deployment.rope_type,
+                "policy": deployment.policy,
+                "native_len": deployment.native_len,
+                "tiers": [asdict(table) for table in tables[deployment.name]],
+            }
+            for deployment in outlook.plan.deployments
+        ],
+    }

@@ -1,0 +1,54 @@
+"""Bodies of the routes about models and tokens."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from server.schema import Body, TokenId
+
+
+class Model(Body):
+    """One served name."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["ropewalk"] = "ropewalk"
+    max_model_len: int
+
+
+class ModelList(Body):
+    """GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize."""
+
+    model: str | None = Field(None, max_length=256)
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class TokenizeResponse(Body):
+    """How a text looks to the model."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = Field(None, max_length=256)
+    tokens: list[TokenId]
+    skip_special_tokens: bool = False
+
+
+class DetokenizeResponse(Body):
+    """Tokens as text."""
+
+    prompt: str

@@ -1,0 +1,132 @@
+"""Settings and what is known of a model -> what will be served, in numbers. No weights needed."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from model_runtime.build_engine import sized
+from model_runtime.config import EngineConfig
+from model_runtime.deployment import Deployment
+from model_runtime.make_deployment import make_deployment
+from rope import NativeRope, RopeConfigError
+from server.metrics import default_context_buckets
+from server.settings import DeploymentEntry, DeploymentSettings, ServeSettings, SettingsError
+
+EMBEDDED_NAME = "ropewalk-demo"
+_EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 tokens, alive to 2,048
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What planning needs of a model, loaded or only outlined."""
+
+    native: NativeRope
+    token_bytes: int  # of the cache, for one token
+    affordable_bytes: int  # for the cache when nothing is said
+
+
+@dataclass(frozen=True, slots=True)
+class ServingPlan:
+    """Deployments and limits that fit each other."""
+
+    deployments: tuple[Deployment, ...]
+    config: EngineConfig
+    context_bounds: tuple[int, ...]  # of the metrics' context_bucket
+    token_bytes: int
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the cache holds in whole pages."""
+        return self.config.num_pages * self.config.page_size
+
+
+def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
+    """Decide everything that settings and model decide. Raises SettingsError."""
+    entries = _entries(settings)
+    deployments = tuple(_deployment(settings, entry, facts.native) for entry in entries)
+    config = _config(settings, facts, max(each.max_len for each in deployments))
+    capacity = config.num_pages * config.page_size
+    for entry in entries:
+        if entry.max_model_len is not None and entry.max_model_len > capacity:
+            raise SettingsError(
+                f"{_prefix(settings, entry)}max_model_len must be <= what the KV cache holds "
+                f"({capacity} tokens), got {entry.max_model_len}"
+            )
+    bounds = settings.context_buckets
+    if bounds is None:
+        bounds = default_context_buckets(facts.native.native_len, config.max_model_len)
+    return ServingPlan(deployments, config, bounds, facts.token_bytes)
+
+
+def describe(plan: ServingPlan) -> list[str]:
+    """What an operator should know before the first request, line by line."""
+    lines = []
+    for deployment in plan.deployments:
+        longest = min(deployment.max_len, plan.capacity)
+        limited = " (what the KV cache holds)" if longest < deployment.max_len else ""
+        tiers = " ".join(f"{tier.ceiling}:{tier.factor:g}x" for tier in deployment.own_tiers)
+        lines += [
+            f"  deployment       {deployment.name}",
+            f"    native length  {deployment.native_len} tokens",
+            f"    scaling        {deployment.rope_type}, {deployment.policy}",
+            f"    tiers          {tiers}",
+            f"    longest        {longest} tokens{limited}",
+        ]
+    size = f"{plan.config.kv_cache_tokens * plan.token_bytes / 2**30:.3g} GiB"
+    pages = f"{plan.config.num_pages} pages of {plan.config.page_size}"
+    lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")
+    return lines
+
+
+def _entries(settings: ServeSettings) -> tuple[DeploymentEntry, ...]:
+    """The deployments listed, or the one that the settings themselves describe."""
+    if settings.deployments is not None:
+        return settings.deployments
+    name = settings.served_model_name
+    if name is None:
+        name = EMBEDDED_NAME if settings.model is None else Path(settings.model).name
+    own = {field: getattr(settings, field) for field in DeploymentSettings.model_fields}
+    return (DeploymentEntry.model_construct(name=name, **own),)
+
+
+def _deployment(settings: ServeSettings, entry: DeploymentEntry, native: NativeRope) -> Deployment:
+    rope_scaling = entry.rope_scaling
+    if settings.model is None and rope_scaling is None and entry.rope_tiers is None:
+        rope_scaling = _EMBEDDED_SCALING
+    try:
+        return make_deployment(
+            entry.name,
+            native,
+            rope_scaling=rope_scaling,
+            policy=entry.rope_policy,
+            multiples=entry.rope_tiers,
+            allowed_rope_types=entry.allowed_rope_types,
+            max_rope_factor=entry.max_rope_factor,
+            max_model_len=entry.max_model_len,
+            answer_reserve_tokens=entry.answer_reserve_tokens,
+        )
+    except RopeConfigError as error:
+        inside = "" if error.field in DeploymentSettings.model_fields else "rope_scaling: "
+        raise SettingsError(f"{_prefix(settings, entry)}{inside}{error}") from error
+
+
+def _prefix(settings: ServeSettings, entry: DeploymentEntry) -> str:
+    """Which of several deployments is meant."""
+    return "" if settings.deployments is None else f"deployments: {entry.name}: "
+
+
+def _config(settings: ServeSettings, facts: ModelFacts, max_model_len: int) -> EngineConfig:
+    config = EngineConfig(
+        kv_cache_tokens=settings.kv_cache_tokens or 0,
+        max_model_len=max_model_len,
+        page_size=settings.page_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_logit_rows=settings.max_num_logit_rows,
+        max_queued_requests=settings.max_queued_requests,
+    )
+    if settings.kv_cache_tokens is None:
+        config = sized(config, facts.token_bytes, facts.affordable_bytes, settings.kv_cache_gib)
+    capacity = config.num_pages * config.page_size
+    if capacity == 0:
+        raise SettingsError(f"the KV cache holds no page of {config.page_size} tokens, enlarge it")
+    return replace(config, max_model_len=min(max_model_len, capacity))
