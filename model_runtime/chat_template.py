@@ -34,11 +34,11 @@ class ChatTemplate:
         own = _own_template(tokenizer) if override is None else override
         self.is_fallback = own is None
         self.stop: tuple[str, ...] = (_FALLBACK_STOP,) if self.is_fallback else ()
-        self._template = FALLBACK_TEMPLATE if own is None else own
+        self.text = FALLBACK_TEMPLATE if own is None else own
         try:
             # For the names only; transformers compiles and renders it.
             environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-            parsed = environment.parse(_GENERATION_TAG.sub("", self._template))
+            parsed = environment.parse(_GENERATION_TAG.sub("", self.text))
         except TemplateSyntaxError as error:
             raise ModelError(f"the chat template, line {error.lineno}: {error.message}") from error
         self.variables = frozenset(meta.find_undeclared_variables(parsed))
@@ -58,7 +58,7 @@ class ChatTemplate:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
-                chat_template=self._template,
+                chat_template=self.text,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

@@ -23,6 +23,13 @@ class Tokenizer:
         self._texts: dict[int, str] = {}  # of tokens asked for before; bounded by the vocabulary
         self.longest_token = max(map(len, self._backend.get_vocab()), default=1)
         self.eos_token_id: int | None = tokenizer.eos_token_id
+        self.class_name = type(tokenizer).__name__
+        # bos_token, eos_token, ... -> text, those it has
+        self.special_tokens = {
+            name: str(token)
+            for name, token in tokenizer.special_tokens_map.items()
+            if isinstance(token, str)
+        }
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"

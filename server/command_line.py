@@ -138,8 +138,10 @@ def _bound_socket(settings: ServeSettings) -> socket.socket:
         addresses = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        family, _, _, _, address = addresses[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        family, kind, protocol, _, address = addresses[0]
+        # The protocol said: asyncio turns Nagle's delay off only for sockets that are TCP by
+        # name, and with the delay a token waits up to 40 ms for the client's acknowledgement.
+        listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:

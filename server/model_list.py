@@ -1,4 +1,4 @@
-"""GET /v1/models, POST /tokenize and /detokenize: what is served, and how it reads a text."""
+"""What is served (/v1/models), and how it reads a text (/tokenize and its kin)."""
 
 import asyncio
 from functools import partial
@@ -13,6 +13,7 @@ from server.model_schema import (
     ModelList,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from server.service import Service
 
@@ -52,5 +53,18 @@ def model_router(service: Service) -> APIRouter:
             service.tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens
         )
         return DetokenizeResponse(prompt=await asyncio.to_thread(decode))
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> TokenizerInfo:
+        special = service.tokenizer.special_tokens
+        return TokenizerInfo(
+            tokenizer_class=service.tokenizer.class_name,
+            vocab_size=service.vocab_size,
+            bos_token=special.get("bos_token"),
+            eos_token=special.get("eos_token"),
+            pad_token=special.get("pad_token"),
+            unk_token=special.get("unk_token"),
+            chat_template=service.chat_template.text,
+        )
 
     return router

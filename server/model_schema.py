@@ -52,3 +52,15 @@ class DetokenizeResponse(Body):
     """Tokens as text."""
 
     prompt: str
+
+
+class TokenizerInfo(Body):
+    """GET /tokenizer_info: what evaluation harnesses ask for."""
+
+    tokenizer_class: str
+    vocab_size: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str

@@ -2,12 +2,14 @@
 
 import shutil
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from model_runtime.checkpoint import EMBEDDED_MODEL
+from server.command_line import _bound_socket
 from server.load_service import load_service
 from server.settings import ServeSettings, SettingsError, load_settings
 from tests.processes import Server, command, run_to_end
@@ -93,6 +95,13 @@ def test_a_broken_checkpoint_ends_with_a_sentence_and_code_2(tmp_path: Path) -> 
     ended = run_to_end("serve", env={"ROPEWALK_MODEL": str(folder)})
     assert ended.returncode == 2
     assert f"ropewalk: {folder} has no tokenizer.json" in ended.stderr
+
+
+def test_tokens_are_sent_without_nagles_delay() -> None:
+    """asyncio turns it off only where the listening socket says that it is TCP"""
+    listener = _bound_socket(load_settings({"port": "0"}))
+    with listener:
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 def test_an_interrupt_ends_the_process(tmp_path: Path) -> None:

@@ -1,20 +1,109 @@
 """Settings: precedence, and what a wrong value is told."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from server.settings import ServeSettings, SettingsError, load_settings
+from server.setting_types import unit_of
+from server.settings import SECTIONS, ServeSettings, SettingsError, load_settings
 
 
-def test_flags_beat_the_environment_which_beats_the_default(
-    monkeypatch: pytest.MonkeyPatch,
+def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """in that order"""
+    """in that order, each value whole: a rope block of the file is not mixed with a flag's"""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text(
+        "port: 9000\nmax_num_seqs: 6\npage_size: 32\n"
+        "rope_scaling: {rope_type: yarn, factor: 8.0, beta_fast: 16}\n"
+    )
     monkeypatch.setenv("ROPEWALK_PORT", "9001")
     monkeypatch.setenv("ROPEWALK_MAX_NUM_SEQS", "7")
-    settings = load_settings({"port": "9002"})
-    assert (settings.port, settings.max_num_seqs, settings.host) == (9002, 7, "127.0.0.1")
+    linear = '{"rope_type": "linear", "factor": 2}'
+    flags = {"port": "9002", "config": str(file), "rope_scaling": linear}
+    settings = load_settings(flags)
+    assert (settings.port, settings.max_num_seqs) == (9002, 7)
+    assert (settings.page_size, settings.host) == (32, "127.0.0.1")
+    assert settings.rope_scaling == {"rope_type": "linear", "factor": 2}
+    monkeypatch.setenv("ROPEWALK_CONFIG", str(file))
+    assert load_settings({}).rope_scaling == {"rope_type": "yarn", "factor": 8.0, "beta_fast": 16}
+
+
+@pytest.mark.parametrize("name", sorted(set(ServeSettings.model_fields) - {"config"}))
+def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
+    """with YAML's own types, or as the text that a flag would have"""
+    values: dict[str, Any] = {
+        "deployments": [{"name": "a"}, {"name": "b", "rope_policy": "grow"}],
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+        "rope_policy": "grow",
+        "rope_tiers": [1, 2],
+        "allowed_rope_types": ["yarn"],
+        "allowed_chat_template_kwargs": [],
+        "context_buckets": [16, 32],
+        "dtype": "float32",
+        "device": "cpu",
+        "trust_remote_code": True,
+        "max_num_batched_tokens": 64,
+    }
+    field = ServeSettings.model_fields[name]
+    is_text = "str" in str(field.annotation) or "Path" in str(field.annotation)
+    value = values.get(name, "text" if is_text else 7)
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text(yaml.safe_dump({name: value}))
+    found = load_settings({"config": str(file)})
+    if name == "deployments":
+        assert found.deployments is not None
+        named = [(entry.name, entry.rope_policy) for entry in found.deployments]
+        assert named == [("a", None), ("b", "grow")]
+    else:
+        assert found.model_dump(mode="json")[name] == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 9000", "prot in .*ropewalk.yaml is no setting of ropewalk; port is"),
+        ("config: x.yaml", "config in .*ropewalk.yaml is no setting"),
+        ("port: 70000", "port: .*65535, got 70000 .from .*ropewalk.yaml"),
+        ("port: 1\nport: 2", "ropewalk.yaml is not YAML: line 2, column 1: 'port' stands twice"),
+        ("rope_scaling: {a: 1, a: 2}", "'a' stands twice"),
+        ("port: [", "is not YAML: line 1, column"),
+        ("- port", "must hold settings as `name: value`"),
+        ("deployments: [{rope_policy: grow}]", r"deployments\.0\.name: field required"),
+        ("deployments: [{name: a, port: 1}]", r"deployments\.0\.port: extra inputs are not"),
+        ("deployments: [{name: a}, {name: a}]", "name must be given once, got 'a' twice"),
+        ("deployments: []", "deployments: .*at least 1"),
+        ("deployments: [{name: a}]\nrope_policy: grow", "rope_policy and deployments exclude"),
+        ("deployments: [{name: a}]\nserved_model_name: b", "served_model_name and deployments"),
+    ],
+)
+def test_a_wrong_file_names_file_setting_and_value(tmp_path: Path, text: str, message: str) -> None:
+    """and what is accepted"""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=message):
+        load_settings({"config": str(file)})
+
+
+def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    """nor one that is no text"""
+    with pytest.raises(SettingsError, match=r"config: cannot read .*: No such file"):
+        load_settings({"config": str(tmp_path / "none.yaml")})
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="it is not UTF-8"):
+        load_settings({"config": str(tmp_path / "binary")})
+
+
+def test_deployments_come_from_a_flag_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """as JSON; and from the environment"""
+    text = '[{"name": "a", "rope_scaling": {"rope_type": "linear", "factor": 2}}]'
+    monkeypatch.setenv("ROPEWALK_DEPLOYMENTS", text)
+    for flags in ({}, {"deployments": text}):
+        found = load_settings(flags).deployments
+        assert found is not None
+        assert found[0].rope_scaling == {"rope_type": "linear", "factor": 2}
 
 
 def test_lists_and_json_are_read_from_strings() -> None:
@@ -82,3 +171,11 @@ def test_every_setting_has_a_help_text() -> None:
     for name, field in ServeSettings.model_fields.items():
         assert field.description, name
         assert field.description.endswith("."), name
+
+
+def test_every_setting_has_a_unit_and_a_section() -> None:
+    """once each"""
+    in_sections = [name for section in SECTIONS for name in section.model_fields]
+    assert sorted(in_sections) == sorted(ServeSettings.model_fields)
+    for name, field in ServeSettings.model_fields.items():
+        assert unit_of(field), name

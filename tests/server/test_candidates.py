@@ -1,0 +1,54 @@
+"""`best_of`: more answers are computed than returned, and the likeliest are."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.processes import Server
+
+BODY: dict[str, Any] = {"prompt": "import os\n\ndef ", "max_tokens": 12, "seed": 11, "logprobs": 1}
+
+
+def choices(server: Server, **options: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Choices and usage."""
+    answer = httpx.post(f"{server.url}/v1/completions", json={**BODY, **options}, timeout=60)
+    answer.raise_for_status()
+    return answer.json()["choices"], answer.json()["usage"]
+
+
+def mean_logprob(choice: dict[str, Any]) -> float:
+    """Of a token."""
+    values = choice["logprobs"]["token_logprobs"]
+    return float(sum(values) / len(values))
+
+
+def test_the_likeliest_are_returned_best_first(server: Server) -> None:
+    """of the same candidates that n would return"""
+    every, _ = choices(server, n=6)
+    best, usage = choices(server, n=2, best_of=6)
+    ranked = sorted(every, key=mean_logprob, reverse=True)
+    assert [each["text"] for each in best] == [each["text"] for each in ranked[:2]]
+    assert [each["index"] for each in best] == [0, 1]
+    assert usage["completion_tokens"] == sum(len(each["logprobs"]["tokens"]) for each in every)
+
+
+def test_of_each_prompt_one(server: Server) -> None:
+    """and without logprobs, when none were asked for"""
+    prompts = ["import os\n", "def close(self"]
+    best, _ = choices(server, prompt=prompts, best_of=3, logprobs=None)
+    assert [each["index"] for each in best] == [0, 1]
+    assert all(each["logprobs"] is None for each in best)
+    for prompt, choice in zip(prompts, best, strict=True):
+        alone, _ = choices(server, prompt=prompt, best_of=3)
+        assert alone[0]["text"] == choice["text"]
+
+
+@pytest.mark.parametrize("best_of", [1, 3])
+def test_as_many_as_are_returned_is_no_choice(server: Server, best_of: int) -> None:
+    """the order of n stays, and it may be streamed"""
+    every, _ = choices(server, n=best_of)
+    same, _ = choices(server, n=best_of, best_of=best_of)
+    assert same == every
+    body = {**BODY, "n": best_of, "best_of": best_of, "stream": True}
+    assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200

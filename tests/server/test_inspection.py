@@ -1,0 +1,178 @@
+"""`ropewalk inspect` and `ropewalk config check`: numbers that the loaded server confirms."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model_runtime.checkpoint import EMBEDDED_MODEL
+from model_runtime.errors import ModelError
+from server.load_service import load_service
+from server.outlook import outlook_of
+from server.settings import SettingsError, load_settings
+from tests.processes import Server, run_to_end
+from tests.tiny_models import tiny_model
+
+TWO = """
+deployments:
+  - name: demo
+    rope_scaling: {rope_type: llama3, factor: 4.0}
+  - name: fixed-2x
+    rope_scaling: {rope_type: yarn, factor: 2.0}
+    rope_policy: fixed
+kv_cache_tokens: 1000
+port: 9999
+"""
+
+
+def inspect(*arguments: str) -> dict[str, Any]:
+    """As JSON."""
+    ended = run_to_end("inspect", "--json", *arguments)
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+def test_wavelengths_and_states_are_yarns_formula() -> None:
+    """kept above 32 turns within L, interpolated below 1, blended between (arXiv 2309.00071)"""
+    found = inspect()
+    assert found["native_len"] == 256
+    tiers = found["deployments"][0]["tiers"]
+    assert [(tier["ceiling"], tier["factor"]) for tier in tiers] == [
+        (256, 1.0),
+        (512, 2.0),
+        (1024, 4.0),
+        (2048, 8.0),
+    ]
+    for tier in tiers:
+        factor = tier["factor"]
+        assert tier["attention_factor"] == pytest.approx(0.1 * math.log(factor) + 1)
+        for pair, shown in enumerate(tier["pairs"]):
+            native = 2 * math.pi * 10_000 ** (2 * pair / 64)
+            turns = 256 / native
+            assert shown["ratio"] == pytest.approx(shown["wavelength"] / native, rel=1e-5)
+            if factor == 1 or turns > 32:
+                assert (shown["state"], round(shown["ratio"], 4)) == ("kept", 1)
+            elif turns < 1:
+                assert shown["state"] == "interpolated"
+                assert shown["ratio"] == pytest.approx(factor, rel=1e-5)
+            else:
+                assert shown["state"] == "blended"
+                assert 1 < shown["ratio"] < factor
+
+
+def test_costs_are_those_of_the_config() -> None:
+    """bytes of a token, and what fits a given memory beside the weights"""
+    costs = inspect("--memory-gib", "0.02")["costs"]
+    config = json.loads((Path(EMBEDDED_MODEL) / "config.json").read_text())
+    per_layer = 2 * config["num_key_value_heads"] * config["head_dim"] * 4
+    assert costs["kv_bytes_per_token"] == config["num_hidden_layers"] * per_layer
+    left = 0.02 * 2**30 - costs["weight_bytes"]
+    assert costs["memory_holds_tokens"] == left // costs["kv_bytes_per_token"] // 16 * 16
+    assert costs["longest_context_in_memory"] == min(2048, costs["memory_holds_tokens"])
+    tight = inspect("--memory-gib", "0.015")["costs"]
+    assert 0 < tight["longest_context_in_memory"] == tight["memory_holds_tokens"] < 2048
+    assert inspect("--memory-gib", "0.001")["costs"]["longest_context_in_memory"] == 0
+
+
+def test_text_has_a_row_per_pair_and_a_column_per_tier() -> None:
+    """with the state's letter"""
+    ended = run_to_end("inspect", "--rope-tiers", "1,2,6", "--rope-policy", "grow")
+    lines = ended.stdout.splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("pair"))
+    assert "256 (1x)" in lines[at]
+    assert "1536 (6x)" in lines[at]
+    rows = lines[at + 2 :]
+    assert [int(row.split()[0]) for row in rows] == list(range(32))
+    assert rows[0].split()[3:] == ["6.283", "k"] * 3
+    assert [row[-1] for row in rows] == ["k", *"b" * 12, *"i" * 19]
+    assert "deployment ropewalk-demo: yarn, grow" in ended.stdout
+
+
+def test_a_model_with_tables_by_layer_type_says_which_is_scaled(tmp_path: Path) -> None:
+    """Gemma 3"""
+    model = tiny_model("gemma3_text").to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((EMBEDDED_MODEL / "tokenizer.json").read_bytes())
+    ended = run_to_end("inspect", str(tmp_path), "--dtype", "bfloat16")
+    assert ended.returncode == 0, ended.stderr
+    assert "not scaled       layers of type sliding_attention keep their own table" in ended.stdout
+    assert "512 bytes a token: 4 layers x 2 heads x (16 + 16) in bfloat16" in ended.stdout
+
+
+def test_config_check_says_what_serve_says(server: Server, tmp_path: Path) -> None:
+    """of the embedded model: the same lines as the banner"""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text("max_num_seqs: 32\n")
+    ended = run_to_end("config", "check", str(file))
+    assert ended.returncode == 0, ended.stderr
+    start, end = "  deployment ", "  self-check"
+    banner = server.banner[server.banner.index(start) : server.banner.index(end)]
+    assert banner in ended.stdout
+
+
+def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path) -> None:
+    """and what the cache limits"""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text(TWO)
+    ended = run_to_end("config", "check", str(file))
+    for line in (
+        "deployment       demo",
+        "scaling        llama3, pinned",
+        "tiers          256:1x 512:2x 1024:4x",
+        "longest        992 tokens (what the KV cache holds)",
+        "deployment       fixed-2x",
+        "tiers          512:2x",
+        "longest        512 tokens\n",
+        "KV cache         992 tokens",
+        "weights, 3.91 MiB cache",
+        "would listen on  127.0.0.1, port 9999",
+        "not checked      whether the architecture can be taken over",
+    ):
+        assert line in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port: x", "port: input should be a valid integer"),
+        ("model: ./none", "there is no folder ./none"),
+        ("kv_cache_tokens: 3", "the KV cache holds no page"),
+        (
+            "deployments: [{name: a}, {name: b, rope_tiers: [2, 4]}]",
+            "deployments: b: rope_tiers: must rise strictly from 1, got 2,4",
+        ),
+        (
+            "deployments: [{name: a, rope_scaling: {rope_type: yarn}}]",
+            "deployments: a: rope_scaling: factor: is missing",
+        ),
+        (
+            "kv_cache_tokens: 1000\ndeployments: [{name: a, max_model_len: 2000}]",
+            "deployments: a: max_model_len must be <= what the KV cache holds (992 tokens)",
+        ),
+    ],
+)
+def test_config_check_refuses_what_serve_would_refuse(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    """with the same sentence"""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text(text)
+    told = []
+    for look in (outlook_of, load_service):
+        with pytest.raises((SettingsError, ModelError)) as raised:
+            look(load_settings({"config": str(file)}))
+        told.append(str(raised.value))
+    assert told[0] == told[1]
+    assert message in told[0]
+
+
+def test_config_check_ends_with_a_sentence_and_code_2(tmp_path: Path) -> None:
+    """and no traceback"""
+    ended = run_to_end("config", "check", str(tmp_path / "none.yaml"))
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("ropewalk: config: cannot read ")
+    assert len(ended.stderr.splitlines()) == 1

@@ -1,0 +1,64 @@
+"""What is served, and text to tokens and back."""
+
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.processes import Server
+
+
+def test_one_model_by_name(server: Server) -> None:
+    """with its longest context; openai's client retrieves it"""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        model = client.models.retrieve("ropewalk-demo")
+        assert model.model_extra == {"max_model_len": 2048}
+        with pytest.raises(openai.NotFoundError, match="no/such"):
+            client.models.retrieve("no/such")
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_detokenize_undoes_tokenize(server: Server, add_special_tokens: bool) -> None:  # noqa: FBT001
+    """special tokens are written out, or left out when asked"""
+    text = Path(__file__).read_text()[:2000] + "żółw 縄 🪢"
+    body = {"prompt": text, "add_special_tokens": add_special_tokens}
+    tokens = httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"]
+    back = httpx.post(
+        f"{server.url}/detokenize", json={"tokens": tokens, "skip_special_tokens": True}
+    )
+    assert back.json() == {"prompt": text}
+    whole = httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert whole.endswith(text)
+    assert (whole == text) == (not add_special_tokens)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"tokens": [5000]}, 400, "tokens"),
+        ({"tokens": [-1]}, 400, "tokens.0"),
+        ({"tokens": "a"}, 400, "tokens"),
+        ({"tokens": [1], "model": "x"}, 404, "model"),
+    ],
+)
+def test_detokenize_refuses_what_is_no_token(
+    server: Server, body: dict[str, object], status: int, param: str
+) -> None:
+    """by name"""
+    answer = httpx.post(f"{server.url}/detokenize", json=body)
+    assert answer.status_code == status
+    assert answer.json()["error"]["param"] == param
+
+
+def test_special_tokens_are_added_to_a_prompt_unless_told(server: Server) -> None:
+    """`add_special_tokens` of /v1/completions"""
+
+    def num_prompt_tokens(**options: object) -> int:
+        body = {"prompt": "import os", "max_tokens": 1, **options}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body).json()
+        found: int = answer["usage"]["prompt_tokens"]
+        return found
+
+    assert num_prompt_tokens() == num_prompt_tokens(add_special_tokens=True) == 3
+    assert num_prompt_tokens(add_special_tokens=False) == 2
