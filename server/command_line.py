@@ -19,6 +19,7 @@ import structlog
 import uvicorn
 
 from model_runtime.errors import ModelError
+from server.bench import bench
 from server.setting_flags import SettingsCommand, given, with_flags
 from server.settings import (
     SECTIONS,
@@ -38,6 +39,9 @@ _SHUTDOWN_S = 30  # what is running may finish for so long
 @click.version_option(version("ropewalk"), prog_name="ropewalk")
 def ropewalk() -> None:
     """Serve language models past their trained length, each request on the rotation that fits."""
+
+
+ropewalk.add_command(bench)
 
 
 @ropewalk.command(cls=SettingsCommand)

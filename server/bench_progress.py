@@ -1,0 +1,44 @@
+"""How far a load is, on standard error: a bar on a terminal, else a line a round."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+
+from server.load_generator import Failure, RequestRecord
+from server.load_plan import Group, LoadPlan
+
+OnGroup = Callable[[Group, list[RequestRecord]], None]
+
+
+@contextmanager
+def progress(plan: LoadPlan) -> Iterator[OnGroup]:
+    """What to call with each group that is over."""
+    if not sys.stderr.isatty():
+        yield _Lines(plan)
+        return
+    num_groups = plan.num_rounds * len(plan.context_lens)
+    with click.progressbar(length=num_groups, label="measuring", file=sys.stderr) as bar:
+        yield lambda _, __: bar.update(1)
+
+
+class _Lines:
+    """A line at the end of each round."""
+
+    def __init__(self, plan: LoadPlan) -> None:
+        self._plan = plan
+        self._num_sent = 0
+        self._num_failed = 0
+
+    def __call__(self, group: Group, records: list[RequestRecord]) -> None:
+        self._num_sent += len(records)
+        self._num_failed += sum(isinstance(each.outcome, Failure) for each in records)
+        if group.context_len != self._plan.context_lens[-1]:
+            return
+        what = "warm-up, " if group.is_warmup else ""
+        click.echo(
+            f"{what}round {group.round + 1} of {self._plan.num_rounds}: {self._num_sent} requests "
+            f"sent, {self._num_failed} failed",
+            err=True,
+        )

@@ -1,0 +1,95 @@
+"""One run of `ropewalk bench`: checks, the load, and where its numbers go."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from server.bench_plot import check_can_plot, plot
+from server.bench_progress import progress
+from server.bench_report import Report, as_json, table
+from server.bench_target import find_prompts, find_target
+from server.load_generator import open_client, run_load
+from server.load_plan import BenchError, LoadPlan, choose_context_lens, parse_rope
+
+_STDOUT = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """The command line, as `server/bench.py` describes it."""
+
+    url: str
+    model: str | None
+    context_lens: str | None
+    output_tokens: int
+    num_requests: int
+    concurrency: int
+    num_warmup: int
+    seed: int
+    timeout_s: float
+    api_key: str | None
+    rope: str | None
+    json_path: str | None
+    plot_path: Path | None
+
+
+def run_bench(options: BenchOptions) -> int:
+    """Send the load, write table, JSON and plot; the number of failed requests. BenchError."""
+    _check_before_the_load(options)
+    report = asyncio.run(_measured(options))
+    click.echo(table(report), err=options.json_path == _STDOUT)
+    try:
+        if options.json_path is not None:
+            text = json.dumps(as_json(report), indent=1)
+            if options.json_path == _STDOUT:
+                click.echo(text)
+            else:
+                Path(options.json_path).write_text(text + "\n")
+        if options.plot_path is not None:
+            plot(report, options.plot_path)
+    except OSError as error:
+        raise BenchError(f"cannot write {error.filename}: {error.strerror}") from error
+    return report.num_failed
+
+
+def _check_before_the_load(options: BenchOptions) -> None:
+    """What would be a pity to find out after it. Raises BenchError."""
+    parse_rope(options.rope)
+    if options.api_key is not None and not (
+        options.api_key.isascii() and options.api_key.isprintable()
+    ):
+        raise BenchError("--api-key must be printable ASCII")
+    if options.plot_path is not None:
+        check_can_plot(options.plot_path)
+    files = {"--plot": options.plot_path}
+    if options.json_path not in (None, _STDOUT):
+        files["--json"] = Path(str(options.json_path))
+    for flag, path in files.items():
+        if path is not None and not path.parent.is_dir():
+            raise BenchError(f"{flag}: there is no folder {path.parent}")
+
+
+async def _measured(options: BenchOptions) -> Report:
+    async with open_client(options.api_key, options.concurrency, options.timeout_s) as client:
+        target = await find_target(client, options.url, options.model)
+        plan = LoadPlan(
+            context_lens=choose_context_lens(
+                options.context_lens, target.max_model_len, options.output_tokens
+            ),
+            output_tokens=options.output_tokens,
+            num_requests=options.num_requests,
+            concurrency=options.concurrency,
+            num_warmup=options.num_warmup,
+            seed=options.seed,
+            timeout_s=options.timeout_s,
+            rope=parse_rope(options.rope),
+        )
+        make_prompt = await find_prompts(client, target, plan.seed)
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        with progress(plan) as on_group:
+            records = await run_load(client, target, make_prompt, plan, on_group)
+    return Report(target, plan, make_prompt.kind, started_at, tuple(records))

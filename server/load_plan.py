@@ -1,0 +1,119 @@
+"""What `ropewalk bench` will send: lengths, counts, and the order of the requests."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_SHORTEST = 64  # tokens; below it the fixed cost of a request is all there is to see
+
+
+class BenchError(Exception):
+    """The load cannot be sent or its result not be written; the message is a whole sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """The settings of one run. Lengths are in tokens, counts are per context length."""
+
+    context_lens: tuple[int, ...]
+    output_tokens: int
+    num_requests: int
+    concurrency: int  # requests in flight, all of the same context length
+    num_warmup: int
+    seed: int
+    timeout_s: float  # for one request, from sending to the end of its answer
+    rope: dict[str, Any] | None
+
+    def groups(self) -> Iterator["Group"]:
+        """Groups in the order they are sent, the warm-up first.
+
+        A round has one group of each length, so a machine that slows down slows all lengths.
+        """
+        warmup = _cut(self.num_warmup, self.concurrency)
+        rounds = [*warmup, *_cut(self.num_requests, self.concurrency)]
+        sent = 0
+        for number, size in enumerate(rounds):
+            for context_len in self.context_lens:
+                yield Group(number, number < len(warmup), context_len, range(sent, sent + size))
+            sent += size
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds, those of the warm-up included."""
+        cuts = (_cut(self.num_warmup, self.concurrency), _cut(self.num_requests, self.concurrency))
+        return sum(len(each) for each in cuts)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Requests that are sent at the same moment; the next group waits for the last of them."""
+
+    round: int  # from 0
+    is_warmup: bool
+    context_len: int
+    numbers: range  # of the requests among those of this length, from 0
+
+
+def _cut(count: int, size: int) -> list[int]:
+    """`count` in parts of `size`, the last one smaller where it does not divide."""
+    return [min(size, count - start) for start in range(0, count, size)]
+
+
+def parse_context_lens(text: str) -> tuple[int, ...]:
+    """`128,256` -> (128, 256); sorted, each once. Raises BenchError."""
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError as error:
+        raise BenchError(
+            f"--context-lens must be integers with commas between them, got {text!r}"
+        ) from error
+    if found[0] < 1:
+        raise BenchError(f"--context-lens must be 1 token or more, got {found[0]}")
+    return tuple(found)
+
+
+def parse_rope(text: str | None) -> dict[str, Any] | None:
+    """The JSON object of --rope. Its fields are the server's to check. Raises BenchError."""
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise BenchError(f"--rope is not JSON: {error}; got {text!r}") from error
+    if not isinstance(found, dict):
+        raise BenchError(f"--rope must be a JSON object, got {text!r}")
+    return found
+
+
+def choose_context_lens(
+    text: str | None, max_model_len: int | None, output_tokens: int
+) -> tuple[int, ...]:
+    """What was asked for, if it fits, else powers of two up to what fits. Raises BenchError."""
+    if text is None:
+        return _default_context_lens(max_model_len, output_tokens)
+    asked = parse_context_lens(text)
+    # The last token is never read back, so it takes no position.
+    if max_model_len is not None and asked[-1] + output_tokens - 1 > max_model_len:
+        raise BenchError(
+            f"--context-lens must be <= {max_model_len - output_tokens + 1} tokens (max_model_len "
+            f"{max_model_len} - {output_tokens} output tokens + 1), got {asked[-1]}"
+        )
+    return asked
+
+
+def _default_context_lens(max_model_len: int | None, output_tokens: int) -> tuple[int, ...]:
+    if max_model_len is None:
+        raise BenchError("the server does not tell its max_model_len: give --context-lens")
+    top = max_model_len - output_tokens
+    if top < 1:
+        raise BenchError(
+            f"--output-tokens must be < {max_model_len} (the model's max_model_len), got "
+            f"{output_tokens}"
+        )
+    powers = []
+    length = _SHORTEST
+    while length < 0.75 * top:  # nearer to the longest it would be the same point twice
+        powers.append(length)
+        length *= 2
+    return (*powers, top)
