@@ -38,7 +38,7 @@ class _Lines:
             return
         what = "warm-up, " if group.is_warmup else ""
         click.echo(
-            f"{what}round {group.round + 1} of {self._plan.num_rounds}: {self._num_sent} requests "
-            f"sent, {self._num_failed} failed",
+            f"{what}round {group.round + 1} of {self._plan.num_rounds}: "
+            f"{self._num_sent} sent, {self._num_failed} failed",
             err=True,
         )

@@ -173,10 +173,9 @@ def _request(record: RequestRecord) -> dict[str, Any]:
 
 
 _HEAD = (
-    ("context", "prompt", "", "", "first token", "ms", "inter-token", "ms", "end to end", "ms",
-     "prefill", "output"),
-    ("tokens", "tokens", "requests", "failed", "p50", "p95", "p50", "p95", "p50", "p95",
-     "tokens/s", "tokens/s"),
+    ("context", "prompt", "", "", "TTFT", "TTFT", "ITL", "ITL", "E2E", "E2E", "prefill", "output"),
+    ("tokens", "tokens", "measured", "failed", "p50 ms", "p95 ms", "p50 ms", "p95 ms", "p50 ms",
+     "p95 ms", "tokens/s", "tokens/s"),
 )  # fmt: skip
 
 
@@ -199,7 +198,7 @@ def _row(summary: LengthSummary) -> tuple[str, ...]:
     return (
         str(summary.context_len),
         _number(summary.prompt_tokens, 0),
-        str(summary.num_sent),
+        str(summary.num_measured),
         str(summary.num_failed),
         *(_number(each and 1000 * each, 2) for each in times_s),
         _number(summary.prefill_tokens_per_s, 1),

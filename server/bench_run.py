@@ -43,17 +43,25 @@ def run_bench(options: BenchOptions) -> int:
     report = asyncio.run(_measured(options))
     click.echo(table(report), err=options.json_path == _STDOUT)
     try:
-        if options.json_path is not None:
-            text = json.dumps(as_json(report), indent=1)
-            if options.json_path == _STDOUT:
-                click.echo(text)
-            else:
-                Path(options.json_path).write_text(text + "\n")
-        if options.plot_path is not None:
-            plot(report, options.plot_path)
+        _write_files(options, report)
     except OSError as error:
         raise BenchError(f"cannot write {error.filename}: {error.strerror}") from error
     return report.num_failed
+
+
+def _write_files(options: BenchOptions, report: Report) -> None:
+    if options.json_path is not None:
+        text = json.dumps(as_json(report), indent=1)
+        if options.json_path == _STDOUT:
+            click.echo(text)
+        else:
+            Path(options.json_path).write_text(text + "\n")
+    if options.plot_path is None:
+        return
+    if any(each.num_measured for each in report.summaries()):
+        plot(report, options.plot_path)
+    else:
+        click.echo(f"{options.plot_path} is not drawn: nothing was measured", err=True)
 
 
 def _check_before_the_load(options: BenchOptions) -> None:
