@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -67,6 +68,8 @@ def _write_files(options: BenchOptions, report: Report) -> None:
 def _check_before_the_load(options: BenchOptions) -> None:
     """What would be a pity to find out after it. Raises BenchError."""
     parse_rope(options.rope)
+    if not math.isfinite(options.timeout_s):
+        raise BenchError(f"--timeout-seconds must be a finite number, got {options.timeout_s}")
     if options.api_key is not None and not (
         options.api_key.isascii() and options.api_key.isprintable()
     ):
@@ -77,6 +80,8 @@ def _check_before_the_load(options: BenchOptions) -> None:
     if options.json_path not in (None, _STDOUT):
         files["--json"] = Path(str(options.json_path))
     for flag, path in files.items():
+        if path is not None and path.is_dir():
+            raise BenchError(f"{flag}: {path} is a folder")
         if path is not None and not path.parent.is_dir():
             raise BenchError(f"{flag}: there is no folder {path.parent}")
 

@@ -1,13 +1,14 @@
 """`ropewalk bench` against our own server, and the arithmetic of its report."""
 
+import itertools
 import json
 import random
+import re
 import struct
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,8 @@ def test_one_point_can_be_drawn(server: Server, tmp_path: Path) -> None:
         (["--rope", "{"], "--rope is not JSON: "),
         (["--rope", "[1]"], "--rope must be a JSON object, got '[1]'"),
         (["--json", "no/such/out.json"], "--json: there is no folder no/such"),
+        (["--json", "/"], "--json: / is a folder"),
+        (["--timeout-seconds", "nan"], "--timeout-seconds must be a finite number, got nan"),
         (["--plot", "no/such/out.png"], "--plot: there is no folder no/such"),
         (["--plot", "out.bmp"], "--plot must end in .png or .svg, got 'out.bmp'"),
         (["--api-key", "k\u00e9"], "--api-key must be printable ASCII"),
@@ -279,7 +282,7 @@ def test_default_lengths_double_up_to_the_longest(
     """which is always one of them; none is close to it"""
     found = choose_context_lens(None, max_model_len, output)
     assert list(found) == expected
-    assert all(late / early > 4 / 3 for early, late in pairwise(found))
+    assert all(late / early > 4 / 3 for early, late in itertools.pairwise(found))
 
 
 def test_a_server_that_hides_its_longest_context_needs_lengths() -> None:
@@ -326,3 +329,17 @@ def test_words_come_close_to_the_length(length: int) -> None:
 def test_the_url_may_end_in_v1(url: str) -> None:
     """or not"""
     assert root_of(url) == "http://a:1"
+
+
+def test_every_option_and_field_is_documented(measured: Run) -> None:
+    """with its default"""
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+    for option in bench.params:
+        if option.opts != ["url"]:
+            (row,) = re.findall(rf"^\| `{option.opts[0]}` \|.*", page, re.MULTILINE)
+            if isinstance(option.default, int):
+                assert f"| {option.default} |" in row
+    result = measured.report["results"][0]
+    objects = (measured.report, measured.report["settings"], result, result["requests"][0])
+    for name in [*itertools.chain(*objects), *result["end_to_end_s"]]:
+        assert f"`{name}`" in page, name
