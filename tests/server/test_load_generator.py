@@ -2,7 +2,6 @@
 
 import json
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,9 @@ USAGE = data(choices=[], usage={"prompt_tokens": 70, "completion_tokens": 3})
 ANSWER: Script = [
     (FIRST_S / 2, ": keep-alive\n\n"),  # neither this
     (0, data(choices=[])),  # nor this is a token
-    (FIRST_S / 2, token("a\u2028b\x85c")),  # line separators for Python, not for the protocol
+    # Cut anywhere on its way; line separators for Python are none for the protocol.
+    (FIRST_S / 4, token("a\u2028b\x85c")[:20]),
+    (FIRST_S / 4, token("a\u2028b\x85c")[20:]),
     (GAP_S, ": still here\n\n" + token("")),  # a part of a character is a token without text
     (GAP_S, token("d\r\n")),
     (0, token("", finish_reason="length")),  # one event more than usage counts
@@ -24,7 +25,6 @@ ANSWER: Script = [
     (GAP_S, DONE),
 ]
 QUICK: Script = [(0, token()), (0, token()), (0, token()), (0, USAGE), (0, DONE)]
-Answer = Callable[[int], Script | tuple[int, str]]
 
 
 def run(server: SseServer, *arguments: str) -> tuple[Result, dict[str, Any]]:
@@ -103,7 +103,7 @@ STOPPED = data(error={"message": "gone", "type": "server_error", "code": "engine
         ([(0.5, token()), (0, token())], "stream cut"),
         ([(0.5, USAGE), (0, DONE)], "stream without token"),
         ([(0.5, "data: {oops\n\n"), (0, DONE)], "stream unreadable"),
-        ([(0.5, token()), (3, DONE)], "timeout"),
+        ([(0.5, token())] * 4 + [(0, DONE)], "timeout"),  # never silent for long
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
