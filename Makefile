@@ -5,7 +5,7 @@ TORCH_INDEX ?=
 PORT ?= 8000
 BIN := .venv/bin
 
-.PHONY: setup serve test check fix clean
+.PHONY: setup serve test check fix image clean
 
 setup: .venv/installed
 
@@ -30,6 +30,9 @@ test: check  ## formatter, linter, types, and the whole suite
 fix: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+image:  ## the container image `ropewalk`; docs/deploy.md
+	docker build $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) --tag ropewalk .
 
 clean:
 	rm -rf .venv build dist *.egg-info
