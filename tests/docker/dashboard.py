@@ -1,0 +1,41 @@
+"""The Grafana dashboard: its panels, and its queries as Grafana would send them."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DASHBOARD = json.loads((ROOT / "docker/grafana/dashboards/ropewalk.json").read_text())
+PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
+# What Grafana puts in. Its rate interval is at least four scrapes; 60 s spans a test's whole load.
+_VARIABLES = {"$__rate_interval": "60s", "$__range": "120s", "$instance": ".+"}
+
+
+@dataclass(frozen=True)
+class Query:
+    """One query of a panel."""
+
+    panel: str
+    ref: str
+    expression: str
+    is_instant: bool
+
+    def __str__(self) -> str:
+        """The test's name."""
+        return f"{self.panel}, {self.ref}"
+
+    def substituted(self) -> str:
+        """Without Grafana's variables."""
+        expression = self.expression
+        for name, value in _VARIABLES.items():
+            expression = expression.replace(name, value)
+        assert "$" not in expression, expression
+        return expression
+
+
+QUERIES = [
+    Query(panel["title"], target["refId"], target["expr"], target["instant"])
+    for panel in PANELS
+    for target in panel.get("targets", [])
+]

@@ -1,0 +1,118 @@
+"""A real Prometheus on this machine: started over a copy of our configuration, always ended."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+DOCKER = Path(__file__).resolve().parent.parent.parent / "docker"
+_READY_S, _STOP_S = 30, 20
+
+
+def tool(name: str) -> str:
+    """The path of prometheus or promtool; without it the test is skipped, and in CI it fails."""
+    path = shutil.which(name)
+    if path is None:
+        reason = f"{name} is not installed (Debian's package prometheus)"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return path
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """Its HTTP interface."""
+
+    url: str
+
+    def api(self, path: str, **parameters: Any) -> Any:
+        """The `data` of an answer; an error is an error here."""
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=30).json()
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def now(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """An instant query: (labels, value) of each series."""
+        found = self.api("query", query=expression)["result"]
+        return [(each["metric"], float(each["value"][1])) for each in found]
+
+    def over(self, expression: str, seconds: float) -> list[tuple[dict[str, str], list[float]]]:
+        """A range query that ends now: (labels, values) of each series."""
+        end = time.time()
+        found = self.api("query_range", query=expression, start=end - seconds, end=end, step=2)
+        return [
+            (each["metric"], [float(value) for _, value in each["values"]])
+            for each in found["result"]
+        ]
+
+
+def wait_until(condition: Callable[[], bool], what: str, limit_s: float = _READY_S) -> None:
+    """Ask again until it holds; fails with `what` after the limit."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"after {limit_s} s still not {what}"
+        time.sleep(0.2)
+
+
+def _configuration(target: str, folder: Path) -> Path:
+    """docker/prometheus.yml but for the target's address and the intervals, which are shorter."""
+    configuration = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
+    configuration["scrape_configs"][0]["static_configs"][0]["targets"] = [target]
+    short = dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), "1s")
+    assert set(short) == set(configuration["global"])
+    configuration["global"] = short
+    path = folder / "prometheus.yml"
+    path.write_text(yaml.safe_dump(configuration))
+    shutil.copy(DOCKER / "alerts.yml", folder)
+    return path
+
+
+@contextmanager
+def running_prometheus(target: str, folder: Path) -> Iterator[Prometheus]:
+    """Scrape host:port `target` until the block ends; data and log go to `folder`."""
+    binary = tool("prometheus")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    log = folder / "prometheus.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [
+                binary,
+                f"--config.file={_configuration(target, folder)}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={address}",
+            ],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        prometheus = Prometheus(f"http://{address}")
+
+        def is_ready() -> bool:
+            assert process.poll() is None, log.read_text()
+            try:
+                return httpx.get(f"{prometheus.url}/-/ready").is_success
+            except httpx.TransportError:
+                return False
+
+        wait_until(is_ready, "ready")
+        yield prometheus
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,210 @@
+"""Compose files, provisioning and dashboard agree with each other and with the server."""
+
+import itertools
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import yaml
+
+from server.load_service import load_service
+from server.settings import ServeSettings, load_settings
+from tests.docker.dashboard import DASHBOARD, PANELS, QUERIES, ROOT
+
+DOCKER = ROOT / "docker"
+GRAFANA = DOCKER / "grafana"
+
+
+def read(name: str) -> Any:
+    """A YAML file of docker/."""
+    return yaml.safe_load((DOCKER / name).read_text())
+
+
+COMPOSE = read("compose.yaml")
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+
+
+def mounts(service: str) -> dict[PurePosixPath, Path]:
+    """Folder or file in the container -> ours; named volumes are not among them."""
+    volumes = [each.split(":") for each in SERVICES[service]["volumes"]]
+    return {
+        PurePosixPath(target): (DOCKER / source).resolve()
+        for source, target, *_ in volumes
+        if source.startswith(".")
+    }
+
+
+def ours(service: str, inside: str) -> Path:
+    """Which file of ours a path in the container is."""
+    for target, source in mounts(service).items():
+        if PurePosixPath(inside).is_relative_to(target):
+            return source / PurePosixPath(inside).relative_to(target)
+    raise AssertionError(f"{service} has nothing mounted at {inside}")
+
+
+def test_every_mounted_file_exists_and_is_read_only() -> None:
+    """and every named volume is declared"""
+    for service, parts in SERVICES.items():
+        assert all(source.exists() for source in mounts(service).values())
+        for volume in parts["volumes"]:
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                assert volume.endswith(":ro")
+            else:
+                assert source in COMPOSE["volumes"]
+
+
+def test_ports_are_on_the_loopback_address() -> None:
+    """nobody else on the network reaches them"""
+    ports = [port for parts in SERVICES.values() for port in parts["ports"]]
+    assert len(ports) == 3
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_variables_are_settings_and_are_documented() -> None:
+    """those of the server, commented ones too, and those the operator gives"""
+    settings = {f"ROPEWALK_{name.upper()}" for name in ServeSettings.model_fields}
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    for name in ("compose.yaml", "compose.gpu.yaml"):
+        text = (DOCKER / name).read_text()
+        used = set(re.findall(r"ROPEWALK_[A-Z_]+", text))
+        assert used
+        assert used <= settings
+        for variable in re.findall(r"\$\{(\w+)", text):
+            assert f"`{variable}`" in page
+
+
+def test_the_gpu_file_changes_the_server_only() -> None:
+    """it is laid over the other"""
+    services = read("compose.gpu.yaml")["services"]
+    assert set(services) == {"server"}
+    (device,) = services["server"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["driver"] == "nvidia"
+    assert device["capabilities"] == ["gpu"]
+
+
+def test_who_waits_for_whom_has_a_healthcheck() -> None:
+    """the server's is in its image"""
+    waits = {
+        name: condition
+        for parts in SERVICES.values()
+        for name, condition in parts.get("depends_on", {}).items()
+    }
+    assert set(waits) == {"server", "prometheus"}
+    assert {each["condition"] for each in waits.values()} == {"service_healthy"}
+    assert "healthcheck" in SERVICES["prometheus"]
+    assert "HEALTHCHECK" in (ROOT / "Dockerfile").read_text()
+
+
+def test_prometheus_finds_its_rules_and_the_server() -> None:
+    """by the service's name and the port of the image"""
+    inside = "/etc/prometheus/prometheus.yml"  # where the image looks
+    assert ours("prometheus", inside) == DOCKER / "prometheus.yml"
+    configuration = read("prometheus.yml")
+    for rules in configuration["rule_files"]:
+        assert ours("prometheus", f"/etc/prometheus/{rules}").is_file()
+    (scrape,) = configuration["scrape_configs"]
+    assert scrape["job_name"] == "ropewalk"
+    assert scrape["static_configs"] == [{"targets": ["server:8000"]}]
+    assert "ROPEWALK_PORT=8000" in (ROOT / "Dockerfile").read_text()
+
+
+def test_grafana_finds_prometheus_and_the_dashboard() -> None:
+    """paths are the mounts', the address is the service's, the interval is the scrape's"""
+    base = "/etc/grafana/provisioning"
+    (source,) = yaml.safe_load(ours("grafana", f"{base}/datasources/prometheus.yaml").read_text())[
+        "datasources"
+    ]
+    assert source["url"] == "http://prometheus:9090"
+    assert source["isDefault"]
+    assert source["jsonData"]["timeInterval"] == read("prometheus.yml")["global"]["scrape_interval"]
+    (provider,) = yaml.safe_load(ours("grafana", f"{base}/dashboards/ropewalk.yaml").read_text())[
+        "providers"
+    ]
+    folder = ours("grafana", provider["options"]["path"])
+    assert [path.name for path in folder.iterdir()] == ["ropewalk.json"]
+    home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert ours("grafana", home) == folder / "ropewalk.json"
+
+
+def test_grafanas_password_is_asked_for() -> None:
+    """no default; who has none may look"""
+    environment = SERVICES["grafana"]["environment"]
+    assert environment["GF_SECURITY_ADMIN_PASSWORD"].startswith("${GRAFANA_ADMIN_PASSWORD:?")
+    assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+
+
+def test_the_panels_lie_on_the_grid() -> None:
+    """24 columns wide, none over another, no gap between their tops, ids of their own"""
+    ids = [panel["id"] for panel in PANELS]
+    assert len(set(ids)) == len(ids)
+    cells: set[tuple[int, int]] = set()
+    for panel in PANELS:
+        place = panel["gridPos"]
+        rows = range(place["y"], place["y"] + place["h"])
+        taken = set(itertools.product(range(place["x"], place["x"] + place["w"]), rows))
+        assert not taken & cells, panel["title"]
+        cells |= taken
+    assert max(x for x, _ in cells) == 23
+    assert len(cells) == 24 * (max(y for _, y in cells) + 1), "a hole"
+
+
+def test_the_first_row_is_latency_against_context_length() -> None:
+    """first token and next token, half and 95 in 100"""
+    assert (PANELS[0]["type"], PANELS[0]["title"]) == ("row", "Latency against context length")
+    for panel, metric in zip(
+        PANELS[1:3], ("time_to_first_token", "inter_token_latency"), strict=True
+    ):
+        assert panel["gridPos"]["y"] == 1
+        for quantile, target in zip(("0.5", "0.95"), panel["targets"], strict=True):
+            assert target["expr"].startswith(f"histogram_quantile({quantile}, ")
+            assert f"ropewalk_{metric}_seconds_bucket" in target["expr"]
+            assert "by (context_bucket, le)" in target["expr"]
+
+
+@pytest.mark.parametrize(
+    "panel", [each for each in PANELS if each["type"] != "row"], ids=lambda panel: panel["title"]
+)
+def test_a_panel_explains_itself(panel: dict[str, Any]) -> None:
+    """title, description, unit, data source; buckets in the legend are sorted as numbers"""
+    assert panel["title"]
+    assert panel["description"].endswith(".")
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    refs = [target["refId"] for target in panel["targets"]]
+    assert len(set(refs)) == len(refs)
+    for each in (panel, *panel["targets"]):
+        assert each["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    if any("{{context_bucket}}" in target["legendFormat"] for target in panel["targets"]):
+        # Grafana compares numbers inside names as numbers, in tables only.
+        legend = panel["options"]["legend"]
+        assert (legend["displayMode"], legend["sortBy"]) == ("table", "Name")
+    if panel["type"] == "barchart":
+        changes = [(each["id"], each["options"]) for each in panel["transformations"]]
+        names = [name for name, _ in changes]
+        assert names == ["merge", "convertFieldType", "sortBy", "convertFieldType", "organize"]
+        kinds = [options["conversions"][0] for _, options in (changes[1], changes[3])]
+        assert [each["destinationType"] for each in kinds] == ["number", "string"]
+        assert panel["options"]["xField"] in changes[4][1]["renameByName"].values()
+
+
+def test_the_dashboards_variables_are_declared() -> None:
+    """and each is used"""
+    declared = {each["name"] for each in DASHBOARD["templating"]["list"]}
+    used = set(re.findall(r"\$\{?([a-z]\w*)", str(PANELS)))
+    assert used == declared
+
+
+def test_every_metric_that_is_asked_for_exists() -> None:
+    """in the dashboard and in the alerts, by the page that Prometheus scrapes"""
+    text = load_service(load_settings({}))[0].metrics.render().decode()
+    there = set()
+    for name, kind in re.findall(r"# TYPE (\w+) (\w+)", text):
+        suffixes = ("_bucket", "_count", "_sum") if kind == "histogram" else ("",)
+        there |= {name + suffix for suffix in suffixes}
+    assert "ropewalk_time_to_first_token_seconds_bucket" in there
+    expressions = [query.expression for query in QUERIES]
+    for group in read("alerts.yml")["groups"]:
+        expressions += [rule["expr"] for rule in group["rules"]]
+    asked = set(re.findall(r"ropewalk_\w+", " ".join(expressions)))
+    assert asked <= there
