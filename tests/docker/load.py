@@ -64,7 +64,9 @@ def _streamed(client: httpx.Client, url: str, body: dict[str, Any]) -> float:
     with client.stream("POST", url, json={**body, "stream": True}) as answer:
         assert answer.status_code == 200
         lines = answer.iter_lines()
-        next(lines)
+        # Comments come before the first event: the stream is opened at once.
+        while not next(lines).startswith("data:"):
+            pass
         seconds = time.monotonic() - began
         for _ in lines:
             pass
