@@ -19,7 +19,7 @@ import structlog
 import uvicorn
 
 from model_runtime.errors import ModelError
-from server.bench import bench
+from server.bench.command import bench
 from server.setting_flags import SettingsCommand, given, with_flags
 from server.settings import (
     SECTIONS,

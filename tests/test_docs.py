@@ -1,21 +1,30 @@
-"""The documentation names everything there is, and its commands run as pasted."""
+"""The documentation names everything there is. (Its commands: test_doc_commands.py.)"""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 from fastapi.routing import APIRoute
 
-from model_runtime.checkpoint import Checkpoint
 from server.app import create_app
+from server.chat_schema import ChatRequest, Message, TokenLogprobs
+from server.completion_schema import CompletionRequest
 from server.load_service import load_service
+from server.model_schema import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfo,
+)
+from server.schema import PromptProgressAnswer, RopeAnswer, RopeField
 from server.service import Service
-from server.settings import ServeSettings, load_settings
-from tests.processes import Server
+from server.setting_types import Section
+from server.settings import SECTIONS, load_settings
+from tests.settings_page import table
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("rope", "model_runtime", "server")
+PACKAGES = ("rope", "model_runtime", "server", "server/bench")
 
 
 def page(name: str) -> str:
@@ -29,20 +38,18 @@ def service() -> Service:
     return load_service(load_settings({}))[0]
 
 
-@pytest.mark.parametrize("name", list(ServeSettings.model_fields))
-def test_every_setting_is_documented_with_its_help(name: str) -> None:
-    """flag, variable, default and text are the code's"""
-    field = ServeSettings.model_fields[name]
-    default = "" if field.default is None else f"`{field.default}`"
-    flag = "`MODEL`" if name == "model" else f"`--{name.replace('_', '-')}`"
-    row = f"| {flag} | `ROPEWALK_{name.upper()}` | {default} | {field.description} |"
-    assert row in page("settings.md"), f"docs/settings.md lacks this row:\n{row}"
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_setting_is_documented_with_its_unit_default_and_help(section: type[Section]) -> None:
+    """flag, variable and text are the code's: `python -m tests.settings_page` prints them"""
+    assert table(section) in page("settings.md")
 
 
 def test_every_metric_is_documented(service: Service) -> None:
     """by its full name"""
     rendered = service.metrics.render().decode()
-    for name in re.findall(r"# TYPE (\w+)", rendered):
+    names = re.findall(r"# TYPE (\w+)", rendered)
+    assert "ropewalk_http_requests_total" in names
+    for name in names:
         assert f"`{name}`" in page("metrics.md")
 
 
@@ -50,16 +57,19 @@ def test_every_route_is_documented(service: Service) -> None:
     """with its method"""
     for route in create_app(service).routes:
         if isinstance(route, APIRoute):
-            assert route.path in page("api.md")
+            assert route.path in page("api.md"), route.path
 
 
 def test_every_field_and_error_code_is_documented() -> None:
     """of requests and answers"""
-    from server.schema import CompletionRequest, RopeAnswer, RopeField
-
-    for model in (CompletionRequest, RopeField, RopeAnswer):
+    bodies = (
+        *(CompletionRequest, ChatRequest, Message, RopeField, RopeAnswer, TokenLogprobs),
+        *(PromptProgressAnswer, TokenizeRequest, TokenizeResponse, DetokenizeRequest),
+        *(DetokenizeResponse, TokenizerInfo),
+    )
+    for model in bodies:
         for name in model.model_fields:
-            assert f"`{name}`" in page("api.md"), name
+            assert re.search(rf"[`\"]{name}[`\"]", page("api.md")), f"{model.__name__}.{name}"
     sources = "".join(path.read_text() for path in ROOT.glob("*/*.py"))
     codes = set(re.findall(r'code="(\w+)"', sources))
     codes |= set(re.findall(r'_error", "(\w+)", (?:None|\d)', sources))
@@ -72,8 +82,9 @@ def test_every_file_has_its_line_in_the_architecture() -> None:
     """and no line is left of a file that is gone"""
     text = page("architecture.md")
     for package in PACKAGES:
-        section = text.split(f"### {package}/")[1].split("\n### ")[0]
-        named = set(re.findall(r"`(\w+\.py)`", section.split("\n`tests/`")[0]))
+        section = text.split(f"### {package}/\n")[1].split("\n### ")[0]
+        cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+        named = set(re.findall(r"`(\w+\.py)`", " ".join(cells)))
         there = {path.name for path in (ROOT / package).glob("*.py")} - {"__init__.py"}
         assert named == there
 
@@ -83,32 +94,3 @@ def test_links_lead_somewhere() -> None:
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
-
-
-def test_the_readmes_commands_run_as_pasted(
-    server: Server, embedded: Checkpoint, tmp_path: Path
-) -> None:
-    """against a server on another port; the needle is found by default only"""
-    assert embedded.native.native_len == 256
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    commands = [block for block in blocks if "curl" in block]
-    assert len(commands) == 4
-    outputs = []
-    for block in commands:
-        script = block.replace("http://127.0.0.1:8000", server.url)
-        ended = subprocess.run(
-            ["/bin/bash", "-euo", "pipefail", "-c", script],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            cwd=tmp_path,
-        )
-        assert ended.returncode == 0, ended.stderr
-        outputs.append(ended.stdout)
-    assert '"finish_reason":"length"' in outputs[0]
-    assert '"text":"93175"' in outputs[1]
-    assert '"rope_type":"yarn","factor":8.0' in outputs[1]
-    assert "93175" not in outputs[2]
-    assert '"rope_type":"default"' in outputs[2]
-    assert 'ropewalk_time_to_first_token_seconds_count{context_bucket="2048"}' in outputs[3]

@@ -18,10 +18,10 @@ import pytest
 from click.testing import CliRunner, Result
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.bench import bench
-from server.bench_report import percentile
-from server.bench_target import IdPrompts, WordPrompts, root_of
-from server.load_plan import BenchError, LoadPlan, choose_context_lens
+from server.bench.command import bench
+from server.bench.plan import BenchError, LoadPlan, choose_context_lens
+from server.bench.report import percentile
+from server.bench.target import IdPrompts, WordPrompts, root_of
 from tests.processes import Server, run_to_end
 
 BUCKETS = {64: "64", 512: "512", 2032: "2048"}  # context length -> the server's label
@@ -251,7 +251,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_load(
 def test_the_command_waits_for_neither_torch_nor_its_own_client() -> None:
     """nor for the plotting, until it runs"""
     code = "import sys, server.bench; print({'torch', 'httpx', 'matplotlib'} & {*sys.modules})"
-    load = "import sys, server.bench_run; print({'torch', 'matplotlib'} & {*sys.modules})"
+    load = "import sys, server.bench.run; print({'torch', 'matplotlib'} & {*sys.modules})"
     for each in (code, load):
         ended = subprocess.run(
             [sys.executable, "-c", each], capture_output=True, text=True, check=True

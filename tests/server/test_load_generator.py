@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from server.bench import bench
+from server.bench.command import bench
 from tests.sse_server import DONE, Script, SseServer, data, serving, token
 
 FIRST_S, GAP_S = 0.25, 0.1

@@ -4,8 +4,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server.bench_report import LengthSummary, Report, Spread
-from server.load_plan import BenchError
+from server.bench.plan import BenchError
+from server.bench.report import LengthSummary, Report, Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

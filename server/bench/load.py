@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from server.bench_target import Prompt, PromptMaker, Target
-from server.load_plan import Group, LoadPlan
+from server.bench.plan import Group, LoadPlan
+from server.bench.target import Prompt, PromptMaker, Target
 
 _MAX_MESSAGE = 300  # characters of an error's text that are kept
 _OVER = b"[DONE]"

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from server.load_plan import BenchError
+from server.bench.plan import BenchError
 
 _NUM_FRESH = 8  # tokens; enough that no two runs begin alike
 _NO_SUCH_ROUTE = (404, 405)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from server.bench_target import Target
-from server.load_generator import Failure, RequestRecord, Timing
-from server.load_plan import LoadPlan
+from server.bench.load import Failure, RequestRecord, Timing
+from server.bench.plan import LoadPlan
+from server.bench.target import Target
 
 
 @dataclass(frozen=True, slots=True)

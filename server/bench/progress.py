@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import click
 
-from server.load_generator import Failure, RequestRecord
-from server.load_plan import Group, LoadPlan
+from server.bench.load import Failure, RequestRecord
+from server.bench.plan import Group, LoadPlan
 
 OnGroup = Callable[[Group, list[RequestRecord]], None]
 

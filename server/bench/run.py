@@ -9,12 +9,12 @@ from pathlib import Path
 
 import click
 
-from server.bench_plot import check_can_plot, plot
-from server.bench_progress import progress
-from server.bench_report import Report, as_json, table
-from server.bench_target import find_prompts, find_target
-from server.load_generator import open_client, run_load
-from server.load_plan import BenchError, LoadPlan, choose_context_lens, parse_rope
+from server.bench.load import open_client, run_load
+from server.bench.plan import BenchError, LoadPlan, choose_context_lens, parse_rope
+from server.bench.plot import check_can_plot, plot
+from server.bench.progress import progress
+from server.bench.report import Report, as_json, table
+from server.bench.target import find_prompts, find_target
 
 _STDOUT = "-"
 

@@ -84,8 +84,8 @@ def bench(**options: object) -> None:
     could not begin.
     """
     # Only here, so that the other commands do not wait for an HTTP client to be imported.
-    from server.bench_run import BenchOptions, run_bench  # noqa: PLC0415
-    from server.load_plan import BenchError  # noqa: PLC0415
+    from server.bench.plan import BenchError  # noqa: PLC0415
+    from server.bench.run import BenchOptions, run_bench  # noqa: PLC0415
 
     try:
         num_failed = run_bench(BenchOptions(**options))  # type: ignore[arg-type]

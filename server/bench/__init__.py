@@ -1,0 +1,1 @@
+"""`ropewalk bench`: latency against context length, measured over the public routes."""

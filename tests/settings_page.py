@@ -1,0 +1,35 @@
+"""The tables of docs/settings.md, from the settings: `python -m tests.settings_page`.
+
+`tests/test_docs.py` holds the page to them.
+"""
+
+from server.setting_flags import default_text
+from server.setting_types import Section, unit_of
+from server.settings import SECTIONS, variable_of
+
+
+def table(section: type[Section]) -> str:
+    """One section with its heading."""
+    lines = [
+        f"## {section.__doc__}",
+        "",
+        "| flag | variable | unit or form | default | |",
+        "|---|---|---|---|---|",
+    ]
+    for name, field in section.model_fields.items():
+        flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+        default = f"`{default_text(field)}`" if default_text(field) else ""
+        lines.append(
+            f"| `{flag}` | `{variable_of(name)}` | {unit_of(field)} | {default} | "
+            f"{field.description} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print all of them."""
+    print("\n\n".join(table(section) for section in SECTIONS))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Every fenced command of README and docs/ that can run here is run, as it stands."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from model_runtime.checkpoint import Checkpoint
+from tests.doc_commands import Block, blocks, run, serve
+from tests.processes import Server
+
+BLOCKS = [block for block in blocks("bash") if not block.is_make]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}-{block.number}")
+def test_a_command_runs_as_pasted(block: Block, server: Server, tmp_path: Path) -> None:
+    """and ends without an error; one that serves gets to listen"""
+    if block.serves:
+        assert "listening on" in serve(block.script(server.url), tmp_path)
+        return
+    if block.page == "README.md":
+        _write_needle(server, tmp_path)
+    ended = run(block.script(server.url), tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout, "it said nothing"
+
+
+def _write_needle(server: Server, folder: Path) -> None:
+    """A block of the README uses the file that an earlier one wrote; order here is random."""
+    writes = next(block for block in BLOCKS if "needle.json" in block.text)
+    assert run(writes.script(server.url), folder).returncode == 0
+
+
+def test_what_the_readme_promises_comes_out(
+    server: Server, embedded: Checkpoint, tmp_path: Path
+) -> None:
+    """the needle is found by default, and not on the untouched table"""
+    assert embedded.native.native_len == 256
+    curls = [
+        block for block in blocks("bash") if block.page == "README.md" and "curl" in block.text
+    ]
+    outputs = [run(block.script(server.url), tmp_path).stdout for block in curls]
+    plain, chat, needle, untouched, metrics = outputs
+    assert json.loads(plain)["choices"][0]["finish_reason"] == "length"
+    assert json.loads(chat)["choices"][0]["message"]["role"] == "assistant"
+    found = json.loads(needle)
+    assert found["choices"][0]["text"] == "93175"
+    assert found["choices"][0]["rope"]["rope_type"] == "yarn"
+    assert found["choices"][0]["rope"]["factor"] == 8
+    assert found["usage"]["prompt_tokens"] > 7 * 256
+    missed = json.loads(untouched)["choices"][0]
+    assert "93175" not in missed["text"]
+    assert missed["rope"]["rope_type"] == "default"
+    assert 'ropewalk_time_to_first_token_seconds_count{context_bucket="2048"}' in metrics
+
+
+def test_every_fence_says_what_it_is() -> None:
+    """so that no command escapes by having no language"""
+    assert blocks("") == []
+    run_here = {block.page for block in BLOCKS}
+    assert {"README.md", "settings.md", "bench.md"} <= run_here
+    makes = [block.text for block in blocks("bash") if block.is_make]
+    assert all("make serve" in text or "make test" in text for text in makes)
