@@ -29,6 +29,7 @@ RESERVED = frozenset(
     | {"unk_token", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
     | {"return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"}
 )
+MAX_TEMPLATE_STOPS = 1
 _FALLBACK_STOP = "\nUser:"  # or a base model would write the user's next turn, too
 
 

@@ -2,6 +2,36 @@
 
 from dataclasses import dataclass
 
+from model_runtime.errors import RequestError
+from model_runtime.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingLimits:
+    """What one request may ask of the sampler. Checked before tokenising and by the engine."""
+
+    max_stop_strings: int = 4
+    max_stop_chars: int = 256
+    max_stop_token_ids: int = 128
+    max_logit_bias: int = 1024
+    max_logprobs: int = 20
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises RequestError, which names field, limit and value."""
+        longest_stop = max(map(len, params.stop), default=0)
+        logprobs = max(params.logprobs or 0, params.prompt_logprobs or 0)
+        for param, most, what, given in (
+            ("stop", self.max_stop_strings, "strings", len(params.stop)),
+            ("stop", self.max_stop_chars, "characters each", longest_stop),
+            ("stop_token_ids", self.max_stop_token_ids, "tokens", len(params.stop_token_ids)),
+            ("logit_bias", self.max_logit_bias, "tokens", len(params.logit_bias)),
+            ("logprobs", self.max_logprobs, "alternatives", logprobs),
+        ):
+            if given > most:
+                raise RequestError(
+                    f"`{param}` must be at most {most} {what}. Given: {given}", param=param
+                )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -14,6 +44,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # tokens in one step: decodes plus prefill chunks
     max_num_logit_rows: int = 256  # prompt positions in one step whose logprobs are wanted
     max_queued_requests: int = 256  # requests waiting to start
+    max_queued_prompt_tokens: int | None = None  # tokens of their prompts; None: no limit
+    limits: SamplingLimits = SamplingLimits()
 
     @property
     def num_pages(self) -> int:

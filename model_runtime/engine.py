@@ -7,7 +7,9 @@ callback they handed over.
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import structlog
 
@@ -28,6 +30,13 @@ from model_runtime.tokenizer import Tokenizer
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(slots=True)
+class Reservation:
+    """Places in the queue that somebody has taken and not filled yet."""
+
+    num_places: int
+
+
 class Engine:
     """Serves requests. Create, `start`, `submit`, `abort`, `stop`."""
 
@@ -44,13 +53,19 @@ class Engine:
         self._config = config
         self._eos_token_ids = eos_token_ids
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards the three below
         self._is_running = False
         self._num_submitted = 0  # and not yet taken by the thread
+        self._num_reserved = 0  # places taken by requests that are still being read
         self._is_resting = True  # waits for a command, since nothing is live
         self._last_step = time.monotonic()  # when a step ended, or a rest
         self._on_death: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+
+    @property
+    def config(self) -> EngineConfig:
+        """What it is held to."""
+        return self._config
 
     @property
     def is_running(self) -> bool:
@@ -80,10 +95,30 @@ class Engine:
         """Queue one request; see `submit_all`."""
         self.submit_all([(request, on_output)])
 
+    @contextmanager
+    def reserved(self, num: int) -> Iterator["Reservation"]:
+        """Places for requests, taken before the work of reading them; submit them inside.
+
+        Raises QueueFullError, RequestError or EngineStoppedError at once when there are none.
+        """
+        with self._lock:
+            self._check_running()
+            self._check_queue(num)
+            self._num_reserved += num
+        reservation = Reservation(num)
+        try:
+            yield reservation
+        finally:
+            with self._lock:
+                self._num_reserved -= reservation.num_places
+
     def submit_all(
-        self, requests: Sequence[tuple[Request, OnOutput]], arrived: float | None = None
+        self,
+        requests: Sequence[tuple[Request, OnOutput]],
+        arrived: float | None = None,
+        reservation: "Reservation | None" = None,
     ) -> None:
-        """Queue requests, all or none.
+        """Queue requests, all or none; into their `reservation`, where they have one.
 
         Outputs arrive on the engine's thread through each one's callback, until one has a
         finish_reason.
@@ -98,9 +133,14 @@ class Engine:
             if arrived is not None:
                 lives[-1].arrived = arrived
         with self._lock:
-            if not self._is_running:
-                raise EngineStoppedError("The engine is not running.")
-            self._check_queue(len(lives))
+            self._check_running()
+            self._check_queued_tokens(lives)
+            if reservation is None:
+                self._check_queue(len(lives))
+            else:
+                assert reservation.num_places == len(lives)
+                self._num_reserved -= reservation.num_places
+                reservation.num_places = 0
             self._num_submitted += len(lives)
             self._commands.put(lambda: self._add(lives))
 
@@ -128,8 +168,26 @@ class Engine:
             done.get()
         return outputs
 
+    def _check_running(self) -> None:
+        if not self._is_running:
+            raise EngineStoppedError("The engine is not running.")
+
+    def _check_queued_tokens(self, lives: Sequence[Live]) -> None:
+        most = self._config.max_queued_prompt_tokens
+        if most is None:
+            return
+        waiting = sum(each.num_prompt_tokens for each in list(self._core.scheduler.waiting))
+        new = sum(live.sequence.num_prompt_tokens for live in lives)
+        # An empty queue takes a prompt of any length.
+        if waiting and waiting + new > most:
+            raise QueueFullError(
+                f"{waiting} prompt tokens are waiting; with these {new} they would be more than "
+                f"{most} (max_queued_prompt_tokens)."
+            )
+
     def _check(self, request: Request) -> None:
         """Refuse what can never be served."""
+        self._config.limits.check(request.sampling)
         if not request.prompt_ids:
             raise RequestError("`prompt` must have at least one token", param="prompt")
         num_positions = request.num_positions
@@ -155,7 +213,8 @@ class Engine:
                 code="too_many_answers",
             )
         num_free = config.max_num_seqs - len(scheduler.running)
-        num_waiting = len(scheduler.waiting) + self._num_submitted - num_free
+        num_coming = self._num_submitted + self._num_reserved
+        num_waiting = len(scheduler.waiting) + num_coming - num_free
         if num_waiting + num_new > config.max_queued_requests:
             raise QueueFullError(
                 f"{max(num_waiting, 0)} requests are waiting; at most "

@@ -1,11 +1,14 @@
 """The FastAPI application, made by a function that receives what it serves."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 
 from server import errors
+from server.access import OPEN_PATHS, ApiKeysMiddleware, RequestIdMiddleware
+from server.body_limits import BodyLimits, BodyLimitsMiddleware
 from server.chat import chat_router
 from server.completions import completions_router
 from server.health import health_router
@@ -16,26 +19,21 @@ from server.service import ClientDisconnectedError, Service
 _CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is there to read it but the log
 
 
-def create_app(
-    service: Service,
-    on_ready: Callable[[], None] = lambda: None,
-    on_death: Callable[[], None] = lambda: None,
-) -> FastAPI:
-    """An application that starts the service's engine with itself and stops it at its end.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """Who may ask, and with how large a request."""
 
-    `on_death` is called, on the engine's thread, should the engine end by itself.
-    """
+    api_keys: Sequence[str] = ()
+    open_metrics: bool = False
+    allowed_origins: Sequence[str] = ()
+    body: BodyLimits = field(default_factory=BodyLimits)
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.engine.start(on_death)
-        on_ready()
-        yield
-        service.engine.stop()
 
-    app = FastAPI(title="ropewalk", lifespan=lifespan)
+def create_app(service: Service, gate: Gate | None = None) -> FastAPI:
+    """An application over a service whose engine the caller starts and stops."""
+    gate = gate or Gate()
+    app = FastAPI(title="ropewalk")
     errors.install(app, service.metrics.rejected)
-    app.add_middleware(HttpMetricsMiddleware, metrics=service.http_metrics)
 
     @app.exception_handler(ClientDisconnectedError)
     async def closed(_: Request, __: Exception) -> Response:
@@ -45,4 +43,19 @@ def create_app(
     app.include_router(chat_router(service))
     app.include_router(model_router(service))
     app.include_router(health_router(service))
+    # The last one added is asked first.
+    app.add_middleware(BodyLimitsMiddleware, limits=gate.body)
+    if gate.api_keys:
+        open_paths = OPEN_PATHS | {"/metrics"} if gate.open_metrics else OPEN_PATHS
+        app.add_middleware(ApiKeysMiddleware, keys=gate.api_keys, open_paths=open_paths)
+    if gate.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(gate.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
+        )
+    app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(HttpMetricsMiddleware, metrics=service.http_metrics)
     return app

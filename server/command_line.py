@@ -6,9 +6,9 @@ What imports transformers is imported where it is used: that takes seconds, and 
 # ruff: noqa: PLC0415
 
 import logging
+import os
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -16,7 +16,6 @@ from typing import Any
 
 import click
 import structlog
-import uvicorn
 
 from model_runtime.errors import ModelError
 from server.bench.command import bench
@@ -31,8 +30,7 @@ from server.settings import (
     load_settings,
 )
 
-_USAGE_ERROR, _ENGINE_DIED = 2, 1
-_SHUTDOWN_S = 30  # what is running may finish for so long
+_USAGE_ERROR, _DIED = 2, 1
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -53,34 +51,32 @@ def serve(**flags: Any) -> None:
     Every flag is also an environment variable, named in brackets, and a key of the YAML file.
     Flags beat the environment, which beats the file.
     """
-    from server.app import create_app
-    from server.load_service import load_service
+    from server.gate import gate_of
+    from server.lifecycle import GracefulServer
 
     _log_to_stderr()
     with _sentences():
         settings = load_settings(given(flags))
-        listener = _bound_socket(settings)  # before the weights, which may take minutes
-        service, banner = load_service(settings)
-    host, port = listener.getsockname()[:2]
-    shown_host = f"[{host}]" if ":" in host else host
+        gate_of(settings)  # what is wrong there is told before anything is loaded
+        listener = _bound_socket(settings)
+        host, port = listener.getsockname()[:2]
+        scheme = "http" if settings.ssl_certfile is None else "https"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def on_ready() -> None:
-        click.echo(f"ropewalk {version('ropewalk')}\n{banner}", err=True)
-        click.echo(f"  listening on     http://{shown_host}:{port}", err=True)
+        def on_ready(banner: str) -> None:
+            click.echo(f"ropewalk {version('ropewalk')}\n{banner}", err=True)
+            click.echo(f"  listening on     {url}", err=True)
 
-    def on_death() -> None:
-        dead.set()
-        server.should_exit = True
-
-    dead = threading.Event()
-    app = create_app(service, on_ready, on_death)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=_SHUTDOWN_S
-    )
-    server = uvicorn.Server(config)
-    server.run(sockets=[listener])
-    if dead.is_set():
-        sys.exit(_ENGINE_DIED)
+        server = GracefulServer(settings, on_ready)
+        click.echo(f"loading; {url} answers 503 until the model has passed its check", err=True)
+        server.run(sockets=[listener])
+        if server.is_loading:
+            os._exit(_DIED if server.has_died else 0)  # torch cannot be interrupted otherwise
+        server.stop_engine()
+        if server.failure is not None:
+            raise server.failure
+    if server.has_died:
+        sys.exit(_DIED)
 
 
 @ropewalk.command(cls=SettingsCommand)

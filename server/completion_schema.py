@@ -20,7 +20,7 @@ from server.schema import (
     unusable,
 )
 
-_MAX_PROMPTS = 64
+_MAX_PROMPTS = 1024
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
@@ -66,6 +66,16 @@ class CompletionRequest(GenerationRequest):
     def num_answers(self) -> int:
         """All candidates; `n` of them are returned."""
         return self.n or 1 if self.best_of is None else self.best_of
+
+    @property
+    def num_prompts(self) -> int:
+        """Of the list, or the one."""
+        return len(self.prompts())
+
+    @property
+    def answers_field(self) -> str:
+        """Whichever asks for more."""
+        return "n" if self.best_of is None else "best_of"
 
     @property
     def picks_best(self) -> bool:

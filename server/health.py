@@ -1,6 +1,8 @@
-"""GET /health, /ready and /metrics: for those who watch."""
+"""GET /live, /ready, /health, /version and /metrics: for those who watch."""
 
-from fastapi import APIRouter
+from importlib.metadata import version
+
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -12,21 +14,43 @@ def health_router(service: Service) -> APIRouter:
     """The routes, over one service."""
     router = APIRouter()
 
-    def state() -> JSONResponse:
-        if service.engine.is_running:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse(envelope("The engine is not running.", "server_error"), 503)
+    def problem() -> str | None:
+        """What keeps the process from serving at all."""
+        if not service.engine.is_running:
+            return "The engine is not running."
+        seconds = service.engine.seconds_since_step
+        if seconds > service.limits.stall_s:
+            return f"The engine has made no step for {seconds:.0f} s."
+        return None
 
-    @router.get("/health")
-    async def health() -> JSONResponse:
-        return state()
+    @router.api_route("/live", methods=["GET", "HEAD"])
+    async def live() -> JSONResponse:
+        return _status(problem())
 
-    @router.get("/ready")
-    async def ready() -> JSONResponse:
-        return state()
+    @router.api_route("/ready", methods=["GET", "HEAD"])
+    async def ready(http: Request) -> JSONResponse:
+        return _status(problem() or _draining(http))
+
+    @router.api_route("/health", methods=["GET", "HEAD"])
+    async def health(http: Request) -> JSONResponse:
+        return _status(problem() or _draining(http))
+
+    @router.get("/version")
+    async def get_version() -> dict[str, str]:
+        return {"version": version("ropewalk")}
 
     @router.get("/metrics")
     def metrics() -> Response:  # not async: rendering runs off the event loop
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     return router
+
+
+def _draining(http: Request) -> str | None:
+    return "The server is ending." if getattr(http.state, "is_draining", False) else None
+
+
+def _status(problem: str | None) -> JSONResponse:
+    if problem is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse(envelope(problem, "server_error"), 503)

@@ -105,7 +105,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
         yield OPENING
         try:
             while not self._submission.is_over:
-                found = await self._next(self.service.sse_keep_alive_seconds)
+                found = await self._next(self.service.limits.sse_keep_alive_s)
                 yield KEEP_ALIVE if found is None else await self._event(*found)
         except EngineStoppedError as error:
             yield event(envelope(str(error), "server_error", code="engine_stopped"))
@@ -169,7 +169,7 @@ async def answered(
         if not body.stream:
             return await until_disconnect(http, made.whole())
         close = at_the_end.pop_all().close  # the stream's business from here on
-    return EventStream(made.events(), close)
+    return EventStream(made.events(), close, service.limits.send_timeout_s)
 
 
 def finish_reason(output: Output) -> str | None:

@@ -9,6 +9,7 @@ from model_runtime.kv_store import bytes_per_token
 from model_runtime.tokenizer import Tokenizer
 from server.errors import rejection_reasons
 from server.http_metrics import HttpMetrics
+from server.limits import ServiceLimits
 from server.metrics import MetricFactory, Metrics
 from server.service import Service
 from server.serving_plan import ModelFacts, ServingPlan, describe, plan_serving
@@ -46,7 +47,15 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
         max_len=plan.config.max_model_len,
         chat_template=chat_template,
         allowed_chat_template_kwargs=frozenset(settings.allowed_chat_template_kwargs),
-        sse_keep_alive_seconds=settings.sse_keep_alive_seconds or None,
+        limits=ServiceLimits(
+            max_prompts=settings.max_prompts,
+            max_n=settings.max_n,
+            max_prompt_chars=settings.max_prompt_chars,
+            max_unread_tokens=settings.max_unread_tokens,
+            sse_keep_alive_s=settings.sse_keep_alive_seconds or None,
+            send_timeout_s=settings.send_timeout_seconds,
+            stall_s=settings.stall_seconds,
+        ),
     )
     return service, _banner(checkpoint, plan)
 

@@ -86,8 +86,9 @@ class StreamOptions(Body):
 
 TokenId = Annotated[int, Field(ge=0, le=INT64)]
 TokenIdKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,17})$")]  # JSON's keys are strings
-StopString = Annotated[str, Field(min_length=1, max_length=256)]
-MAX_N = 16
+StopString = Annotated[str, Field(min_length=1, max_length=4096)]
+# The schema's bounds are those of the settings; what is allowed is in server/limits.py.
+MAX_N = 128
 
 
 def is_none(value: object) -> bool:
@@ -119,12 +120,12 @@ class GenerationRequest(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: (
-        Annotated[dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]], few(1024)] | None
+        Annotated[dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]], few(65536)] | None
     ) = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=4, fail_fast=True)] | None = (
+    stop: StopString | Annotated[list[StopString], Field(max_length=64, fail_fast=True)] | None = (
         None
     )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=128, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=4096, fail_fast=True)] | None = None
     ignore_eos: bool = False
     min_tokens: int | None = Field(None, ge=0, le=INT64)
     n: int | None = Field(None, ge=1, le=MAX_N)
@@ -161,9 +162,19 @@ class GenerationRequest(Body):
         return None
 
     @property
+    def num_prompts(self) -> int:
+        """Prompts in the request."""
+        return 1
+
+    @property
     def num_answers(self) -> int:
         """Answers to compute for each prompt."""
         return self.n or 1
+
+    @property
+    def answers_field(self) -> str:
+        """The field that says how many."""
+        return "n"
 
     @property
     def includes_usage(self) -> bool:

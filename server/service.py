@@ -13,12 +13,13 @@ from starlette.requests import Request as HttpRequest
 
 from model_runtime.chat_template import ChatTemplate
 from model_runtime.deployment import Deployment, RopeRequest
-from model_runtime.engine import Engine
+from model_runtime.engine import Engine, Reservation
 from model_runtime.errors import RequestError, RopewalkError, UnknownModelError
-from model_runtime.request import Output, Request
+from model_runtime.request import FinishReason, Output, Request
 from model_runtime.tokenizer import Tokenizer
 from server.errors import rejection_reason
 from server.http_metrics import HttpMetrics
+from server.limits import ServiceLimits
 from server.metrics import Metrics
 from server.schema import GenerationRequest
 
@@ -28,19 +29,27 @@ Result = TypeVar("Result")
 class Submission:
     """The engine's requests of one HTTP request, seen from the event loop. Close it at the end."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], arrived: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        arrived: float,
+        reservation: Reservation,
+        max_unread: int,
+    ) -> None:
         self.requests = requests
         self._engine = engine
+        self._max_unread = max_unread
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
         listeners = [partial(self._hand_over, index) for index in range(len(requests))]
-        engine.submit_all(list(zip(requests, listeners, strict=True)), arrived)
+        engine.submit_all(list(zip(requests, listeners, strict=True)), arrived, reservation)
         self._open = set(range(len(requests)))
 
     @property
     def is_over(self) -> bool:
-        """Whether every request has given its last output."""
-        return not self._open
+        """Whether every request has given its last output, and all have been read."""
+        return not self._open and self._outputs.empty()
 
     async def next_output(self, limit_s: float | None) -> tuple[int, Output] | None:
         """(index of the request, output); each one's last has a finish_reason.
@@ -65,7 +74,18 @@ class Submission:
     def _hand_over(self, index: int, output: Output) -> None:
         # On the engine's thread. The loop may be gone when the process is ending.
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._outputs.put_nowait, (index, output))
+            self._loop.call_soon_threadsafe(self._receive, index, output)
+
+    def _receive(self, index: int, output: Output) -> None:
+        if index not in self._open:
+            return  # ended from this side
+        if self._outputs.qsize() >= self._max_unread:
+            # Whoever does not read must not fill the memory.
+            error = f"more than {self._max_unread} outputs were not read (max_unread_tokens)"
+            output = Output(finish_reason=FinishReason.ERROR, error=error)
+            self._engine.abort(self.requests[index].request_id)
+            self._open.discard(index)
+        self._outputs.put_nowait((index, output))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +102,7 @@ class Service:
     max_len: int  # positions of the longest sequence, whatever the deployment
     chat_template: ChatTemplate
     allowed_chat_template_kwargs: frozenset[str]
-    sse_keep_alive_seconds: float | None  # of silence in a stream before a comment
+    limits: ServiceLimits
     created: int = field(default_factory=lambda: int(time.time()))
 
     def deployment(self, name: str | None) -> Deployment:
@@ -125,14 +145,19 @@ class Service:
         arrived = time.monotonic()
         try:
             deployment = self.deployment(body.model)
+            self.limits.check(body)
+            self.engine.config.limits.check(body.sampling(1, {}, more_stop)[0])
             for token_id, _ in body.logit_bias_pairs():
                 self.check_token_id(token_id, "logit_bias")
             for token_id in body.stop_token_ids or ():
                 self.check_token_id(token_id, "stop_token_ids")
-            requests = []
-            for prompt in await read_prompts():
-                requests += self._requests(body, deployment, prompt, more_stop)
-            return Submission(self.engine, requests, arrived)
+            num_answers = body.num_prompts * body.num_answers
+            with self.engine.reserved(num_answers) as reservation:
+                requests = []
+                for prompt in await read_prompts():
+                    requests += self._requests(body, deployment, prompt, more_stop)
+                unread = self.limits.max_unread_tokens
+                return Submission(self.engine, requests, arrived, reservation, unread)
         except RopewalkError as error:
             self.metrics.rejected(rejection_reason(error))
             if isinstance(error, RequestError) and error.param == "prompt":
@@ -144,10 +169,12 @@ class Service:
     def check_length(self, num_characters: int, param: str) -> None:
         """Refuse, before it is tokenised, what must be too long. Raises RequestError."""
         most = self.max_len * self.tokenizer.longest_token
+        why = f"{self.max_len} tokens of at most {self.tokenizer.longest_token}"
+        if self.limits.max_prompt_chars is not None and self.limits.max_prompt_chars < most:
+            most, why = self.limits.max_prompt_chars, "max_prompt_chars"
         if num_characters > most:
             raise RequestError(
-                f"`{param}` must be at most {most} characters ({self.max_len} tokens of at most "
-                f"{self.tokenizer.longest_token}). Given: {num_characters}",
+                f"`{param}` must be at most {most} characters ({why}). Given: {num_characters}",
                 param=param,
                 code="context_length_exceeded",
             )

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from model_runtime.build_engine import sized
-from model_runtime.config import EngineConfig
+from model_runtime.chat_template import MAX_TEMPLATE_STOPS
+from model_runtime.config import EngineConfig, SamplingLimits
 from model_runtime.deployment import Deployment
 from model_runtime.make_deployment import make_deployment
 from rope import NativeRope, RopeConfigError
@@ -146,6 +147,15 @@ def _config(settings: ServeSettings, facts: ModelFacts, max_model_len: int) -> E
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_logit_rows=settings.max_num_logit_rows,
         max_queued_requests=settings.max_queued_requests,
+        max_queued_prompt_tokens=settings.max_queued_prompt_tokens,
+        limits=SamplingLimits(
+            # The chat template's own stop strings come on top of a request's.
+            max_stop_strings=settings.max_stop_strings + MAX_TEMPLATE_STOPS,
+            max_stop_chars=settings.max_stop_chars,
+            max_stop_token_ids=settings.max_stop_token_ids,
+            max_logit_bias=settings.max_logit_bias,
+            max_logprobs=settings.max_logprobs,
+        ),
     )
     if settings.kv_cache_tokens is None:
         config = sized(config, facts.token_bytes, facts.affordable_bytes, settings.kv_cache_gib)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from model_runtime.sampler import MAX_LOGPROBS
 from rope import POLICIES, ROPE_TYPES, Policy
 from server.config_file import ConfigFileError, read_config_file
 from server.metrics import MAX_CONTEXT_BUCKETS
@@ -168,6 +169,13 @@ class CacheSettings(Section):
         unit="requests",
         ge=0,
     )
+    max_queued_prompt_tokens: int | None = setting(
+        None,
+        "Prompt tokens of all that wait; more are answered 429. Left out: max_queued_requests "
+        "decides alone.",
+        unit="tokens",
+        ge=1,
+    )
 
 
 class HttpSettings(Section):
@@ -188,6 +196,102 @@ class HttpSettings(Section):
         "multiples of the trained length.",
         unit="tokens",
         max_length=MAX_CONTEXT_BUCKETS - 1,
+    )
+
+
+class AccessSettings(Section):
+    """Access"""  # noqa: D400  # a heading
+
+    api_key: Names = setting(
+        (),
+        "Keys, any of which a request must bear (`Authorization: Bearer KEY`). Without one, "
+        "whoever reaches the port may ask.",
+        unit="keys",
+        repr=False,
+    )
+    api_key_file: Path | None = setting(None, "File with more keys, one a line.", unit="path")
+    open_metrics: bool = setting(
+        default=False, text="Answer /metrics without a key, too.", unit="switch"
+    )
+    ssl_certfile: Path | None = setting(
+        None, "Certificate chain in PEM format: serve TLS.", unit="path"
+    )
+    ssl_keyfile: Path | None = setting(
+        None, "Its private key. Left out: it stands in ssl_certfile.", unit="path"
+    )
+    allowed_origins: Names = setting(
+        (),
+        "Origins whose web pages may ask (CORS), as https://example.org; * is any. Credentials "
+        "of a browser are never accepted.",
+        unit="origins",
+    )
+
+
+class LimitSettings(Section):
+    """Limits"""  # noqa: D400  # a heading
+
+    max_body_bytes: int = setting(
+        8 * 2**20, "A request's body; larger: 413.", unit="bytes", ge=1024
+    )
+    max_header_bytes: int = setting(
+        65536, "A request's head in all; larger: 400.", unit="bytes", ge=1024
+    )
+    max_headers: int = setting(100, "Headers of a request; more: 431.", unit="headers", ge=1)
+    max_json_depth: int = setting(
+        64, "Nesting of a body; deeper: 400.", unit="levels", ge=4, le=500
+    )
+    max_connections: int = setting(
+        1024,
+        "Open connections; the one that has been idle longest makes room for a new one.",
+        unit="connections",
+        ge=1,
+    )
+    head_timeout_seconds: float = setting(
+        20.0, "For a request's head to arrive; then the connection is closed.", unit="seconds", gt=0
+    )
+    body_timeout_seconds: float = setting(
+        60.0, "For a request's body to arrive; later: 408.", unit="seconds", gt=0
+    )
+    send_timeout_seconds: float = setting(
+        60.0,
+        "For a client to take what was sent; then its request is aborted.",
+        unit="seconds",
+        gt=0,
+    )
+    max_unread_tokens: int = setting(
+        16384,
+        "Outputs that a stream's client may lag behind; then its request is aborted.",
+        unit="tokens",
+        ge=16,
+    )
+    max_prompts: int = setting(64, "Prompts in a request.", unit="prompts", ge=1, le=1024)
+    max_n: int = setting(16, "Answers to a prompt (n, best_of).", unit="answers", ge=1, le=128)
+    max_prompt_chars: int | None = setting(
+        None,
+        "A prompt before it is tokenised. Left out: what the longest context could have.",
+        unit="characters",
+        ge=1,
+    )
+    max_stop_strings: int = setting(4, "Stop strings of a request.", unit="strings", ge=0, le=64)
+    max_stop_chars: int = setting(256, "Each of them.", unit="characters", ge=1, le=4096)
+    max_stop_token_ids: int = setting(
+        128, "stop_token_ids of a request.", unit="tokens", ge=0, le=4096
+    )
+    max_logit_bias: int = setting(1024, "Entries of logit_bias.", unit="tokens", ge=0, le=65536)
+    max_logprobs: int = setting(
+        20, "Alternatives to report for a token.", unit="tokens", ge=0, le=MAX_LOGPROBS
+    )
+    stall_seconds: float = setting(
+        120.0,
+        "A step may take so long; then /live, /ready and /health answer 503.",
+        unit="seconds",
+        gt=0,
+    )
+    shutdown_timeout_seconds: float = setting(
+        30.0,
+        "On SIGTERM, running requests may finish for so long; then they end with an error.",
+        unit="seconds",
+        ge=0,
     )
 
 
@@ -216,11 +320,20 @@ SECTIONS: tuple[type[Section], ...] = (
     DeploymentSettings,
     CacheSettings,
     HttpSettings,
+    AccessSettings,
+    LimitSettings,
 )
 
 
 class ServeSettings(
-    SourceSettings, ModelSettings, DeploymentSettings, CacheSettings, HttpSettings, BaseSettings
+    SourceSettings,
+    ModelSettings,
+    DeploymentSettings,
+    CacheSettings,
+    HttpSettings,
+    AccessSettings,
+    LimitSettings,
+    BaseSettings,
 ):
     """The settings of `ropewalk serve`."""
 
@@ -287,6 +400,8 @@ def _refuse_contradictions(settings: ServeSettings) -> None:
             f"max_num_batched_tokens must be >= max_num_seqs ({settings.max_num_seqs}), got "
             f"{settings.max_num_batched_tokens}"
         )
+    if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
+        raise SettingsError("ssl_keyfile needs ssl_certfile")
     if settings.deployments is None:
         return
     for name in ("served_model_name", *DeploymentSettings.model_fields):

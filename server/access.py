@@ -1,0 +1,77 @@
+"""Who may ask: API keys, deny by default; and an id for every request."""
+
+import hashlib
+import re
+import secrets
+import uuid
+from collections.abc import Iterable
+
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import envelope
+
+# Answered without a key: what a load balancer and an orchestrator ask.
+OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/version"})
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class ApiKeysMiddleware:
+    """Lets a request through that bears a key, or asks for an open path."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: frozenset[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key) for key in keys]
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        is_open = scope["type"] != "http" or scope["path"] in self._open_paths
+        if is_open or self._bears_key(scope):
+            await self._app(scope, receive, send)
+            return
+        answer = JSONResponse(
+            envelope(
+                "No valid API key. Send `Authorization: Bearer KEY`.",
+                "authentication_error",
+                code="invalid_api_key",
+            ),
+            401,
+            {"WWW-Authenticate": "Bearer", "Connection": "close"},
+        )
+        await answer(scope, receive, send)
+
+    def _bears_key(self, scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = _digest(key.strip())
+        # Every key is compared, and all of each: the time taken says nothing about them.
+        matches = [secrets.compare_digest(given, known) for known in self._digests]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class RequestIdMiddleware:
+    """Gives every answer an X-Request-Id: the client's own, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,122 @@
+"""Limits of a request that need no schema: headers, bytes, depth, and the time it takes to come."""
+
+import asyncio
+import re
+from dataclasses import dataclass
+
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import envelope
+
+# Strings are skipped whole, so that a bracket inside one does not count.
+_STRUCTURE = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
+_SMALL = 65536  # bytes whose depth is counted on the spot
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """What a body may be."""
+
+    max_bytes: int = 8 * 2**20
+    max_depth: int = 64
+    max_headers: int = 100
+    timeout_s: float = 60.0  # for all of it
+
+
+class _RefusedError(Exception):
+    """The request is answered before anybody has read it."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class BodyLimitsMiddleware:
+    """Reads a body, within limits, before the application sees it."""
+
+    def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await self._read(scope, receive)
+        except _RefusedError as error:
+            answer = JSONResponse(
+                envelope(str(error), "invalid_request_error", code=error.code),
+                error.status,
+                # What is still on its way would be read as the next request.
+                {"Connection": "close"},
+            )
+            await answer(scope, receive, send)
+            return
+        if body is None:
+            return  # the client went away
+        pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_again() -> Message:
+            return pending.pop() if pending else await receive()
+
+        await self._app(scope, receive_again, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        limits = self._limits
+        if len(scope["headers"]) > limits.max_headers:
+            raise _RefusedError(
+                431, f"A request may have {limits.max_headers} headers.", "headers_too_large"
+            )
+        body = bytearray()
+        try:
+            async with asyncio.timeout(limits.timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    if len(body) > limits.max_bytes:
+                        raise _RefusedError(
+                            413,
+                            f"The body must be at most {limits.max_bytes} bytes (max_body_bytes).",
+                            "body_too_large",
+                        )
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            raise _RefusedError(
+                408,
+                f"The body did not arrive within {limits.timeout_s:g} s (body_timeout_seconds).",
+                "body_timeout",
+            ) from None
+        whole = bytes(body)
+        is_deep = (
+            is_too_deep(whole, limits.max_depth)
+            if len(whole) <= _SMALL
+            else (await asyncio.to_thread(is_too_deep, whole, limits.max_depth))
+        )
+        if is_deep:
+            raise _RefusedError(
+                400,
+                f"The body must be nested at most {limits.max_depth} deep (max_json_depth).",
+                "body_too_deep",
+            )
+        return whole
+
+
+def is_too_deep(body: bytes, most: int) -> bool:
+    """Whether brackets and braces are nested deeper than that."""
+    depth = 0
+    for found in _STRUCTURE.finditer(body):
+        first = found[0][:1]
+        if first in b"[{":
+            depth += 1
+            if depth > most:
+                return True
+        elif first in b"]}":
+            depth -= 1
+    return False

@@ -1,0 +1,96 @@
+"""Connections: how many, and how long one may take to say what it wants.
+
+uvicorn limits neither the number of idle connections nor the time of a request's head, so a
+stranger could hold every file descriptor for nothing.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+_BODY = (
+    b'{"error": {"message": "All connections are in use.", "type": "server_error", '
+    b'"param": null, "code": "connections_full"}}'
+)
+_REFUSED = (
+    b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What one process allows."""
+
+    max_connections: int
+    head_timeout_s: float  # from a request's first byte, or the connection, to the end of its head
+
+
+def limited_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:  # noqa: C901  # a class
+    """uvicorn's HTTP/1.1 with these limits; the class is what uvicorn's configuration takes."""
+
+    class LimitedProtocol(H11Protocol):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.idle_since = time.monotonic()
+            self._head_timer: asyncio.TimerHandle | None = None
+
+        @property
+        def is_idle(self) -> bool:
+            """No request is being answered."""
+            return self.cycle is None or self.cycle.response_complete
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > limits.max_connections and not self._close_an_idle_one():
+                transport.write(_REFUSED)
+                transport.close()
+                return
+            self._watch_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.is_idle:
+                self._watch_head()
+            else:
+                self._stop_watching()
+
+        def on_response_complete(self) -> None:
+            self.idle_since = time.monotonic()
+            super().on_response_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_watching()
+            super().connection_lost(exc)
+
+        def _close_an_idle_one(self) -> bool:
+            """Room for this one: whoever has been idle longest goes."""
+            idle = [
+                each
+                for each in self.connections
+                if isinstance(each, LimitedProtocol) and each is not self and each.is_idle
+            ]
+            if idle:
+                longest = min(idle, key=lambda each: each.idle_since)
+                self.connections.discard(longest)
+                longest.transport.abort()
+            return bool(idle)
+
+        def _watch_head(self) -> None:
+            if self._head_timer is None:
+                self._head_timer = self.loop.call_later(limits.head_timeout_s, self._too_slow)
+
+        def _stop_watching(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+        def _too_slow(self) -> None:
+            self._head_timer = None
+            if self.is_idle:
+                self.transport.close()
+
+    return LimitedProtocol

@@ -1,0 +1,86 @@
+"""The application that uvicorn is given: it answers while the model loads, and while it drains."""
+
+import asyncio
+import enum
+
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.errors import envelope
+
+_RETRY_LOADING_S, _RETRY_DRAINING_S = 5, 1
+# Asked while draining, too; what they answer then is theirs.
+_ALWAYS = frozenset({"/live", "/health", "/ready", "/metrics", "/version"})
+
+
+class DoorState(enum.Enum):
+    """Whether requests are let in."""
+
+    LOADING = "loading"
+    OPEN = "open"
+    DRAINING = "draining"
+
+
+class Door:
+    """Stands before the application; counts who is inside."""
+
+    def __init__(self) -> None:
+        self.state = DoorState.LOADING
+        self._app: ASGIApp | None = None
+        self._num_inside = 0
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    def open(self, app: ASGIApp) -> None:
+        """Let requests in."""
+        self._app = app
+        self.state = DoorState.OPEN
+
+    async def drain(self, limit_s: float) -> bool:
+        """Let nobody in any more; True when all have gone within `limit_s` seconds."""
+        self.state = DoorState.DRAINING
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._is_empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            return
+        path = scope["path"]
+        if self._app is None:
+            await self._while_loading(path)(scope, receive, send)
+        elif self.state is DoorState.DRAINING and path not in _ALWAYS:
+            await _unavailable("The server is ending.", "draining", _RETRY_DRAINING_S)(
+                scope, receive, send
+            )
+        else:
+            scope.setdefault("state", {})["is_draining"] = self.state is DoorState.DRAINING
+            self._count(path, 1)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._count(path, -1)
+
+    def _count(self, path: str, change: int) -> None:
+        if path in _ALWAYS:
+            return
+        self._num_inside += change
+        if self._num_inside:
+            self._is_empty.clear()
+        else:
+            self._is_empty.set()
+
+    @staticmethod
+    def _while_loading(path: str) -> JSONResponse:
+        if path == "/live":
+            return JSONResponse({"status": "loading"})
+        return _unavailable("The model is loading.", "loading", _RETRY_LOADING_S)
+
+
+def _unavailable(message: str, code: str, retry_s: int) -> JSONResponse:
+    headers = {"Retry-After": str(retry_s), "Connection": "close"}
+    return JSONResponse(envelope(message, "server_error", code=code), 503, headers)
