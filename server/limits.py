@@ -12,6 +12,7 @@ class ServiceLimits:
 
     max_prompts: int
     max_n: int
+    max_stop_strings: int  # of the request's own; a chat template may add some
     max_prompt_chars: int | None  # None: what the longest context could have
     max_unread_tokens: int  # outputs that a stream may lag behind
     sse_keep_alive_s: float | None  # of silence in a stream before a comment
@@ -23,6 +24,7 @@ class ServiceLimits:
         for param, most, what, given in (
             (body.prompt_field, self.max_prompts, "prompts", body.num_prompts),
             (body.answers_field, self.max_n, "answers", body.num_answers),
+            ("stop", self.max_stop_strings, "strings", body.num_stop_strings),
         ):
             if given > most:
                 raise RequestError(

@@ -50,6 +50,7 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
         limits=ServiceLimits(
             max_prompts=settings.max_prompts,
             max_n=settings.max_n,
+            max_stop_strings=settings.max_stop_strings,
             max_prompt_chars=settings.max_prompt_chars,
             max_unread_tokens=settings.max_unread_tokens,
             sse_keep_alive_s=settings.sse_keep_alive_seconds or None,

@@ -172,6 +172,11 @@ class GenerationRequest(Body):
         return self.n or 1
 
     @property
+    def num_stop_strings(self) -> int:
+        """Of the list, or the one."""
+        return 1 if isinstance(self.stop, str) else len(self.stop or ())
+
+    @property
     def answers_field(self) -> str:
         """The field that says how many."""
         return "n"

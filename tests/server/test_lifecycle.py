@@ -1,0 +1,170 @@
+"""A process from its first byte to its last: loading, draining, ending."""
+
+import json
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.processes import command
+
+LONG = {"prompt": [7] * 20, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+ENDLESS = {"prompt": [7] * 20, "max_tokens": 2000, "ignore_eos": True, "n": 16}
+
+
+class Process:
+    """A server and what it says; not waited for."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self._log = log
+        self._stderr = log.open("w")
+        self.process = subprocess.Popen(
+            command("serve", "--port", "0", *arguments), stderr=self._stderr
+        )
+        self.url = self.wait_for(r"loading; (http\S+) ")[1]
+
+    def wait_for(self, pattern: str, limit_s: float = 120) -> re.Match[str]:
+        """A line of its log."""
+        deadline = time.monotonic() + limit_s
+        while not (found := re.search(pattern, self._log.read_text())):
+            assert time.monotonic() < deadline, self._log.read_text()
+            assert self.process.poll() is None, self._log.read_text()
+            time.sleep(0.02)
+        return found
+
+    def end(self) -> None:
+        """Whatever it does."""
+        self.process.kill()
+        self.process.wait()
+        self._stderr.close()
+
+    def get(self, path: str) -> httpx.Response:
+        """The port is bound before it listens, so the first try may be too early."""
+        for _ in range(200):
+            try:
+                return httpx.get(self.url + path, timeout=20)
+            except httpx.TransportError:
+                time.sleep(0.02)
+        raise AssertionError("it does not listen")
+
+
+@contextmanager
+def process(tmp_path: Path, *arguments: str) -> Iterator[Process]:
+    """Always ended."""
+    made = Process(tmp_path / "log", *arguments)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def stream(url: str, body: dict[str, object], into: list[str]) -> threading.Thread:
+    """Reads a stream in a thread; an error of the transport becomes its last line."""
+
+    def read() -> None:
+        try:
+            with httpx.stream(
+                "POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=90
+            ) as answer:
+                into.extend(line for line in answer.iter_lines() if line)
+        except httpx.TransportError as error:
+            into.append(repr(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread
+
+
+def wait_until_streaming(into: list[str]) -> None:
+    """The first tokens are there."""
+    deadline = time.monotonic() + 60
+    while len(into) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_port_answers_while_the_model_loads(tmp_path: Path) -> None:
+    """alive, but not ready; clients are told when to come again"""
+    with process(tmp_path) as started:
+        assert started.get("/live").json() == {"status": "loading"}
+        for path in ("/health", "/ready", "/v1/models", "/metrics"):
+            answer = started.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
+            assert answer.headers["retry-after"] == "5"
+        started.wait_for("listening on")
+        for path in ("/live", "/health", "/ready", "/v1/models", "/metrics"):
+            assert started.get(path).status_code == 200
+
+
+def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
+    """with code 0 and without a traceback"""
+    with process(tmp_path) as started:
+        started.get("/live")
+        started.process.send_signal(signal.SIGTERM)
+        assert started.process.wait(20) == 0
+        assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_on_a_signal_who_is_inside_finishes_and_nobody_else_is_let_in(
+    tmp_path: Path, sig: signal.Signals
+) -> None:
+    """and the process ends with code 0"""
+    with process(tmp_path) as started:
+        started.wait_for("listening on")
+        lines: list[str] = []
+        reading = stream(started.url, LONG, lines)
+        wait_until_streaming(lines)
+        started.process.send_signal(sig)
+        time.sleep(0.3)
+        refused = httpx.post(f"{started.url}/v1/completions", json=LONG, timeout=20)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert refused.headers["retry-after"] == "1"
+        assert started.get("/live").status_code == 200
+        assert started.get("/ready").status_code == 503
+        assert started.get("/metrics").status_code == 200
+        reading.join(90)
+        assert lines[-1] == "data: [DONE]"
+        last = json.loads(lines[-2].removeprefix("data: "))
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert started.process.wait(30) == 0
+
+
+def test_what_does_not_finish_in_time_ends_with_an_error_event(tmp_path: Path) -> None:
+    """and the process with code 0"""
+    with process(tmp_path, "--shutdown-timeout-seconds", "0.5") as started:
+        started.wait_for("listening on")
+        lines: list[str] = []
+        reading = stream(started.url, ENDLESS, lines)
+        wait_until_streaming(lines)
+        began = time.monotonic()
+        started.process.send_signal(signal.SIGTERM)
+        reading.join(30)
+        assert started.process.wait(30) == 0
+        assert time.monotonic() - began < 20
+        assert lines[-1] == "data: [DONE]"
+        assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "engine_stopped"
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    """whoever is inside"""
+    with process(tmp_path) as started:
+        started.wait_for("listening on")
+        lines: list[str] = []
+        reading = stream(started.url, ENDLESS, lines)
+        wait_until_streaming(lines)
+        started.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert started.process.poll() is None
+        began = time.monotonic()
+        started.process.send_signal(signal.SIGTERM)
+        assert started.process.wait(30) == 1
+        assert time.monotonic() - began < 10
+        reading.join(30)
