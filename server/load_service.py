@@ -5,6 +5,7 @@ import torch
 from model_runtime.build_engine import affordable_bytes, build_engine
 from model_runtime.chat_template import ChatTemplate
 from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from model_runtime.grammar import GrammarCompiler
 from model_runtime.kv_store import bytes_per_token
 from model_runtime.tokenizer import Tokenizer
 from server.errors import rejection_reasons
@@ -47,6 +48,9 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
         chat_template=chat_template,
         allowed_chat_template_kwargs=frozenset(settings.allowed_chat_template_kwargs),
         sse_keep_alive_seconds=settings.sse_keep_alive_seconds or None,
+        grammars=GrammarCompiler(
+            checkpoint.tokenizer, settings.max_schema_bytes, settings.grammar_compile_seconds
+        ),
     )
     return service, _banner(checkpoint, plan)
 

@@ -190,6 +190,22 @@ class HttpSettings(Section):
     )
 
 
+class GrammarSettings(Section):
+    """Structured answers"""  # noqa: D400  # a heading
+
+    max_schema_bytes: int = setting(
+        65_536, "Largest JSON schema of a request's response_format.", unit="bytes", ge=2
+    )
+    grammar_compile_seconds: float = setting(
+        5.0,
+        "A schema that takes longer to compile is answered 400.",
+        unit="seconds",
+        ge=0.1,
+        le=600,
+        allow_inf_nan=False,
+    )
+
+
 class SourceSettings(Section):
     """Configuration"""  # noqa: D400  # a heading
 
@@ -215,11 +231,18 @@ SECTIONS: tuple[type[Section], ...] = (
     DeploymentSettings,
     CacheSettings,
     HttpSettings,
+    GrammarSettings,
 )
 
 
 class ServeSettings(
-    SourceSettings, ModelSettings, DeploymentSettings, CacheSettings, HttpSettings, BaseSettings
+    SourceSettings,
+    ModelSettings,
+    DeploymentSettings,
+    CacheSettings,
+    HttpSettings,
+    GrammarSettings,
+    BaseSettings,
 ):
     """The settings of `ropewalk serve`."""
 
