@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, meta
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from model_runtime.errors import ModelError, RequestError
@@ -22,6 +22,13 @@ FALLBACK_TEMPLATE = (
 )
 # transformers' own tag around what an assistant said; for training, and unknown to Jinja.
 _GENERATION_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+# What the rendering itself gives to a template; no request may set these.
+RESERVED = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+    | {"chat_template", "conversation", "tokenize", "bos_token", "eos_token", "pad_token"}
+    | {"unk_token", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
+    | {"return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"}
+)
 _FALLBACK_STOP = "\nUser:"  # or a base model would write the user's next turn, too
 
 
@@ -39,9 +46,12 @@ class ChatTemplate:
             # For the names only; transformers compiles and renders it.
             environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
             parsed = environment.parse(_GENERATION_TAG.sub("", self.text))
+            self.variables = frozenset(meta.find_undeclared_variables(parsed)) - RESERVED
         except TemplateSyntaxError as error:
             raise ModelError(f"the chat template, line {error.lineno}: {error.message}") from error
-        self.variables = frozenset(meta.find_undeclared_variables(parsed))
+        self.reads_names = any(
+            node.attr == "name" for node in parsed.find_all(nodes.Getattr)
+        ) or any(node.value == "name" for node in parsed.find_all(nodes.Const))
 
     def render(
         self,
@@ -55,6 +65,12 @@ class ChatTemplate:
 
         Raises RequestError in the template's own words, where it refuses the messages.
         """
+        if continue_final_message and not messages[-1]["content"].strip():
+            # transformers would cut the prompt inside the head of the turn.
+            raise RequestError(
+                "`continue_final_message` needs a last message that says something",
+                param="continue_final_message",
+            )
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],

@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from model_runtime import packed_linear
 from model_runtime.attention import LayerPlan
@@ -19,7 +19,7 @@ from model_runtime.errors import ModelError
 from model_runtime.outline import from_pretrained, read_outline
 from model_runtime.self_check import Report, check, untouched_answers
 from model_runtime.takeover import read_native_rope, take_over, text_config
-from model_runtime.tokenizer import Tokenizer
+from model_runtime.tokenizer import Tokenizer, load_tokenizer
 from rope import NativeRope
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded_model"
@@ -58,9 +58,7 @@ def load_checkpoint(
     _log.info("loading_weights", model=str(source), dtype=str(outline.dtype), device=str(where))
     model = _load_model(source, outline.dtype, trust_remote_code=trust_remote_code)
     model = model.to(where).eval()
-    tokenizer = Tokenizer(
-        from_pretrained(AutoTokenizer, source, trust_remote_code=trust_remote_code)
-    )
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     generation = _generation_defaults(source, outline.config)
     return adopt(
         model,

@@ -6,6 +6,7 @@ callback they handed over.
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -46,6 +47,8 @@ class Engine:
         self._lock = threading.Lock()  # guards the two below
         self._is_running = False
         self._num_submitted = 0  # and not yet taken by the thread
+        self._is_resting = True  # waits for a command, since nothing is live
+        self._last_step = time.monotonic()  # when a step ended, or a rest
         self._on_death: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
@@ -53,6 +56,11 @@ class Engine:
     def is_running(self) -> bool:
         """Whether requests can be submitted."""
         return self._is_running
+
+    @property
+    def seconds_since_step(self) -> float:
+        """How long the current step takes so far; 0 while nothing is to be done."""
+        return 0.0 if self._is_resting else time.monotonic() - self._last_step
 
     def start(self, on_death: Callable[[], None] = lambda: None) -> None:
         """Start the thread. `on_death` is called on it, should it end without being stopped."""
@@ -169,6 +177,7 @@ class Engine:
                 self._take_commands()
                 if self._is_running:
                     self._core.step()
+                    self._last_step = time.monotonic()
         except Exception:  # noqa: BLE001  # whatever it was, the waiting clients must hear of it
             _log.exception("engine_died")
             has_died = True
@@ -184,7 +193,11 @@ class Engine:
         """All that are there; when nothing is live, wait for one."""
         if self._core.is_idle:
             self._core.tell_gauges()
-            self._commands.get()()
+            self._is_resting = True
+            command = self._commands.get()
+            self._last_step = time.monotonic()
+            self._is_resting = False
+            command()
         self._take_waiting_commands()
 
     def _take_waiting_commands(self) -> None:

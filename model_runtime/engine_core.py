@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import structlog
+import torch
 from torch import Tensor
 
 from model_runtime.answer import Answer
@@ -75,6 +76,10 @@ class Live:
         )
 
 
+class _OutOfMemoryError(Exception):
+    """A forward pass found no memory."""
+
+
 class EngineCore:
     """Owner of every live request."""
 
@@ -83,6 +88,7 @@ class EngineCore:
         self._observer = observer
         self.scheduler = Scheduler(config)
         self._live: dict[str, Live] = {}
+        self._is_retrying = False  # the step before this one ran out of memory
 
     @property
     def is_idle(self) -> bool:
@@ -106,18 +112,34 @@ class EngineCore:
             self._deliver(live, Output(finish_reason=FinishReason.ERROR, error=error))
 
     def step(self) -> int:
-        """One step. Returns how many sequences took part; a step that fails fails those only."""
-        plan = self.scheduler.schedule()
+        """One step. Returns how many sequences took part; a step that fails fails those only.
+
+        One that runs out of memory preempts the newest sequence and is tried again, once.
+        """
+        plan = self.scheduler.schedule(starts_waiting=not self._is_retrying)
         chunks = list(plan.chunks.values())
         self._note_plan(plan)
         if chunks:
             try:
                 self._run(chunks)
+                self._is_retrying = False
+            except _OutOfMemoryError:
+                self._is_retrying = not self._is_retrying and self._make_room()
+                if not self._is_retrying:
+                    self._fail(chunks, "out of memory in a step of the engine")
             except Exception as error:  # noqa: BLE001  # whatever a model's forward may raise
                 _log.exception("step_failed", num_sequences=len(chunks))
                 self._fail(chunks, f"{type(error).__name__} in a step of the engine")
         self.tell_gauges()
         return len(chunks)
+
+    def _make_room(self) -> bool:
+        """Preempt the newest sequence; False when there is no other to go on."""
+        preempted = self.scheduler.preempt_newest()
+        if preempted is not None:
+            _log.warning("out_of_memory", preempted=preempted.request.request_id)
+            self._observer.preempted(preempted.request)
+        return preempted is not None
 
     def tell_gauges(self) -> None:
         """Report the queues and the cache."""
@@ -135,7 +157,7 @@ class EngineCore:
     def _run(self, chunks: Sequence[Chunk]) -> None:
         lives = [self._live[chunk.sequence.request.request_id] for chunk in chunks]
         spans = [self._span(chunk) for chunk in chunks]
-        logits_RV = self._runner.run(spans)
+        logits_RV = self._forward(spans)
         ended: list[Live] = []
         choosing: list[tuple[Live, int]] = []  # who gets a token, from which row
         is_finite_R: list[bool] = logits_RV.isfinite().all(dim=-1).tolist()
@@ -163,6 +185,15 @@ class EngineCore:
         choosing = [each for each in choosing if self._may_go_on(each[0])]
         if choosing:
             self._choose(logits_RV[[at for _, at in choosing]], [live for live, _ in choosing])
+
+    def _forward(self, spans: Sequence[Span]) -> Tensor:
+        try:
+            return self._runner.run(spans)
+        except (RuntimeError, MemoryError) as error:  # torch's own of a device is the former
+            if not _is_out_of_memory(error):
+                raise
+            # Nothing of the step has been noted yet, so it can be tried again.
+            raise _OutOfMemoryError from error
 
     def _span(self, chunk: Chunk) -> Span:
         sequence = chunk.sequence
@@ -277,6 +308,13 @@ class EngineCore:
 def _fault_of_grammar(live: Live, error: GrammarError) -> Output:
     _log.error("grammar_failed", request_id=live.sequence.request.request_id, error=str(error))
     return Output(finish_reason=FinishReason.ERROR, error=str(error))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """A device's own error; of a CPU's allocator torch makes a plain RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _progress(live: Live) -> PromptProgress:

@@ -1,5 +1,6 @@
 """What a checkpoint's config says before any weight is loaded: tables, cache shapes, sizes."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
+from model_runtime import packed_linear
 from model_runtime.errors import ModelError
 from rope import NativeRope, RopeConfigError, native_rope
 
@@ -48,9 +50,10 @@ class Outline:
             raise ModelError(f"{self.architecture}: {error}") from error
 
     def layers(self) -> Mapping[int, KVShape]:
-        """Cache shapes, by layer index. Raises ModelError where the config does not say.
+        """Cache shapes by the config, by layer index. Raises ModelError where it does not say.
 
-        Probing the loaded model finds the same for every architecture in docs/models.md.
+        Probing the loaded model finds the same for every architecture in docs/models.md; one that
+        is not there, with another shape in some layers, would be misjudged until it is loaded.
         """
         num_heads = self._number("num_attention_heads")
         num_key_heads = num_heads
@@ -67,11 +70,18 @@ class Outline:
         if not folder.is_dir():
             return None
         num_parameters = 0
-        for path in folder.glob("*.safetensors"):
+        for path in weight_files(folder):
             with safe_open(path, framework="pt") as weights:
                 shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118
             num_parameters += sum(math.prod(shape) for shape in shapes)
+        if self.config.get_text_config().tie_word_embeddings and self._packs_linears:
+            # The head is packed for its products, and the embedding stays as it is.
+            num_parameters += self._number("vocab_size") * self._number("hidden_size")
         return num_parameters * self.dtype.itemsize
+
+    @property
+    def _packs_linears(self) -> bool:
+        return self.device.type == "cpu" and packed_linear.is_available()
 
     def _number(self, name: str) -> int:
         value = getattr(self._text_config, name, None)
@@ -82,6 +92,25 @@ class Outline:
     @property
     def _text_config(self) -> Any:
         return self.config.get_text_config()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files transformers loads: one, or those its index names. Others may lie beside them.
+
+    Raises ModelError for an index that cannot be read, or names a file that is not there.
+    """
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if single.is_file() or not index.is_file():
+        return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index} is no index of weights") from error
+    for name in names:
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder} has no {name}, which its index names")
+    return [folder / name for name in names]
 
 
 def read_outline(
@@ -145,7 +174,7 @@ def _check_files(folder: Path) -> None:
         pickled = sorted(path.name for path in folder.glob("*.bin"))
         beside = f" (only {', '.join(pickled)}, which may run code)" if pickled else ""
         raise ModelError(f"{folder} has no weights in safetensors{beside}")
-    for path in weights:
+    for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt"):
                 pass

@@ -69,8 +69,11 @@ class Scheduler:
         self._num_arrived += 1
         self.waiting.append(sequence)
 
-    def schedule(self) -> Plan:
-        """The next step; no chunks when nothing waits or runs."""
+    def schedule(self, *, starts_waiting: bool = True) -> Plan:
+        """The next step; no chunks when nothing waits or runs.
+
+        `starts_waiting`: False after a step that ran out of memory, which is tried with fewer.
+        """
         plan = Plan()
         for sequence in list(self.running):
             # Each of these may have been preempted for one before it.
@@ -82,7 +85,8 @@ class Scheduler:
                 if sequence.is_decoding:
                     tier = sequence.tier_at(sequence.num_computed)
                     self._take(Chunk(sequence, 1, tier), plan)
-        self._start_waiting(plan)
+        if starts_waiting:
+            self._start_waiting(plan)
         tokens_left = self._config.max_num_batched_tokens - len(plan.chunks)
         rows_left = self._config.max_num_logit_rows
         for sequence in list(self.running):
@@ -117,6 +121,14 @@ class Scheduler:
         self.index.clear()
         for sequence in self.running:
             sequence.is_trusted = False
+
+    def preempt_newest(self) -> Sequence | None:
+        """Make room after a step that ran out of memory; None when only one runs."""
+        if len(self.running) < 2:
+            return None
+        newest = self.running[-1]
+        self._preempt(newest, Plan())
+        return newest
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is, and take its pages back."""

@@ -1,12 +1,15 @@
 """Text to tokens and back, over a fast (tokenizers) tokenizer of transformers."""
 
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer
 
 from model_runtime.chat_template import ChatTemplate
 from model_runtime.errors import ModelError, RequestError
+from model_runtime.outline import from_pretrained
 
 
 class Tokenizer:
@@ -93,6 +96,11 @@ class Tokenizer:
     def stream(self) -> "TokenStream":
         """A decoder that is fed one token at a time."""
         return TokenStream(self._backend)
+
+
+def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer of a model folder or hub id. Raises ModelError."""
+    return Tokenizer(from_pretrained(AutoTokenizer, source, trust_remote_code=trust_remote_code))
 
 
 class TokenStream:

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
 
 from model_runtime.errors import RequestError
 from model_runtime.request import Output
@@ -32,7 +31,7 @@ def chat_router(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/chat/completions", response_model=ChatResponse)
-    async def chat(body: ChatRequest, http: Request) -> Response | BaseModel:
+    async def chat(body: ChatRequest, http: Request) -> Response:
         submitting = service.submit(
             body, partial(_prompt, service, body), service.chat_template.stop
         )
@@ -46,6 +45,11 @@ async def _prompt(service: Service, body: ChatRequest) -> list[tuple[int, ...]]:
     variables = body.chat_template_kwargs or {}
     _check_variables(service, variables)
     messages = [message.for_template() for message in body.messages]
+    if not service.chat_template.reads_names and any("name" in each for each in messages):
+        raise RequestError(
+            "`name` of a message is not read by this model's chat template, remove it",
+            param="messages",
+        )
     service.check_length(sum(len(message["content"]) for message in messages), "messages")
     text = await asyncio.to_thread(
         service.chat_template.render,
@@ -102,36 +106,30 @@ class _ChatAnswer(HttpAnswer[ChatRequest]):
             usage=self.usage(),
         )
 
-    def piece(self, index: int, output: Output) -> ChatChunk:
+    def piece(self, index: int, output: Output) -> ChunkChoice:
         """One choice's next piece; the first says who speaks."""
         is_first, self._has_begun[index] = not self._has_begun[index], True
-        choice = ChunkChoice(
+        return ChunkChoice(
             index=index,
             delta=Delta(role="assistant" if is_first else None, content=output.text),
             logprobs=self._logprobs(output),
             finish_reason=finish_reason(output),
             rope=self.rope(index, output),
         )
-        return self._chunk([choice])
 
-    def notice(
-        self, *, usage: Usage | None = None, progress: PromptProgressAnswer | None = None
-    ) -> ChatChunk:
-        """No choices."""
-        return self._chunk([], usage=usage, progress=progress)
-
-    def _chunk(
+    def event_body(
         self,
-        choices: list[ChunkChoice],
+        choices: Sequence[ChunkChoice],
         *,
         usage: Usage | None = None,
         progress: PromptProgressAnswer | None = None,
     ) -> ChatChunk:
+        """OpenAI's chunk."""
         return ChatChunk(
             id=self.request_id,
             created=self.created,
             model=self.model,
-            choices=choices,
+            choices=list(choices),
             usage=usage,
             prompt_progress=progress,
         )

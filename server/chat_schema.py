@@ -8,11 +8,13 @@ from pydantic import Field, model_validator
 from model_runtime.sampler import MAX_LOGPROBS
 from server.schema import (
     INT64,
+    NEUTRAL,
     Body,
     GenerationRequest,
     PromptProgressAnswer,
     RopeAnswer,
     Usage,
+    few,
     is_none,
     unusable,
 )
@@ -30,9 +32,23 @@ class TextPart(Body):
 class Message(Body):
     """One turn."""
 
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "refusal": (None,),
+        "annotations": (None, []),
+        "audio": (None,),
+        "tool_calls": (None, []),
+        "function_call": (None,),
+    }
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
     name: str | None = Field(None, max_length=256)
+    # Of an answer that is sent back as it came.
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: Any = None
+    tool_calls: list[Any] | None = None
+    function_call: Any = None
 
     def for_template(self) -> dict[str, str]:
         """As templates expect it: `developer` is OpenAI's newer word for `system`."""
@@ -48,14 +64,20 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     id_prefix: ClassVar[str] = "chatcmpl"
+    prompt_field: ClassVar[str] = "messages"
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **NEUTRAL,
+        "modalities": (None, ["text"]),
+        "reasoning_effort": (None,),
         "tools": (None, []),
         "tool_choice": (None, "none", "auto"),
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
     }
 
-    messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES)
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
+    ]
     max_tokens: int | None = Field(None, ge=1, le=INT64)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64)
     logprobs: bool | None = None
@@ -63,9 +85,11 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = Field(
-        None, max_length=16
+    chat_template_kwargs: Annotated[dict[str, bool | int | float | str | None], few(16)] | None = (
+        None
     )
+    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
     parallel_tool_calls: bool | None = None  # says nothing where there are no tools
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -74,7 +98,7 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise unusable("top_logprobs", "needs `logprobs`: true")
         two = self.max_tokens, self.max_completion_tokens
         if None not in two and two[0] != two[1]:

@@ -9,6 +9,7 @@ from model_runtime.sampler import MAX_LOGPROBS
 from server.schema import (
     INT64,
     MAX_N,
+    NEUTRAL,
     Body,
     GenerationRequest,
     PromptProgressAnswer,
@@ -21,20 +22,21 @@ from server.schema import (
 
 _MAX_PROMPTS = 64
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     id_prefix: ClassVar[str] = "cmpl"
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": (None, "")}
+    prompt_field: ClassVar[str] = "prompt"
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NEUTRAL, "suffix": (None, "")}
 
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS, fail_fast=True)]
     )
     add_special_tokens: bool = True
     max_tokens: int | None = Field(None, ge=0, le=INT64)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
 
 from model_runtime.detokenizer import PROMPT_TAIL
 from model_runtime.request import Output, TokenLogprob
@@ -21,7 +20,7 @@ def completions_router(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/completions", response_model=CompletionResponse)
-    async def completions(body: CompletionRequest, http: Request) -> Response | BaseModel:
+    async def completions(body: CompletionRequest, http: Request) -> Response:
         submitting = service.submit(body, partial(_prompts, service, body))
         return await answered(service, http, body, submitting, _CompletionAnswer)
 
@@ -58,17 +57,28 @@ class _CompletionAnswer(HttpAnswer[CompletionRequest]):
             self._choice(index, outputs[index]).model_copy(update={"index": rank})
             for rank, index in enumerate(kept)
         ]
-        return self._response(choices, usage=self.usage())
+        return self.event_body(choices, usage=self.usage())
 
-    def piece(self, index: int, output: Output) -> CompletionResponse:
+    def piece(self, index: int, output: Output) -> Choice:
         """One choice's next piece."""
-        return self._response([self._choice(index, output)])
+        return self._choice(index, output)
 
-    def notice(
-        self, *, usage: Usage | None = None, progress: PromptProgressAnswer | None = None
+    def event_body(
+        self,
+        choices: Sequence[Choice],
+        *,
+        usage: Usage | None = None,
+        progress: PromptProgressAnswer | None = None,
     ) -> CompletionResponse:
-        """No choices."""
-        return self._response([], usage=usage, progress=progress)
+        """A stream's events look like a whole answer."""
+        return CompletionResponse(
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=list(choices),
+            usage=usage,
+            prompt_progress=progress,
+        )
 
     def _best(self, outputs: Sequence[Output]) -> Sequence[int]:
         """The n likeliest answers of each prompt, by the mean log-probability of a token."""
@@ -128,22 +138,6 @@ class _CompletionAnswer(HttpAnswer[CompletionRequest]):
         for token_id, logprob in (*scored.top, (scored.token_id, scored.logprob)):
             found.setdefault(self.service.tokenizer.token_text(token_id), finite(logprob))
         return found
-
-    def _response(
-        self,
-        choices: list[Choice],
-        *,
-        usage: Usage | None = None,
-        progress: PromptProgressAnswer | None = None,
-    ) -> CompletionResponse:
-        return CompletionResponse(
-            id=self.request_id,
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            usage=usage,
-            prompt_progress=progress,
-        )
 
 
 def _mean_logprob(output: Output) -> float:

@@ -36,6 +36,7 @@ _STATUS: tuple[tuple[type[RopewalkError], int, str, str | None, int | None], ...
 _SHAPES = {
     "prompt": "Must be a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "Must be a string or a list of strings",
+    "content": "Must be a string or a list of text parts",
 }
 
 
@@ -119,17 +120,18 @@ def _merged(problems: Sequence[Any]) -> list[dict[str, Any]]:
 
     A value of the right shape that breaks a limit is told the limit; another, the shapes.
     """
-    merged: dict[str, list[dict[str, Any]]] = {}
+    merged: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for each in problems:
-        field = str(each["loc"][1]) if len(each["loc"]) > 1 else ""
-        merged.setdefault(field if field in _SHAPES else str(each["loc"]), []).append(each)
+        loc = tuple(each["loc"])
+        shaped = next((at for at, part in enumerate(loc) if part in _SHAPES), len(loc))
+        merged.setdefault(loc[: shaped + 1], []).append(each)
     found: list[dict[str, Any]] = []
-    for field, of_field in merged.items():
+    for loc, of_field in merged.items():
         limits = [each for each in of_field if not each["type"].endswith("_type")]
-        if field not in _SHAPES or limits:
+        if loc[-1] not in _SHAPES or limits:
             found.append((limits or of_field)[0])
         else:
-            found.append({"type": "shape", "loc": ("body", field), "msg": _SHAPES[field]})
+            found.append({"type": "shape", "loc": loc, "msg": _SHAPES[loc[-1]]})
     return found
 
 
@@ -148,9 +150,9 @@ def _field(problem: dict[str, Any]) -> str:
     """The body's field, without the branch of a union that was tried."""
     if problem["type"] == "json_invalid":
         return ""  # its location is a character
-    if "param" in problem.get("ctx", {}):
-        return str(problem["ctx"]["param"])
     parts = [part for part in problem["loc"][1:] if not _is_union_branch(part)]
+    if "param" in problem.get("ctx", {}):
+        parts.append(problem["ctx"]["param"])
     return ".".join(str(part) for part in parts)
 
 

@@ -3,12 +3,13 @@
 What all generating routes share; each gives its own shapes.
 """
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fastapi import Response
 from pydantic import BaseModel
@@ -58,13 +59,17 @@ class HttpAnswer(ABC, Generic[BodyT]):
 
     @abstractmethod
     def piece(self, index: int, output: Output) -> BaseModel:
-        """An event that carries one output of one choice."""
+        """One output of one choice."""
 
     @abstractmethod
-    def notice(
-        self, *, usage: Usage | None = None, progress: PromptProgressAnswer | None = None
+    def event_body(
+        self,
+        choices: Sequence[Any],
+        *,
+        usage: Usage | None = None,
+        progress: PromptProgressAnswer | None = None,
     ) -> BaseModel:
-        """An event without choices."""
+        """An event of these choices, or of none."""
 
     @property
     def request_id(self) -> str:
@@ -81,7 +86,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
         placement = self.choices[index].request.placement
         return RopeAnswer.of(placement, output.tier or placement.tier, output.num_rescales)
 
-    async def whole(self) -> BaseModel:
+    async def whole(self) -> Response:
         """Everything at once, in the order of the prompts."""
         outputs: list[list[Output]] = [[] for _ in self.choices]
         while not self._submission.is_over:
@@ -89,7 +94,11 @@ class HttpAnswer(ABC, Generic[BodyT]):
             assert found is not None, "nothing limits the wait"
             index, output = found
             outputs[index].append(output)
-        return self.whole_body([_joined(of_choice) for of_choice in outputs])
+        # Off the event loop: an echoed long prompt with its logprobs makes megabytes.
+        content = await asyncio.to_thread(
+            lambda: self.whole_body([_joined(each) for each in outputs]).model_dump_json()
+        )
+        return Response(content, media_type="application/json")
 
     async def events(self) -> AsyncIterator[str]:
         """Piece by piece; an error after the first byte is an event of its own."""
@@ -97,13 +106,13 @@ class HttpAnswer(ABC, Generic[BodyT]):
         try:
             while not self._submission.is_over:
                 found = await self._next(self.service.sse_keep_alive_seconds)
-                yield KEEP_ALIVE if found is None else event(self._event_body(*found))
+                yield KEEP_ALIVE if found is None else await self._event(*found)
         except EngineStoppedError as error:
             yield event(envelope(str(error), "server_error", code="engine_stopped"))
             yield DONE
             return
         if self.body.includes_usage:
-            yield event(self.notice(usage=self.usage()))
+            yield event(self.event_body([], usage=self.usage()))
         yield DONE
 
     def usage(self) -> Usage:
@@ -119,11 +128,17 @@ class HttpAnswer(ABC, Generic[BodyT]):
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         )
 
-    def _event_body(self, index: int, output: Output) -> BaseModel:
-        if output.progress is None:
-            return self.piece(index, output)
-        prompt = index // self.body.num_answers
-        return self.notice(progress=PromptProgressAnswer.of(prompt, output.progress))
+    async def _event(self, index: int, output: Output) -> str:
+        if output.progress is not None:
+            prompt = index // self.body.num_answers
+            progress = PromptProgressAnswer.of(prompt, output.progress)
+            return event(self.event_body([], progress=progress))
+        if output.prompt_logprobs:  # as large as a whole answer
+            return await asyncio.to_thread(self._piece_event, index, output)
+        return self._piece_event(index, output)
+
+    def _piece_event(self, index: int, output: Output) -> str:
+        return event(self.event_body([self.piece(index, output)]))
 
     async def _next(self, limit_s: float | None) -> tuple[int, Output] | None:
         """(choice, output), or None after `limit_s` of silence. Raises EngineStoppedError."""
@@ -145,7 +160,7 @@ async def answered(
     body: BodyT,
     submitting: Awaitable[Submission],
     answer: Callable[[Service, Submission, BodyT], HttpAnswer[BodyT]],
-) -> Response | BaseModel:
+) -> Response:
     """Submit, and answer as the body asks: whole or as a stream. A client that goes aborts it."""
     submission = await submitting
     with ExitStack() as at_the_end:

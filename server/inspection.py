@@ -2,12 +2,16 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from model_runtime.deployment import Deployment
+from model_runtime.kv_store import bytes_per_token
+from model_runtime.outline import Outline
 from rope import NativeRope, Tier
-from server.outlook import Outlook, outlook_of, size_text
+from server.outlook import outline_of
+from server.serving_plan import plan_deployments, size_text
 from server.settings import ServeSettings
 
 
@@ -45,17 +49,18 @@ class Costs:
 
 def inspect_model(settings: ServeSettings, memory_gib: float | None, *, as_json: bool) -> str:
     """Everything as text or JSON. Raises ModelError or SettingsError; loads no weights."""
-    outlook = outlook_of(settings)
-    native = outlook.facts.native
-    costs = _costs(outlook, memory_gib)
+    outline = outline_of(settings)
+    native = outline.native()
+    deployments = plan_deployments(settings, native)
+    costs = _costs(outline, deployments, settings.page_size, memory_gib)
     tables = {
         deployment.name: [_tier_table(tier, native) for tier in deployment.own_tiers]
-        for deployment in outlook.plan.deployments
+        for deployment in deployments
     }
     if as_json:
-        return json.dumps(_as_json(outlook, costs, tables), indent=2)
-    lines = [*_model_lines(outlook), *_cost_lines(costs)]
-    for deployment in outlook.plan.deployments:
+        return json.dumps(_as_json(outline, native, deployments, costs, tables), indent=2)
+    lines = [*_model_lines(outline, native, costs), *_cost_lines(costs)]
+    for deployment in deployments:
         lines += ["", *_table_lines(deployment, native, tables[deployment.name])]
     return "\n".join(lines)
 
@@ -86,17 +91,22 @@ def _state(ratio: float, factor: float) -> str:
     return "interpolated" if ratio >= factor * (1 - 1e-5) else "blended"
 
 
-def _costs(outlook: Outlook, memory_gib: float | None) -> Costs:
-    token_bytes = outlook.facts.token_bytes
-    longest = max(deployment.max_len for deployment in outlook.plan.deployments)
+def _costs(
+    outline: Outline,
+    deployments: Sequence[Deployment],
+    page_size: int,
+    memory_gib: float | None,
+) -> Costs:
+    token_bytes = bytes_per_token(outline.layers(), outline.dtype)
+    weight_bytes = outline.num_weight_bytes()
+    longest = max(deployment.max_len for deployment in deployments)
     holds: int | None = None
-    if memory_gib is not None:
-        left = int(memory_gib * 2**30) - (outlook.num_weight_bytes or 0)
-        page_size = outlook.plan.config.page_size
+    if memory_gib is not None and weight_bytes is not None:
+        left = int(memory_gib * 2**30) - weight_bytes
         holds = max(0, left // token_bytes // page_size * page_size)
     return Costs(
         token_bytes,
-        outlook.num_weight_bytes,
+        weight_bytes,
         longest,
         memory_gib,
         holds,
@@ -104,8 +114,7 @@ def _costs(outlook: Outlook, memory_gib: float | None) -> Costs:
     )
 
 
-def _model_lines(outlook: Outlook) -> list[str]:
-    outline, native = outlook.outline, outlook.facts.native
+def _model_lines(outline: Outline, native: NativeRope, costs: Costs) -> list[str]:
     layers = outline.layers()
     shape = layers[0]
     dtype = str(outline.dtype).removeprefix("torch.")
@@ -113,7 +122,7 @@ def _model_lines(outlook: Outlook) -> list[str]:
         f"model            {outline.architecture}, {dtype} on {outline.device}",
         f"rotary           {native.rotary.num_pairs} pairs, base {native.rotary.rope_theta:g}, "
         f"trained as {native.method.scaling.rope_type} for {native.native_len} tokens",
-        f"cache            {outlook.facts.token_bytes} bytes a token: {len(layers)} layers x "
+        f"cache            {costs.kv_bytes_per_token} bytes a token: {len(layers)} layers x "
         f"{shape.num_key_heads} heads x ({shape.key_dim} + {shape.value_dim}) in {dtype}",
     ]
     others = sorted(set(native.tables) - {native.scaled_layer_type})
@@ -131,7 +140,11 @@ def _cost_lines(costs: Costs) -> list[str]:
         f"weights          {weights}",
         f"longest context  {costs.longest_context} tokens, {longest} of cache for one sequence",
     ]
-    if costs.memory_gib is not None:
+    if costs.memory_gib is not None and costs.memory_holds_tokens is None:
+        lines.append(
+            f"in {costs.memory_gib:g} GiB".ljust(17) + "unknown: it has to hold the weights"
+        )
+    elif costs.memory_gib is not None:
         limit = "the longest tier"
         if costs.longest_context_in_memory != costs.longest_context:
             limit = "what fits"
@@ -170,13 +183,19 @@ def _table_lines(deployment: Deployment, native: NativeRope, tables: list[TierTa
     return lines
 
 
-def _as_json(outlook: Outlook, costs: Costs, tables: dict[str, list[TierTable]]) -> dict[str, Any]:
+def _as_json(
+    outline: Outline,
+    native: NativeRope,
+    deployments: Sequence[Deployment],
+    costs: Costs,
+    tables: dict[str, list[TierTable]],
+) -> dict[str, Any]:
     return {
-        "architecture": outlook.outline.architecture,
-        "dtype": str(outlook.outline.dtype).removeprefix("torch."),
-        "native_len": outlook.facts.native.native_len,
-        "rotary_dim": outlook.facts.native.rotary.rotary_dim,
-        "rope_theta": outlook.facts.native.rotary.rope_theta,
+        "architecture": outline.architecture,
+        "dtype": str(outline.dtype).removeprefix("torch."),
+        "native_len": native.native_len,
+        "rotary_dim": native.rotary.rotary_dim,
+        "rope_theta": native.rotary.rope_theta,
         "costs": asdict(costs),
         "deployments": [
             {
@@ -186,6 +205,6 @@ def _as_json(outlook: Outlook, costs: Costs, tables: dict[str, list[TierTable]])
                 "native_len": deployment.native_len,
                 "tiers": [asdict(table) for table in tables[deployment.name]],
             }
-            for deployment in outlook.plan.deployments
+            for deployment in deployments
         ],
     }

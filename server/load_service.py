@@ -3,7 +3,7 @@
 import torch
 
 from model_runtime.build_engine import affordable_bytes, build_engine
-from model_runtime.chat_template import ChatTemplate
+from model_runtime.chat_template import RESERVED, ChatTemplate
 from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
 from model_runtime.grammar import GrammarCompiler
 from model_runtime.kv_store import bytes_per_token
@@ -29,7 +29,7 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
         device=settings.device,
         trust_remote_code=settings.trust_remote_code,
     )
-    chat_template = _chat_template(settings, checkpoint.tokenizer)
+    chat_template = chat_template_of(settings, checkpoint.tokenizer)
     token_bytes = bytes_per_token(checkpoint.plans, checkpoint.dtype)
     facts = ModelFacts(checkpoint.native, token_bytes, affordable_bytes(checkpoint.device))
     plan = plan_serving(settings, facts)
@@ -55,7 +55,13 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
     return service, _banner(checkpoint, plan)
 
 
-def _chat_template(settings: ServeSettings, tokenizer: Tokenizer) -> ChatTemplate:
+def chat_template_of(settings: ServeSettings, tokenizer: Tokenizer) -> ChatTemplate:
+    """The operator's, or the tokenizer's own. Raises ModelError or SettingsError."""
+    for name in settings.allowed_chat_template_kwargs:
+        if name in RESERVED:
+            raise SettingsError(
+                f"allowed_chat_template_kwargs: {name} is the rendering's own, remove it"
+            )
     if settings.chat_template is None:
         return tokenizer.chat_template()
     try:

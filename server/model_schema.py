@@ -1,6 +1,6 @@
 """Bodies of the routes about models and tokens."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -44,7 +44,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = Field(None, max_length=256)
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
     skip_special_tokens: bool = False
 
 

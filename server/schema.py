@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from model_runtime.deployment import Placement, RopeRequest
@@ -18,12 +18,51 @@ from model_runtime.request import PromptProgress, SamplingParams
 from rope import Tier
 
 INT64 = 2**63 - 1
+_MAX_NAME = 64  # characters of an unknown field's name that are repeated
+
+
+def unusable(param: str, problem: str) -> PydanticCustomError:
+    """An error of one field that only the whole body shows."""
+    return PydanticCustomError("unusable", problem, {"param": param})
 
 
 class Body(BaseModel):
     """A strict, frozen JSON object."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    # Fields of OpenAI's that are accepted only at the values that change nothing.
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field_is_enough(cls, value: Any) -> Any:
+        """Told at once: an error for each of a million would block the event loop."""
+        if isinstance(value, dict):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = next((name for name in value if name not in known), None)
+            if unknown is not None:
+                raise unusable(str(unknown)[:_MAX_NAME], "is not a field of this body, remove it")
+        return value
+
+    @model_validator(mode="after")
+    def _only_neutral_values(self) -> Self:
+        for name, values in self.neutral.items():
+            if getattr(self, name) not in values:
+                raise unusable(name, "is not supported, remove it")
+        return self
+
+
+def few(most: int) -> BeforeValidator:
+    """An object of at most so many fields, refused before they are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError(
+                "too_many", "must have at most {most} entries", {"most": most, "given": len(value)}
+            )
+        return value
+
+    return BeforeValidator(check)
 
 
 class RopeField(Body):
@@ -56,7 +95,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _refuse_half(self) -> Self:
         if (self.json_schema is None) == (self.type == "json_schema"):
-            raise unusable("response_format.json_schema", "belongs to `type` json_schema")
+            raise unusable("json_schema", "belongs to `type` json_schema")
         return self
 
     @property
@@ -70,7 +109,10 @@ class ResponseFormat(Body):
 class StreamOptions(Body):
     """OpenAI's `stream_options`."""
 
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (None, False)}
+
     include_usage: bool = False
+    include_obfuscation: bool | None = None
 
 
 TokenId = Annotated[int, Field(ge=0, le=INT64)]
@@ -79,22 +121,24 @@ StopString = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_N = 16
 
 
-def unusable(param: str, problem: str) -> PydanticCustomError:
-    """An error of one field that only the whole body shows."""
-    return PydanticCustomError("unusable", problem, {"param": param})
-
-
 def is_none(value: object) -> bool:
     """For fields that are left out where they say nothing."""
     return value is None
+
+
+# Neutral in every generating request; a route adds its own.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "store": (None, False),
+    "metadata": (None, {}),
+    "service_tier": (None, "auto", "default"),
+}
 
 
 class GenerationRequest(Body):
     """The fields of every request that generates text."""
 
     id_prefix: ClassVar[str]
-    # Fields of OpenAI's that are accepted only at the values that change nothing.
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    prompt_field: ClassVar[str]  # what errors about the prompt name
 
     model: str | None = Field(None, max_length=256)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -105,11 +149,13 @@ class GenerationRequest(Body):
     repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=1024
+    logit_bias: (
+        Annotated[dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]], few(1024)] | None
+    ) = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=4, fail_fast=True)] | None = (
+        None
     )
-    stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128, fail_fast=True)] | None = None
     ignore_eos: bool = False
     min_tokens: int | None = Field(None, ge=0, le=INT64)
     n: int | None = Field(None, ge=1, le=MAX_N)
@@ -117,15 +163,15 @@ class GenerationRequest(Body):
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
     user: str | None = Field(None, max_length=512)
+    store: bool | None = None
+    metadata: Annotated[dict[str, Any], few(16)] | None = None
+    service_tier: str | None = None
     cache_salt: str | None = Field(None, max_length=128)
     response_format: ResponseFormat | None = None
     rope: RopeField | None = None
 
     @model_validator(mode="after")
     def _refuse_unusable(self) -> Self:
-        for name, values in self.neutral.items():
-            if getattr(self, name) not in values:
-                raise unusable(name, "is not supported, remove it")
         for name in ("stream_options", "return_progress"):
             if getattr(self, name) and not self.stream:
                 raise unusable(name, "needs `stream`: true")

@@ -145,6 +145,10 @@ class Service:
             return Submission(self.engine, requests, arrived)
         except RopewalkError as error:
             self.metrics.rejected(rejection_reason(error))
+            if isinstance(error, RequestError) and error.param == "prompt":
+                # Placement and engine know prompts only, not where they come from.
+                error.param = body.prompt_field
+                error.args = (str(error).replace("`prompt`", f"`{body.prompt_field}`"),)
             raise
 
     def check_length(self, num_characters: int, param: str) -> None:

@@ -38,11 +38,21 @@ class ServingPlan:
         """Tokens that the cache holds in whole pages."""
         return self.config.num_pages * self.config.page_size
 
+    @property
+    def cache_bytes(self) -> int:
+        """What the cache takes."""
+        return self.capacity * self.token_bytes
+
+
+def plan_deployments(settings: ServeSettings, native: NativeRope) -> tuple[Deployment, ...]:
+    """The served names, whatever memory there is. Raises SettingsError."""
+    return tuple(_deployment(settings, entry, native) for entry in _entries(settings))
+
 
 def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
     """Decide everything that settings and model decide. Raises SettingsError."""
     entries = _entries(settings)
-    deployments = tuple(_deployment(settings, entry, facts.native) for entry in entries)
+    deployments = plan_deployments(settings, facts.native)
     config = _config(settings, facts, max(each.max_len for each in deployments))
     capacity = config.num_pages * config.page_size
     for entry in entries:
@@ -71,10 +81,20 @@ def describe(plan: ServingPlan) -> list[str]:
             f"    tiers          {tiers}",
             f"    longest        {longest} tokens{limited}",
         ]
-    size = f"{plan.config.kv_cache_tokens * plan.token_bytes / 2**30:.3g} GiB"
     pages = f"{plan.config.num_pages} pages of {plan.config.page_size}"
+    size = size_text(plan.cache_bytes)
     lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")
     return lines
+
+
+def size_text(num_bytes: int) -> str:
+    """Bytes in the unit that fits: 1.5 GiB, 14 MiB."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB" if size < 1000 else f"{size:.0f} GiB"
 
 
 def _entries(settings: ServeSettings) -> tuple[DeploymentEntry, ...]:
@@ -82,8 +102,11 @@ def _entries(settings: ServeSettings) -> tuple[DeploymentEntry, ...]:
     if settings.deployments is not None:
         return settings.deployments
     name = settings.served_model_name
+    if name is None and settings.model is not None:
+        folder = Path(settings.model)
+        name = (folder.resolve() if folder.is_dir() else folder).name
     if name is None:
-        name = EMBEDDED_NAME if settings.model is None else Path(settings.model).name
+        name = EMBEDDED_NAME
     own = {field: getattr(settings, field) for field in DeploymentSettings.model_fields}
     return (DeploymentEntry.model_construct(name=name, **own),)
 

@@ -4,7 +4,15 @@ import itertools
 import json
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import NoDecode
 
 
@@ -23,10 +31,21 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML's true and false are numbers to Python."""
+        is_switch = cls.model_fields[str(info.field_name)].annotation is bool
+        if isinstance(value, bool) and not is_switch:
+            raise ValueError("is a switch's value")
+        return value
+
 
 def _split(value: Any) -> Any:
     """`1,2,4,8` as a flag or an environment variable gives it."""
-    return tuple(value.split(",")) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
 
 
 def _from_json(value: Any) -> Any:

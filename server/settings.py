@@ -32,6 +32,7 @@ class ModelSettings(Section):
         None,
         "Model folder or hub id. Left out: the embedded demonstration model.",
         unit="path or id",
+        min_length=1,
     )
     served_model_name: str | None = setting(
         None,
@@ -249,6 +250,9 @@ class ServeSettings(
     model_config = SettingsConfigDict(env_prefix=_ENV_PREFIX, extra="forbid", frozen=True)
 
 
+_CACHE_SIZES = {"kv_cache_gib", "kv_cache_tokens"}
+
+
 def variable_of(name: str) -> str:
     """The environment variable of a setting."""
     return f"{_ENV_PREFIX}{name.upper()}"
@@ -259,9 +263,10 @@ def load_settings(flags: Mapping[str, Any]) -> ServeSettings:
     _refuse_unknown_variables()
     path = flags.get("config") or os.environ.get(variable_of("config"))
     in_file = {} if path is None else _file_values(Path(path))
-    unstated = {
-        name: value for name, value in in_file.items() if variable_of(name) not in os.environ
-    }
+    stated = set(flags) | {name for name in in_file if variable_of(name) in os.environ}
+    if any(name in stated or variable_of(name) in os.environ for name in _CACHE_SIZES):
+        stated |= _CACHE_SIZES  # either takes the place of the file's
+    unstated = {name: value for name, value in in_file.items() if name not in stated}
     try:
         settings = ServeSettings(**{**unstated, **flags})
     except ValidationError as error:

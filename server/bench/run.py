@@ -21,7 +21,7 @@ _STDOUT = "-"
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """The command line, as `server/bench.py` describes it."""
+    """The command line, as `server/bench/command.py` describes it."""
 
     url: str
     model: str | None

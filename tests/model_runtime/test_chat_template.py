@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from model_runtime.chat_template import ChatTemplate
+from model_runtime.chat_template import RESERVED, ChatTemplate
 from model_runtime.checkpoint import EMBEDDED_MODEL
 from model_runtime.errors import ModelError, RequestError
 
@@ -70,6 +70,10 @@ def test_the_variables_that_a_template_reads_are_known(tokenizer: Any) -> None:
     chat = ChatTemplate(tokenizer, TEMPLATE)
     assert "thinking" in chat.variables
     assert "enable_thinking" not in chat.variables
+    assert not chat.variables & RESERVED, "those that rendering gives are none of a request's"
+    assert not chat.reads_names
+    for reads in ("{{ messages[0].name }}", "{{ messages[0]['name'] }}"):
+        assert ChatTemplate(tokenizer, reads).reads_names
 
 
 def test_what_the_template_refuses_is_a_request_error(tokenizer: Any) -> None:
@@ -97,6 +101,8 @@ def test_a_broken_template_is_a_sentence_at_start(tokenizer: Any) -> None:
     """with its line"""
     with pytest.raises(ModelError, match="the chat template, line 2: "):
         ChatTemplate(tokenizer, "a\n{% if %}")
+    with pytest.raises(ModelError, match="the chat template, line 1: No filter named 'shouted'"):
+        ChatTemplate(tokenizer, "{{ messages | shouted }}")
     tokenizer.chat_template = {"tool_use": "a", "rag": "b"}
     with pytest.raises(ModelError, match="chat templates"):
         ChatTemplate(tokenizer)

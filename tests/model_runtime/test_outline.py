@@ -1,6 +1,7 @@
 """What a config says before the weights are loaded, held against the loaded model."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def test_the_embedded_model(embedded: Checkpoint) -> None:
 
     weights = load_file(Path(EMBEDDED_MODEL) / "model.safetensors")
     num_parameters = sum(math.prod(each.shape) for each in weights.values())
+    num_parameters += weights["model.embed_tokens.weight"].numel()  # tied, and packed as the head
     assert outline.num_weight_bytes() == 4 * num_parameters
     assert read_outline(EMBEDDED_MODEL, dtype="bfloat16").num_weight_bytes() == 2 * num_parameters
 
@@ -47,6 +49,25 @@ def test_the_config_gives_the_cache_that_probing_finds(architecture: str) -> Non
     found = {index: (each.num_key_heads, each.key_dim) for index, each in outline.layers().items()}
     probed = {index: (each.num_key_heads, each.key_dim) for index, each in checkpoint.plans.items()}
     assert found == probed
+
+
+def test_only_the_files_that_are_loaded_count(tmp_path: Path) -> None:
+    """a copy in another layout may lie beside them; an index names its shards"""
+    folder = tmp_path / "model"
+    shutil.copytree(EMBEDDED_MODEL, folder)
+    expected = read_outline(folder).num_weight_bytes()
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    assert read_outline(folder).num_weight_bytes() == expected
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    assert read_outline(folder).num_weight_bytes() == expected
+    index.write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
+    with pytest.raises(ModelError, match=r"has no model-00002-of-00002\.safetensors, which its"):
+        read_outline(folder)
+    index.write_text("{}")
+    with pytest.raises(ModelError, match="is no index of weights"):
+        read_outline(folder)
 
 
 def test_a_config_without_a_number_is_a_sentence() -> None:

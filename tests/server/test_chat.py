@@ -71,10 +71,13 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
     options: dict[str, Any] = {
         **GREEDY, "model": "chatty", "max_tokens": 25, "logprobs": True, "top_logprobs": 2, "n": 2,
     }  # fmt: skip
-    whole = client.chat.completions.create(**options)
+    whole = client.chat.completions.create(**options, extra_body={"cache_salt": "whole"})
     chunks = list(
         client.chat.completions.create(
-            **options, stream=True, stream_options={"include_usage": True}
+            **options,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"cache_salt": "streamed"},
         )
     )
     for index in range(2):
@@ -215,8 +218,8 @@ def test_a_model_without_a_template_gets_a_transcript(server: Server) -> None:
         ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages.0.content",
-            "string",
+            "messages.0.content.0.image_url",
+            "is not a field",
         ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "Unicode"),
         ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
@@ -229,7 +232,24 @@ def test_a_model_without_a_template_gets_a_transcript(server: Server) -> None:
         ({"continue_final_message": True}, "continue_final_message", "of the assistant"),
         ({"min_tokens": 5000}, "min_tokens", "must be <= `max_tokens` ("),
         ({"messages": [{"role": "user", "content": "a" * 10**6}]}, "messages", "characters"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "not permitted"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+        ({"thinking": {}}, "thinking", "is not a field of this body"),
+        ({"store": True}, "store", "not supported"),
+        (
+            {"messages": [{"role": "user", "content": "a", "name": "b"}]},
+            "messages",
+            "not read by this model's chat template",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": " "}], "continue_final_message": True},
+            "continue_final_message",
+            "that says something",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
+            "messages.0.tool_calls",
+            "not supported",
+        ),
     ],
 )
 def test_a_field_is_used_or_refused(
@@ -249,11 +269,30 @@ def test_a_field_is_used_or_refused(
     assert message in error["message"]
 
 
+def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI) -> None:
+    """the message itself, or all its fields: a chat goes on that way"""
+    first = client.chat.completions.create(model="chatty", max_tokens=3, **GREEDY)
+    message = first.choices[0].message
+    for said in (message, message.model_dump()):
+        messages = [*MESSAGES, said, {"role": "user", "content": "b"}]
+        second = client.chat.completions.create(
+            model="chatty", max_tokens=1, messages=messages, temperature=0
+        )
+        assert second.usage is not None
+        assert first.usage is not None
+        assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
 def test_values_that_change_nothing_are_accepted(client: openai.OpenAI) -> None:
     """as clients send them unasked"""
     client.chat.completions.create(
         model="chatty",
         max_tokens=1,
+        store=False,
+        service_tier="auto",
+        top_logprobs=0,
+        logprobs=False,
+        modalities=["text"],
         tool_choice="none",
         response_format={"type": "text"},
         parallel_tool_calls=True,

@@ -128,9 +128,9 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
         "tiers          512:2x",
         "longest        512 tokens\n",
         "KV cache         992 tokens",
-        "weights, 3.91 MiB cache",
+        "weights, 3.88 MiB cache",
         "would listen on  127.0.0.1, port 9999",
-        "not checked      whether the architecture can be taken over",
+        "whether the architecture can be taken over: loading it shows",
     ):
         assert line in ended.stdout
 
@@ -139,6 +139,10 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
     ("text", "message"),
     [
         ("port: x", "port: input should be a valid integer"),
+        ("port: true", "port: is a switch's value, got True"),
+        ("served_model_name: 2024-13-01\nport: x", "port: input should be a valid integer"),
+        ("chat_template: ./none.jinja", "chat_template: cannot read none.jinja"),
+        ("allowed_chat_template_kwargs: [messages]", "messages is the rendering's own"),
         ("model: ./none", "there is no folder ./none"),
         ("kv_cache_tokens: 3", "the KV cache holds no page"),
         (
@@ -168,6 +172,20 @@ def test_config_check_refuses_what_serve_would_refuse(
         told.append(str(raised.value))
     assert told[0] == told[1]
     assert message in told[0]
+
+
+def test_config_check_knows_the_machines_memory(tmp_path: Path) -> None:
+    """serve would fail while allocating, in torch's words"""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text("kv_cache_gib: 100000")
+    with pytest.raises(SettingsError, match=r"weights and KV cache need 100000 GiB, this machine"):
+        outlook_of(load_settings({"config": str(file)}))
+
+
+def test_inspect_asks_nothing_of_this_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """it is asked about other machines', too"""
+    monkeypatch.setenv("ROPEWALK_KV_CACHE_TOKENS", "8")
+    assert inspect("--max-model-len", "2000")["costs"]["longest_context"] == 2000
 
 
 def test_config_check_ends_with_a_sentence_and_code_2(tmp_path: Path) -> None:

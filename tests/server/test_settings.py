@@ -146,6 +146,7 @@ def test_lists_and_json_are_read_from_strings() -> None:
         ({"context_buckets": ",".join(map(str, range(1, 14)))}, "context_buckets: .*at most 11"),
         ({"threads": "100000"}, "threads: .*less than or equal to 512, got '100000'"),
         ({"served_model_name": ""}, "served_model_name: .*at least 1"),
+        ({"model": ""}, "model: .*at least 1"),
         ({"page_size": "2"}, "page_size: .*greater than or equal to 4, got '2'"),
     ],
 )
@@ -155,6 +156,23 @@ def test_a_wrong_value_names_setting_value_and_what_is_accepted(
     """one line each"""
     with pytest.raises(SettingsError, match=message):
         load_settings(flags)
+
+
+def test_names_may_have_spaces_round_their_commas() -> None:
+    """and nothing is no name"""
+    settings = load_settings(
+        {"allowed_rope_types": "yarn, linear", "allowed_chat_template_kwargs": ""}
+    )
+    assert settings.allowed_rope_types == ("yarn", "linear")
+    assert settings.allowed_chat_template_kwargs == ()
+
+
+def test_a_size_of_the_cache_takes_the_place_of_the_files(tmp_path: Path) -> None:
+    """in whichever unit"""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text("kv_cache_gib: 4")
+    settings = load_settings({"config": str(file), "kv_cache_tokens": "1000"})
+    assert (settings.kv_cache_gib, settings.kv_cache_tokens) == (None, 1000)
 
 
 def test_a_misspelt_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
