@@ -19,7 +19,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-# Per mask at most some 15 ms of lexing and 3 ms of parsing, and 40 MB of states per answer.
+# By the library's figures at most some 15 ms of lexing and 3 ms of parsing for a token, and 40 MB
+# of states for an answer. Measured on ordinary schemas: 10 us with 2,000 tokens, 50 with 128,000.
 _LIMITS = LLParserLimits(
     max_items_in_row=50_000,  # as many as a step may have: each optional property is several
     initial_lexer_fuel=1_000_000,
@@ -64,6 +65,13 @@ def problem_of(matcher: LLMatcher) -> str:
     return " ".join(text.partition("\n<state>")[0].split())[:_LONGEST_PROBLEM]
 
 
+def _problem_of_schema(schema: str, tokenizer: LLTokenizer) -> str:
+    try:
+        return problem_of(matcher_of(schema, tokenizer))
+    except ValueError as error:  # what is no schema at all, or too deep
+        return str(error)[:_LONGEST_PROBLEM]
+
+
 class _Bytes:
     """A tokenizer of 256 bytes and an end token: compiling depends on no vocabulary."""
 
@@ -96,7 +104,7 @@ def main() -> None:
     threading.stack_size(_STACK_BYTES)
     _limit(asked["seconds"], asked["max_bytes"])
     compiling = threading.Thread(
-        target=lambda: problems.append(problem_of(matcher_of(asked["schema"], tokenizer)))
+        target=lambda: problems.append(_problem_of_schema(asked["schema"], tokenizer))
     )
     compiling.start()
     compiling.join()

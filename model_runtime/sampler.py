@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,14 +89,14 @@ def _bias(rows: Sequence[SamplingRow]) -> list[tuple[int, int, float]]:
 
 
 def _allowed(logits_RV: Tensor, masks: Sequence[bytes]) -> Tensor:
-    """A bit a token -> [R, V], spread out on the device; tokens behind a mask's end are not."""
+    """A bit a token -> [R, V]; tokens behind a mask's end are not allowed."""
     vocabulary = logits_RV.shape[-1]
     num_bytes = -(-vocabulary // 8)
-    packed = bytearray().join(mask[:num_bytes].ljust(num_bytes, b"\0") for mask in masks)
-    packed_RB1 = torch.frombuffer(packed, dtype=torch.uint8).view(len(masks), num_bytes, 1)
-    bit_8 = torch.arange(8, dtype=torch.uint8, device=logits_RV.device)
-    spread_RB8 = (packed_RB1.to(logits_RV.device) >> bit_8) & 1
-    return spread_RB8.view(len(masks), -1)[:, :vocabulary].bool()
+    packed = b"".join(mask[:num_bytes].ljust(num_bytes, b"\0") for mask in masks)
+    packed_RB = np.frombuffer(packed, np.uint8).reshape(len(masks), num_bytes)
+    # numpy's is ten times as fast as shifting in torch.
+    allowed_RV = np.unpackbits(packed_RB, axis=1, bitorder="little", count=vocabulary)
+    return torch.from_numpy(allowed_RV).to(logits_RV.device).bool()
 
 
 def has_penalty(params: SamplingParams) -> bool:
