@@ -197,7 +197,7 @@ class GrammarCompiler:
             if self._vocabulary is None:
                 try:
                     self._vocabulary = _vocabulary_of(self._tokenizer)
-                except ValueError as error:
+                except Exception as error:  # what the library makes of a tokenizer
                     raise _refused(f"this model's tokenizer cannot be used: {error}") from error
             return self._vocabulary
 
