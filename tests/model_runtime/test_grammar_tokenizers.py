@@ -24,7 +24,7 @@ def sentencepiece_like() -> Tokenizer:
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
     names += [*map(chr, range(33, 127)), "\u2581a", "\u2581{", '{"', '":', '\u2581"', "é"]
     vocabulary = {name: index for index, name in enumerate(dict.fromkeys(names))}
-    backend = Backend(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    backend = Backend(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))  # noqa: S106  # no password
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     )
@@ -36,7 +36,7 @@ def sentencepiece_like() -> Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))  # noqa: S106
 
 
 def test_bytes_and_word_marks_are_read_alike() -> None:
