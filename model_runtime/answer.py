@@ -32,14 +32,24 @@ class Answer:
             prompt_logprobs=self._take_prompt_logprobs(), finish_reason=FinishReason.LENGTH
         )
 
-    def add(self, token_id: int, logprob: TokenLogprob | None) -> Output:
-        """The output that one generated token makes."""
+    def complete(self) -> Output:
+        """The last output of an answer that is complete without an end token."""
+        return Output(
+            text=self._detokenizer.flush(),
+            prompt_logprobs=self._take_prompt_logprobs(),
+            finish_reason=FinishReason.STOP,
+        )
+
+    def add(
+        self, token_id: int, logprob: TokenLogprob | None, *, is_complete: bool = False
+    ) -> Output:
+        """The output that one generated token makes. `is_complete`: nothing may follow it."""
         self._num_generated += 1
         may_stop = self._num_generated >= self._params.min_tokens
         is_end = may_stop and token_id in self.end_ids
         text = "" if is_end else self._detokenizer.push(token_id, may_stop=may_stop)
         reason: FinishReason | None = None
-        if is_end or self._detokenizer.is_stopped:
+        if is_end or is_complete or self._detokenizer.is_stopped:
             reason = FinishReason.STOP
         elif self._num_generated == self._params.max_tokens:
             reason = FinishReason.LENGTH

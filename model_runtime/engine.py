@@ -129,7 +129,9 @@ class Engine:
         for request, on_output in requests:
             self._check(request)
             answer = Answer(request, self._tokenizer, self._eos_token_ids)
-            lives.append(Live(TokenSequence(request), answer, on_output))
+            grammar = request.grammar
+            constraint = None if grammar is None else grammar.begin(answer.end_ids)
+            lives.append(Live(TokenSequence(request), answer, on_output, constraint))
             if arrived is not None:
                 lives[-1].arrived = arrived
         with self._lock:

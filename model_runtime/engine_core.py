@@ -17,6 +17,8 @@ from torch import Tensor
 from model_runtime.answer import Answer
 from model_runtime.batch import Span
 from model_runtime.config import EngineConfig
+from model_runtime.errors import GrammarError
+from model_runtime.grammar import Constraint
 from model_runtime.observer import Observer
 from model_runtime.request import (
     FinishReason,
@@ -50,6 +52,7 @@ class Live:
     sequence: TokenSequence
     answer: Answer
     on_output: OnOutput
+    constraint: Constraint | None = None  # where the answer has a grammar
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
     last_token: float | None = None
@@ -58,8 +61,9 @@ class Live:
     def sampling_row(self) -> SamplingRow:
         """What the choice of the next token depends on."""
         sequence, params = self.sequence, self.sequence.request.sampling
+        allowed = None if self.constraint is None else self.constraint.allowed
         if not has_penalty(params):
-            return SamplingRow(params, sequence.num_generated, self.answer.end_ids)
+            return SamplingRow(params, sequence.num_generated, self.answer.end_ids, allowed=allowed)
         if self._prompt_vocabulary is None:
             self._prompt_vocabulary = tuple(set(sequence.request.prompt_ids))
         return SamplingRow(
@@ -68,6 +72,7 @@ class Live:
             self.answer.end_ids,
             sequence.token_ids[sequence.num_prompt_tokens :],
             self._prompt_vocabulary,
+            allowed,
         )
 
 
@@ -177,6 +182,7 @@ class EngineCore:
                 self._deliver(live, Output(progress=_progress(live)))
         for live in ended:
             self._deliver(live, live.answer.end_without_tokens())
+        choosing = [each for each in choosing if self._may_go_on(each[0])]
         if choosing:
             self._choose(logits_RV[[at for _, at in choosing]], [live for live, _ in choosing])
 
@@ -204,6 +210,19 @@ class EngineCore:
             logit_rows,
         )
 
+    def _may_go_on(self, live: Live) -> bool:
+        """Find what the answer's grammar lets follow; False if the answer has ended with that."""
+        if live.constraint is None:
+            return True
+        try:
+            if live.constraint.look():
+                return True
+            output = live.answer.complete()
+        except GrammarError as error:
+            output = _fault_of_grammar(live, error)
+        self._deliver(live, output)
+        return False
+
     def _choose(self, logits_RV: Tensor, lives: Sequence[Live]) -> None:
         """One new token for each, and its logprob where it was asked for."""
         params = [live.sequence.request.sampling for live in lives]
@@ -219,7 +238,11 @@ class EngineCore:
             live.sequence.token_ids.append(token_id)
             self._note_token(live)
             try:
-                output = live.answer.add(token_id, reported.get(index))
+                constraint = live.constraint
+                is_complete = constraint is not None and constraint.advance(token_id)
+                output = live.answer.add(token_id, reported.get(index), is_complete=is_complete)
+            except GrammarError as error:
+                output = _fault_of_grammar(live, error)
             except Exception as error:  # noqa: BLE001  # a tokenizer's fault ends its request only
                 _log.exception("answer_failed", request_id=live.sequence.request.request_id)
                 text = f"{type(error).__name__} while decoding a token"
@@ -280,6 +303,11 @@ class EngineCore:
             context_len = len(live.sequence.token_ids)
             self._observer.next_token(request, context_len, now - live.last_token)
         live.last_token = now
+
+
+def _fault_of_grammar(live: Live, error: GrammarError) -> Output:
+    _log.error("grammar_failed", request_id=live.sequence.request.request_id, error=str(error))
+    return Output(finish_reason=FinishReason.ERROR, error=str(error))
 
 
 def _is_out_of_memory(error: Exception) -> bool:

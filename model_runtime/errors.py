@@ -7,7 +7,8 @@ RopewalkError
 |   |-- CacheCapacityError   more positions than the whole cache holds
 |   `-- UnknownModelError    no deployment of that name
 |-- QueueFullError           try again later
-`-- EngineStoppedError       the engine ended, or a step of it failed
+|-- EngineStoppedError       the engine ended, or a step of it failed
+`-- GrammarError             an answer's grammar cannot go on: that answer ends
 """
 
 from typing import Any
@@ -56,3 +57,7 @@ class QueueFullError(RopewalkError):
 
 class EngineStoppedError(RopewalkError):
     """The engine is not running, or failed while it served the request."""
+
+
+class GrammarError(RopewalkError):
+    """The matcher of an answer's grammar failed, or it allows no token."""

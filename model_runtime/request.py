@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from model_runtime.deployment import Placement
+from model_runtime.grammar import Grammar
 from rope import Tier
 
 
@@ -49,6 +50,7 @@ class Request:
     placement: Placement  # deployment, tier, policy
     cache_salt: str = ""  # requests with another salt never share cached prefixes
     wants_progress: bool = False  # an output after every chunk of the prompt
+    grammar: Grammar | None = None  # what its answer has to be
 
     @property
     def num_positions(self) -> int:

@@ -85,6 +85,10 @@ class Tokenizer:
         except KeyError:
             return text.encode()
 
+    def as_json(self) -> tuple[str, int]:
+        """The whole tokenizer in the form of tokenizer.json, and the number of its ids."""
+        return self._backend.to_str(), max(self._backend.get_vocab().values(), default=-1) + 1
+
     def chat_template(self, override: str | None = None) -> ChatTemplate:
         """The tokenizer's own, or another one in its place; the fallback where there is none."""
         return ChatTemplate(self._tokenizer, override)

@@ -60,12 +60,6 @@ class Message(Body):
         return {"role": role, "content": content, **named}
 
 
-class ResponseFormat(Body):
-    """OpenAI's `response_format`."""
-
-    type: Literal["text"]
-
-
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
@@ -88,7 +82,6 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    response_format: ResponseFormat | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False

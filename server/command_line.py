@@ -20,15 +20,13 @@ import structlog
 from model_runtime.errors import ModelError
 from server.bench.command import bench
 from server.setting_flags import SettingsCommand, given, with_flags
-from server.settings import (
+from server.setting_sections import (
     SECTIONS,
     DeploymentSettings,
     ModelSettings,
-    ServeSettings,
-    SettingsError,
     SourceSettings,
-    load_settings,
 )
+from server.settings import ServeSettings, SettingsError, load_settings
 
 _USAGE_ERROR, _DIED = 2, 1
 

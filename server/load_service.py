@@ -5,6 +5,7 @@ import torch
 from model_runtime.build_engine import affordable_bytes, build_engine
 from model_runtime.chat_template import RESERVED, ChatTemplate
 from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from model_runtime.grammar import GrammarCompiler
 from model_runtime.kv_store import bytes_per_token
 from model_runtime.tokenizer import Tokenizer
 from server.errors import rejection_reasons
@@ -56,6 +57,9 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
             sse_keep_alive_s=settings.sse_keep_alive_seconds or None,
             send_timeout_s=settings.send_timeout_seconds,
             stall_s=settings.stall_seconds,
+        ),
+        grammars=GrammarCompiler(
+            checkpoint.tokenizer, settings.max_schema_bytes, settings.grammar_compile_seconds
         ),
     )
     return service, _banner(checkpoint, plan)

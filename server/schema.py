@@ -7,12 +7,13 @@ field is used or refused, never ignored.
 import secrets
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from model_runtime.deployment import Placement, RopeRequest
+from model_runtime.grammar import ANY_OBJECT
 from model_runtime.request import PromptProgress, SamplingParams
 from rope import Tier
 
@@ -37,7 +38,8 @@ class Body(BaseModel):
     def _one_unknown_field_is_enough(cls, value: Any) -> Any:
         """Told at once: an error for each of a million would block the event loop."""
         if isinstance(value, dict):
-            unknown = next((name for name in value if name not in cls.model_fields), None)
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = next((name for name in value if name not in known), None)
             if unknown is not None:
                 raise unusable(str(unknown)[:_MAX_NAME], "is not a field of this body, remove it")
         return value
@@ -73,6 +75,35 @@ class RopeField(Body):
     def request(self) -> RopeRequest:
         """As the runtime takes it."""
         return RopeRequest(self.rope_type, self.factor, self.policy)
+
+
+class JsonSchemaField(Body):
+    """OpenAI's `json_schema`. Name and description change nothing; every schema is strict here."""
+
+    name: str = Field(min_length=1, max_length=64)
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+    description: str | None = Field(None, max_length=4096)
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaField | None = None
+
+    @model_validator(mode="after")
+    def _refuse_half(self) -> Self:
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise unusable("json_schema", "belongs to `type` json_schema")
+        return self
+
+    @property
+    def schema_asked(self) -> Mapping[str, Any] | None:
+        """What the answer has to satisfy; None: nothing."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return ANY_OBJECT if self.type == "json_object" else None
 
 
 class StreamOptions(Body):
@@ -137,6 +168,7 @@ class GenerationRequest(Body):
     metadata: Annotated[dict[str, Any], few(16)] | None = None
     service_tier: str | None = None
     cache_salt: str | None = Field(None, max_length=128)
+    response_format: ResponseFormat | None = None
     rope: RopeField | None = None
 
     @model_validator(mode="after")
@@ -144,6 +176,8 @@ class GenerationRequest(Body):
         for name in ("stream_options", "return_progress"):
             if getattr(self, name) and not self.stream:
                 raise unusable(name, "needs `stream`: true")
+        if self.ignore_eos and self.schema_asked is not None:
+            raise unusable("ignore_eos", "and `response_format` contradict")
         return self
 
     @property
@@ -180,6 +214,11 @@ class GenerationRequest(Body):
     def answers_field(self) -> str:
         """The field that says how many."""
         return "n"
+
+    @property
+    def schema_asked(self) -> Mapping[str, Any] | None:
+        """The JSON schema that each answer has to satisfy; None: any text will do."""
+        return None if self.response_format is None else self.response_format.schema_asked
 
     @property
     def includes_usage(self) -> bool:

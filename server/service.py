@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
@@ -15,6 +15,7 @@ from model_runtime.chat_template import ChatTemplate
 from model_runtime.deployment import Deployment, RopeRequest
 from model_runtime.engine import Engine, Reservation
 from model_runtime.errors import RequestError, RopewalkError, UnknownModelError
+from model_runtime.grammar import Grammar, GrammarCompiler
 from model_runtime.request import FinishReason, Output, Request
 from model_runtime.tokenizer import Tokenizer
 from server.errors import rejection_reason
@@ -103,6 +104,7 @@ class Service:
     chat_template: ChatTemplate
     allowed_chat_template_kwargs: frozenset[str]
     limits: ServiceLimits
+    grammars: GrammarCompiler
     created: int = field(default_factory=lambda: int(time.time()))
 
     def deployment(self, name: str | None) -> Deployment:
@@ -135,6 +137,13 @@ class Service:
             )
         )
 
+    async def grammar(self, schema: Mapping[str, Any] | None) -> Grammar | None:
+        """The grammar of a schema, compiled off the event loop. RequestError, QueueFullError."""
+        if schema is None:
+            return None
+        text = await asyncio.to_thread(self.grammars.text_of, schema)
+        return await asyncio.wrap_future(self.grammars.compile(text))
+
     async def submit(
         self,
         body: GenerationRequest,
@@ -153,9 +162,10 @@ class Service:
                 self.check_token_id(token_id, "stop_token_ids")
             num_answers = body.num_prompts * body.num_answers
             with self.engine.reserved(num_answers) as reservation:
+                grammar = await self.grammar(body.schema_asked)
                 requests = []
                 for prompt in await read_prompts():
-                    requests += self._requests(body, deployment, prompt, more_stop)
+                    requests += self._requests(body, deployment, prompt, more_stop, grammar)
                 unread = self.limits.max_unread_tokens
                 return Submission(self.engine, requests, arrived, reservation, unread)
         except RopewalkError as error:
@@ -192,6 +202,7 @@ class Service:
         deployment: Deployment,
         prompt: tuple[int, ...],
         more_stop: Sequence[str],
+        grammar: Grammar | None,
     ) -> list[Request]:
         """One for each answer to a prompt."""
         asked = body.rope.request() if body.rope is not None else RopeRequest()
@@ -212,6 +223,7 @@ class Service:
                 placement,
                 body.cache_salt or "",
                 wants_progress=bool(body.return_progress),
+                grammar=grammar,
             )
             for sampling in body.sampling(max_tokens, self.sampling_defaults, more_stop)
         ]

@@ -10,7 +10,8 @@ from model_runtime.deployment import Deployment
 from model_runtime.make_deployment import make_deployment
 from rope import NativeRope, RopeConfigError
 from server.metrics import default_context_buckets
-from server.settings import DeploymentEntry, DeploymentSettings, ServeSettings, SettingsError
+from server.setting_sections import DeploymentEntry, DeploymentSettings
+from server.settings import ServeSettings, SettingsError
 
 EMBEDDED_NAME = "ropewalk-demo"
 _EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 tokens, alive to 2,048

@@ -4,8 +4,9 @@
 """
 
 from server.setting_flags import default_text
+from server.setting_sections import SECTIONS
 from server.setting_types import Section, unit_of
-from server.settings import SECTIONS, variable_of
+from server.settings import variable_of
 
 
 def table(section: type[Section]) -> str:

@@ -19,8 +19,9 @@ from server.model_schema import (
 )
 from server.schema import PromptProgressAnswer, RopeAnswer, RopeField
 from server.service import Service
+from server.setting_sections import SECTIONS
 from server.setting_types import Section
-from server.settings import SECTIONS, load_settings
+from server.settings import load_settings
 from tests.settings_page import table
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -226,7 +226,7 @@ def test_a_model_without_a_template_gets_a_transcript(server: Server) -> None:
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1. Given: 0"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "differ"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported, remove it"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "'text'"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may hold shout, w"),
         ({"chat_template_kwargs": {"whisper": 1}}, "chat_template_kwargs", "is not read by"),
         ({"continue_final_message": True}, "continue_final_message", "of the assistant"),

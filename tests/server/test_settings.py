@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
+from server.setting_sections import SECTIONS
 from server.setting_types import unit_of
-from server.settings import SECTIONS, ServeSettings, SettingsError, load_settings
+from server.settings import ServeSettings, SettingsError, load_settings
 
 
 def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default(

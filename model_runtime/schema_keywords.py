@@ -1,0 +1,70 @@
+"""Which of JSON Schema's keywords an answer can be held to; every other one is refused by name."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from model_runtime.errors import RequestError
+
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties")
+_VALUES = (
+    *("type", "enum", "const", "$ref", "format", "pattern", "minLength", "maxLength"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("required", "minItems", "maxItems", "minProperties", "maxProperties"),
+)
+_SAY_NOTHING = (
+    *("$schema", "$id", "$comment", "title", "description", "default", "examples"),
+    *("deprecated", "readOnly", "writeOnly"),
+    "discriminator",  # OpenAPI's hint beside a oneOf, as pydantic writes it
+)
+SUPPORTED = frozenset((*_SCHEMAS_BY_NAME, *_LISTS_OF_SCHEMAS, *_SCHEMAS, *_VALUES, *_SAY_NOTHING))
+
+
+def refuse_unsupported(schema: Mapping[str, Any]) -> None:
+    """Raise RequestError for the first keyword that would not be enforced.
+
+    The compiler refuses many of them, too, but takes the ones it has never heard of for comments.
+    Wrong types of values are left to it.
+    """
+    waiting: list[tuple[str, Any]] = [("$", schema)]  # no recursion: schemas may be deep
+    while waiting:
+        path, found = waiting.pop()
+        if not isinstance(found, Mapping):
+            continue  # true and false are schemas, too
+        for keyword in found:
+            if keyword not in SUPPORTED:
+                raise _refused(keyword, path, "is not supported")
+        if isinstance(found.get("items"), list):
+            raise _refused("items", path, "must be one schema; for a list there is prefixItems")
+        _check_least_properties(path, found)
+        waiting += _inner(path, found)
+
+
+def _check_least_properties(path: str, found: Mapping[str, Any]) -> None:
+    """A grammar does not see that a name stands twice, so only required ones can be counted on."""
+    least, required = found.get("minProperties", 0), found.get("required", ())
+    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+    if isinstance(least, int | float) and least > max(1, num_required):
+        raise _refused("minProperties", path, "must be at most 1, or what `required` names")
+
+
+def _inner(path: str, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas right inside a schema, each with its path."""
+    for keyword in _SCHEMAS:
+        yield f"{path}.{keyword}", found.get(keyword)
+    for keyword in _LISTS_OF_SCHEMAS:
+        listed = found.get(keyword)
+        for index, each in enumerate(listed if isinstance(listed, list) else ()):
+            yield f"{path}.{keyword}[{index}]", each
+    for keyword in _SCHEMAS_BY_NAME:
+        named = found.get(keyword)
+        for name, each in (named if isinstance(named, Mapping) else {}).items():
+            yield f"{path}.{keyword}.{name}", each
+
+
+def _refused(keyword: str, path: str, problem: str) -> RequestError:
+    return RequestError(
+        f"`response_format`: the keyword {keyword[:64]!a} {problem} (at {path[:200]!a})",
+        param="response_format",
+    )
