@@ -47,6 +47,13 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "device": "cpu",
         "trust_remote_code": True,
         "max_num_batched_tokens": 64,
+        "api_key": ["a", "b"],
+        "open_metrics": True,
+        "ssl_keyfile": None,
+        "allowed_origins": ["https://example.org"],
+        "max_body_bytes": 4096,
+        "max_header_bytes": 4096,
+        "max_unread_tokens": 64,
     }
     field = ServeSettings.model_fields[name]
     is_text = "str" in str(field.annotation) or "Path" in str(field.annotation)
