@@ -162,6 +162,8 @@ class Deployment:
             f"{num_covered} positions. A rope factor of {fits} ({fits * self.original_len} tokens) "
             f"would fit, if it were {who}."
         )
+        if num_prompt_tokens <= limit:
+            message += f" max_tokens may be at most {limit - num_prompt_tokens + 1}."
         details = {
             "n_prompt_tokens": num_prompt_tokens,
             "max_tokens": max_tokens,

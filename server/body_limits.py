@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.errors import envelope
 
 # Strings are skipped whole, so that a bracket inside one does not count.
-_STRUCTURE = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
+# Possessive, or the engine would remember every character of a string to try it otherwise.
+_STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _SMALL = 65536  # bytes whose depth is counted on the spot
 
 

@@ -102,11 +102,11 @@ class ChatRequest(GenerationRequest):
             raise unusable("top_logprobs", "needs `logprobs`: true")
         two = self.max_tokens, self.max_completion_tokens
         if None not in two and two[0] != two[1]:
-            raise unusable("max_tokens", "and `max_completion_tokens` differ: give one")
+            raise unusable("max_tokens", "differs from `max_completion_tokens`: give one")
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise unusable("continue_final_message", "needs a last message of the assistant")
         if self.continue_final_message and self.add_generation_prompt:
-            raise unusable("add_generation_prompt", "and `continue_final_message` contradict")
+            raise unusable("add_generation_prompt", "contradicts `continue_final_message`")
         return self
 
     @property

@@ -27,6 +27,7 @@ class ConnectionLimits:
 
     max_connections: int
     head_timeout_s: float  # from a request's first byte, or the connection, to the end of its head
+    send_timeout_s: float  # for the client to take what has been sent
 
 
 def limited_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:  # noqa: C901  # a class
@@ -37,6 +38,7 @@ def limited_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:  # noq
             super().__init__(*args, **options)
             self.idle_since = time.monotonic()
             self._head_timer: asyncio.TimerHandle | None = None
+            self._send_timer: asyncio.TimerHandle | None = None
 
         @property
         def is_idle(self) -> bool:
@@ -62,8 +64,18 @@ def limited_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:  # noq
             self.idle_since = time.monotonic()
             super().on_response_complete()
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            # Closing would wait for what is unsent; aborting drops it, and ends the request.
+            self._send_timer = self.loop.call_later(limits.send_timeout_s, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._stop_send_timer()
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_watching()
+            self._stop_send_timer()
             super().connection_lost(exc)
 
         def _close_an_idle_one(self) -> bool:
@@ -87,6 +99,11 @@ def limited_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:  # noq
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
+
+        def _stop_send_timer(self) -> None:
+            if self._send_timer is not None:
+                self._send_timer.cancel()
+                self._send_timer = None
 
         def _too_slow(self) -> None:
             self._head_timer = None

@@ -48,16 +48,20 @@ def envelope(
     code: str | None = None,
     details: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """OpenAI's error body."""
+    """OpenAI's error body. What a client named may hold half characters, which no JSON can."""
     return {
         "error": {
-            "message": message,
+            "message": _encodable(message),
             "type": kind,
-            "param": param,
+            "param": None if param is None else _encodable(param),
             "code": code,
             **(details or {}),
         }
     }
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def rejection_reasons() -> list[str]:
@@ -86,9 +90,15 @@ def install(app: FastAPI, on_rejected: Callable[[str], None]) -> None:
             on_rejected("invalid")
         return _validation_answer(error)
 
+    async def on_http_error(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 400 and request.url.path.startswith("/v1/"):
+            on_rejected("invalid")  # JSON that Python cannot read
+        return _http_answer(error)
+
     app.add_exception_handler(RopewalkError, _on_ropewalk_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, _on_bug)
 
 
@@ -135,8 +145,7 @@ def _merged(problems: Sequence[Any]) -> list[dict[str, Any]]:
     return found
 
 
-async def _on_http_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
+def _http_answer(error: HTTPException) -> JSONResponse:
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     return JSONResponse(envelope(str(error.detail), kind), error.status_code, error.headers)
 

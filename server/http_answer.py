@@ -169,7 +169,7 @@ async def answered(
         if not body.stream:
             return await until_disconnect(http, made.whole())
         close = at_the_end.pop_all().close  # the stream's business from here on
-    return EventStream(made.events(), close, service.limits.send_timeout_s)
+    return EventStream(made.events(), close)
 
 
 def finish_reason(output: Output) -> str | None:

@@ -152,6 +152,7 @@ def _cost_lines(costs: Costs) -> list[str]:
             f"in {costs.memory_gib:g} GiB".ljust(17)
             + f"{costs.longest_context_in_memory} tokens ({limit}); the cache holds "
             f"{costs.memory_holds_tokens} beside the weights"
+            + ("" if costs.memory_holds_tokens else ", which alone take more")
         )
     return lines
 

@@ -106,7 +106,9 @@ class GracefulServer(uvicorn.Server):
 
 
 def _uvicorn_config(settings: ServeSettings, door: Door) -> uvicorn.Config:
-    limits = ConnectionLimits(settings.max_connections, settings.head_timeout_seconds)
+    limits = ConnectionLimits(
+        settings.max_connections, settings.head_timeout_seconds, settings.send_timeout_seconds
+    )
     config = uvicorn.Config(
         door,
         lifespan="off",

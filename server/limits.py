@@ -16,7 +16,6 @@ class ServiceLimits:
     max_prompt_chars: int | None  # None: what the longest context could have
     max_unread_tokens: int  # outputs that a stream may lag behind
     sse_keep_alive_s: float | None  # of silence in a stream before a comment
-    send_timeout_s: float  # for a client to take what was sent
     stall_s: float  # a step may take so long
 
     def check(self, body: GenerationRequest) -> None:

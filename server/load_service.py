@@ -55,7 +55,6 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
             max_prompt_chars=settings.max_prompt_chars,
             max_unread_tokens=settings.max_unread_tokens,
             sse_keep_alive_s=settings.sse_keep_alive_seconds or None,
-            send_timeout_s=settings.send_timeout_seconds,
             stall_s=settings.stall_seconds,
         ),
         grammars=GrammarCompiler(

@@ -115,7 +115,7 @@ def _refuse_contradictions(settings: ServeSettings) -> None:
     for name in ("served_model_name", *DeploymentSettings.model_fields):
         if getattr(settings, name) is not None:
             raise SettingsError(
-                f"{name} and deployments exclude another: each of the deployments has its own, "
+                f"{name} and deployments exclude each other: each of the deployments has its own, "
                 f"got {getattr(settings, name)!r}"
             )
     names = [entry.name for entry in settings.deployments]

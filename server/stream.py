@@ -1,16 +1,12 @@
 """Server-sent events whose request is aborted when the client goes."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import structlog
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
-from starlette.types import Message, Receive, Scope, Send
-
-_log = structlog.get_logger(__name__)
+from starlette.types import Receive, Scope, Send
 
 DONE = "data: [DONE]\n\n"
 # Comments, which clients skip. The first makes proxies pass the headers on at once; the others
@@ -30,26 +26,15 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncIterator[str], close: Callable[[], None], send_timeout_s: float
-    ) -> None:
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
         # Proxies must neither keep, nor collect, nor compress what should arrive at once.
         headers = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers)
         self._close = close
-        self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(self._send_timeout_s):
-                await send(message)
-
         try:
-            await super().__call__(scope, receive, send_in_time)
-        except* TimeoutError:
-            # The client takes nothing. Returning in the middle makes uvicorn close the connection.
-            _log.warning("client_does_not_read", timeout_s=self._send_timeout_s)
+            await super().__call__(scope, receive, send)
         finally:
             self._close()

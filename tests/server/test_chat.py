@@ -224,7 +224,7 @@ def test_a_model_without_a_template_gets_a_transcript(server: Server) -> None:
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "Unicode"),
         ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1. Given: 0"),
-        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "differ"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "differs from"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported, remove it"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "'text'"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may hold shout, w"),
