@@ -46,7 +46,8 @@ ropewalk.add_command(bench)
 def serve(**flags: Any) -> None:
     """Serve MODEL, a folder or a hub id; without one, the embedded demonstration model.
 
-    OpenAI's routes are under /v1, metrics under /metrics. MODEL is also ROPEWALK_MODEL. Every flag is also an environment variable, named in brackets, and a key of the YAML file.
+    OpenAI's routes are under /v1, metrics under /metrics. Every flag is also an environment
+    variable, named in brackets, and a key of the YAML file; MODEL is ROPEWALK_MODEL and `model`.
     Flags beat the environment, which beats the file.
     """
     from server.gate import gate_of
