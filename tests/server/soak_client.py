@@ -67,9 +67,10 @@ class SoakClient:
                 asked = ask(self._seed, self._number, self._count, may_leave=may_leave)
                 self._count += 1
                 try:
-                    self.tally.outcomes[self._served(http, asked, over)] += 1
+                    outcome = self._served(http, asked, over)
                 except Exception as error:  # noqa: BLE001  # it is what the test reports
-                    self._wrong(asked, f"{type(error).__name__}: {error}")
+                    outcome = self._wrong(asked, f"{type(error).__name__}: {error}")
+                self.tally.outcomes[outcome] += 1
         return self.tally
 
     def _served(self, http: httpx.Client, asked: Ask, over: threading.Event) -> str:
@@ -168,19 +169,20 @@ class SoakClient:
         if reason == "queue_full":
             assert answer.status_code == 429
             assert answer.headers["Retry-After"] == "1"
-        elif asked.manner != "hostile" or answer.status_code >= 500:
-            self._wrong(asked, f"{answer.status_code} {error['message']}")
-        return "refused" if reason != "queue_full" else reason
+            return reason
+        if asked.manner == "hostile" and answer.status_code < 500:
+            return "refused"
+        return self._wrong(asked, f"{answer.status_code} {error['message']}")
 
     def _leave(self, asked: Ask) -> None:
         self.tally.num_left += asked.num_choices
         self.tally.left_tokens += asked.most_tokens
 
-    def _wrong(self, asked: Ask, what: str) -> None:
+    def _wrong(self, asked: Ask, what: str) -> str:
         where = f"client {self._number}, request {self._count - 1} ({asked.manner})"
         self.tally.wrong.append(f"{where}: {what[:300]}\n    {asked.body[:200]!r}")
-        self.tally.outcomes["wrong"] += 1
-        time.sleep(0.1)
+        time.sleep(0.1)  # a server that is gone must not be asked a million times
+        return "wrong"
 
 
 _JSON = {"Content-Type": "application/json"}

@@ -9,6 +9,7 @@ from typing import Any, Literal
 Manner = Literal["whole", "stream", "leave whole", "leave stream", "hostile"]
 
 MAX_LEN = 2048
+_L = 256  # the embedded model's native length
 _METHODS = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
 _POLICIES = ("pinned", "fixed", "grow", "grow-exact")
 _WORDS = ("rope", "walk", "hemp", "strand", "twist", "yarn", "length", "the", "of", "a", "tar")
@@ -54,7 +55,7 @@ def ask(seed: int, client: int, count: int, *, may_leave: bool) -> Ask:
         fields |= {"temperature": rng.choice([0.7, 1, 2]), "top_p": 0.9, "seed": count}
     if manner.endswith("stream"):
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
-    fields |= _rope(rng)
+    fields |= _rope(rng, num_prompt + max_tokens - 1)
     return Ask(
         manner,
         "/v1/chat/completions" if "messages" in fields else "/v1/completions",
@@ -94,12 +95,15 @@ def _lengths(rng: Random, num_choices: int) -> tuple[dict[str, Any], int, int]:
     return fields, num_prompt, max_tokens
 
 
-def _rope(rng: Random) -> Mapping[str, Any]:
+def _rope(rng: Random, num_positions: int) -> Mapping[str, Any]:
     """Any method and policy that the embedded model can have, or nothing."""
     if rng.random() < 0.3:
         return {}
     method = rng.choice(_METHODS)
     wanted: dict[str, Any] = {"rope_type": method, "policy": rng.choice(_POLICIES)}
     if method != "default" and rng.random() < 0.3:
-        wanted["factor"] = rng.choice([1, 2, 3, 8])
+        # A factor that does not cover the request refuses it.
+        wanted["factor"] = rng.choice(
+            [factor for factor in (1, 2, 3, 8) if factor * _L >= num_positions]
+        )
     return {"rope": wanted}

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import threading
 import time
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Self
 
 from tests.processes import Server
 from tests.progress import say
@@ -29,7 +29,7 @@ def rss_mib(pid: int) -> float:
 
 def num_descriptors(pid: int) -> int:
     """Open files and sockets of a process."""
-    return len(os.listdir(f"/proc/{pid}/fd"))
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Watch:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look_on)
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
