@@ -21,8 +21,17 @@ _EVERY_S, _SAY_EVERY = 1.0, 10
 
 def rss_mib(pid: int) -> float:
     """Resident memory of a process."""
+    return _mib(pid, "VmRSS")
+
+
+def peak_mib(pid: int) -> float:
+    """The most that it ever was."""
+    return _mib(pid, "VmHWM")
+
+
+def _mib(pid: int, name: str) -> float:
     status = Path(f"/proc/{pid}/status").read_text()
-    found = re.search(r"VmRSS:\s+(\d+) kB", status)
+    found = re.search(rf"{name}:\s+(\d+) kB", status)
     assert found is not None
     return int(found[1]) / 1024
 
