@@ -90,6 +90,8 @@ def _lengths(rng: Random, num_choices: int) -> tuple[dict[str, Any], int, int]:
     fields: dict[str, Any] = {"prompt": ids, "max_tokens": max_tokens}
     if rng.random() < 0.7:
         fields["ignore_eos"] = True
+    if rng.random() < 0.2:
+        fields["stop"] = rng.choice(["e", [" ", "a"], "\n"])
     if rng.random() < 0.1:
         fields["logprobs"] = rng.choice([0, 5])
     return fields, num_prompt, max_tokens
