@@ -5,7 +5,7 @@ TORCH_INDEX ?=
 PORT ?= 8000
 BIN := .venv/bin
 
-.PHONY: setup serve test check fix image clean
+.PHONY: setup serve test check fix fuzz soak image clean
 
 setup: .venv/installed
 
@@ -26,6 +26,14 @@ check: setup
 
 test: check  ## formatter, linter, types, and the whole suite
 	$(BIN)/python -m pytest
+
+# Both take their lengths and seeds from the environment; docs/reliability.md.
+fuzz: setup  ## hostile requests, ten times as many as in the suite
+	FUZZ_CASES=$(or $(FUZZ_CASES),40000) $(BIN)/python -m pytest -s \
+		tests/server/test_raw_fuzz.py tests/server/test_openapi_fuzz.py
+
+soak: setup  ## mixed load for ten minutes
+	SOAK_SECONDS=$(or $(SOAK_SECONDS),600) $(BIN)/python -m pytest -s tests/server/test_soak.py
 
 fix: setup
 	$(BIN)/ruff format .

@@ -3,6 +3,7 @@
 import sys
 
 from server.own_packages import foreign_package
+from server.process_memory import bound_memory
 
 
 def main() -> None:
@@ -11,6 +12,7 @@ def main() -> None:
     if problem is not None:
         sys.stderr.write(f"ropewalk: {problem}\n")
         sys.exit(2)
+    bound_memory()
     from server.command_line import ropewalk  # noqa: PLC0415  # not before the check
 
     ropewalk()

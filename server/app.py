@@ -11,6 +11,7 @@ from server.access import OPEN_PATHS, ApiKeysMiddleware, RequestIdMiddleware
 from server.body_limits import BodyLimits, BodyLimitsMiddleware
 from server.chat import chat_router
 from server.completions import completions_router
+from server.description import describe
 from server.health import health_router
 from server.http_metrics import HttpMetricsMiddleware
 from server.model_list import model_router
@@ -58,4 +59,5 @@ def create_app(service: Service, gate: Gate | None = None) -> FastAPI:
         )
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(HttpMetricsMiddleware, metrics=service.http_metrics)
+    describe(app)
     return app

@@ -22,6 +22,7 @@ _log = structlog.get_logger(__name__)
 
 _MAX_ERRORS = 10  # told at once; a long bad list must not make a long answer
 _MAX_MESSAGE = 500  # characters of one of them
+_MAX_NAME = 64  # characters of a field's name, which a client may have chosen
 
 # runtime error -> (status, type, code, seconds to wait before a retry); first match wins
 _STATUS: tuple[tuple[type[RopewalkError], int, str, str | None, int | None], ...] = (
@@ -162,7 +163,7 @@ def _field(problem: dict[str, Any]) -> str:
     parts = [part for part in problem["loc"][1:] if not _is_union_branch(part)]
     if "param" in problem.get("ctx", {}):
         parts.append(problem["ctx"]["param"])
-    return ".".join(str(part) for part in parts)
+    return ".".join(str(part)[:_MAX_NAME] for part in parts)
 
 
 def _is_union_branch(part: Any) -> bool:

@@ -3,7 +3,7 @@
 from importlib.metadata import version
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from server.errors import envelope
@@ -39,7 +39,7 @@ def health_router(service: Service) -> APIRouter:
     async def get_version() -> dict[str, str]:
         return {"version": version("ropewalk")}
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:  # not async: rendering runs off the event loop
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 

@@ -23,7 +23,9 @@ _MAX_NAME = 64  # characters of an unknown field's name that are repeated
 
 def unusable(param: str, problem: str) -> PydanticCustomError:
     """An error of one field that only the whole body shows."""
-    return PydanticCustomError("unusable", problem, {"param": param})
+    # A name that a client chose may be no Unicode, which pydantic cannot hold.
+    told = param.encode("utf-8", "backslashreplace").decode()
+    return PydanticCustomError("unusable", problem, {"param": told})
 
 
 class Body(BaseModel):

@@ -114,7 +114,7 @@ class Service:
         if name not in self.deployments:
             served = ", ".join(self.deployments)
             raise UnknownModelError(
-                f"The model {name!a} does not exist. Served: {served}.", param="model"
+                f"The model {name[:64]!a} does not exist. Served: {served}.", param="model"
             )
         return self.deployments[name]
 

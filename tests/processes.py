@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ class Server:
     url: str
     banner: str
     pid: int
+    log: list[str]  # what it says on stderr, line by line, as it goes on
 
 
 def command(*arguments: str) -> list[str]:
@@ -49,6 +51,7 @@ def running_server(*arguments: str) -> Iterator[Server]:
     )
     assert process.stderr is not None
     lines: list[str] = []
+    reader = None
     deadline = time.monotonic() + _START_S
     try:
         for line in process.stderr:
@@ -57,7 +60,11 @@ def running_server(*arguments: str) -> Iterator[Server]:
             if found or time.monotonic() > deadline:
                 break
         assert found, "".join(lines)
-        yield Server(found[1], "".join(lines), process.pid)
+        banner = "".join(lines)
+        # Read on, or the pipe is full after a thousand warnings and the server waits for us.
+        reader = threading.Thread(target=lines.extend, args=(process.stderr,))
+        reader.start()
+        yield Server(found[1], banner, process.pid, lines)
     finally:
         process.terminate()
         try:
@@ -65,4 +72,6 @@ def running_server(*arguments: str) -> Iterator[Server]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if reader is not None:
+            reader.join()
         process.stderr.close()

@@ -72,3 +72,11 @@ def test_the_public_names_of_rope_are_sorted_and_exist() -> None:
 
     assert rope.__all__ == sorted(rope.__all__, key=lambda name: (not name.isupper(), name))
     assert all(hasattr(rope, name) for name in rope.__all__)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_unpickled(path: Path) -> None:
+    """neither by pickle nor by what rests on it: loading such data runs code"""
+    names = imported(path)
+    assert not names & {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+    assert "torch.load" not in path.read_text()

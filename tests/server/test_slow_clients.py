@@ -1,0 +1,220 @@
+"""Clients that are slow on purpose: others are still served, and everything is freed afterwards."""
+
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from socket import AF_INET, IPPROTO_TCP, SO_RCVBUF, SOCK_STREAM, SOL_SOCKET, TCP_MAXSEG, socket
+
+import httpx
+import pytest
+
+from server.settings import ServeSettings
+from tests.processes import Server, running_server
+from tests.progress import say
+from tests.server.attack import ask_health, greedy, wait_until_idle
+from tests.server.raw_http import address_of, request
+from tests.server.soak_watch import num_descriptors, rss_mib, wait_for
+from tests.server.test_metrics import samples, value
+
+_SLOW = 50  # clients that send a byte now and then
+_SLOW_S = 6  # for so long
+_STREAMS = 64  # that nobody reads
+_LEAST_S = 0.005  # three times the idle median, but no less than this: two shared cores
+_MOST_GROWTH_MIB = 150
+# Short times, so that the test need not wait long.
+_LIMITS = {
+    "max_connections": 200,
+    "head_timeout_seconds": 3,
+    "body_timeout_seconds": 3,
+    "send_timeout_seconds": 3,
+    "max_unread_tokens": 32,
+}
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+_BODY = request(b'{"prompt": "a"' + b" " * 200 + b"}")
+_STREAM = request(
+    b'{"prompt": "a", "max_tokens": 150, "ignore_eos": true, "stream": true, "logprobs": 20}'
+)
+_PIPELINED = request(b"", "/openapi.json", method="GET", headers=(), close=False) * 40
+
+
+def has(setting: str) -> bool:
+    """Whether the server has this limit."""
+    return setting in ServeSettings.model_fields
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[Server]:
+    """A server with room for all the streams at once."""
+    flags = [f"--{name.replace('_', '-')}={given}" for name, given in _LIMITS.items() if has(name)]
+    with running_server("--max-num-seqs", str(_STREAMS), *flags) as running:
+        greedy(running)
+        yield running
+
+
+@contextmanager
+def opened(server: Server, count: int, *, tiny: bool = False) -> Iterator[list[socket]]:
+    """So many connections, closed at the end.
+
+    `tiny`: with the smallest segments and buffer, so that the server's kernel keeps no megabytes
+    for a client that takes nothing.
+    """
+    with ExitStack() as at_the_end:
+        made = []
+        for _ in range(count):
+            sock = at_the_end.enter_context(socket(AF_INET, SOCK_STREAM))
+            sock.settimeout(20)
+            if tiny:
+                sock.setsockopt(SOL_SOCKET, SO_RCVBUF, 2048)
+                sock.setsockopt(IPPROTO_TCP, TCP_MAXSEG, 536)
+            sock.connect(address_of(server.url))
+            made.append(sock)
+        yield made
+
+
+def drip(socks: Sequence[socket], sent: bytes, first: int, over: threading.Event) -> None:
+    """A byte to each of them five times a second, after the first ones at once."""
+    for number in range(len(sent) - first):
+        piece = sent[:first] if number == 0 else sent[first + number : first + number + 1]
+        for sock in socks:
+            with suppress(OSError):  # the server may have had enough
+                sock.sendall(piece)
+        if over.wait(0.2):
+            return
+
+
+def is_closed(sock: socket) -> bool:
+    """Whether the server has ended it, with or without an answer."""
+    sock.settimeout(0.001)
+    try:
+        while sock.recv(65536):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def idle_health_s(server: Server) -> float:
+    """Median of /health when nothing else is going on."""
+    return statistics.median(ask_health(server.url, 100, 0.005, threading.Event()))
+
+
+def others_are_served(server: Server, idle_s: float, seconds: float) -> None:
+    """Health as quick as ever, by the median, and completions as they always are."""
+    expected, took = greedy(server), []
+    until = time.monotonic() + seconds
+    health_s: list[float] = []
+    while time.monotonic() < until:
+        health_s += ask_health(server.url, 20, 0.01, threading.Event())
+        began = time.monotonic()
+        assert greedy(server) == expected
+        took.append(time.monotonic() - began)
+    busy_s = statistics.median(health_s)
+    say(f"/health {idle_s * 1000:.2f} ms idle, {busy_s * 1000:.2f} ms meanwhile (medians)")
+    say(f"completions at most {max(took) * 1000:.0f} ms")
+    assert busy_s <= max(3 * idle_s, _LEAST_S)
+    assert max(took) < 20
+
+
+def all_is_freed(server: Server, descriptors: int) -> None:
+    """Descriptors as before, no page held, and it still serves."""
+    assert wait_for(lambda: num_descriptors(server.pid) <= descriptors), (
+        f"{num_descriptors(server.pid)} descriptors, {descriptors} before"
+    )
+    gauges = wait_until_idle(server)
+    assert not any(gauges.values()), gauges
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("sent", "first", "limit"),
+    [(_HEAD, 1, "head_timeout_seconds"), (_BODY, _BODY.index(b'"a"'), "body_timeout_seconds")],
+    ids=["head", "body"],
+)
+def test_requests_that_come_byte_by_byte_hold_nobody_up(
+    patient: Server, sent: bytes, first: int, limit: str
+) -> None:
+    """fifty of them; where the server has a limit, it closes them itself"""
+    idle_s, descriptors, over = (
+        idle_health_s(patient),
+        num_descriptors(patient.pid),
+        threading.Event(),
+    )
+    with opened(patient, _SLOW) as socks, ThreadPoolExecutor(1) as pool:
+        dripping = pool.submit(drip, socks, sent, first, over)
+        try:
+            others_are_served(patient, idle_s, _SLOW_S)
+            assert num_descriptors(patient.pid) <= descriptors + _SLOW + 5
+            if has(limit):
+                assert wait_for(lambda: all(is_closed(sock) for sock in socks), _LIMITS[limit] + 5)
+                all_is_freed(patient, descriptors)
+        finally:
+            over.set()
+        dripping.result()
+    all_is_freed(patient, descriptors)
+
+
+def test_more_idle_connections_than_allowed_hold_nobody_up(patient: Server) -> None:
+    """the descriptors stay under the cap, where there is one"""
+    idle_s, descriptors = idle_health_s(patient), num_descriptors(patient.pid)
+    most = _LIMITS["max_connections"]
+    with opened(patient, most + 100) as socks:
+        for sock in socks[: most // 2]:
+            with suppress(OSError):  # one that was closed to make room
+                sock.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")  # and then kept open
+        others_are_served(patient, idle_s, 2)
+        if has("max_connections"):
+            assert num_descriptors(patient.pid) <= descriptors + most + 5
+    all_is_freed(patient, descriptors)
+
+
+def test_streams_that_nobody_reads_hold_nobody_up(patient: Server) -> None:
+    """sixty-four; the memory for what they do not take is bounded"""
+    idle_s, descriptors = idle_health_s(patient), num_descriptors(patient.pid)
+    before_mib, finished = rss_mib(patient.pid), answered(patient)
+    with opened(patient, _STREAMS, tiny=True) as socks:
+        for sock in socks:
+            sock.sendall(_STREAM)
+        assert wait_for(lambda: value(patient, "requests_running") == _STREAMS)
+        began = time.monotonic()
+        assert httpx.get(f"{patient.url}/health", timeout=20).status_code == 200
+        greedy(patient)
+        say(f"a completion beside {_STREAMS} streams: {time.monotonic() - began:.2f} s")
+        assert not any(wait_until_idle(patient, 90).values()), "the engine waits for a reader"
+        blocked = _STREAMS + 1 - (answered(patient) - finished)  # one was the completion
+        grown_mib = rss_mib(patient.pid) - before_mib
+        say(f"{blocked} of {_STREAMS} streams are not taken; +{grown_mib:.0f} MiB")
+        assert blocked > 0 or has("max_unread_tokens"), "nothing was held back"
+        assert grown_mib <= _MOST_GROWTH_MIB
+        others_are_served(patient, idle_s, 1)
+    all_is_freed(patient, descriptors)
+
+
+@pytest.mark.parametrize(
+    "raw", [_STREAM, _PIPELINED], ids=["a stream", "whole answers, one after another"]
+)
+def test_who_takes_nothing_is_let_go(patient: Server, raw: bytes) -> None:
+    """or a thousand such clients hold every connection for ever"""
+    descriptors = num_descriptors(patient.pid)
+    limit_s = _LIMITS["send_timeout_seconds"] + 7
+    try:
+        with opened(patient, 8, tiny=True) as socks:
+            for sock in socks:
+                sock.sendall(raw)
+            assert wait_for(lambda: num_descriptors(patient.pid) == descriptors + 8)
+            assert wait_for(lambda: num_descriptors(patient.pid) <= descriptors, limit_s)
+    finally:
+        assert wait_for(lambda: num_descriptors(patient.pid) <= descriptors)
+
+
+def answered(server: Server) -> int:
+    """Requests to /v1/completions that are over."""
+    return sum(
+        int(count)
+        for (name, labels), count in samples(server).items()
+        if name == "ropewalk_http_requests_total" and ("route", "/v1/completions") in labels
+    )
