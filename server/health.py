@@ -23,15 +23,18 @@ def health_router(service: Service) -> APIRouter:
             return f"The engine has made no step for {seconds:.0f} s."
         return None
 
-    @router.api_route("/live", methods=["GET", "HEAD"])
+    @router.head("/live", include_in_schema=False)
+    @router.get("/live")
     async def live() -> JSONResponse:
         return _status(problem())
 
-    @router.api_route("/ready", methods=["GET", "HEAD"])
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready")
     async def ready(http: Request) -> JSONResponse:
         return _status(problem() or _draining(http))
 
-    @router.api_route("/health", methods=["GET", "HEAD"])
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health")
     async def health(http: Request) -> JSONResponse:
         return _status(problem() or _draining(http))
 

@@ -9,9 +9,9 @@ import sys
 
 _M_ARENA_MAX = -8  # of glibc's mallopt
 _MOST_ARENAS = 2
-# oneDNN, and torch's cache in front of it, keep a compiled product for every count of rows they have
-# seen, 1,024 by default: 7 MiB more every 30 requests of mixed lengths on the embedded model, for
-# an hour. Chunks of prompts have every count; a steady load uses a few.
+# oneDNN, and torch's cache in front of it, keep a compiled product for every count of rows they
+# have seen, 1,024 by default: on the embedded model 7 MiB more for every 30 requests of mixed
+# lengths. Chunks of prompts have every count; a steady load uses a few.
 _MOST_PRIMITIVES = "64"
 
 

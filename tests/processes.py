@@ -56,7 +56,7 @@ def running_server(*arguments: str) -> Iterator[Server]:
     try:
         for line in process.stderr:
             lines.append(line)
-            found = re.search(r"listening on\s+(http://\S+)", line)
+            found = re.search(r"listening on\s+(https?://\S+)", line)
             if found or time.monotonic() > deadline:
                 break
         assert found, "".join(lines)

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-from fastapi.routing import APIRoute
 
 from server.app import create_app
 from server.chat_schema import ChatRequest, Message, TokenLogprobs
@@ -56,9 +55,32 @@ def test_every_metric_is_documented(service: Service) -> None:
 
 def test_every_route_is_documented(service: Service) -> None:
     """with its method"""
-    for route in create_app(service).routes:
-        if isinstance(route, APIRoute):
-            assert route.path in page("api.md"), route.path
+    paths = create_app(service).openapi()["paths"]
+    assert "/v1/chat/completions" in paths
+    for path, methods in paths.items():
+        for method in methods:
+            if method != "head":
+                assert re.search(rf"{method.upper()} [^\n]*{re.escape(path)}", page("api.md")), path
+
+
+def test_there_are_these_routes_and_no_other(service: Service) -> None:
+    """whoever adds one decides, with this list, who may ask it"""
+    found = {
+        (method.upper(), path)
+        for path, methods in create_app(service).openapi()["paths"].items()
+        for method in methods
+        if method != "head"
+    }
+    assert found == {
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/{name}"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("GET", "/tokenizer_info"),
+        *(("GET", path) for path in ("/live", "/ready", "/health", "/version", "/metrics")),
+    }
 
 
 def test_every_field_and_error_code_is_documented() -> None:

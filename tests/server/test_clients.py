@@ -105,34 +105,34 @@ QUESTIONS = [
     {"text": "def close(self):\n    self.", "choices": ["fp", " 42 is", "close()"], "label": 0},
     {"text": "for i in range", "choices": ["(10):", ": pass", " of it"], "label": 0},
     {"text": "class Error(", "choices": ["Exception):", "1 + 1", "return"], "label": 0},
+    {"text": "if x is not", "choices": [" None:", " the", " import"], "label": 0},
+    {"text": "try:\n    import", "choices": [" os", " self", ")"], "label": 0},
+    {"text": "def __init__(", "choices": ["self", "import", "42"], "label": 0},
+    {"text": "    return self.", "choices": ["_name", " and", "1"], "label": 0},
+    {"text": "from collections import", "choices": [" namedtuple", " in", " is"], "label": 0},
+    {"text": "while True:\n    if", "choices": [" not", " the", "]"], "label": 0},
 ]
 
 
-def test_lm_evaluation_harness_scores_as_transformers_does(server: Server, tmp_path: Path) -> None:
-    """its `local-completions` model, tokenising through the server"""
-    data = tmp_path / "test.jsonl"
+def harness(folder: Path, model: str, arguments: str) -> tuple[dict[str, list[float]], float]:
+    """Log-likelihoods by question, and the accuracy, as the harness's command reports them."""
+    folder.mkdir()
+    data = folder / "test.jsonl"
     data.write_text("\n".join(json.dumps(each) for each in QUESTIONS))
-    tasks = tmp_path / "tasks"
-    tasks.mkdir()
-    (tasks / "continuations.yaml").write_text(TASK.replace("DATA", str(data)))
-    model = f"model=ropewalk-demo,base_url={server.url}/v1/completions,num_concurrent=2"
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "continuations.yaml").write_text(TASK.replace("DATA", str(data)))
     ended = subprocess.run(
         [
-            *(sys.executable, "-m", "lm_eval", "run", "--model", "local-completions"),
-            *("--model_args", model, "--tasks", "ropewalk_continuations"),
-            *(
-                "--include_path",
-                str(tasks),
-                "--log_samples",
-                "--output_path",
-                str(tmp_path / "out"),
-            ),
+            *(sys.executable, "-m", "lm_eval", "run", "--model", model, "--device", "cpu"),
+            *("--model_args", arguments, "--tasks", "ropewalk_continuations"),
+            *("--include_path", str(folder / "tasks"), "--log_samples"),
+            *("--output_path", str(folder / "out")),
         ],
         env={
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_OFFLINE": "1",
-            "HF_HOME": str(tmp_path / "hf"),
+            "HF_HOME": str(folder / "hf"),
         },
         capture_output=True,
         text=True,
@@ -140,18 +140,26 @@ def test_lm_evaluation_harness_scores_as_transformers_does(server: Server, tmp_p
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "Using remote tokenizer" in ended.stderr + ended.stdout
-    path = next((tmp_path / "out").rglob("samples_*.jsonl"))
+    path = next((folder / "out").rglob("samples_*.jsonl"))
     samples = [json.loads(line) for line in path.read_text().splitlines()]
     found = {
         sample["doc"]["text"]: [float(each[0][0]) for each in sample["resps"]] for sample in samples
     }
+    results = json.loads(next((folder / "out").rglob("results_*.json")).read_text())
+    return found, results["results"]["ropewalk_continuations"]["acc,none"]
+
+
+def test_lm_evaluation_harness_scores_as_transformers_does(server: Server, tmp_path: Path) -> None:
+    """its `local-completions` model, tokenising through the server"""
+    url = f"{server.url}/v1/completions"
+    served, accuracy = harness(
+        tmp_path / "served", "local-completions", f"model=ropewalk-demo,base_url={url}"
+    )
+    assert len(served) == len(QUESTIONS) == 10
     for question in QUESTIONS:
         expected = [reference(question["text"], choice) for choice in question["choices"]]
-        assert found[question["text"]] == pytest.approx(expected, abs=2e-3)
-    results = json.loads(next((tmp_path / "out").rglob("results_*.json")).read_text())
-    accuracy = results["results"]["ropewalk_continuations"]["acc,none"]
-    likeliest = [max(range(3), key=found[each["text"]].__getitem__) for each in QUESTIONS]
+        assert served[question["text"]] == pytest.approx(expected, abs=1e-3)
+    likeliest = [max(range(3), key=served[each["text"]].__getitem__) for each in QUESTIONS]
     assert accuracy == sum(best == 0 for best in likeliest) / len(QUESTIONS)
     assert accuracy > 1 / 3, "chance: the echoed logprobs say nothing"
 
