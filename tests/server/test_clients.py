@@ -108,7 +108,7 @@ QUESTIONS = [
     {"text": "if x is not", "choices": [" None:", " the", " import"], "label": 0},
     {"text": "try:\n    import", "choices": [" os", " self", ")"], "label": 0},
     {"text": "def __init__(", "choices": ["self", "import", "42"], "label": 0},
-    {"text": "    return self.", "choices": ["_name", " and", "1"], "label": 0},
+    {"text": "    return", "choices": [" self", " and", " os"], "label": 0},
     {"text": "from collections import", "choices": [" namedtuple", " in", " is"], "label": 0},
     {"text": "while True:\n    if", "choices": [" not", " the", "]"], "label": 0},
 ]
