@@ -32,7 +32,7 @@ def test_banner_says_what_an_operator_needs(server: Server) -> None:
         "native length  256 tokens",
         "tiers          256:1x 512:2x 1024:4x 2048:8x",
         "longest        2048 tokens",
-        "KV cache         65536 tokens, 0.25 GiB in 4096 pages of 16",
+        "KV cache         65536 tokens, 256 MiB in 4096 pages of 16",
         f"listening on     {server.url}",
     ):
         assert line in server.banner
