@@ -1,0 +1,1 @@
+"""How the embedded model is made: text, tokenizer, windows, network, loop. Not installed."""
