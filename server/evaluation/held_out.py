@@ -1,7 +1,7 @@
 """Text that every Python installation carries, and the part of it that no training sees.
 
 The embedded model is trained on the sources of Python's standard library (`training/`). Every
-sixteenth file, by a hash of its path, is held out: what `ropewalk eval` reads when no text is named.
+sixteenth file, by a hash of its path, is held out: what `ropewalk eval` reads when none is named.
 """
 
 import sysconfig
