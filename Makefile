@@ -5,7 +5,7 @@ TORCH_INDEX ?=
 PORT ?= 8000
 BIN := .venv/bin
 
-.PHONY: setup serve test check fix fuzz soak image clean
+.PHONY: setup serve test check fix fuzz soak train image clean
 
 setup: .venv/installed
 
@@ -35,6 +35,10 @@ fuzz: setup  ## hostile requests, ten times as many as in the suite
 soak: setup  ## mixed load for ten minutes, and slow clients
 	SOAK_SECONDS=$(or $(SOAK_SECONDS),600) $(BIN)/python -m pytest -s -m long \
 		tests/server/test_soak.py tests/server/test_slow_clients.py
+
+# Stops and goes on at any time; what it makes is compared and shipped by hand: docs/embedded-model.md.
+train: setup  ## the embedded model again, from Python's own library, into build/embedded_model
+	OMP_NUM_THREADS=1 $(BIN)/python -m training
 
 fix: setup
 	$(BIN)/ruff format .

@@ -1,0 +1,75 @@
+"""A run can stop at any time, and ends as if it had not."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from training import loop
+from training.loop import Training, open_training
+from training.run_folder import RunFolder, RunFolderError
+from training.shape import Schedule, Shape
+from training.text import Corpus
+
+SCHEDULE = Schedule(steps=6, windows_per_step=4, warmup_steps=2, planted=False)
+
+
+def _training(corpus: Corpus, shape: Shape, schedule: Schedule, folder: Path) -> Training:
+    run = RunFolder(folder, shape, schedule)
+    return open_training(corpus, shape, schedule, run, compiled=False)
+
+
+def test_a_resumed_run_ends_as_one_that_never_stopped(
+    corpus: Corpus, shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """the same weights, to the bit; stopped right after it had stored, and a step later"""
+    monkeypatch.setattr(loop, "_MEASURE_EVERY", 2)
+    whole = _training(corpus, shape, SCHEDULE, tmp_path / "whole")
+    assert [each.step for each in whole.steps() if each] == [2, 4, 6]
+    for stop_after in (2, 3):
+        folder = tmp_path / f"stopped{stop_after}"
+        begun = _training(corpus, shape, SCHEDULE, folder)
+        for _, _ in zip(range(stop_after), begun.steps(), strict=False):
+            pass
+        resumed = _training(corpus, shape, SCHEDULE, folder)
+        assert resumed.progress.step == 2
+        assert [each.step for each in resumed.steps() if each] == [4, 6]
+        for name, tensor in whole.network.state_dict().items():
+            assert torch.equal(tensor, resumed.network.state_dict()[name]), name
+        ends = [training.progress.history[-1] for training in (whole, resumed)]
+        assert ends[0].held_out == ends[1].held_out
+    assert len(list((tmp_path / "whole").glob("*.safetensors"))) == 1
+
+
+def test_training_learns(corpus: Corpus, shape: Shape, tmp_path: Path) -> None:
+    """thirty steps bring the held-out loss down by more than half a nat"""
+    schedule = replace(SCHEDULE, steps=30)
+    training = _training(corpus, shape, schedule, tmp_path)
+    before = training._held_out_loss(loop.Kind.TEXT)
+    measured = [each for each in training.steps() if each][-1]
+    assert measured.held_out < before - 0.5
+    assert measured.num_tokens == 30 * 4 * 256
+
+
+def test_a_folder_of_another_run_is_refused(
+    corpus: Corpus, shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rather than mixed with it"""
+    monkeypatch.setattr(loop, "_MEASURE_EVERY", 1)
+    next(_training(corpus, shape, SCHEDULE, tmp_path).steps())
+    other = replace(shape, qkv_bias=False)
+    with pytest.raises(RunFolderError, match="another shape"):
+        _training(corpus, other, SCHEDULE, tmp_path)
+    with pytest.raises(RunFolderError, match="another schedule"):
+        _training(corpus, shape, replace(SCHEDULE, seed=1), tmp_path)
+
+
+def test_rates_rise_stay_and_fall() -> None:
+    """as the schedule says"""
+    schedule = Schedule(steps=1000)
+    rates = [schedule.rate(step) for step in range(1000)]
+    assert rates[0] == pytest.approx(1 / 40)
+    assert set(rates[39:500]) == {1.0}
+    assert rates[750] == pytest.approx(0.5)
+    assert rates[-1] == pytest.approx(0.02)
