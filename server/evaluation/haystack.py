@@ -65,7 +65,7 @@ class Haystack:
             for at, position, each in zip(starts, positions, self.needles, strict=True)
         ]
         num_filler = len(encode(text)) - num_cut - sum(lens)
-        if positions[0] < 0 or num_filler < len(self.needles):
+        if positions[0] < 0 or num_filler < len(self.needles) or num_lines < 2:
             raise EvalError(
                 f"--context-lens: a context of {context_len} tokens has no room for "
                 f"{len(self.needles)} needles and text at line ends"

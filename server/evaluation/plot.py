@@ -11,6 +11,7 @@ from server.evaluation.report import NUM_BINS, Report, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.image import AxesImage
 
 # Okabe and Ito's colours, which every kind of colour vision tells apart; a marker besides.
 _COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#CC79A7", "#D55E00")
@@ -123,13 +124,12 @@ def _heat_map(report: Report, path: Path, lens: str) -> None:
     num_rows = -(-len(variants) // num_columns)
     figure = Figure(figsize=(3.1 * num_columns + 1, 2.6 * num_rows + 0.8), layout="constrained")
     panels = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
-    image = None
-    for panel, variant in zip(panels, variants, strict=False):
-        image = _panel(panel, report, variant)
+    images = [
+        _panel(panel, report, variant) for panel, variant in zip(panels, variants, strict=False)
+    ]
     for panel in panels[len(variants) :]:
         panel.set_axis_off()
-    assert image is not None
-    bar = figure.colorbar(image, ax=panels.tolist(), shrink=0.7)
+    bar = figure.colorbar(images[0], ax=panels.tolist(), shrink=0.7)
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     bar.set_label("right answers")
     figure.supxlabel("context length (tokens)")
@@ -138,7 +138,7 @@ def _heat_map(report: Report, path: Path, lens: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _panel(panel: "Axes", report: Report, variant: Variant) -> object:
+def _panel(panel: "Axes", report: Report, variant: Variant) -> "AxesImage":
     rows = report.of(variant)
     shares = [
         [each.num_right / each.num_queries if each.num_queries else float("nan") for each in bins]

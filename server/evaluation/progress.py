@@ -20,7 +20,7 @@ def progress(cells: Sequence[Cell]) -> Iterator["Progress"]:
         length=num_tokens,
         file=sys.stderr,
         show_eta=True,
-        item_show_func=lambda cell: _name(cell) if cell else "",
+        item_show_func=_shown,
     ) as bar:
         yield Progress(len(cells), bar.update)
 
@@ -47,6 +47,10 @@ class Progress:
             click.echo(
                 f"{self._num_done} of {self._num_cells}: {_name(cell)}, {seconds:.1f} s", err=True
             )
+
+
+def _shown(cell: Cell | None) -> str:
+    return "" if cell is None else _name(cell)
 
 
 def _name(cell: Cell) -> str:
