@@ -65,7 +65,7 @@ class Haystack:
             for at, position, each in zip(starts, positions, self.needles, strict=True)
         ]
         num_filler = len(encode(text)) - num_cut - sum(lens)
-        if positions[0] < 0 or num_filler < len(self.needles) or num_lines < 2:
+        if positions[0] < 0 or num_filler < len(self.needles):
             raise EvalError(
                 f"--context-lens: a context of {context_len} tokens has no room for "
                 f"{len(self.needles)} needles and text at line ends"
@@ -129,9 +129,14 @@ def choose_haystacks(texts: Texts, plan: EvalPlan, tokenizer: Tokenizer) -> list
 def _cut(
     rng: random.Random, texts: Texts, longest: int, tokenizer: Tokenizer
 ) -> tuple[Source, tuple[str, ...]]:
-    """Lines up to a random line end that has enough text before it."""
+    """Lines up to a random line end that has enough text before it. Raises EvalError."""
     source = rng.choice(texts.sources)
     lines = [f"{line}\n" for line in source.text.removesuffix("\n").split("\n")]
+    if len(lines) <= NEEDLES:
+        raise EvalError(
+            f"--text: needles are hidden at line ends, and {source.name} has {len(lines)} of them; "
+            f"it must have more than {NEEDLES}"
+        )
     for _ in range(_TRIES):
         end = rng.randint(1, len(lines))
         before = "".join(lines[:end])

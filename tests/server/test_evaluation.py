@@ -74,28 +74,28 @@ def plan_of(*arguments: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("method", "policy", "context_len", "block"),
+    ("variant", "context_len", "factor"),
     [
-        ("none", None, 256, None),
-        ("none", None, 1024, None),
-        ("yarn", "pinned", 1024, {"rope_type": "yarn", "factor": 4.0}),
-        ("yarn", "fixed", 128, {"rope_type": "yarn", "factor": 4.0}),
-        ("yarn", "pinned", 128, None),
+        (("none", None), 256, None),
+        (("none", None), 1024, None),
+        (("yarn", "pinned"), 1024, 4.0),
+        (("yarn", "fixed"), 128, 4.0),
+        (("yarn", "pinned"), 128, None),
     ],
 )
 def test_perplexity_is_that_of_transformers(
     measured: Run,
     embedded: Checkpoint,
-    method: str,
-    policy: str | None,
+    variant: tuple[str, str | None],
     context_len: int,
-    block: dict[str, Any] | None,
+    factor: float | None,
 ) -> None:
     """an ordinary forward in float32 with the same rope_parameters, window by window"""
     options = {}
-    if block is not None:
+    if factor is not None:
         options["rope_parameters"] = {
-            **block,
+            "rope_type": "yarn",
+            "factor": factor,
             "rope_theta": 10000.0,
             "original_max_position_embeddings": 256,
         }
@@ -103,7 +103,7 @@ def test_perplexity_is_that_of_transformers(
     plan = plan_of(*ARGUMENTS)
     texts = make_texts(read_documents(()), embedded.tokenizer, plan.longest)
     windows = choose_windows(texts, plan, embedded.tokenizer)
-    row = measured.row(method, policy, context_len)
+    row = measured.row(*variant, context_len)
     assert len(windows) == len(row["windows"]) == 3
     total = 0.0
     for window, found in zip(windows, row["windows"], strict=True):

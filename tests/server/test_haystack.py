@@ -92,10 +92,12 @@ def _check(
         # All but the questions is common, so the prefix cache shares it.
         common = sum(1 for _ in _common(query.prompt_ids, other.prompt_ids))
         assert common >= len(ids) - 20
-    share = len(before) / len(filler)
-    tolerance = max(0.05, 15 / context_len)  # characters a token vary, and lines are whole
-    assert query.depth == pytest.approx(share, abs=tolerance)
-    assert query.depth == pytest.approx(wanted, abs=max(0.05, 40 / context_len))
+    share = len(embedded.tokenizer.encode(before)) / len(embedded.tokenizer.encode(filler))
+    # Tokens differ where a needle stood between two lines.
+    assert query.depth == pytest.approx(share, abs=8 / context_len)
+    if context_len >= 1024:
+        # Lines are whole, and have more or fewer tokens for their characters.
+        assert query.depth == pytest.approx(wanted, abs=0.1)
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
@@ -158,9 +160,8 @@ def test_a_text_without_lines_has_no_place_for_needles(embedded: Checkpoint) -> 
     """and says so"""
     texts = make_texts([Document("one line", "word " * 5000)], embedded.tokenizer, 300)
     plan = dataclasses.replace(PLAN, context_lens=(300,))
-    haystack = choose_haystacks(texts, plan, embedded.tokenizer)[0]
-    with pytest.raises(EvalError, match="no room for 4 needles and text at line ends"):
-        haystack.queries(300, embedded.tokenizer, texts)
+    with pytest.raises(EvalError, match="one line has 1 of them; it must have more than 4"):
+        choose_haystacks(texts, plan, embedded.tokenizer)
 
 
 @pytest.mark.parametrize(("right", "of"), [(0, 8), (3, 8), (31, 32), (32, 32)])
