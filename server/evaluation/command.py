@@ -41,7 +41,7 @@ _OWN = {
     "--windows",
     "num_windows",
     type=click.IntRange(min=0),
-    default=8,
+    default=6,
     show_default=True,
     help="Spans of text whose perplexity is measured, the same at every length; 0: none.",
 )
