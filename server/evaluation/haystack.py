@@ -5,6 +5,7 @@ length is cut off in front, in tokens, so that every length is met exactly.
 """
 
 import bisect
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from server.evaluation.texts import Source, Texts
 
 NEEDLES = 4  # in a context, at most
 _TRIES = 20
+_LINES_A_TOKEN = 2  # more than there can be: lines have a token at least, but for empty ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Haystack:
 
     source: Source
     lines: tuple[str, ...]  # up to where the question stands
+    line_lens: tuple[int, ...]  # of each, in tokens, as if it stood alone
     needles: tuple[Needle, ...]
     depths: tuple[float, ...]  # wanted, rising, one a needle
 
@@ -49,8 +52,7 @@ class Haystack:
             text, _ = self._text(num_lines)
             return max(len(encode(text + each.question)) for each in self.needles) - wanted
 
-        # A line has a token at least, but for empty ones.
-        most = min(len(self.lines), 2 * context_len)
+        most = min(len(self.lines), _LINES_A_TOKEN * context_len)
         num_lines = bisect.bisect_left(range(most), 0, lo=1, key=excess)
         if num_lines >= most and excess(num_lines) < 0:
             raise EvalError(
@@ -59,11 +61,15 @@ class Haystack:
             )
         text, starts = self._text(num_lines)
         num_cut = excess(num_lines)
-        positions = [len(encode(text[:at])) - num_cut for at in starts]
-        lens = [
-            len(encode(text[: at + len(each.definition)])) - num_cut - position
-            for at, position, each in zip(starts, positions, self.needles, strict=True)
+        # Counted up to a character that is no space: how newlines are joined to tokens depends on
+        # what follows them.
+        bodies = [each.definition.rstrip() for each in self.needles]
+        lens = [len(encode(f"\n{body}")) - len(encode("\n")) for body in bodies]
+        positions = [
+            len(encode(text[:at] + body)) - num_cut - num_tokens
+            for at, body, num_tokens in zip(starts, bodies, lens, strict=True)
         ]
+        lens = [each + 1 for each in lens]  # with the line's end
         num_filler = len(encode(text)) - num_cut - sum(lens)
         if positions[0] < 0 or num_filler < len(self.needles):
             raise EvalError(
@@ -91,9 +97,7 @@ class Haystack:
         The first line comes before every needle, since a part of it is cut off.
         """
         lines = self.lines[len(self.lines) - num_lines :]
-        ends = [0]
-        for line in lines:
-            ends.append(ends[-1] + len(line))
+        ends = [0, *itertools.accumulate(self.line_lens[len(self.lines) - num_lines :])]
         text = ""
         starts = []
         done = 0
@@ -121,7 +125,8 @@ def choose_haystacks(texts: Texts, plan: EvalPlan, tokenizer: Tokenizer) -> list
         form = plan.forms[number // num_classes % len(plan.forms)]
         needles = tuple(random_needles(rng, len(depths), form))
         source, lines = _cut(rng, texts, plan.longest, tokenizer)
-        haystacks.append(Haystack(source, lines, needles, depths))
+        line_lens = tuple(len(tokenizer.encode(each, add_special_tokens=False)) for each in lines)
+        haystacks.append(Haystack(source, lines, line_lens, needles, depths))
         num_queries += len(depths)
     return haystacks
 
@@ -137,9 +142,10 @@ def _cut(
             f"--text: needles are hidden at line ends, and {source.name} has {len(lines)} of them; "
             f"it must have more than {NEEDLES}"
         )
+    most = _LINES_A_TOKEN * longest
     for _ in range(_TRIES):
         end = rng.randint(1, len(lines))
         before = "".join(lines[:end])
         if len(tokenizer.encode(before, add_special_tokens=False)) >= longest:
-            return source, tuple(lines[:end])
-    return source, tuple(lines)
+            return source, tuple(lines[:end][-most:])
+    return source, tuple(lines[-most:])
