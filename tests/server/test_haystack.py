@@ -97,7 +97,7 @@ def _check(
     # Tokens differ where a needle stood between two lines.
     assert query.depth == pytest.approx(share, abs=8 / context_len)
     if context_len >= 1024:
-        assert query.depth == pytest.approx(wanted, abs=0.03)  # lines are whole
+        assert query.depth == pytest.approx(wanted, abs=0.05)  # lines are whole
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
