@@ -38,6 +38,7 @@ class SamplingParams:
     min_tokens: int = 0  # no end token, the model's or the request's, before so many
     logprobs: int | None = None  # report this many alternatives per generated token
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    prompt_logprobs_from: int = 1  # position of the first of them; those before are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Output:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id, when asked for
     # Once, before the first token: one per prompt token; the first has no predecessor, so None.
+    # With prompt_logprobs_from, None and then one per token from there on.
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens that were found in the cache

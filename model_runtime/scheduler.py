@@ -42,6 +42,12 @@ class Chunk:
         wanted = sequence.request.sampling.prompt_logprobs is not None
         return wanted and max(self.first, sequence.num_scored) < sequence.num_prompt_tokens
 
+    @property
+    def num_logit_rows(self) -> int:
+        """Rows of logits that scoring its tokens takes."""
+        first = max(self.first, self.sequence.num_scored)
+        return max(0, self.first + self.num_tokens - first) if self.is_scored else 0
+
 
 @dataclass(slots=True)
 class Plan:
@@ -96,7 +102,7 @@ class Scheduler:
                 chunk = self._prefill_chunk(sequence, tokens_left, rows_left)
                 if self._take(chunk, plan):
                     tokens_left -= chunk.num_tokens
-                    rows_left -= chunk.num_tokens if chunk.is_scored else 0
+                    rows_left -= chunk.num_logit_rows
         return plan
 
     def computed(self, chunk: Chunk) -> None:
@@ -173,8 +179,9 @@ class Scheduler:
         num_tokens = min(sequence.num_uncomputed, tokens_left, max(tier.ceiling - first, 1))
         chunk = Chunk(sequence, num_tokens, tier)
         if chunk.is_scored:
-            # Every one of its tokens is a row of logits, the largest tensor of a step.
-            chunk = Chunk(sequence, min(num_tokens, rows_left), tier)
+            # A row of logits for every token to be scored: the largest tensor of a step.
+            num_unscored = max(0, sequence.num_scored - first)
+            chunk = Chunk(sequence, min(num_tokens, num_unscored + rows_left), tier)
         return chunk
 
     def _start_waiting(self, plan: Plan) -> None:

@@ -18,7 +18,7 @@ class Sequence:
     num_computed: int = 0  # tokens whose keys and values are in the cache
     num_published: int = 0  # of its pages, those offered to others
     is_trusted: bool = True  # False: what it has read may be ill, so it offers no more pages
-    num_scored: int = 0  # prompt tokens whose logprobs have been delivered
+    num_scored: int = 0  # prompt tokens whose rows have been delivered, or are not wanted
     num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first start
     num_rescales: int = 0  # how often its table changed
     awaited_key: Key | None = None  # of the page that it waits for another to compute
@@ -28,6 +28,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
         self.tier = self.request.placement.tier
+        # A token's logprob comes from the row of the token before it.
+        self.num_scored = max(0, self.request.sampling.prompt_logprobs_from - 1)
 
     @property
     def num_prompt_tokens(self) -> int:

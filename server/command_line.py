@@ -1,4 +1,4 @@
-"""The `ropewalk` command: serve, inspect, config check, bench.
+"""The `ropewalk` command: serve, inspect, config check, bench, eval.
 
 What imports transformers is imported where it is used: that takes seconds, and `--help` and
 `bench` need none of it.
@@ -19,6 +19,7 @@ import structlog
 
 from model_runtime.errors import ModelError
 from server.bench.command import bench
+from server.evaluation.command import evaluate
 from server.setting_flags import SettingsCommand, given, with_flags
 from server.setting_sections import (
     SECTIONS,
@@ -38,6 +39,7 @@ def ropewalk() -> None:
 
 
 ropewalk.add_command(bench)
+ropewalk.add_command(evaluate)
 
 
 @ropewalk.command(cls=SettingsCommand)

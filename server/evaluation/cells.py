@@ -1,0 +1,166 @@
+"""What is measured at once: one quantity at one length under one table.
+
+Variants whose requests are on equal profiles at a length share a cell: equal profiles rotate alike,
+to the bit, so they are not measured twice.
+"""
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from model_runtime.deployment import Deployment, Placement, RopeRequest
+from model_runtime.engine import Engine
+from model_runtime.request import FinishReason, Output, Request, SamplingParams
+from model_runtime.tokenizer import Tokenizer
+from server.evaluation.haystack import Haystack, Query
+from server.evaluation.plan import EvalError, EvalPlan, Variant
+from server.evaluation.texts import Texts, Window
+
+PERPLEXITY, RETRIEVAL = "perplexity", "retrieval"
+TOGETHER = 4  # requests in the engine at a time
+
+
+@dataclass(frozen=True, slots=True)
+class WindowScore:
+    """What a model made of one window's targets."""
+
+    source: str
+    nats: float  # sum of -ln p
+    target_tokens: int
+    target_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScore:
+    """What became of one question."""
+
+    form: str
+    depth: float  # of the needle asked for, 0 to 1
+    position: int  # of its first token
+    is_right: bool
+    answer: str
+
+
+Score = WindowScore | QueryScore
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One request, and how its answer is scored."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    of: Window | Query
+
+    def score(self, outputs: Sequence[Output]) -> Score:
+        """Raises EvalError where the engine answered with an error."""
+        if outputs[-1].finish_reason is FinishReason.ERROR:
+            raise EvalError(f"a request failed in the engine: {outputs[-1].error}")
+        if isinstance(self.of, Window):
+            entries = [each for out in outputs for each in out.prompt_logprobs if each is not None]
+            nats = -math.fsum(each.logprob for each in entries)
+            return WindowScore(self.of.source, nats, len(entries), self.of.target_bytes)
+        text = "".join(each.text for each in outputs)
+        needle = self.of.needle
+        is_right = text.lstrip(" ").startswith(needle.value)
+        return QueryScore(needle.form.name, self.of.depth, self.of.position, is_right, text)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Requests of one kind, length and profile."""
+
+    kind: str
+    context_len: int
+    placement: Placement
+    tasks: tuple[Task, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all its prompts."""
+        return sum(len(task.prompt_ids) for task in self.tasks)
+
+    def key(self, model_digest: str) -> str:
+        """The same for the same requests to the same model under the same table, only."""
+        digest = hashlib.sha256(f"1 {model_digest} {self.kind} {self.context_len}".encode())
+        digest.update(repr(self.placement.tier.profile).encode())
+        for task in self.tasks:
+            digest.update(repr((task.prompt_ids, task.sampling, task.of)).encode())
+        return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """All cells, and which of them a variant's numbers come from."""
+
+    cells: tuple[Cell, ...]
+    of_variant: Mapping[tuple[Variant, str, int], Cell]  # variant, kind, length
+
+
+def make_grid(
+    *,
+    plan: EvalPlan,
+    deployments: Mapping[Variant, Deployment],
+    texts: Texts,
+    windows: Sequence[Window],
+    haystacks: Sequence[Haystack],
+    tokenizer: Tokenizer,
+) -> Grid:
+    """Shortest lengths first, so that something can be seen early. Raises EvalError."""
+    cells: dict[tuple[str, int, object], Cell] = {}
+    of_variant = {}
+    for context_len in plan.context_lens:
+        tasks = {
+            PERPLEXITY: tuple(_window_task(each, context_len, texts, plan) for each in windows),
+            RETRIEVAL: tuple(
+                _query_task(query)
+                for haystack in haystacks
+                for query in haystack.queries(context_len, tokenizer, texts)
+            )[: plan.num_queries],
+        }
+        for (kind, of_kind), variant in itertools.product(tasks.items(), plan.variants):
+            if not of_kind:
+                continue
+            untouched = variant.policy is None and not plan.carries_scaling
+            placement = _place(deployments[variant], of_kind[0], untouched=untouched)
+            cell = Cell(kind, context_len, placement, of_kind)
+            at = (kind, context_len, placement.tier.profile)
+            of_variant[variant, kind, context_len] = cells.setdefault(at, cell)
+    return Grid(tuple(cells.values()), of_variant)
+
+
+def measure(engine: Engine, cell: Cell, on_tokens: Callable[[int], None]) -> list[Score]:
+    """Send a cell's requests to the engine; `on_tokens` hears of prompt tokens done."""
+    scores: list[Score] = []
+    for first in range(0, len(cell.tasks), TOGETHER):
+        tasks = cell.tasks[first : first + TOGETHER]
+        requests = [
+            Request(f"{cell.kind}-{first + at}", task.prompt_ids, task.sampling, cell.placement)
+            for at, task in enumerate(tasks)
+        ]
+        answers = engine.generate(requests)
+        scores += [task.score(outputs) for task, outputs in zip(tasks, answers, strict=True)]
+        on_tokens(sum(len(task.prompt_ids) for task in tasks))
+    return scores
+
+
+def _window_task(window: Window, context_len: int, texts: Texts, plan: EvalPlan) -> Task:
+    prompt_ids = window.prompt(context_len, texts.special_ids)
+    first = context_len - plan.target_tokens
+    sampling = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_from=first)
+    return Task(prompt_ids, sampling, window)
+
+
+def _query_task(query: Query) -> Task:
+    # What follows the value on its line is not asked for.
+    sampling = SamplingParams(max_tokens=query.max_tokens, temperature=0.0, stop=("\n",))
+    return Task(query.prompt_ids, sampling, query)
+
+
+def _place(deployment: Deployment, task: Task, *, untouched: bool) -> Placement:
+    asked = RopeRequest(rope_type="default") if untouched else RopeRequest()
+    placement = deployment.place(asked, len(task.prompt_ids), task.sampling.max_tokens)
+    # All that is left of the deployment in the cell is its table.
+    return replace(placement, deployment="eval", requested_factor=None)

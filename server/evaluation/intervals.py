@@ -1,0 +1,46 @@
+"""How sure a number is: 95 % intervals."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Z = 1.959964  # of the normal distribution, 95 % two-sided
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number and its 95 % interval."""
+
+    value: float
+    low: float | None  # None: one observation has no spread
+    high: float | None
+
+
+def proportion(num_right: int, num_all: int) -> Estimate:
+    """A share and its Wilson score interval (Wilson 1927), which stays within 0 and 1."""
+    share = num_right / num_all
+    spread = Z * math.sqrt(share * (1 - share) / num_all + Z**2 / (4 * num_all**2))
+    middle = share + Z**2 / (2 * num_all)
+    scale = 1 + Z**2 / num_all
+    # At 0 and 1 the formula meets them exactly, but for rounding.
+    low = min(share, max(0.0, (middle - spread) / scale))
+    high = max(share, min(1.0, (middle + spread) / scale))
+    return Estimate(share, low, high)
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """A mean, and 1.96 standard errors of it to either side."""
+    middle = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return Estimate(middle, None, None)
+    variance = math.fsum((each - middle) ** 2 for each in values) / (len(values) - 1)
+    reach = Z * math.sqrt(variance / len(values))
+    return Estimate(middle, middle - reach, middle + reach)
+
+
+def perplexity(nats_per_token: Sequence[float]) -> Estimate:
+    """exp of the mean over windows of equally many tokens; the interval is of the mean, too."""
+    found = mean(nats_per_token)
+    if found.low is None or found.high is None:
+        return Estimate(math.exp(found.value), None, None)
+    return Estimate(*(math.exp(each) for each in (found.value, found.low, found.high)))

@@ -1,0 +1,161 @@
+"""Quality against context length, drawn: two line plots and a heat map."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from server.evaluation.intervals import Estimate
+from server.evaluation.plan import METHODS, Variant
+from server.evaluation.report import NUM_BINS, Report, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.image import AxesImage
+
+# Okabe and Ito's colours, which every kind of colour vision tells apart; a marker besides.
+_COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#CC79A7", "#D55E00")
+_MARKERS = ("o", "s", "^", "v", "D", "P", "X")
+_STYLES = {None: ":", "fixed": "--", "pinned": "-"}
+_COLUMNS = 4
+
+
+def can_plot() -> bool:
+    """Whether the extra `plot` is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def plot(report: Report, folder: Path) -> None:
+    """perplexity.png, retrieval.png and depth.png, those that something was measured for."""
+    lens = f"trained for {report.plan.native_len} tokens"
+    first = report.rows[0]
+    if first.windows:
+        _lines(
+            report,
+            folder / "perplexity.png",
+            f"{report.model}, {lens}: perplexity against context length\n"
+            f"the same {first.target_tokens} target tokens at every length",
+            "perplexity per token (log scale)",
+            lambda row: row.perplexity,
+        )
+    if first.queries:
+        _lines(
+            report,
+            folder / "retrieval.png",
+            f"{report.model}, {lens}: retrieval against context length\n"
+            f"{len(first.queries)} questions at every length",
+            "right answers",
+            lambda row: row.retrieval,
+        )
+        _heat_map(report, folder / "depth.png", lens)
+
+
+def _lines(
+    report: Report,
+    path: Path,
+    title: str,
+    quantity: str,
+    pick: Callable[[Row], Estimate | None],
+) -> None:
+    """One line per variant; a band is its 95 % interval where few lines leave room for it."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  # optional, and slow to import
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    lens = report.plan.context_lens
+    for variant in report.plan.variants:
+        found = [(row.context_len, pick(row)) for row in report.of(variant)]
+        points = [(length, each) for length, each in found if each is not None]
+        at = list(METHODS).index(variant.method)
+        axes.plot(
+            [length for length, _ in points],
+            [each.value for _, each in points],
+            color=_COLOURS[at],
+            marker=_MARKERS[at],
+            linestyle=_STYLES[variant.policy],
+            label=variant.label,
+            markersize=5,
+            # Open and filled, where dashes are hard to see between two points.
+            markerfacecolor="white" if variant.policy == "fixed" else _COLOURS[at],
+        )
+        bands = [(x, each.low, each.high) for x, each in points if each.low is not None]
+        if bands and len(report.plan.variants) <= _COLUMNS:
+            x, low, high = zip(*bands, strict=True)
+            axes.fill_between(x, low, high, color=_COLOURS[at], alpha=0.1, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lens, [f"{each:,}" for each in lens])
+    if quantity.startswith("perplexity"):
+        _log_numbers(axes)
+    else:
+        axes.set_ylim(-0.03, 1.03)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    axes.minorticks_off()
+    if lens[0] <= report.plan.native_len <= lens[-1]:
+        axes.axvline(report.plan.native_len, color="0.6", linewidth=1)
+        axes.annotate(
+            "trained length", (report.plan.native_len, 1), xycoords=("data", "axes fraction"),
+            xytext=(3, -4), textcoords="offset points", va="top", fontsize="small", color="0.4",
+        )  # fmt: skip
+    axes.set_xlabel("context length (tokens)")
+    axes.set_ylabel(quantity)
+    axes.set_title(title, fontsize="medium")
+    axes.grid(visible=True, color="0.92")
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, title="method, policy")
+    figure.savefig(path, dpi=150)
+
+
+def _log_numbers(axes: "Axes") -> None:
+    from matplotlib.ticker import LogLocator  # noqa: PLC0415
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+
+
+def _heat_map(report: Report, path: Path, lens: str) -> None:
+    """A panel per variant: depth of the needle over context length, the share of right answers."""
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    variants = report.plan.variants
+    num_columns = min(_COLUMNS, len(variants))
+    num_rows = -(-len(variants) // num_columns)
+    figure = Figure(figsize=(3.1 * num_columns + 1, 2.6 * num_rows + 0.8), layout="constrained")
+    panels = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    images = [
+        _panel(panel, report, variant) for panel, variant in zip(panels, variants, strict=False)
+    ]
+    for panel in panels[len(variants) :]:
+        panel.set_axis_off()
+    bar = figure.colorbar(images[0], ax=panels.tolist(), shrink=0.7)
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    bar.set_label("right answers")
+    figure.supxlabel("context length (tokens)")
+    figure.supylabel("depth of the needle (0 %: the beginning)")
+    figure.suptitle(f"{report.model}, {lens}: retrieval by depth and context length")
+    figure.savefig(path, dpi=150)
+
+
+def _panel(panel: "Axes", report: Report, variant: Variant) -> "AxesImage":
+    rows = report.of(variant)
+    shares = [
+        [each.num_right / each.num_queries if each.num_queries else float("nan") for each in bins]
+        for bins in (row.depth_bins() for row in rows)
+    ]
+    by_depth = [list(depth) for depth in zip(*shares, strict=True)]
+    image = panel.imshow(by_depth, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+    for at_depth, line in enumerate(by_depth):
+        for at_len, share in enumerate(line):
+            if share == share:  # noqa: PLR0124  # not where nothing was asked
+                colour = "white" if share < 0.5 else "black"
+                text = f"{100 * share:.0f}"
+                panel.text(
+                    at_len, at_depth, text, ha="center", va="center", color=colour, fontsize=8
+                )
+    panel.set_xticks(range(len(rows)), [f"{row.context_len:,}" for row in rows], fontsize=8)
+    edges = [f"{100 * at // NUM_BINS}-{100 * (at + 1) // NUM_BINS} %" for at in range(NUM_BINS)]
+    panel.set_yticks(range(NUM_BINS), edges, fontsize=8)
+    panel.set_title(variant.label, fontsize="medium")
+    return image

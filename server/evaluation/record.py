@@ -1,0 +1,62 @@
+"""results.jsonl: a line for each cell that is finished, so that a run can be taken up again."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from server.evaluation.cells import PERPLEXITY, Cell, QueryScore, Score, WindowScore
+from server.evaluation.plan import EvalError
+
+FILE = "results.jsonl"
+
+
+class Record:
+    """Scores by a cell's key, in a file that only grows."""
+
+    def __init__(self, folder: Path, *, resumes: bool) -> None:
+        self._path = folder / FILE
+        self._scores: dict[str, list[Score]] = {}
+        if not resumes:
+            self._path.unlink(missing_ok=True)
+        elif self._path.exists():
+            self._read()
+
+    def get(self, key: str) -> list[Score] | None:
+        """What was measured under this key, ever."""
+        return self._scores.get(key)
+
+    def add(self, key: str, cell: Cell, scores: list[Score], seconds: float) -> None:
+        """Keep a finished cell, on disk at once."""
+        line = {
+            "key": key,
+            "kind": cell.kind,
+            "context_len": cell.context_len,
+            "profile": repr(cell.placement.tier.profile),  # for a reader; the key has it, too
+            "seconds": round(seconds, 3),
+            "scores": [asdict(each) for each in scores],
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self._scores[key] = scores
+
+    def _read(self) -> None:
+        text = self._path.read_text(encoding="utf-8")
+        whole, _, cut = text.rpartition("\n")
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                found = json.loads(line)
+                self._scores[found["key"]] = [
+                    _score(found["kind"], each) for each in found["scores"]
+                ]
+            except (ValueError, TypeError, KeyError) as error:
+                raise EvalError(
+                    f"--output: line {number} of {self._path} is none of a finished cell; "
+                    "--no-resume begins it anew"
+                ) from error
+        if cut:  # an end in the middle of writing
+            self._path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
+
+
+def _score(kind: str, fields: dict[str, Any]) -> Score:
+    return WindowScore(**fields) if kind == PERPLEXITY else QueryScore(**fields)

@@ -1,0 +1,186 @@
+"""Scores -> statistics, JSON and CSV."""
+
+import csv
+import io
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from server.evaluation.cells import PERPLEXITY, RETRIEVAL, QueryScore, Score, WindowScore
+from server.evaluation.intervals import Estimate, mean, perplexity, proportion
+from server.evaluation.plan import EvalPlan, Variant
+
+NUM_BINS = 4  # of depth
+_LN_2 = 0.6931471805599453
+
+
+@dataclass(frozen=True, slots=True)
+class DepthBin:
+    """Questions whose needles stand at similar depths."""
+
+    low: float  # inclusive, 0 to 1
+    high: float  # exclusive but for the last
+    num_right: int
+    num_queries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One variant at one length. None: not measured."""
+
+    variant: Variant
+    context_len: int  # tokens
+    factor: float  # of the table in force
+    perplexity: Estimate | None  # per token of the targets
+    bits_per_byte: Estimate | None
+    windows: tuple[WindowScore, ...]
+    retrieval: Estimate | None  # share of right answers
+    queries: tuple[QueryScore, ...]
+
+    @property
+    def target_tokens(self) -> int:
+        """Of all windows."""
+        return sum(each.target_tokens for each in self.windows)
+
+    @property
+    def target_bytes(self) -> int:
+        """Of their text, in UTF-8."""
+        return sum(each.target_bytes for each in self.windows)
+
+    @property
+    def num_right(self) -> int:
+        """Questions answered rightly."""
+        return sum(each.is_right for each in self.queries)
+
+    def depth_bins(self) -> list[DepthBin]:
+        """Equal parts of the depth, from the beginning of the text to its end."""
+        bins = []
+        for number in range(NUM_BINS):
+            inside = [
+                each
+                for each in self.queries
+                if min(int(each.depth * NUM_BINS), NUM_BINS - 1) == number
+            ]
+            num_right = sum(each.is_right for each in inside)
+            bins.append(
+                DepthBin(number / NUM_BINS, (number + 1) / NUM_BINS, num_right, len(inside))
+            )
+        return bins
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A whole run."""
+
+    model: str
+    model_digest: str
+    dtype: str
+    device: str
+    text: str  # what was read, in words
+    text_tokens: int
+    started_at: str  # ISO 8601, UTC
+    plan: EvalPlan
+    rows: tuple[Row, ...]  # by variant, then length
+
+    def of(self, variant: Variant) -> list[Row]:
+        """A variant's rows, shortest context first."""
+        return [row for row in self.rows if row.variant == variant]
+
+
+def make_row(
+    variant: Variant, context_len: int, factor: float, scores: Mapping[str, list[Score]]
+) -> Row:
+    """Statistics over the scores of each kind."""
+    windows = tuple(each for each in scores.get(PERPLEXITY, []) if isinstance(each, WindowScore))
+    queries = tuple(each for each in scores.get(RETRIEVAL, []) if isinstance(each, QueryScore))
+    return Row(
+        variant,
+        context_len,
+        factor,
+        perplexity([each.nats / each.target_tokens for each in windows]) if windows else None,
+        _bits_per_byte(windows) if windows else None,
+        windows,
+        proportion(sum(each.is_right for each in queries), len(queries)) if queries else None,
+        queries,
+    )
+
+
+def _bits_per_byte(windows: tuple[WindowScore, ...]) -> Estimate:
+    """All bits over all bytes; the interval is a ratio's, of each window's residual."""
+    num_bytes = sum(each.target_bytes for each in windows)
+    ratio = sum(each.nats for each in windows) / _LN_2 / num_bytes
+    residuals = [each.nats / _LN_2 - ratio * each.target_bytes for each in windows]
+    spread = mean(residuals)
+    if spread.high is None:
+        return Estimate(ratio, None, None)
+    reach = (spread.high - spread.value) * len(windows) / num_bytes
+    return Estimate(ratio, ratio - reach, ratio + reach)
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """results.json; its fields are described in docs/evaluation.md."""
+    plan = report.plan
+    return {
+        "model": report.model,
+        "model_digest": report.model_digest,
+        "dtype": report.dtype,
+        "device": report.device,
+        "native_len": plan.native_len,
+        "text": report.text,
+        "text_tokens": report.text_tokens,
+        "started_at": report.started_at,
+        "settings": {
+            "context_lens": plan.context_lens,
+            "variants": [each.label for each in plan.variants],
+            "windows": plan.num_windows,
+            "target_tokens": plan.target_tokens,
+            "queries": plan.num_queries,
+            "forms": [form.name for form in plan.forms],
+            "depths": plan.depths,
+            "seed": plan.seed,
+        },
+        "results": [
+            {
+                **scalars(row),
+                "depth_bins": [asdict(each) for each in row.depth_bins() if each.num_queries],
+                "windows": [asdict(each) for each in row.windows],
+                "queries": [asdict(each) for each in row.queries],
+            }
+            for row in report.rows
+        ],
+    }
+
+
+def scalars(row: Row) -> dict[str, Any]:
+    """One row's numbers by name: a line of results.csv, the head of an entry of results.json."""
+    found: dict[str, Any] = {
+        "method": row.variant.method,
+        "policy": row.variant.policy,
+        "context_len": row.context_len,
+        "factor": row.factor,
+    }
+    for name, estimate in (
+        ("perplexity", row.perplexity),
+        ("bits_per_byte", row.bits_per_byte),
+        ("retrieval", row.retrieval),
+    ):
+        found[name] = estimate and estimate.value
+        found[f"{name}_low"] = estimate and estimate.low
+        found[f"{name}_high"] = estimate and estimate.high
+    return found | {
+        "num_windows": len(row.windows),
+        "target_tokens": row.target_tokens,
+        "target_bytes": row.target_bytes,
+        "num_right": row.num_right,
+        "num_queries": len(row.queries),
+    }
+
+
+def as_csv(report: Report) -> str:
+    """results.csv: a heading and a line per variant and length; empty where JSON has null."""
+    lines = [scalars(row) for row in report.rows]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()

@@ -1,0 +1,115 @@
+"""The model that is measured: loaded as `serve` loads it, with a deployment for each variant."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from model_runtime.build_engine import affordable_bytes, build_engine
+from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from model_runtime.deployment import Deployment
+from model_runtime.engine import Engine
+from model_runtime.kv_store import bytes_per_token
+from model_runtime.outline import Outline, weight_files
+from model_runtime.tokenizer import Tokenizer
+from rope import NativeRope
+from server.evaluation.cells import TOGETHER
+from server.evaluation.plan import EvalError, EvalPlan, Variant
+from server.outlook import outline_of
+from server.serving_plan import EMBEDDED_NAME, ModelFacts, ServingPlan, plan_serving
+from server.settings import ServeSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """An engine that is not started yet, and who it serves."""
+
+    name: str
+    digest: str  # another one wherever its answers may differ
+    dtype: str
+    device: str
+    tokenizer: Tokenizer
+    engine: Engine
+    deployments: Mapping[Variant, Deployment]
+
+
+def native_of(settings: ServeSettings) -> NativeRope:
+    """The model's own tables; loads no weights. Raises ModelError."""
+    return outline_of(settings).native()
+
+
+def load_subject(settings: ServeSettings, plan: EvalPlan) -> Subject:
+    """Load the settings' model, or the embedded one.
+
+    Raises ModelError, SettingsError, or EvalError if the cache cannot hold the longest context.
+    """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    checkpoint = load_checkpoint(
+        settings.model or EMBEDDED_MODEL,
+        dtype=settings.dtype,
+        device=settings.device,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    serving = plan_variants(plan, settings, checkpoint)
+    dtype = str(checkpoint.dtype).removeprefix("torch.")
+    weights = weights_digest(outline_of(settings))
+    # Rounding differs between number types and kinds of device.
+    digest = hashlib.sha256(f"{weights} {dtype} {checkpoint.device.type}".encode())
+    return Subject(
+        settings.served_model_name or _name(settings.model),
+        digest.hexdigest()[:32],
+        dtype,
+        str(checkpoint.device),
+        checkpoint.tokenizer,
+        build_engine(checkpoint, serving.config),
+        dict(zip(plan.variants, serving.deployments, strict=True)),
+    )
+
+
+def plan_variants(plan: EvalPlan, settings: ServeSettings, checkpoint: Checkpoint) -> ServingPlan:
+    """A deployment per variant over one cache, in their order, planned as `serve` plans them.
+
+    Raises SettingsError, or EvalError if the cache cannot hold the longest context.
+    """
+    entries = tuple(plan.entry(each) for each in plan.variants)
+    batched_tokens = max(settings.max_num_batched_tokens, TOGETHER)
+    own = settings.model_copy(
+        update={
+            "deployments": entries,
+            "max_num_seqs": TOGETHER,
+            "max_num_batched_tokens": batched_tokens,
+        }
+    )
+    token_bytes = bytes_per_token(checkpoint.plans, checkpoint.dtype)
+    facts = ModelFacts(checkpoint.native, token_bytes, affordable_bytes(checkpoint.device))
+    serving = plan_serving(own, facts)
+    if serving.capacity < plan.longest:
+        raise EvalError(
+            f"--context-lens must be <= {serving.capacity} tokens, which is what the KV cache "
+            f"holds (kv_cache_gib, kv_cache_tokens), got {plan.longest}"
+        )
+    return serving
+
+
+def weights_digest(outline: Outline) -> str:
+    """Of a folder's weights and config; of a hub id, its name and the commit that it stands for."""
+    folder = Path(outline.source)
+    if not folder.is_dir():
+        commit = getattr(outline.config, "_commit_hash", None)
+        return hashlib.sha256(f"{outline.source} {commit}".encode()).hexdigest()
+    digest = hashlib.sha256()
+    for path in (*sorted(weight_files(folder)), folder / "config.json"):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _name(model: str | None) -> str:
+    """As `serve` names it."""
+    if model is None:
+        return EMBEDDED_NAME
+    folder = Path(model)
+    return (folder.resolve() if folder.is_dir() else folder).name

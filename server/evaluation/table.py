@@ -1,0 +1,68 @@
+"""The report as text: a block for each quantity, a line for each variant, a column for each length.
+
+A cell is the number and its 95 % interval.
+"""
+
+from collections.abc import Callable
+
+from server.evaluation.intervals import Estimate
+from server.evaluation.report import Report, Row
+
+_Pick = Callable[[Row], Estimate | None]
+
+
+def table(report: Report) -> str:
+    """What was measured; a blank line between its blocks."""
+    plan = report.plan
+    first = report.rows[0]
+    blocks = [
+        f"{report.model}, {report.dtype} on {report.device}, trained for {plan.native_len} tokens; "
+        f"text: {report.text}"
+    ]
+    if first.windows:
+        what = (
+            f"{len(first.windows)} windows of {plan.target_tokens} tokens, the same at every "
+            f"length: {first.target_tokens} tokens, {first.target_bytes} bytes"
+        )
+        blocks += [
+            _block(report, f"perplexity per token ({what})", lambda row: row.perplexity, _plain),
+            _block(report, "bits per byte (of the same)", lambda row: row.bits_per_byte, _plain),
+        ]
+    if first.queries:
+        what = f"right of {len(first.queries)} questions a length"
+        blocks.append(_block(report, f"retrieval, % ({what})", lambda row: row.retrieval, _percent))
+    return "\n\n".join(blocks)
+
+
+def estimate_text(estimate: Estimate | None, number: Callable[[float], str]) -> str:
+    """`4.21 [3.90, 4.55]`; a dash is what was not measured."""
+    if estimate is None:
+        return "-"
+    if estimate.low is None or estimate.high is None:
+        return number(estimate.value)
+    return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
+
+
+def _plain(value: float) -> str:
+    return f"{value:.3g}" if value >= 100 else f"{value:.2f}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f}"
+
+
+def _block(report: Report, title: str, pick: _Pick, number: Callable[[float], str]) -> str:
+    lens = report.plan.context_lens
+    rows = [["", *(f"{each} tokens" for each in lens)]]
+    for variant in report.plan.variants:
+        cells = [estimate_text(pick(row), number) for row in report.of(variant)]
+        rows.append([variant.label, *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join([title, *lines])

@@ -1,0 +1,132 @@
+"""The texts that are read, and the windows of perplexity in them."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from model_runtime.tokenizer import Tokenizer
+from server.evaluation.held_out import Document, library_documents
+from server.evaluation.plan import EvalError, EvalPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A text long enough for the longest context, and its tokens without special ones."""
+
+    name: str
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What contexts are cut from."""
+
+    sources: tuple[Source, ...]
+    special_ids: tuple[int, ...]  # what the tokenizer puts in front of every text
+    is_joined: bool  # no document was long enough, so all of them are one text
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sources."""
+        return sum(len(each.token_ids) for each in self.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One span of target tokens, and as much text before it as the longest context has room for."""
+
+    source: str
+    end: int  # of the targets in the source, in tokens
+    token_ids: tuple[int, ...]  # ends with the targets
+    target_bytes: int
+
+    def prompt(self, context_len: int, special_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Exactly `context_len` tokens, whose last are the targets whatever the length."""
+        num_text = context_len - len(special_ids)
+        return (*special_ids, *self.token_ids[-num_text:])
+
+
+def read_documents(paths: Sequence[Path]) -> list[Document]:
+    """Files, and all files in folders, that are UTF-8; the held-out library if none is named.
+
+    Raises EvalError for what is not there or cannot be read.
+    """
+    if not paths:
+        return library_documents(held_out=True)
+    documents = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(each for each in path.rglob("*") if each.is_file())
+            texts = [(each, _text(each)) for each in inside]
+            documents += [Document(str(each), text) for each, text in texts if text]
+            continue
+        text = _text(path)
+        if not text:
+            raise EvalError(f"--text: {path} is no file of UTF-8 text")
+        documents.append(Document(str(path), text))
+    if not documents:
+        raise EvalError(f"--text: there is no UTF-8 text in {', '.join(map(str, paths))}")
+    return documents
+
+
+def make_texts(documents: Sequence[Document], tokenizer: Tokenizer, longest: int) -> Texts:
+    """Those that fill the longest context alone, or else all of them joined. Raises EvalError."""
+    special_ids = _special_ids(tokenizer)
+    everything = [_source(each, tokenizer) for each in documents]
+    sources = [each for each in everything if len(each.token_ids) >= longest]
+    if sources:
+        return Texts(tuple(sources), special_ids, is_joined=False)
+    joined = _source(Document("all texts", "\n".join(each.text for each in documents)), tokenizer)
+    if len(joined.token_ids) < longest:
+        raise EvalError(
+            f"--context-lens must be <= {len(joined.token_ids)} tokens, which is all that the text "
+            f"has, got {longest}; --text names more of it"
+        )
+    return Texts((joined,), special_ids, is_joined=True)
+
+
+def choose_windows(texts: Texts, plan: EvalPlan, tokenizer: Tokenizer) -> list[Window]:
+    """`num_windows` of them by the seed; their targets do not overlap. Raises EvalError."""
+    size = plan.target_tokens
+    places = [
+        (source, end)
+        for source in texts.sources
+        for end in range(plan.longest, len(source.token_ids) + 1, size)
+    ]
+    if plan.num_windows > len(places):
+        raise EvalError(
+            f"--windows must be <= {len(places)}, so many spans of {size} tokens have "
+            f"{plan.longest} tokens of text to their end; got {plan.num_windows}"
+        )
+    rng = random.Random(plan.seed)  # noqa: S311  # a choice of text, no secret
+    windows = []
+    for source, end in rng.sample(places, plan.num_windows):
+        ids = source.token_ids[end - plan.longest : end]
+        num_bytes = sum(len(tokenizer.token_bytes(each)) for each in ids[-size:])
+        windows.append(Window(source.name, end, ids, num_bytes))
+    return windows
+
+
+def _text(path: Path) -> str:
+    """Empty where it is no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return ""
+    except OSError as error:
+        raise EvalError(f"--text: cannot read {path}: {error.strerror}") from error
+
+
+def _source(document: Document, tokenizer: Tokenizer) -> Source:
+    ids = tokenizer.encode(document.text, add_special_tokens=False, param="--text")
+    return Source(document.name, document.text, tuple(ids))
+
+
+def _special_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What stands before a text's own tokens; some tokenizers also put something behind it."""
+    bare = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode("a")
+    starts = [at for at in range(len(whole)) if whole[at : at + len(bare)] == bare]
+    return tuple(whole[: starts[0]]) if starts else ()
