@@ -1,0 +1,52 @@
+"""Why this server exists, measured again in small: docs/long-context.md."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NATIVE = 256
+NONE, PINNED = "none", "yarn"
+Rows = dict[tuple[str, int], dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """The embedded model by method and length, as `ropewalk eval` measures it"""
+    folder = tmp_path_factory.mktemp("evaluation")
+    lens = ",".join(str(NATIVE * times // 2) for times in (1, 2, 8, 16))
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "server", "eval", "--output", str(folder)),
+            *("--methods", f"{NONE},{PINNED}", "--rope-policies", "pinned"),
+            *("--context-lens", lens, "--windows", "5", "--queries", "20", "--threads", "2"),
+        ],
+        check=True,
+        timeout=280,
+    )
+    with (folder / "results.csv").open() as file:
+        return {(row["method"], int(row["context_len"])): row for row in csv.DictReader(file)}
+
+
+def test_long_contexts_collapse_without_scaling_and_live_with_it(rows: Rows) -> None:
+    """perplexity: 1.5 times at 4 L, 4 times at 8 L; with scaling within 15 % of its value at L"""
+    perplexity = {key: float(row["perplexity"]) for key, row in rows.items()}
+    assert perplexity[NONE, 4 * NATIVE] > 1.5 * perplexity[PINNED, 4 * NATIVE]
+    assert perplexity[NONE, 8 * NATIVE] > 4 * perplexity[PINNED, 8 * NATIVE]
+    assert perplexity[PINNED, 4 * NATIVE] < 1.15 * perplexity[PINNED, NATIVE]
+
+
+def test_short_contexts_pay_nothing(rows: Rows) -> None:
+    """at or below L pinned is the untouched model"""
+    for length in (NATIVE // 2, NATIVE):
+        without, scaled = rows[NONE, length], rows[PINNED, length]
+        assert float(scaled["perplexity"]) == pytest.approx(float(without["perplexity"]), rel=1e-3)
+        assert scaled["retrieval"] == without["retrieval"]
+
+
+def test_what_stands_far_back_is_found_only_with_scaling(rows: Rows) -> None:
+    """retrieval at 4 L: at least 80 % and at most 10 %"""
+    assert float(rows[PINNED, 4 * NATIVE]["retrieval"]) >= 0.8
+    assert float(rows[NONE, 4 * NATIVE]["retrieval"]) <= 0.1
