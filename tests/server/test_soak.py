@@ -22,16 +22,15 @@ from tests.server.soak_client import SoakClient, Tally, alone
 from tests.server.soak_watch import Trend, Watch, num_descriptors, rss_mib, wait_for, write
 from tests.server.test_metrics import samples
 
-pytestmark = pytest.mark.long
-
-SECONDS = float(os.environ.get("SOAK_SECONDS", "60"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "25"))
 SEED = int(os.environ.get("SOAK_SEED", "20260117"))
 OUT = os.environ.get("SOAK_OUT")
 _CLIENTS = 14
 _WARM_UP = 0.3  # of the time; nobody leaves early in it, so that every count is known exactly
 _SAMPLE = 24  # greedy answers that are asked again, alone
 _MOST_GROWTH = 0.10  # of memory, from the end of the warm-up to the end
-_MOST_TREND = 0.01  # of memory, over the last half: less is the allocator's wandering
+# Of memory, over the last half: less is the allocator's wandering, or caches that still fill.
+_MOST_TREND = 0.01 if SECONDS >= 100 else 0.03
 _CHANCE = 0.01
 
 
@@ -178,8 +177,11 @@ def test_nothing_is_lost_or_answered_twice(soak: Soak) -> None:
 @pytest.mark.timeout(SECONDS + 300)
 def test_the_load_reached_what_it_was_made_for(soak: Soak) -> None:
     """preemptions, shared prefixes, crossings, full queues, clients that left"""
-    names = ["prefix_cache_hits", "rope_rescales"]
-    if soak.seen.outcomes["answered"] > 500:  # on a slow machine too few run at once
+    names = ["prefix_cache_hits"]
+    # On a slow machine, or in a short run, too few are asked for and run at once.
+    if soak.seen.outcomes["answered"] > 100:
+        names.append("rope_rescales")
+    if soak.seen.outcomes["answered"] > 500:
         names.append("preemptions")
     for name in names:
         assert sum(n for (of, _), n in soak.grown.items() if of == name) > 0, name
