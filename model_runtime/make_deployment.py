@@ -42,8 +42,9 @@ def make_deployment(
     accepted, which replaces its block as transformers would.
     """
     if rope_scaling is None and not native.carries_scaling:
-        factor = max(multiples) if multiples else DEFAULT_ROPE_SCALING["factor"]
-        rope_scaling = {**DEFAULT_ROPE_SCALING, "factor": factor}
+        rope_scaling = DEFAULT_ROPE_SCALING
+        if multiples:
+            rope_scaling = {**rope_scaling, "factor": None}  # the tiers say it
     if rope_scaling is None:
         _refuse_allowed_types(allowed_rope_types)
         return _native_deployment(
@@ -67,6 +68,7 @@ def make_deployment(
         own: tuple[Tier, ...] = (fixed_tier(method),)
         tiers = {method.scaling.rope_type: own}
     else:
+        _refuse_two_lengths(method, multiples)
         own = build_tiers(method, native, multiples)
         tiers = _allowed_tiers(method, native, own, allowed_rope_types)
     return Deployment(
@@ -121,9 +123,29 @@ def _method(
     block: Mapping[str, Any], native: NativeRope, multiples: Sequence[float] | None
 ) -> Method:
     """The block's method; a list of tiers stands in for an absent factor."""
-    if multiples and block.get("factor") is None and rope_type_of(block) != "default":
-        block = {**block, "factor": max(multiples)}
-    return parse_method(block, native.rotary, native.native_len)
+    takes_factor = block.get("factor") is None and rope_type_of(block) != "default"
+    standing_in = multiples if takes_factor else None
+    if standing_in:
+        block = {**block, "factor": max(standing_in)}
+    try:
+        return parse_method(block, native.rotary, native.native_len)
+    except RopeConfigError as error:
+        if standing_in and error.field == "factor":
+            raise RopeConfigError("rope_tiers", f"the largest {error.problem}") from error
+        raise
+
+
+def _refuse_two_lengths(method: Method, multiples: Sequence[float] | None) -> None:
+    """A factor that no tier has would not be used at all, and the longest context be another."""
+    # Default has none; that of the other two is part of the formula, whatever the tier.
+    if not multiples or method.scaling.rope_type in ("default", "dynamic", "longrope"):
+        return
+    if multiples[-1] != method.factor:
+        raise RopeConfigError(
+            "rope_tiers",
+            f"ends at {multiples[-1]:g}, but the factor of rope_scaling is {method.factor:g}: make "
+            "them equal, or leave one out",
+        )
 
 
 def _check_override(block: Mapping[str, Any], native: NativeRope) -> None:

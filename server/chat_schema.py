@@ -1,7 +1,7 @@
 """Bodies of POST /v1/chat/completions."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,8 @@ from server.schema import (
     unusable,
 )
 
+Role = Literal["system", "developer", "user", "assistant"]
+
 _MAX_MESSAGES = 4096
 
 
@@ -27,6 +29,14 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_parts(cls, value: Any) -> Any:
+        """By their type, before a field that only they have is called unknown."""
+        if isinstance(value, dict) and value.get("type", "text") != "text":
+            raise unusable("type", "must be text; images, sound and files are not supported")
+        return value
 
 
 class Message(Body):
@@ -40,7 +50,7 @@ class Message(Body):
         "function_call": (None,),
     }
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Role
     content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
     name: str | None = Field(None, max_length=256)
     # Of an answer that is sent back as it came.
@@ -49,6 +59,16 @@ class Message(Body):
     audio: Any = None
     tool_calls: list[Any] | None = None
     function_call: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_roles(cls, value: Any) -> Any:
+        """Before a field that only they have (tool_call_id) is called unknown."""
+        roles = get_args(Role)
+        if isinstance(value, dict) and "role" in value and value["role"] not in roles:
+            told = f"must be one of {', '.join(roles)}; tools and functions are not supported"
+            raise unusable("role", told)
+        return value
 
     def for_template(self) -> dict[str, str]:
         """As templates expect it: `developer` is OpenAI's newer word for `system`."""

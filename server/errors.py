@@ -177,6 +177,8 @@ def _problem(problem: dict[str, Any]) -> str:
     if problem["loc"] == ("body",) and problem["type"].startswith(("model_", "missing")):
         return "The body must be a JSON object, sent with Content-Type: application/json."
     name, text = _field(problem), problem["msg"][:_MAX_MESSAGE]
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        text = "Must be a JSON object"  # pydantic names our class
     given = problem.get("input")
     if isinstance(given, bool | int | float):
         text = f"{text}. Given: {_short(given)}"

@@ -4,6 +4,7 @@ Strict: a number in quotes is not a number. NaN and Infinity are refused whereve
 field is used or refused, never ignored.
 """
 
+import difflib
 import secrets
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,10 @@ class Body(BaseModel):
             known = {field.alias or name for name, field in cls.model_fields.items()}
             unknown = next((name for name in value if name not in known), None)
             if unknown is not None:
-                raise unusable(str(unknown)[:_MAX_NAME], "is not a field of this body, remove it")
+                name = str(unknown)[:_MAX_NAME]
+                meant = "".join(difflib.get_close_matches(name, known, 1))
+                hint = f"; `{meant}` is one" if meant else ""
+                raise unusable(name, f"is not a field of this body, remove it{hint}")
         return value
 
     @model_validator(mode="after")

@@ -81,8 +81,8 @@ class DeploymentSettings(Section):
     )
     rope_tiers: Numbers | None = setting(
         None,
-        "Tier ceilings as multiples of the trained length, rising from 1, as 1,2,4,8. Left out: "
-        "powers of two up to the factor.",
+        "Tier ceilings as multiples of the trained length, rising from 1 to the factor, as "
+        "1,2,4,8. Left out: powers of two up to the factor.",
         unit="multiples",
     )
     allowed_rope_types: Names | None = setting(

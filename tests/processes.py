@@ -24,9 +24,9 @@ class Server:
     log: list[str]  # what it says on stderr, line by line, as it goes on
 
 
-def command(*arguments: str) -> list[str]:
-    """The command line, in this interpreter."""
-    return [sys.executable, "-m", "server", *arguments]
+def command(*arguments: str, module: str = "server") -> list[str]:
+    """The command line, in this interpreter; `module`: what stands for the server."""
+    return [sys.executable, "-m", module, *arguments]
 
 
 def run_to_end(
@@ -44,10 +44,12 @@ def run_to_end(
 
 
 @contextmanager
-def running_server(*arguments: str) -> Iterator[Server]:
+def running_server(*arguments: str, module: str = "server") -> Iterator[Server]:
     """Serve until the block ends."""
     process = subprocess.Popen(
-        command("serve", "--port", "0", *arguments), stderr=subprocess.PIPE, text=True
+        command("serve", "--port", "0", *arguments, module=module),
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stderr is not None
     lines: list[str] = []

@@ -148,6 +148,23 @@ def test_tiers_may_be_listed() -> None:
         plain(multiples=[1, 2], policy="fixed")
 
 
+def test_tiers_and_a_factor_must_agree() -> None:
+    """or the factor would not be used; where it is part of the formula it is, anyway"""
+    block = {"rope_type": "yarn", "factor": 4.0}
+    assert plain(rope_scaling=block, multiples=[1, 3, 4]).max_len == 1024
+    for last, given in ((3, "3"), (8.5, "8.5")):
+        message = f"^rope_tiers: ends at {given}, but the factor of rope_scaling is 4: "
+        with pytest.raises(RopeConfigError, match=message):
+            plain(rope_scaling=block, multiples=[1, last])
+    dynamic = plain(rope_scaling={"rope_type": "dynamic", "factor": 1.0}, multiples=[1, 4])
+    assert dynamic.own_tiers[-1].profile.scaling == DynamicNTK(
+        factor=1.0, original_max_position_embeddings=256, num_tokens=1024
+    )
+    for options in ({}, {"rope_scaling": {"rope_type": "yarn"}}):
+        with pytest.raises(RopeConfigError, match=r"^rope_tiers: the largest must be <= 65536"):
+            plain(multiples=[1, 70_000], **options)
+
+
 def test_trained_in_scaling_is_served_natively_and_fixed() -> None:
     """one table for all lengths, and requests cannot change it"""
     deployment = make_deployment("m", SCALED)

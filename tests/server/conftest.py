@@ -5,10 +5,26 @@ from collections.abc import Iterator
 import pytest
 
 from tests.processes import Server, running_server
+from tests.server.breakable import KEY, MODULE
 
 
 @pytest.fixture(scope="session")
 def attacked() -> Iterator[Server]:
     """A server of very short contexts, so that no hostile request generates for long."""
     with running_server("--max-model-len", "64", "--kv-cache-tokens", "8192") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def breakable() -> Iterator[Server]:
+    """One whose engine can be stopped and made to fail, and whose log holds more than any other."""
+    flags = {
+        "--api-key": KEY,
+        "--stall-seconds": "1",
+        "--max-unread-tokens": "64",
+        "--send-timeout-seconds": "600",
+        "--shutdown-timeout-seconds": "0",
+    }
+    given = [f"{name}={value}" for name, value in flags.items()]
+    with running_server("--open-metrics", *given, module=MODULE) as running:
         yield running

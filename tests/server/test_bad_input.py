@@ -77,6 +77,12 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
         ('{"prompt": "\\ud800"}', "prompt", "Unicode"),
         ('{"max_tokens": 3}', "prompt", "Field required"),
         ('{"prompt": "a", "rope": {"kind": "yarn"}}', "rope.kind", "is not a field"),
+        (
+            '{"prompt": "a", "rope": {"type": "yarn"}}',
+            "rope.type",
+            "is not a field of this body, remove it; `rope_type` is one",
+        ),
+        ('{"prompt": "a", "rope": "yarn"}', "rope", "Must be a JSON object"),
         ('{"prompt": "a", "rope": {"beta_fast": 32}}', "rope.beta_fast", "is not a field"),
         ('{"prompt": "a", "rope": {"rope_type": "magic"}}', "rope.rope_type", "Given: magic"),
         ('{"prompt": "a", "rope": {"factor": 0.5}}', "rope.factor", "to 1. Given: 0.5"),

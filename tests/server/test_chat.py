@@ -214,13 +214,23 @@ def test_a_model_without_a_template_gets_a_transcript(server: Server) -> None:
     ("change", "param", "message"),
     [
         ({"messages": []}, "messages", "at least 1"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", "'assistant'"),
+        (
+            {"messages": [{"role": "tool", "content": "a"}]},
+            "messages.0.role",
+            "system, developer, user, assistant",
+        ),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages.0.content.0.image_url",
-            "is not a field",
+            "messages.0.content.0.type",
+            "must be text; images",
         ),
+        (
+            {"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]},
+            "messages.0.role",
+            "must be one of system, developer, user, assistant; tools",
+        ),
+        ({"messages": ["a"]}, "messages.0", "Must be a JSON object"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "Unicode"),
         ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1. Given: 0"),

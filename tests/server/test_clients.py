@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from model_runtime.checkpoint import EMBEDDED_MODEL
 from tests.processes import Server
 
 MESSAGES: list[Any] = [{"role": "user", "content": "import os\nimport sys\n"}]
@@ -88,88 +84,21 @@ def test_langchain_invokes_streams_and_binds(server: Server) -> None:
         chat.bind(extra_body={"rope": {"policy": "magic"}}).invoke(messages)
 
 
-TASK = """
-task: ropewalk_continuations
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{text}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{label}}"
-target_delimiter: ""
-metric_list: [{metric: acc}]
-"""
-QUESTIONS = [
-    {"text": "import os\nimport", "choices": [" sys", " the", " def"], "label": 0},
-    {"text": "def close(self):\n    self.", "choices": ["fp", " 42 is", "close()"], "label": 0},
-    {"text": "for i in range", "choices": ["(10):", ": pass", " of it"], "label": 0},
-    {"text": "class Error(", "choices": ["Exception):", "1 + 1", "return"], "label": 0},
-    {"text": "if x is not", "choices": [" None:", " the", " import"], "label": 0},
-    {"text": "try:\n    import", "choices": [" os", " self", ")"], "label": 0},
-    {"text": "def __init__(", "choices": ["self", "import", "42"], "label": 0},
-    {"text": "    return", "choices": [" self", " and", " os"], "label": 0},
-    {"text": "from collections import", "choices": [" namedtuple", " in", " is"], "label": 0},
-    {"text": "while True:\n    if", "choices": [" not", " the", "]"], "label": 0},
-]
-
-
-def harness(folder: Path, model: str, arguments: str) -> tuple[dict[str, list[float]], float]:
-    """Log-likelihoods by question, and the accuracy, as the harness's command reports them."""
-    folder.mkdir()
-    data = folder / "test.jsonl"
-    data.write_text("\n".join(json.dumps(each) for each in QUESTIONS))
-    (folder / "tasks").mkdir()
-    (folder / "tasks" / "continuations.yaml").write_text(TASK.replace("DATA", str(data)))
+def test_lm_evaluation_harness_scores_as_transformers_does(server: Server, tmp_path: Path) -> None:
+    """its `local-completions` model, tokenising through the server, and its own `hf` model"""
     ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "lm_eval", "run", "--model", model, "--device", "cpu"),
-            *("--model_args", arguments, "--tasks", "ropewalk_continuations"),
-            *("--include_path", str(folder / "tasks"), "--log_samples"),
-            *("--output_path", str(folder / "out")),
-        ],
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_OFFLINE": "1",
-            "HF_HOME": str(folder / "hf"),
-        },
+        [sys.executable, "-m", "tests.server.harness", str(tmp_path), server.url],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    path = next((folder / "out").rglob("samples_*.jsonl"))
-    samples = [json.loads(line) for line in path.read_text().splitlines()]
-    found = {
-        sample["doc"]["text"]: [float(each[0][0]) for each in sample["resps"]] for sample in samples
-    }
-    results = json.loads(next((folder / "out").rglob("results_*.json")).read_text())
-    return found, results["results"]["ropewalk_continuations"]["acc,none"]
-
-
-def test_lm_evaluation_harness_scores_as_transformers_does(server: Server, tmp_path: Path) -> None:
-    """its `local-completions` model, tokenising through the server"""
-    url = f"{server.url}/v1/completions"
-    served, accuracy = harness(
-        tmp_path / "served", "local-completions", f"model=ropewalk-demo,base_url={url}"
-    )
-    assert len(served) == len(QUESTIONS) == 10
-    for question in QUESTIONS:
-        expected = [reference(question["text"], choice) for choice in question["choices"]]
-        assert served[question["text"]] == pytest.approx(expected, abs=1e-3)
-    likeliest = [max(range(3), key=served[each["text"]].__getitem__) for each in QUESTIONS]
-    assert accuracy == sum(best == 0 for best in likeliest) / len(QUESTIONS)
-    assert accuracy > 1 / 3, "chance: the echoed logprobs say nothing"
-
-
-def reference(text: str, continuation: str) -> float:
-    """Sum of transformers' logprobs of the continuation's tokens; the harness's split of them."""
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
-    whole = tokenizer(text + continuation, add_special_tokens=False)["input_ids"]
-    num_context = len(tokenizer(text, add_special_tokens=False)["input_ids"])
-    with torch.inference_mode():
-        table = model(torch.tensor([whole])).logits[0].log_softmax(-1)
-    return float(sum(table[at - 1, whole[at]] for at in range(num_context, len(whole))))
+    found = json.loads((tmp_path / "found.json").read_text())
+    served, own = found["local-completions"], found["hf"]
+    assert served["logprobs"].keys() == own["logprobs"].keys()
+    assert len(own["logprobs"]) == 10
+    for question, expected in own["logprobs"].items():
+        assert served["logprobs"][question] == pytest.approx(expected, abs=1e-3)
+    assert served["accuracy"] == own["accuracy"]
+    assert served["accuracy"] > 1 / 3, "chance: the echoed logprobs say nothing"

@@ -150,6 +150,14 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
             "deployments: b: rope_tiers: must rise strictly from 1, got 2,4",
         ),
         (
+            "deployments: [{name: a, rope_scaling: {rope_type: yarn, factor: 8}, rope_tiers: [1]}]",
+            "deployments: a: rope_tiers: ends at 1, but the factor of rope_scaling is 8",
+        ),
+        (
+            "rope_tiers: [1, 70000]",
+            "rope_tiers: the largest must be <= 65536, got 70000",
+        ),
+        (
             "deployments: [{name: a, rope_scaling: {rope_type: yarn}}]",
             "deployments: a: rope_scaling: factor: is missing",
         ),

@@ -22,11 +22,11 @@ ENDLESS = {"prompt": [7] * 20, "max_tokens": 2000, "ignore_eos": True, "n": 16}
 class Process:
     """A server and what it says; not waited for."""
 
-    def __init__(self, log: Path, *arguments: str) -> None:
+    def __init__(self, log: Path, *arguments: str, module: str = "server") -> None:
         self._log = log
         self._stderr = log.open("w")
         self.process = subprocess.Popen(
-            command("serve", "--port", "0", *arguments), stderr=self._stderr
+            command("serve", "--port", "0", *arguments, module=module), stderr=self._stderr
         )
         self.url = self.wait_for(r"loading; (http\S+) ")[1]
 
@@ -56,9 +56,9 @@ class Process:
 
 
 @contextmanager
-def process(tmp_path: Path, *arguments: str) -> Iterator[Process]:
+def process(tmp_path: Path, *arguments: str, module: str = "server") -> Iterator[Process]:
     """Always ended."""
-    made = Process(tmp_path / "log", *arguments)
+    made = Process(tmp_path / "log", *arguments, module=module)
     try:
         yield made
     finally:

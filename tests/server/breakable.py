@@ -1,0 +1,83 @@
+"""`ropewalk serve`, unchanged but for signals that break its engine, and a log that says it all.
+
+`python -m tests.server.breakable serve ...`; what each signal does is in `SIGNALS`.
+"""
+
+import logging
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+MODULE = "tests.server.breakable"
+KEY = "k3y-of-a-client"  # what the tests' server of this kind asks for
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+DIE, FAIL, STALL = signal.SIGUSR1, signal.SIGRTMIN, signal.SIGUSR2
+SIGNALS = {
+    DIE: "the next step raises outside of what a step may raise: the thread ends",
+    FAIL: "the next forward pass raises: the requests of that step end",
+    STALL: "the next step does not end, until the same signal comes again",
+}
+# What is seen between the engine's death and the process' end is otherwise a matter of luck.
+_DYING_S = 2.0
+
+
+def break_on_signals() -> None:
+    """Put the faults where a signal can reach them."""
+    from model_runtime.engine_core import EngineCore
+    from model_runtime.model_runner import ModelRunner
+    from server.lifecycle import GracefulServer
+
+    dies, fails, flows = threading.Event(), threading.Event(), threading.Event()
+    flows.set()
+    step, run, engine_died = EngineCore.step, ModelRunner.run, GracefulServer._engine_died
+
+    def breakable_step(core: EngineCore) -> int:
+        if dies.is_set():
+            raise RuntimeError("out of hemp")
+        flows.wait()
+        return step(core)
+
+    def breakable_run(runner: ModelRunner, *arguments: Any) -> Any:
+        if fails.is_set():
+            fails.clear()
+            raise RuntimeError("out of chalk")
+        return run(runner, *arguments)
+
+    def slowly(server: GracefulServer) -> None:
+        time.sleep(_DYING_S)
+        engine_died(server)
+
+    for owner, name, stand_in in (
+        (EngineCore, "step", breakable_step),
+        (ModelRunner, "run", breakable_run),
+        (GracefulServer, "_engine_died", slowly),
+    ):
+        setattr(owner, name, stand_in)
+    signal.signal(DIE, lambda *_: dies.set())
+    signal.signal(FAIL, lambda *_: fails.set())
+    signal.signal(STALL, lambda *_: flows.clear() if flows.is_set() else flows.set())
+
+
+def log_everything() -> None:
+    """Every library's own lines too, and one for each request: more than any setting asks for."""
+    import uvicorn
+    import uvicorn.config
+
+    uvicorn.config.LOGGING_CONFIG["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    logging.basicConfig(level=logging.DEBUG, stream=sys.stderr)
+    make = uvicorn.Config.__init__
+
+    def talkative(config: uvicorn.Config, *arguments: Any, **options: Any) -> None:
+        make(config, *arguments, **{**options, "log_level": "debug", "access_log": True})
+
+    uvicorn.Config.__init__ = talkative  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from server.__main__ import main
+
+    log_everything()
+    break_on_signals()
+    main()

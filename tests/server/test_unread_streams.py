@@ -1,0 +1,63 @@
+"""A stream whose client reads no more, by the bound on what it has not taken alone."""
+
+import json
+from typing import Any
+
+from tests.processes import Server
+from tests.server.attack import wait_until_idle
+from tests.server.breakable import AUTHORIZED
+from tests.server.raw_http import read_replies, request
+from tests.server.soak_watch import wait_for
+from tests.server.test_metrics import samples, value
+from tests.server.test_slow_clients import opened
+
+_MAX_TOKENS = 2000
+_TAKEN = 300  # tokens of the one that reads: several times the bound
+
+
+def ended(server: Server, reason: str) -> float:
+    """Requests that ended so."""
+    return sum(
+        count
+        for (name, labels), count in samples(server).items()
+        if name == "ropewalk_requests_total" and ("finish_reason", reason) in labels
+    )
+
+
+def stream_of(max_tokens: int) -> bytes:
+    """The request, with large events: 20 alternatives a token."""
+    body = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 20}
+    headers = (("Content-Type", "application/json"), *AUTHORIZED.items())
+    return request(json.dumps({**body, "stream": True}).encode(), headers=headers)
+
+
+def events_of(body: bytes) -> list[Any]:
+    """The JSON events of a stream that is over."""
+    found = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]
+    assert found.pop() == "[DONE]"
+    return [json.loads(each) for each in found]
+
+
+def test_who_lags_too_far_behind_is_told_and_frees_its_pages(breakable: Server) -> None:
+    """long before the time for sending is over, which here is ten minutes"""
+    aborted, generated = ended(breakable, "abort"), value(breakable, "generated_tokens_total")
+    with opened(breakable, 1, tiny=True) as (sock,):
+        sock.sendall(stream_of(_MAX_TOKENS))
+        assert wait_for(lambda: ended(breakable, "abort") == aborted + 1, 60)
+        assert not any(wait_until_idle(breakable).values())
+        assert value(breakable, "generated_tokens_total") - generated < _MAX_TOKENS
+        (reply,) = read_replies(sock, 1, 60)
+    events = events_of(reply.body)
+    assert events[-1]["error"]["code"] == "engine_stopped"
+    assert "64 outputs were not read (max_unread_tokens)" in events[-1]["error"]["message"]
+    assert len(events) - 1 < _MAX_TOKENS
+
+
+def test_who_reads_is_never_behind(breakable: Server) -> None:
+    """the same stream, taken as it comes"""
+    with opened(breakable, 1) as (sock,):
+        sock.sendall(stream_of(_TAKEN))
+        (reply,) = read_replies(sock, 1, 120)
+    events = events_of(reply.body)
+    assert len(events) == _TAKEN
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
