@@ -41,7 +41,7 @@ class Shape:
     @property
     def last_ceiling(self) -> int:
         """The length at which the last crossing happens."""
-        return self.native_len * 2 ** (self.num_crossings - 1)
+        return self.native_len << (self.num_crossings - 1)
 
     @property
     def first_scored(self) -> int:
@@ -124,7 +124,7 @@ def draw_sources(
 
 def lay_out(tokenizer: Tokenizer, source: Source, shape: Shape) -> Window:
     """A source's window for one number of crossings. Raises CrossingError for too short an L."""
-    specials = tokenizer.encode("")
+    specials = _leading_specials(tokenizer)
     definitions = [_ids(tokenizer, each.definition) for each in source.needles]
     num_text = shape.prompt_len - len(specials) - sum(map(len, definitions))
     if num_text < sum(map(len, definitions)):
@@ -150,6 +150,13 @@ def lay_out(tokenizer: Tokenizer, source: Source, shape: Shape) -> Window:
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _leading_specials(tokenizer: Tokenizer) -> list[int]:
+    """What the tokenizer puts before a text; some put something behind it, too."""
+    plain, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    starts = [at for at in range(len(whole)) if whole[at : at + len(plain)] == plain]
+    return whole[: starts[0]] if starts else []
 
 
 def _with_needles(

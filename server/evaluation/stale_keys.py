@@ -77,7 +77,7 @@ def _turn(tables: LayerTables, batch: Batch) -> _Turn:
     cos_TP, sin_TP = torch.empty(2, len(position_T), tables.num_pairs, device=position_T.device)
     factor_T = torch.empty(len(position_T), device=position_T.device)
     scale_T = torch.empty(len(position_T), device=position_T.device)
-    for slot in slot_T.unique().tolist():
+    for slot in set(slot_T.tolist()):
         of_slot_T = slot_T == slot
         angles = tables.at(slot, position_T[of_slot_T])
         cos_TP[of_slot_T], sin_TP[of_slot_T] = angles.cos[:, 0], angles.sin[:, 0]
