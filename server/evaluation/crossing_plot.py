@@ -26,6 +26,7 @@ def plot(outcomes: Outcomes, native_len: int, model: str, path: Path) -> None:
     """A column of three panels for each method; needs matplotlib."""
     # Optional, and slow to import.
     from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.ticker import LogLocator  # noqa: PLC0415
 
     rows = rows_of(outcomes)
     methods = list(dict.fromkeys(each.method for each in rows))
@@ -40,11 +41,12 @@ def plot(outcomes: Outcomes, native_len: int, model: str, path: Path) -> None:
         _draw(retrieval, own, lambda row: (row.retrieval.value, row.retrieval.low,
                                            row.retrieval.high))  # fmt: skip
         _draw(gap, own, _longest_gap)
-        perplexity.set_yscale("log")
-        perplexity.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        perplexity.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
         retrieval.set_ylim(-0.05, 1.05)
-        gap.set_yscale("log")
+        for axes in (perplexity, gap):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.minorticks_off()
         crossings = sorted({each.num_crossings for each in own})
         gap.set_xticks(crossings, [_reach(each, native_len) for each in crossings])
         gap.set_xlabel("tiers crossed while decoding")

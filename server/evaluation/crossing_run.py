@@ -89,7 +89,7 @@ def run_crossings(
     sources = draw_sources(
         checkpoint.tokenizer, documents, shapes[-1], options.num_windows, options.seed
     )
-    outcomes = _measured(checkpoint, settings, options, shapes, sources, record)
+    outcomes = _measured(checkpoint, settings, options, sources, record)
     name = EMBEDDED_NAME if settings.model is None else Path(settings.model).name
     asked = {"model": name, **asdict(options), "native_len": shapes[-1].native_len}
     asked["output"] = str(options.output)
@@ -133,11 +133,11 @@ def _measured(
     checkpoint: Checkpoint,
     settings: ServeSettings,
     options: CrossingOptions,
-    shapes: Sequence[Shape],
     sources: Sequence[Source],
     record: Record,
 ) -> Outcomes:
     """Cell by cell, all policies of a group before the next group."""
+    shapes = shapes_of(checkpoint, options)
     model = fingerprint(checkpoint)
     engine = f"{settings.page_size} {settings.max_num_batched_tokens} {torch.get_num_threads()}"
     found: dict[Key, list[Outcome]] = defaultdict(list)
