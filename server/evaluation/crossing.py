@@ -10,6 +10,9 @@ Only the answer to the question at the end is the model's own.
 | grow | read under the new table; hidden states of old |
 | grow-exact | computed again under the new table |
 | stale | as they were rotated when written (`stale_keys.py`), for comparison only |
+
+A method's tiers double: L, 2 L, 4 L. With a step behind the name (`dynamic@1`) there is a tier for
+every so many tokens beyond L, as in engines whose table follows the length token by token.
 """
 
 import statistics
@@ -98,25 +101,34 @@ class _Recording:
 
 
 def crossing_deployment(
-    native: NativeRope, method: str, policy: CrossingPolicy, shape: Shape
+    native: NativeRope, method: str, policy: CrossingPolicy, shape: Shape, longest: int
 ) -> Deployment:
-    """Tiers of 1, 2, 4, ... times L, up to the one behind the last crossing. CrossingError."""
+    """Tiers from L up to the one that covers `longest` tokens. Raises CrossingError."""
+    rope_type, _, step = method.partition("@")
     block: dict[str, object] = {
-        "rope_type": method,
+        "rope_type": rope_type,
         "original_max_position_embeddings": shape.native_len,
     }
-    if method == "dynamic":
+    if rope_type == "dynamic":
         block["factor"] = 1.0  # the plain form: the base follows the length alone
+    ceilings = [shape.native_len]
+    while ceilings[-1] < longest:
+        ceilings.append(ceilings[-1] + (int(step) if step else ceilings[-1]))
     try:
         return make_deployment(
             "crossing",
             native,
             rope_scaling=block,
             policy="grow" if policy == "stale" else policy,
-            multiples=[2.0**power for power in range(shape.num_crossings + 1)],
+            multiples=[ceiling / shape.native_len for ceiling in ceilings],
         )
     except RopeConfigError as error:
         raise CrossingError(f"method {method}: {error}") from error
+
+
+def policies_of(method: str) -> tuple[CrossingPolicy, ...]:
+    """All of them; where every token crosses a tier, none that computes all again at each."""
+    return tuple(each for each in CROSSING_POLICIES if each != "grow-exact" or "@" not in method)
 
 
 def run_windows(
@@ -133,11 +145,12 @@ def run_windows(
     Raises CrossingError, and ModelError for no memory or a step that fails.
     """
     shape = windows[0].shape
-    deployment = crossing_deployment(checkpoint.native, method, policy, shape)
+    longest = max(window.num_tokens for window in windows)
+    deployment = crossing_deployment(checkpoint.native, method, policy, shape, longest)
     num_pages = sum(-(-window.num_tokens // page_size) for window in windows)
     config = EngineConfig(
         kv_cache_tokens=num_pages * page_size,
-        max_model_len=shape.final_ceiling,
+        max_model_len=longest,
         page_size=page_size,
         max_num_seqs=len(windows),
         max_num_batched_tokens=max(max_num_batched_tokens, len(windows)),
@@ -151,7 +164,7 @@ def run_windows(
         core.add(_live(checkpoint, deployment, recording, number))
     while not core.is_idle:
         core.step()
-    return [_outcome(checkpoint, policy, each) for each in recordings]
+    return [_outcome(checkpoint, deployment, each) for each in recordings]
 
 
 def _live(
@@ -171,13 +184,15 @@ def _live(
     )
 
 
-def _outcome(checkpoint: Checkpoint, policy: CrossingPolicy, recording: _Recording) -> Outcome:
+def _outcome(checkpoint: Checkpoint, deployment: Deployment, recording: _Recording) -> Outcome:
     window = recording.window
     if recording.error is not None:
-        raise ModelError(f"the engine ended a window under {policy}: {recording.error}")
+        raise ModelError(f"the engine ended window {window.needle.key}: {recording.error}")
     num_forced = len(window.forced_ids)
     assert tuple(recording.token_ids[:num_forced]) == window.forced_ids
-    expected = 0 if policy == "pinned" else window.shape.num_crossings
+    # The last token is never read back, so it takes no sequence across.
+    passed = [each for each in deployment.own_tiers if each.ceiling < window.num_tokens - 1]
+    expected = 0 if deployment.policy == "pinned" else len(passed)
     assert recording.rescales[-1] == expected, "a crossing did not happen"
     answer = checkpoint.tokenizer.decode(recording.token_ids[num_forced:])
     gaps = [later - earlier for earlier, later in pairwise(recording.times_s)]

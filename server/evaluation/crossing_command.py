@@ -31,7 +31,13 @@ def _numbers(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...
     show_default=True,
     help="Folder for the results; what is finished there is not measured again.",
 )
-@click.option("--methods", default="yarn", show_default=True, help="Of yarn, dynamic, ntk, ...")
+@click.option(
+    "--methods",
+    default="yarn",
+    show_default=True,
+    help="Of yarn, dynamic, ntk, linear, llama3. With @N behind it: a tier every N tokens beyond "
+    "L, instead of doubling ones.",
+)
 @click.option(
     "--crossings",
     "num_crossings",

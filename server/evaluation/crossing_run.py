@@ -13,10 +13,10 @@ import torch
 
 from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
 from server.evaluation.crossing import (
-    CROSSING_POLICIES,
     METHODS,
     Outcome,
     crossing_deployment,
+    policies_of,
     run_windows,
 )
 from server.evaluation.crossing_plot import can_plot, plot
@@ -50,7 +50,7 @@ class CrossingOptions:
     """What is compared; lengths in tokens."""
 
     output: Path  # a folder
-    methods: tuple[str, ...] = ("yarn",)
+    methods: tuple[str, ...] = ("yarn",)  # `yarn@8`: a tier every 8 tokens instead of doubling
     num_crossings: tuple[int, ...] = (1, 2, 3)
     num_windows: int = 32
     windows_together: int = 16  # in one batch; times are those of a request in such company
@@ -83,7 +83,8 @@ def run_crossings(
     )
     shapes = shapes_of(checkpoint, options)
     for method in options.methods:  # what a checkpoint refuses is told before anything is run
-        crossing_deployment(checkpoint.native, method, "grow", shapes[-1])
+        shape = shapes[-1]
+        crossing_deployment(checkpoint.native, method, "grow", shape, shape.final_ceiling)
     if documents is None:
         documents = library_documents(held_out=True)
     sources = draw_sources(
@@ -101,8 +102,13 @@ def run_crossings(
 def check_options(options: CrossingOptions) -> None:
     """What needs no model to be refused. Raises CrossingError."""
     for method in options.methods:
-        if method not in METHODS:
+        name, at, step = method.partition("@")
+        if name not in METHODS:
             raise CrossingError(f"methods must be of {', '.join(METHODS)}; got {method!r}")
+        if at and not (step.isascii() and step.isdigit() and int(step)):
+            raise CrossingError(
+                f"methods: behind @ stands a whole number of tokens from 1, got {method!r}"
+            )
     for number in options.num_crossings:
         if not 1 <= number <= MOST_CROSSINGS:
             raise CrossingError(f"crossings must be from 1 to {MOST_CROSSINGS}, got {number}")
@@ -142,14 +148,15 @@ def _measured(
     engine = f"{settings.page_size} {settings.max_num_batched_tokens} {torch.get_num_threads()}"
     found: dict[Key, list[Outcome]] = defaultdict(list)
     starts = range(0, len(sources), options.windows_together)
-    num_cells = len(starts) * len(options.methods) * len(shapes) * len(CROSSING_POLICIES)
+    methods = tuple(dict.fromkeys(options.methods))
+    num_cells = len(starts) * len(shapes) * sum(len(policies_of(each)) for each in methods)
     with _progress(num_cells) as done:
         for group, start in enumerate(starts):
             own = sources[start : start + options.windows_together]
             for shape in shapes:
                 windows = [lay_out(checkpoint.tokenizer, source, shape) for source in own]
-                for method in dict.fromkeys(options.methods):
-                    for policy in CROSSING_POLICIES:
+                for method in methods:
+                    for policy in policies_of(method):
                         cell = Cell(method, policy, shape.num_crossings, group)
                         key = key_of(cell, windows, model, engine)
                         outcomes = record.get(key)

@@ -1,6 +1,7 @@
 """Stale keys, grow, grow-exact and pinned across tiers, against transformers' own forward."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def window_of(num_crossings: int, *, lead_tokens: int = 6, scored_tokens: int = 
     return Window(shape, tuple(prompt), tuple(forced), NEEDLE, num_answer_tokens=2)
 
 
-def table_of(model: PreTrainedModel, method: str, multiple: int, length: int) -> Any:
+def table_of(model: PreTrainedModel, method: str, multiple: float, length: int) -> Any:
     """transformers' cosines and sines [1, T, D] of a tier, its attention factor included."""
     config = type(model.config).from_dict(model.config.to_dict())
     if multiple > 1:
@@ -49,7 +50,7 @@ def table_of(model: PreTrainedModel, method: str, multiple: int, length: int) ->
 
 
 def logprobs_by_row(
-    model: PreTrainedModel, method: str, tokens: list[int], multiple_of_row: list[int]
+    model: PreTrainedModel, method: str, tokens: list[int], multiple_of_row: Sequence[float]
 ) -> torch.Tensor:
     """transformers' forward in which each position is rotated by a table of its own.
 
@@ -80,6 +81,19 @@ def expected_nll(logprobs: torch.Tensor, window: Window) -> list[float]:
     shape, tokens = window.shape, [*window.prompt_ids, *window.forced_ids]
     scored = range(shape.first_scored, shape.first_scored + shape.scored_tokens)
     return [-float(logprobs[at - 1, tokens[at]]) for at in scored]
+
+
+def test_a_tier_every_few_tokens_rotates_each_row_by_its_own_length(
+    pair: tuple[PreTrainedModel, Checkpoint],
+) -> None:
+    """stale keys whose factor follows the length, against transformers' linear tables"""
+    untouched, checkpoint = pair
+    window = window_of(1)
+    tokens = [*window.prompt_ids, *window.forced_ids]
+    rows = [max(1.0, -(-(at + 1 - L) // 4) * 4 / L + 1) for at in range(len(tokens))]
+    assert (rows[L - 1], rows[L], rows[L + 3], rows[L + 4]) == (1, 68 / 64, 68 / 64, 72 / 64)
+    expected = expected_nll(logprobs_by_row(untouched, "linear", tokens, rows), window)
+    assert outcome(checkpoint, "stale", window, "linear@4").nll == pytest.approx(expected, abs=1e-4)
 
 
 def outcome(

@@ -128,6 +128,7 @@ def test_what_is_finished_is_not_measured_again(
     ("arguments", "sentence"),
     [
         (("--methods", "yarn,longrope"), "methods must be of yarn, dynamic,"),
+        (("--methods", "yarn@0"), "behind @ stands a whole number of tokens from 1, got 'yarn@0'"),
         (("--crossings", "1,7"), "crossings must be from 1 to 6, got 7"),
         (("--crossings", "two"), "must be numbers like 1,2,3; got 'two'"),
         (("--native-len", "512"), "at most what the checkpoint was trained for (256), got 512"),
