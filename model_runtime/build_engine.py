@@ -31,6 +31,20 @@ def build_engine(
 
     Rotation tables of `profiles` are made now, others when a request first needs them.
     """
+    runner = build_runner(checkpoint, config, profiles)
+    return Engine(runner, checkpoint.tokenizer, config, checkpoint.eos_token_ids, observer)
+
+
+def build_runner(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    profiles: Iterable[Profile] = (),
+    make: type[ModelRunner] = ModelRunner,
+) -> ModelRunner:
+    """The engine's model runner over a cache of its own. Raises ModelError for no memory.
+
+    `make`: another kind, for comparisons.
+    """
     page_size = config.page_size
     try:
         store = KVStore(
@@ -43,8 +57,7 @@ def build_engine(
     tables = RopeTables(checkpoint.native, page_size, config.max_model_len, checkpoint.device)
     for profile in profiles:
         tables.slot(profile)
-    runner = ModelRunner(checkpoint.model, checkpoint.plans, store, tables, page_size)
-    return Engine(runner, checkpoint.tokenizer, config, checkpoint.eos_token_ids, observer)
+    return make(checkpoint.model, checkpoint.plans, store, tables, page_size)
 
 
 def sized(

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from model_runtime.attention import STEP, Backend, LayerPlan, PagedStep
+from model_runtime.attention import STEP, Backend, LayerPlan, PagedStep, Step
 from model_runtime.attention_cpu import attend_cpu
 from model_runtime.attention_torch import attend_torch
-from model_runtime.batch import Span, build_batch
+from model_runtime.batch import Batch, Span, build_batch
 from model_runtime.kv_store import KVStore
 from model_runtime.rope_tables import RopeTables
 from rope import Profile
@@ -49,13 +49,16 @@ class ModelRunner:
     def run(self, spans: Sequence[Span]) -> Tensor:
         """One forward over all spans; float32 [R, V], rows in the order the spans ask for them."""
         batch = build_batch(spans, self._page_size, self._device)
-        step = PagedStep(batch, self._store, self._tables, self._plans, self._backend)
         answer = self._model(
             input_ids=batch.token_ids_1T,
             position_ids=batch.position_ids_1T,
             use_cache=False,
             logits_to_keep=batch.logit_rows_R,
-            **{STEP: step},
+            **{STEP: self._step(batch)},
         )
         logits_RV: Tensor = answer.logits[0].float()
         return logits_RV
+
+    def _step(self, batch: Batch) -> Step:
+        """What answers the attention layers' calls in one forward."""
+        return PagedStep(batch, self._store, self._tables, self._plans, self._backend)
