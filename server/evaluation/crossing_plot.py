@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from server.evaluation.crossing import CROSSING_POLICIES
 from server.evaluation.crossing_report import Outcomes, Row, rows_of
+from server.evaluation.intervals import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,10 +37,8 @@ def plot(outcomes: Outcomes, native_len: int, model: str, path: Path) -> None:
         own = [each for each in rows if each.method == method]
         perplexity, retrieval, gap = panels[:, column]
         perplexity.set_title(method)
-        _draw(perplexity, own, lambda row: (row.perplexity.value, row.perplexity.low,
-                                            row.perplexity.high))  # fmt: skip
-        _draw(retrieval, own, lambda row: (row.retrieval.value, row.retrieval.low,
-                                           row.retrieval.high))  # fmt: skip
+        _draw(perplexity, own, lambda row: row.perplexity)
+        _draw(retrieval, own, lambda row: row.retrieval)
         _draw(gap, own, _longest_gap)
         retrieval.set_ylim(-0.05, 1.05)
         for axes in (perplexity, gap):
@@ -68,27 +67,24 @@ def _reach(num_crossings: int, native_len: int) -> str:
     return f"{num_crossings}\n{first:,} \u2192 {last:,}"
 
 
-def _longest_gap(row: Row) -> tuple[float, float, float]:
+def _longest_gap(row: Row) -> Estimate:
     """Without an interval: a median. Where nothing is crossed, an ordinary step."""
-    value = row.step_ms if row.crossing_ms is None else row.crossing_ms
-    return value, value, value
+    return Estimate(row.step_ms if row.crossing_ms is None else row.crossing_ms, None, None)
 
 
-def _draw(
-    axes: "Axes", rows: Sequence[Row], number: Callable[[Row], tuple[float, float, float]]
-) -> None:
+def _draw(axes: "Axes", rows: Sequence[Row], number: Callable[[Row], Estimate]) -> None:
     for place, policy in enumerate(CROSSING_POLICIES):
         own = [each for each in rows if each.policy == policy]
         if not own:
             continue
         shift = (place - (len(CROSSING_POLICIES) - 1) / 2) * _APART
-        values = [number(each) for each in own]
+        found = [number(each) for each in own]
         axes.errorbar(
             [each.num_crossings + shift for each in own],
-            [value for value, _, _ in values],
+            [each.value for each in found],
             yerr=[
-                [max(0.0, value - low) for value, low, _ in values],
-                [max(0.0, high - value) for value, _, high in values],
+                [0.0 if each.low is None else max(0.0, each.value - each.low) for each in found],
+                [0.0 if each.high is None else max(0.0, each.high - each.value) for each in found],
             ],
             fmt=_MARKERS[policy],
             color=_COLOURS[policy],

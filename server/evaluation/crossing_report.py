@@ -12,13 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-import numpy as np
-
 from server.evaluation.crossing import CROSSING_POLICIES, CrossingPolicy, Outcome
+from server.evaluation.intervals import Estimate, bootstrap, exponential, proportion
 
-_Z = 1.959964  # of the normal distribution, 95 % two-sided
-_RESAMPLES = 5000
-_SEED = 0  # of the bootstrap: the same outcomes give the same intervals
 # Each policy against what it stands in for; and the two ways to cross for nothing.
 COMPARED: tuple[tuple[CrossingPolicy, CrossingPolicy], ...] = (
     ("grow", "pinned"),
@@ -29,15 +25,6 @@ COMPARED: tuple[tuple[CrossingPolicy, CrossingPolicy], ...] = (
 
 Key = tuple[str, int, CrossingPolicy]  # method, crossings, policy
 Outcomes = Mapping[Key, Sequence[Outcome]]  # in the order of the windows
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A number and its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +60,6 @@ class Difference:
     decode_time: float  # ratio of the mean times
 
 
-def bootstrap(values: Sequence[float]) -> Estimate:
-    """The mean, and the percentile interval of the means of resampled values."""
-    drawn = np.random.default_rng(_SEED).integers(len(values), size=(_RESAMPLES, len(values)))
-    means = np.asarray(values, dtype=np.float64)[drawn].mean(axis=1)
-    low, high = np.percentile(means, (2.5, 97.5))
-    return Estimate(math.fsum(values) / len(values), float(low), float(high))
-
-
-def wilson(num_right: int, num_all: int) -> Estimate:
-    """A share and its score interval (Wilson 1927)."""
-    share, square = num_right / num_all, _Z**2
-    middle = (share + square / (2 * num_all)) / (1 + square / num_all)
-    reach = _Z / (1 + square / num_all)
-    reach *= math.sqrt(share * (1 - share) / num_all + square / (4 * num_all**2))
-    return Estimate(share, max(0.0, middle - reach), min(1.0, middle + reach))
-
-
 def rows_of(outcomes: Outcomes) -> list[Row]:
     """A row for each method, number of crossings and policy, in the order they were measured."""
     return [_row(key, each) for key, each in outcomes.items()]
@@ -118,9 +88,9 @@ def _row(key: Key, windows: Sequence[Outcome]) -> Row:
         policy,
         len(windows),
         sum(len(each.nll) for each in windows),
-        Estimate(math.exp(nll.value), math.exp(nll.low), math.exp(nll.high)),
+        exponential(nll),
         num_found,
-        wilson(num_found, len(windows)),
+        proportion(num_found, len(windows)),
         statistics.fmean(each.decode_s for each in windows),
         1000 * statistics.median(each.step_s for each in windows),
         1000 * statistics.median(last) if last else None,

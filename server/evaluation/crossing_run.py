@@ -38,7 +38,7 @@ from server.evaluation.crossing_windows import (
     draw_sources,
     lay_out,
 )
-from server.evaluation.held_out import Document, library_documents
+from server.evaluation.held_out import Document
 from server.serving_plan import EMBEDDED_NAME
 from server.settings import ServeSettings
 
@@ -64,12 +64,11 @@ class CrossingOptions:
 def run_crossings(
     settings: ServeSettings,
     options: CrossingOptions,
-    documents: Sequence[Document] | None = None,
+    documents: Sequence[Document],
 ) -> Outcomes:
     """Measure what is missing, write table, JSON, CSV and plot to the folder, print the table.
 
-    `documents`: None for the library's held-out part. Raises CrossingError for what cannot be
-    compared, ModelError for what cannot be loaded.
+    Raises CrossingError for what cannot be compared, ModelError for what cannot be loaded.
     """
     check_options(options)
     if settings.threads is not None:
@@ -85,8 +84,6 @@ def run_crossings(
     for method in options.methods:  # what a checkpoint refuses is told before anything is run
         shape = shapes[-1]
         crossing_deployment(checkpoint.native, method, "grow", shape, shape.final_ceiling)
-    if documents is None:
-        documents = library_documents(held_out=True)
     sources = draw_sources(
         checkpoint.tokenizer, documents, shapes[-1], options.num_windows, options.seed
     )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from server.evaluation.cells import PERPLEXITY, RETRIEVAL, QueryScore, Score, WindowScore
-from server.evaluation.intervals import Estimate, mean, perplexity, proportion
+from server.evaluation.intervals import Estimate, exponential, mean, proportion
 from server.evaluation.plan import EvalPlan, Variant
 
 NUM_BINS = 4  # of depth
@@ -97,7 +97,9 @@ def make_row(
         variant,
         context_len,
         factor,
-        perplexity([each.nats / each.target_tokens for each in windows]) if windows else None,
+        exponential(mean([each.nats / each.target_tokens for each in windows]))
+        if windows
+        else None,
         _bits_per_byte(windows) if windows else None,
         windows,
         proportion(sum(each.is_right for each in queries), len(queries)) if queries else None,

@@ -11,17 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 from server.evaluation import crossing_run
+from server.evaluation.command import evaluate
 from server.evaluation.crossing import CROSSING_POLICIES, CrossingPolicy, Outcome
-from server.evaluation.crossing_command import crossings
 from server.evaluation.crossing_record import FILE
-from server.evaluation.crossing_report import (
-    bootstrap,
-    differences_of,
-    rows_of,
-    table,
-    wilson,
-)
+from server.evaluation.crossing_report import differences_of, rows_of, table
 from server.evaluation.crossing_run import CrossingOptions, run_crossings
+from server.evaluation.held_out import library_documents
+from server.evaluation.intervals import bootstrap, proportion
 from server.settings import load_settings
 
 OPTIONS = {"num_windows": 2, "windows_together": 1, "scored_tokens": 4, "num_crossings": (1,)}
@@ -41,9 +37,9 @@ def two_policies() -> dict[tuple[str, int, CrossingPolicy], list[Outcome]]:
 
 def test_wilson_meets_published_values() -> None:
     """81 of 263 in Newcombe 1998: 0.2553 to 0.3662; 0 of 20: 0 to 0.1611"""
-    found = wilson(81, 263)
+    found = proportion(81, 263)
     assert (found.low, found.high) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert (wilson(0, 20).low, wilson(0, 20).high) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert (proportion(0, 20).low, proportion(0, 20).high) == pytest.approx((0.0, 0.1611), abs=5e-5)
 
 
 def test_the_bootstrap_is_near_the_normal_interval_of_many_values() -> None:
@@ -73,7 +69,7 @@ def test_differences_are_taken_window_by_window() -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small run on the embedded model."""
     folder = tmp_path_factory.mktemp("crossings")
-    run_crossings(load_settings({}), options(folder))
+    run_crossings(load_settings({}), options(folder), library_documents(held_out=True))
     return folder
 
 
@@ -114,13 +110,20 @@ def test_what_is_finished_is_not_measured_again(
         return original(*arguments, **named)
 
     monkeypatch.setattr(crossing_run, "run_windows", watched)
-    again = run_crossings(load_settings({}), options(tmp_path))
+    again = run_crossings(load_settings({}), options(tmp_path), library_documents(held_out=True))
     assert measured == ["stale"]
     assert [row.perplexity for row in rows_of(again)] == [
-        row.perplexity for row in rows_of(run_crossings(load_settings({}), options(finished)))
+        row.perplexity
+        for row in rows_of(
+            run_crossings(load_settings({}), options(finished), library_documents(held_out=True))
+        )
     ]
     assert len(measured) == 1
-    run_crossings(load_settings({}), options(tmp_path, seed=1, num_windows=1))
+    run_crossings(
+        load_settings({}),
+        options(tmp_path, seed=1, num_windows=1),
+        library_documents(held_out=True),
+    )
     assert measured[1:] == list(CROSSING_POLICIES)
 
 
@@ -130,10 +133,11 @@ def test_what_is_finished_is_not_measured_again(
         (("--methods", "yarn,longrope"), "methods must be of yarn, dynamic,"),
         (("--methods", "yarn@0"), "behind @ stands a whole number of tokens from 1, got 'yarn@0'"),
         (("--crossings", "1,7"), "crossings must be from 1 to 6, got 7"),
-        (("--crossings", "two"), "must be numbers like 1,2,3; got 'two'"),
+        (("--crossings", "two"), "must be integers with commas between them, got 'two'"),
         (("--native-len", "512"), "at most what the checkpoint was trained for (256), got 512"),
         (("--windows", "100000"), "windows: the text has"),
         (("--scored-tokens", "500", "--crossings", "1"), "last tier of 512 tokens, got"),
+        (("--queries", "4"), "--queries has no meaning with --policies"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -141,7 +145,9 @@ def test_what_cannot_be_compared_is_refused(
     arguments: tuple[str, ...], sentence: str, tmp_path: Path
 ) -> None:
     """with code 2 and a sentence that names option, limit and value"""
-    ended = CliRunner().invoke(crossings, ("--output", str(tmp_path / "out"), *arguments))
+    ended = CliRunner().invoke(
+        evaluate, ("--policies", "--output", str(tmp_path / "out"), *arguments)
+    )
     assert ended.exit_code == 2
     assert sentence in ended.output
 
@@ -149,6 +155,6 @@ def test_what_cannot_be_compared_is_refused(
 def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
     """by its line"""
     (tmp_path / FILE).write_text("{}\n")
-    ended = CliRunner().invoke(crossings, ("--output", str(tmp_path)))
+    ended = CliRunner().invoke(evaluate, ("--policies", "--output", str(tmp_path)))
     assert ended.exit_code == 2
     assert "line 1 of" in ended.output
