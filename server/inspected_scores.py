@@ -44,33 +44,68 @@ def deployment_scores(
     distances: tuple[int, ...],
 ) -> DeploymentScores:
     """Each layer under its own tables."""
-    scaled: list[tuple[int, LayerStatistics]] = []
-    others: list[HeadScores] = []
-    for index, layer in layers.items():
-        layer_type = layer.plan.layer_type
-        if layer_type == native.scaled_layer_type:
-            scaled.append((index, layer))
-        else:
-            table = _NOTHING_TURNS if layer_type is None else tables.others[layer_type]
-            others += _scores(index, layer, table, distances)
 
-    def under(table: Frequencies) -> tuple[HeadScores, ...]:
-        return tuple(row for each in scaled for row in _scores(*each, table, distances))
+    def under(scaled: Frequencies, *, is_scaled: bool = True) -> tuple[HeadScores, ...]:
+        return tuple(
+            row
+            for index, layer in layers.items()
+            if (layer.plan.layer_type == native.scaled_layer_type) == is_scaled
+            for row in _scores(index, layer, _table(layer, native, tables, scaled), distances)
+        )
 
     return DeploymentScores(
         distances,
         under(tables.unscaled),
         {name: under(table) for name, table in tables.tiers.items()},
-        tuple(others),
+        under(tables.unscaled, is_scaled=False),
     )
+
+
+def expected_curves(
+    layers: Mapping[int, LayerStatistics],
+    native: NativeRope,
+    tables: DeploymentTables,
+    scaled: Frequencies,
+    distances: Sequence[int],
+) -> list[list[float]]:
+    """Every head's expected score, where `scaled` is the table of the layers that are scaled.
+
+    A curve ends where its layer's sliding window does.
+    """
+    curves: list[list[float]] = []
+    for layer in layers.values():
+        given = (
+            layer.query,
+            layer.key_by_query_head,
+            _table(layer, native, tables, scaled),
+            torch.tensor(_seen(layer, distances)),
+            layer.scaling,
+        )
+        curves += expected_score(*given).tolist()
+    return curves
+
+
+def _table(
+    layer: LayerStatistics, native: NativeRope, tables: DeploymentTables, scaled: Frequencies
+) -> Frequencies:
+    """What the layer rotates by."""
+    layer_type = layer.plan.layer_type
+    if layer_type is None:
+        return _NOTHING_TURNS
+    return scaled if layer_type == native.scaled_layer_type else tables.others[layer_type]
+
+
+def _seen(layer: LayerStatistics, distances: Sequence[int]) -> list[int]:
+    """The distances, in rising order, that are within the layer's window."""
+    window = layer.sliding_window
+    return [each for each in distances if window is None or each < window]
 
 
 def _scores(
     index: int, layer: LayerStatistics, table: Frequencies, distances: Sequence[int]
 ) -> Iterator[HeadScores]:
     """Of every query head with the key head that it reads."""
-    window = layer.sliding_window
-    seen = [each for each in distances if window is None or each < window]
+    seen = _seen(layer, distances)
     beyond = (None,) * (len(distances) - len(seen))
     given = (layer.query, layer.key_by_query_head, table, torch.tensor(seen), layer.scaling)
     rows = zip(expected_score(*given).tolist(), score_spread(*given).tolist(), strict=True)

@@ -115,19 +115,51 @@ def inspect_model(settings: ServeSettings, options: InspectOptions) -> str:
         heads = inspect_heads(settings, layers, read_sample(options.heads), options.heads)
     found = [_inspected(deployment, native, heads) for deployment in deployments]
     if options.plot_path is not None:
-        _draw(found, f"{outline.architecture}: attention against distance", options.plot_path)
+        title = f"{outline.architecture}: attention against distance"
+        _draw(native, found, heads, title, options.plot_path)
     if options.as_json:
         return json.dumps(_as_json(outline, native, costs, found, heads), indent=2)
+    return "\n".join(_lines(outline, native, costs, found, heads))
+
+
+def _lines(
+    outline: Outline,
+    native: NativeRope,
+    costs: Costs,
+    found: Sequence[InspectedDeployment],
+    heads: InspectedHeads | None,
+) -> list[str]:
     lines = [*_model_lines(outline, native, costs), *_cost_lines(costs)]
     for each in found:
         lines += ["", *_table_lines(each.deployment, native, each.tiers)]
         lines += ["", *decay_lines(each.deployment, each.bounds)]
     if heads is not None:
         lines += ["", *head_lines(heads)]
-        for each in found:
-            if each.scores is not None:
-                lines += score_lines(each.deployment, each.scores)
-    return "\n".join(lines)
+    for each in found:
+        if each.scores is not None:
+            lines += score_lines(each.deployment, each.scores)
+    return lines
+
+
+def _draw(
+    native: NativeRope,
+    found: Sequence[InspectedDeployment],
+    heads: InspectedHeads | None,
+    title: str,
+    path: Path,
+) -> None:
+    """Raises SettingsError where the file cannot be written."""
+    layers = {} if heads is None else heads.layers
+    drawn = [
+        DrawnDeployment(
+            each.deployment, native, each.tables, each.bounds.distances, layers, each.scores
+        )
+        for each in found
+    ]
+    try:
+        plot(drawn, title, path)
+    except OSError as error:
+        raise SettingsError(f"--plot: cannot write {path}: {error.strerror}") from error
 
 
 def _inspected(
@@ -144,17 +176,6 @@ def _inspected(
         decay_bounds(tables, distances),
         scores,
     )
-
-
-def _draw(found: Sequence[InspectedDeployment], title: str, path: Path) -> None:
-    drawn = [
-        DrawnDeployment(each.deployment, each.tables, each.bounds.distances, each.scores)
-        for each in found
-    ]
-    try:
-        plot(drawn, title, path)
-    except OSError as error:
-        raise SettingsError(f"--plot: cannot write {path}: {error.strerror}") from error
 
 
 def _tier_table(tier: Tier, native: NativeRope) -> TierTable:
