@@ -4,6 +4,7 @@ Knows torch and numbers only: no models, no I/O, nothing remembered between call
 """
 
 from rope.angles import Angles, offset_angles, page_start_angles, position_angles
+from rope.decay import Moments, decay_bound, expected_score, score_spread
 from rope.errors import RopeConfigError
 from rope.frequencies import Frequencies, Rotary, Scaling, Unscaled
 from rope.from_config import ROPE_TYPES, Method, parse_method, rope_type_of
@@ -39,6 +40,7 @@ __all__ = [
     "Llama3",
     "LongRope",
     "Method",
+    "Moments",
     "NativeRope",
     "NativeTable",
     "Policy",
@@ -51,7 +53,9 @@ __all__ = [
     "Yarn",
     "build_tiers",
     "choose_tier",
+    "decay_bound",
     "default_multiples",
+    "expected_score",
     "fixed_tier",
     "half_split_from_interleaved",
     "logn_scale",
@@ -64,4 +68,5 @@ __all__ = [
     "position_angles",
     "rope_type_of",
     "rotate",
+    "score_spread",
 ]

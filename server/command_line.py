@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import click
@@ -88,18 +89,59 @@ def serve(**flags: Any) -> None:
     metavar="GIB",
     help="Memory for weights and cache together: says the longest context that fits.",
 )
+@click.option(
+    "--heads",
+    metavar="LAYERS",
+    help="Load the weights, and say what the heads of these layers (all, or 0,5,...) make of "
+    "distance on a sample text.",
+)
+@click.option(
+    "--sample-text",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The text for --heads. Left out: Python's standard library, the files held out from "
+    "training.",
+)
+@click.option(
+    "--sample-tokens",
+    type=click.IntRange(min=2),
+    metavar="TOKENS",
+    help="At most so much of it.  [default: 2048]",
+)
+@click.option(
+    "--plot",
+    "plot_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw attention against distance there, .png or .svg; needs matplotlib, the extra `plot`.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @with_flags(SourceSettings, ModelSettings, DeploymentSettings)
-def inspect(memory_gib: float | None, *, as_json: bool, **flags: Any) -> None:
-    """Show MODEL's tables tier by tier, and what a context costs; loads no weights.
+def inspect(
+    memory_gib: float | None,
+    heads: str | None,
+    sample_text: Path | None,
+    sample_tokens: int | None,
+    plot_path: Path | None,
+    *,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Show MODEL's tables tier by tier, what a context costs, and attention by distance.
 
     For each pair of dimensions: its wavelength in tokens, and whether a tier keeps it, blends it
-    or interpolates it. Deployments come from the same flags, variables and file as in `serve`.
+    or interpolates it. Then the upper bound of attention against distance, with and without
+    scaling. Loads weights for --heads only. Deployments come from the same flags, variables and
+    file as in `serve`.
     """
-    from server.inspection import inspect_model
+    from server.inspected_heads import heads_options
+    from server.inspection import InspectOptions, inspect_model
 
+    _log_to_stderr()
     with _sentences():
-        click.echo(inspect_model(load_settings(given(flags)), memory_gib, as_json=as_json))
+        wanted = heads_options(heads, sample_text, sample_tokens)
+        options = InspectOptions(memory_gib, wanted, plot_path, as_json)
+        click.echo(inspect_model(load_settings(given(flags)), options))
 
 
 @ropewalk.group()

@@ -1,18 +1,45 @@
-"""`ropewalk inspect`: a deployment's tables tier by tier, and what a context costs."""
+"""`ropewalk inspect`: tables tier by tier, what a context costs, and attention by distance."""
 
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from model_runtime.deployment import Deployment
 from model_runtime.kv_store import bytes_per_token
 from model_runtime.outline import Outline
 from rope import NativeRope, Tier
+from server.inspected_decay import (
+    DecayBounds,
+    DeploymentTables,
+    decay_bounds,
+    decay_json,
+    decay_lines,
+    distances_of,
+    tables_of,
+)
+from server.inspected_heads import (
+    HeadsOptions,
+    InspectedHeads,
+    head_lines,
+    heads_json,
+    inspect_heads,
+    parse_layers,
+    read_sample,
+)
+from server.inspected_scores import (
+    DeploymentScores,
+    deployment_scores,
+    score_lines,
+    scores_json,
+)
+from server.inspection_plot import DrawnDeployment, plot
 from server.outlook import outline_of
+from server.plotting import PlotError, check_can_plot
 from server.serving_plan import plan_deployments, size_text
-from server.settings import ServeSettings
+from server.settings import ServeSettings, SettingsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +74,108 @@ class Costs:
     longest_context_in_memory: int | None  # of one sequence
 
 
-def inspect_model(settings: ServeSettings, memory_gib: float | None, *, as_json: bool) -> str:
-    """Everything as text or JSON. Raises ModelError or SettingsError; loads no weights."""
+@dataclass(frozen=True, slots=True)
+class InspectedDeployment:
+    """All about one deployment."""
+
+    deployment: Deployment
+    tiers: tuple[TierTable, ...]
+    tables: DeploymentTables
+    bounds: DecayBounds
+    scores: DeploymentScores | None  # None: not asked for
+
+
+@dataclass(frozen=True, slots=True)
+class InspectOptions:
+    """The command line of `inspect` beside the settings."""
+
+    memory_gib: float | None = None
+    heads: HeadsOptions | None = None  # None: no weights are loaded
+    plot_path: Path | None = None
+    as_json: bool = False
+
+
+def inspect_model(settings: ServeSettings, options: InspectOptions) -> str:
+    """Everything as text or JSON, and the plot. Raises ModelError or SettingsError.
+
+    Loads weights only if heads are asked for, after everything else has been checked.
+    """
+    if options.plot_path is not None:
+        try:
+            check_can_plot(options.plot_path)
+        except PlotError as error:
+            raise SettingsError(str(error)) from error
     outline = outline_of(settings)
     native = outline.native()
     deployments = plan_deployments(settings, native)
-    costs = _costs(outline, deployments, settings.page_size, memory_gib)
-    tables = {
-        deployment.name: [_tier_table(tier, native) for tier in deployment.own_tiers]
-        for deployment in deployments
-    }
-    if as_json:
-        return json.dumps(_as_json(outline, native, deployments, costs, tables), indent=2)
+    costs = _costs(outline, deployments, settings.page_size, options.memory_gib)
+    heads = None
+    if options.heads is not None:
+        layers = parse_layers(options.heads.layers, len(outline.layers()))
+        heads = inspect_heads(settings, layers, read_sample(options.heads), options.heads)
+    found = [_inspected(deployment, native, heads) for deployment in deployments]
+    if options.plot_path is not None:
+        title = f"{outline.architecture}: attention against distance"
+        _draw(native, found, heads, title, options.plot_path)
+    if options.as_json:
+        return json.dumps(_as_json(outline, native, costs, found, heads), indent=2)
+    return "\n".join(_lines(outline, native, costs, found, heads))
+
+
+def _lines(
+    outline: Outline,
+    native: NativeRope,
+    costs: Costs,
+    found: Sequence[InspectedDeployment],
+    heads: InspectedHeads | None,
+) -> list[str]:
     lines = [*_model_lines(outline, native, costs), *_cost_lines(costs)]
-    for deployment in deployments:
-        lines += ["", *_table_lines(deployment, native, tables[deployment.name])]
-    return "\n".join(lines)
+    for each in found:
+        lines += ["", *_table_lines(each.deployment, native, each.tiers)]
+        lines += ["", *decay_lines(each.deployment, each.bounds)]
+    if heads is not None:
+        lines += ["", *head_lines(heads)]
+    for each in found:
+        if each.scores is not None:
+            lines += score_lines(each.deployment, each.scores)
+    return lines
+
+
+def _draw(
+    native: NativeRope,
+    found: Sequence[InspectedDeployment],
+    heads: InspectedHeads | None,
+    title: str,
+    path: Path,
+) -> None:
+    """Raises SettingsError where the file cannot be written."""
+    layers = {} if heads is None else heads.layers
+    drawn = [
+        DrawnDeployment(
+            each.deployment, native, each.tables, each.bounds.distances, layers, each.scores
+        )
+        for each in found
+    ]
+    try:
+        plot(drawn, title, path)
+    except OSError as error:
+        raise SettingsError(f"--plot: cannot write {path}: {error.strerror}") from error
+
+
+def _inspected(
+    deployment: Deployment, native: NativeRope, heads: InspectedHeads | None
+) -> InspectedDeployment:
+    tables, distances = tables_of(deployment, native), distances_of(deployment)
+    scores = None
+    if heads is not None:
+        scores = deployment_scores(heads.layers, native, tables, distances)
+    return InspectedDeployment(
+        deployment,
+        tuple(_tier_table(tier, native) for tier in deployment.own_tiers),
+        tables,
+        decay_bounds(tables, distances),
+        scores,
+    )
 
 
 def _tier_table(tier: Tier, native: NativeRope) -> TierTable:
@@ -157,7 +270,9 @@ def _cost_lines(costs: Costs) -> list[str]:
     return lines
 
 
-def _table_lines(deployment: Deployment, native: NativeRope, tables: list[TierTable]) -> list[str]:
+def _table_lines(
+    deployment: Deployment, native: NativeRope, tables: Sequence[TierTable]
+) -> list[str]:
     """A row per pair, a column per tier."""
     untouched = native.tables[native.scaled_layer_type].frequencies().inv_freq_P.double()
     heads = [f"{table.ceiling} ({table.factor:g}x)" for table in tables]
@@ -187,9 +302,9 @@ def _table_lines(deployment: Deployment, native: NativeRope, tables: list[TierTa
 def _as_json(
     outline: Outline,
     native: NativeRope,
-    deployments: Sequence[Deployment],
     costs: Costs,
-    tables: dict[str, list[TierTable]],
+    found: Sequence[InspectedDeployment],
+    heads: InspectedHeads | None,
 ) -> dict[str, Any]:
     return {
         "architecture": outline.architecture,
@@ -198,14 +313,17 @@ def _as_json(
         "rotary_dim": native.rotary.rotary_dim,
         "rope_theta": native.rotary.rope_theta,
         "costs": asdict(costs),
+        "heads": None if heads is None else heads_json(heads),
         "deployments": [
             {
-                "name": deployment.name,
-                "rope_type": deployment.rope_type,
-                "policy": deployment.policy,
-                "native_len": deployment.native_len,
-                "tiers": [asdict(table) for table in tables[deployment.name]],
+                "name": each.deployment.name,
+                "rope_type": each.deployment.rope_type,
+                "policy": each.deployment.policy,
+                "native_len": each.deployment.native_len,
+                "tiers": [asdict(table) for table in each.tiers],
+                "decay": decay_json(each.tables, each.bounds),
+                "scores": None if each.scores is None else scores_json(each.scores),
             }
-            for deployment in deployments
+            for each in found
         ],
     }

@@ -1,25 +1,13 @@
 """Latency against context length, drawn."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server.bench.plan import BenchError
 from server.bench.report import LengthSummary, Report, Spread
+from server.plotting import COLOURS, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-_FORMATS = (".png", ".svg")
-_COLOURS = ("#1f5f8b", "#d9822b")  # tell apart in grey, too
-
-
-def check_can_plot(path: Path) -> None:
-    """Before the load is sent. Raises BenchError."""
-    if path.suffix not in _FORMATS:
-        raise BenchError(f"--plot must end in {' or '.join(_FORMATS)}, got {str(path)!r}")
-    if find_spec("matplotlib") is None:
-        raise BenchError("--plot needs matplotlib: pip install 'ropewalk[plot]'")
 
 
 def plot(report: Report, path: Path) -> None:
@@ -66,17 +54,13 @@ def _draw(axes: "Axes", measured: list[LengthSummary], spreads: list[Spread | No
     ]
     lens = [point[0] for point in points]
     p50, p95 = [point[1] for point in points], [point[2] for point in points]
-    axes.fill_between(lens, p50, p95, color=_COLOURS[0], alpha=0.12, linewidth=0)
-    axes.plot(lens, p95, "s--", color=_COLOURS[1], label="p95", markersize=5)
-    axes.plot(lens, p50, "o-", color=_COLOURS[0], label="p50", markersize=5)
+    axes.fill_between(lens, p50, p95, color=COLOURS[0], alpha=0.12, linewidth=0)
+    axes.plot(lens, p95, "s--", color=COLOURS[1], label="p95", markersize=5)
+    axes.plot(lens, p50, "o-", color=COLOURS[0], label="p50", markersize=5)
     axes.set_xscale("log", base=2)
     ticks = [_len_of(each) for each in measured]
     axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
-    axes.minorticks_off()
-    axes.grid(visible=True, color="0.9")
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    tidy(axes)
 
 
 def _len_of(summary: LengthSummary) -> float:

@@ -11,10 +11,11 @@ import click
 
 from server.bench.load import open_client, run_load
 from server.bench.plan import BenchError, LoadPlan, choose_context_lens, parse_rope
-from server.bench.plot import check_can_plot, plot
+from server.bench.plot import plot
 from server.bench.progress import progress
 from server.bench.report import Report, as_json, table
 from server.bench.target import find_prompts, find_target
+from server.plotting import PlotError, check_can_plot
 
 _STDOUT = "-"
 
@@ -75,15 +76,16 @@ def _check_before_the_load(options: BenchOptions) -> None:
     ):
         raise BenchError("--api-key must be printable ASCII")
     if options.plot_path is not None:
-        check_can_plot(options.plot_path)
-    files = {"--plot": options.plot_path}
+        try:
+            check_can_plot(options.plot_path)
+        except PlotError as error:
+            raise BenchError(str(error)) from error
     if options.json_path not in (None, _STDOUT):
-        files["--json"] = Path(str(options.json_path))
-    for flag, path in files.items():
-        if path is not None and path.is_dir():
-            raise BenchError(f"{flag}: {path} is a folder")
-        if path is not None and not path.parent.is_dir():
-            raise BenchError(f"{flag}: there is no folder {path.parent}")
+        path = Path(str(options.json_path))
+        if path.is_dir():
+            raise BenchError(f"--json: {path} is a folder")
+        if not path.parent.is_dir():
+            raise BenchError(f"--json: there is no folder {path.parent}")
 
 
 async def _measured(options: BenchOptions) -> Report:

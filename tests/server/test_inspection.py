@@ -85,7 +85,7 @@ def test_text_has_a_row_per_pair_and_a_column_per_tier() -> None:
     at = next(index for index, line in enumerate(lines) if line.startswith("pair"))
     assert "256 (1x)" in lines[at]
     assert "1536 (6x)" in lines[at]
-    rows = lines[at + 2 :]
+    rows = lines[at + 2 : lines.index("", at)]
     assert [int(row.split()[0]) for row in rows] == list(range(32))
     assert rows[0].split()[3:] == ["6.283", "k"] * 3
     assert [row[-1] for row in rows] == ["k", *"b" * 12, *"i" * 19]

@@ -1,0 +1,103 @@
+"""How attention depends on the distance between query and key: a bound, and an expectation.
+
+The bound knows the table alone; the expectation also means and covariances of queries and keys
+before rotation. All in float64. docs/rope.md derives the formulas.
+
+Shapes: P = rotated pairs, M = distances, D = head dimensions (half-split pairs, the first 2P of
+them rotate), H = pairs of a query head and its key head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rope.angles import Angles
+from rope.frequencies import Frequencies
+from rope.rotate import rotate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moments:
+    """Mean and covariance of unrotated vectors, float64."""
+
+    mean_HD: Tensor
+    covariance_HDD: Tensor
+
+    @property
+    def spread_H(self) -> Tensor:
+        """Root mean square distance from the mean, in the mean's own unit."""
+        return self.covariance_HDD.diagonal(dim1=-2, dim2=-1).sum(-1).clamp(min=0).sqrt()
+
+
+def decay_bound(table: Frequencies, distances_M: Tensor) -> Tensor:
+    """RoFormer's upper bound of a score against distance in tokens, relative units, [M].
+
+    (1 / P) * sum over j = 1 .. P of |S_j|, S_j the sum over pairs i < j of exp(1j * m * theta_i)
+    (arXiv 2104.09864, section 3.4.3), times the attention factor's square, by which scores grow.
+    Left out: the largest step between neighbouring pairs' products, which depends on the vectors.
+    """
+    turns_MP = _turns(table, distances_M)
+    partial_sums_MP = turns_MP.cumsum(-1)
+    return partial_sums_MP.abs().mean(-1) * table.attention_factor**2
+
+
+def expected_score(
+    query: Moments, key: Moments, table: Frequencies, distances_M: Tensor, scaling: float
+) -> Tensor:
+    """Mean logit of independent queries and keys, m tokens apart, [H, M].
+
+    The query stands m tokens after the key. `scaling` multiplies every logit (1 / sqrt(D) in most
+    models). Dimensions that do not rotate count at every distance alike and without the attention
+    factor. Left out: the log-n switch, caps of the logits and sinks.
+    """
+    num_pairs = table.inv_freq_P.shape[0]
+    rotated_H = (_pairs(query.mean_HD, num_pairs) * _pairs(key.mean_HD, num_pairs).conj())[:, None]
+    turning_HM = (rotated_H * _turns(table, distances_M)).real.sum(-1)
+    rest_HD = (query.mean_HD * key.mean_HD)[:, 2 * num_pairs :]
+    return scaling * (table.attention_factor**2 * turning_HM + rest_HD.sum(-1, keepdim=True))
+
+
+def score_spread(
+    query: Moments, key: Moments, table: Frequencies, distances_M: Tensor, scaling: float
+) -> Tensor:
+    """Standard deviation of the logit that `expected_score` is the mean of, [H, M].
+
+    Exact where query and key are independent, whatever their distributions: with the query turned
+    and lengthened first, the logit is a plain product u . k, whose variance is
+    mu_u' C_k mu_u + mu_k' C_u mu_k + trace(C_u C_k).
+    """
+    angle_MP = torch.outer(distances_M.double(), table.inv_freq_P.double())
+    num_pairs = angle_MP.shape[-1]
+    length_D = torch.ones(query.mean_HD.shape[-1], dtype=torch.float64)
+    length_D[: 2 * num_pairs] = table.attention_factor**2
+    spreads = []
+    for angle_P in angle_MP:
+        angles = Angles(angle_P.cos(), angle_P.sin())
+        mean_HD = rotate(query.mean_HD, angles) * length_D
+        # Rows, then columns: R C R'.
+        half_HDD = rotate(query.covariance_HDD, angles) * length_D
+        covariance_HDD = rotate(half_HDD.transpose(-1, -2), angles) * length_D
+        variance_H = (
+            _quadratic(key.covariance_HDD, mean_HD)
+            + _quadratic(covariance_HDD, key.mean_HD)
+            + (covariance_HDD * key.covariance_HDD).sum((-1, -2))
+        )
+        spreads.append(variance_H.clamp(min=0).sqrt())  # rounding may leave -1e-20
+    return abs(scaling) * torch.stack(spreads, dim=-1)
+
+
+def _turns(table: Frequencies, distances_M: Tensor) -> Tensor:
+    """exp(1j * m * theta_i), complex128 [M, P]."""
+    angle_MP = torch.outer(distances_M.double(), table.inv_freq_P.double())
+    return torch.polar(torch.ones_like(angle_MP), angle_MP)
+
+
+def _pairs(x_HD: Tensor, num_pairs: int) -> Tensor:
+    """Rotated pairs as complex numbers, [H, P]."""
+    return torch.complex(x_HD[:, :num_pairs], x_HD[:, num_pairs : 2 * num_pairs])
+
+
+def _quadratic(matrix_HDD: Tensor, x_HD: Tensor) -> Tensor:
+    """x' M x, [H]."""
+    return torch.einsum("hd,hde,he->h", x_HD, matrix_HDD, x_HD)
