@@ -24,7 +24,7 @@ from server.settings import load_settings
 from tests.settings_page import table
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("rope", "model_runtime", "server", "server/bench", "server/evaluation")
+PACKAGES = ("rope", "model_runtime", "server", "server/bench", "server/evaluation", "training")
 
 
 def page(name: str) -> str:

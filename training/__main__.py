@@ -25,6 +25,13 @@ Options = TypeVar("Options", Shape, Schedule)
 @click.command()
 @click.option("--run", type=click.Path(path_type=Path), default=Path("build/embedded_model"))
 @click.option("--steps", type=click.IntRange(min=1), default=Schedule.steps, show_default=True)
+@click.option(
+    "--polish-steps",
+    type=click.IntRange(min=0),
+    default=Schedule.polish_steps,
+    show_default=True,
+    help="Behind the others, on mostly needles.",
+)
 @click.option("--seed", type=int, default=Schedule.seed, show_default=True)
 @click.option(
     "--windows-per-step",
@@ -74,7 +81,7 @@ def main(run: Path, threads: int, *, compiled: bool, **learning: Any) -> None:
     except RunFolderError as error:
         click.echo(f"training: {error}", err=True)
         sys.exit(2)
-    _train(training, schedule.steps)
+    _train(training, schedule.all_steps)
     model = run / "model"
     save_model(training.network, model)
     save_tokenizer(tokenizer, model, shape.native_len)

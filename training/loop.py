@@ -15,7 +15,7 @@ from training.pieces import WEIGHT_OF_KIND, Kind
 from training.run_folder import Measured, RunFolder
 from training.shape import Schedule, Shape
 from training.text import Corpus
-from training.windows import EARLY, LATE, MIDDLE, Batch, Mix, Windows
+from training.windows import EARLY, LATE, MIDDLE, POLISH, Batch, Mix, Windows
 
 _MEASURE_EVERY = 100  # steps
 _FORMED_BELOW = 0.5  # nats: the answers' loss at which retrieval counts as formed
@@ -58,10 +58,10 @@ class Training:
 
     def steps(self) -> Iterator[Measured | None]:
         """Go on to the end; a measurement where there is one, None after other steps."""
-        while self.progress.step < self._schedule.steps:
+        while self.progress.step < self._schedule.all_steps:
             began = time.monotonic()
             self._step()
-            is_last = self.progress.step == self._schedule.steps
+            is_last = self.progress.step == self._schedule.all_steps
             measured = None
             if self.progress.step % _MEASURE_EVERY == 0 or is_last:
                 measured = self._measure()
@@ -87,6 +87,8 @@ class Training:
             progress.formed_at = progress.step
 
     def _mix(self) -> Mix:
+        if self.progress.step >= self._schedule.steps:
+            return POLISH
         if self.progress.step >= self._schedule.late_from * self._schedule.steps:
             return LATE
         return EARLY if self.progress.formed_at is None else MIDDLE

@@ -26,9 +26,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps, rates, and what a step reads. Fractions are of all steps."""
+    """Steps, rates, and what a step reads. Fractions are of `steps`."""
 
     steps: int = 6000
+    polish_steps: int = 1000  # behind them, on mostly needles
     windows_per_step: int = 16
     seed: int = 0
     planted: bool = True  # start from an induction circuit: `induction.py`
@@ -39,9 +40,18 @@ class Schedule:
     matrix_decay: float = 0.1
     other_rate: float = 4e-3  # AdamW: embedding, norms, biases
     late_from: float = 0.6  # the late mix begins
+    polish_rate: float = 0.25  # of the full one, at the first polishing step
+
+    @property
+    def all_steps(self) -> int:
+        """Polishing included."""
+        return self.steps + self.polish_steps
 
     def rate(self, step: int) -> float:
         """The rate of step 0, 1, ... as a share of the full one."""
+        if step >= self.steps:
+            left = 1 - (step - self.steps) / self.polish_steps
+            return max(self.last_rate, self.polish_rate * left)
         left = 1 - step / self.steps
         warm = min(1.0, (step + 1) / self.warmup_steps)
         return warm * min(1.0, max(self.last_rate, left / self.cooldown))

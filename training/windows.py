@@ -38,6 +38,8 @@ class Mix:
 EARLY = Mix(needles=0.10, chat=0.05, dense=0.35, repeats=0.40)
 MIDDLE = Mix(needles=0.22, chat=0.08, dense=0.18, repeats=0.07)
 LATE = Mix(needles=0.20, chat=0.07, dense=0.09, repeats=0.03)
+# Text is learned by then; a needle has to stand out of eight times the text that a window holds.
+POLISH = Mix(needles=0.30, chat=0.10, dense=0.25, repeats=0.05)
 
 
 @dataclass(frozen=True, slots=True)

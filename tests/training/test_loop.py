@@ -12,7 +12,7 @@ from training.run_folder import RunFolder, RunFolderError
 from training.shape import Schedule, Shape
 from training.text import Corpus
 
-SCHEDULE = Schedule(steps=6, windows_per_step=4, warmup_steps=2, planted=False)
+SCHEDULE = Schedule(steps=4, polish_steps=2, windows_per_step=4, warmup_steps=2, planted=False)
 
 
 def _training(corpus: Corpus, shape: Shape, schedule: Schedule, folder: Path) -> Training:
@@ -44,7 +44,7 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(
 
 def test_training_learns(corpus: Corpus, shape: Shape, tmp_path: Path) -> None:
     """thirty steps bring the held-out loss down by more than half a nat"""
-    schedule = replace(SCHEDULE, steps=30)
+    schedule = replace(SCHEDULE, steps=30, polish_steps=0)
     training = _training(corpus, shape, schedule, tmp_path)
     before = training._held_out_loss(loop.Kind.TEXT)
     measured = [each for each in training.steps() if each][-1]
@@ -67,9 +67,12 @@ def test_a_folder_of_another_run_is_refused(
 
 def test_rates_rise_stay_and_fall() -> None:
     """as the schedule says"""
-    schedule = Schedule(steps=1000)
-    rates = [schedule.rate(step) for step in range(1000)]
+    schedule = Schedule(steps=1000, polish_steps=100)
+    rates = [schedule.rate(step) for step in range(schedule.all_steps)]
     assert rates[0] == pytest.approx(1 / 40)
     assert set(rates[39:500]) == {1.0}
     assert rates[750] == pytest.approx(0.5)
+    assert rates[999] == pytest.approx(0.02)
+    assert rates[1000] == pytest.approx(0.25)
+    assert rates[1050] == pytest.approx(0.125)
     assert rates[-1] == pytest.approx(0.02)
