@@ -24,8 +24,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Two at a time, a thread each: threads of two tests on the same cores wait for each other.
 test: check  ## formatter, linter, types, and the whole suite
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 # Both take their lengths and seeds from the environment; docs/reliability.md.
 fuzz: setup  ## hostile requests, ten times as many as in the suite

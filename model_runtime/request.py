@@ -3,10 +3,13 @@
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from model_runtime.deployment import Placement
-from model_runtime.grammar import Grammar
 from rope import Tier
+
+if TYPE_CHECKING:  # it brings transformers with it, and settings import this file
+    from model_runtime.grammar import Grammar
 
 
 class FinishReason(enum.StrEnum):
@@ -51,7 +54,7 @@ class Request:
     placement: Placement  # deployment, tier, policy
     cache_salt: str = ""  # requests with another salt never share cached prefixes
     wants_progress: bool = False  # an output after every chunk of the prompt
-    grammar: Grammar | None = None  # what its answer has to be
+    grammar: "Grammar | None" = None  # what its answer has to be
 
     @property
     def num_positions(self) -> int:

@@ -1,7 +1,7 @@
 """The `ropewalk` command: serve, inspect, config check, bench, eval.
 
-What imports transformers is imported where it is used: that takes seconds, and `--help` and
-`bench` need none of it.
+What imports transformers is imported where it is used: that takes seconds, and `--help`, `bench`
+and a wrong setting need none of it.
 """
 # ruff: noqa: PLC0415
 
@@ -53,12 +53,12 @@ def serve(**flags: Any) -> None:
     variable, named in brackets, and a key of the YAML file; MODEL is ROPEWALK_MODEL and `model`.
     Flags beat the environment, which beats the file.
     """
-    from server.gate import gate_of
-    from server.lifecycle import GracefulServer
-
     _log_to_stderr()
     with _sentences():
         settings = load_settings(given(flags))
+        from server.gate import gate_of
+        from server.lifecycle import GracefulServer
+
         gate_of(settings)  # what is wrong there is told before anything is loaded
         listener = _bound_socket(settings)
         host, port = listener.getsockname()[:2]
@@ -134,14 +134,15 @@ def inspect(
     scaling. Loads weights for --heads only. Deployments come from the same flags, variables and
     file as in `serve`.
     """
-    from server.inspected_heads import heads_options
-    from server.inspection import InspectOptions, inspect_model
-
     _log_to_stderr()
     with _sentences():
+        settings = load_settings(given(flags))
+        from server.inspected_heads import heads_options
+        from server.inspection import InspectOptions, inspect_model
+
         wanted = heads_options(heads, sample_text, sample_tokens)
         options = InspectOptions(memory_gib, wanted, plot_path, as_json)
-        click.echo(inspect_model(load_settings(given(flags)), options))
+        click.echo(inspect_model(settings, options))
 
 
 @ropewalk.group()
@@ -157,10 +158,10 @@ def check(file: str) -> None:
     Deployments, tiers, longest context and memory, with the environment's settings on top of the
     file's. Ends with code 2 and a sentence where it would refuse to start.
     """
-    from server.outlook import outlook_lines, outlook_of
-
     with _sentences():
         settings = load_settings({"config": file})
+        from server.outlook import outlook_lines, outlook_of
+
         click.echo("\n".join(outlook_lines(settings, outlook_of(settings))))
 
 

@@ -17,6 +17,8 @@ from tests.docker.load import Measured, send_load
 from tests.docker.real_prometheus import DOCKER, Prometheus, running_prometheus, tool, wait_until
 from tests.processes import Server, running_server
 
+pytestmark = pytest.mark.alone
+
 ALERTS = {
     rule["alert"]: rule["expr"]
     for group in yaml.safe_load((DOCKER / "alerts.yml").read_text())["groups"]

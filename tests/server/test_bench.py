@@ -24,6 +24,8 @@ from server.bench.report import percentile
 from server.bench.target import IdPrompts, WordPrompts, root_of
 from tests.processes import Server, run_to_end
 
+pytestmark = pytest.mark.alone
+
 BUCKETS = {64: "64", 512: "512", 2032: "2048"}  # context length -> the server's label
 REQUESTS, WARMUP, OUTPUT = 3, 1, 4
 

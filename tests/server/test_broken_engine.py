@@ -5,12 +5,15 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.processes import Server
 from tests.server.attack import wait_until_idle
 from tests.server.breakable import AUTHORIZED, DIE, MODULE, STALL
 from tests.server.soak_watch import wait_for
 from tests.server.test_lifecycle import ENDLESS, LONG, process, stream, wait_until_streaming
+
+pytestmark = pytest.mark.alone
 
 _BUSY = {"prompt": [7] * 20, "max_tokens": 2000, "ignore_eos": True, "n": 4, "stream": True}
 _BUSY_S = 2.0  # twice what a step may take in that server

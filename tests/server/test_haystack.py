@@ -11,7 +11,7 @@ import pytest
 from model_runtime.checkpoint import Checkpoint
 from server.evaluation.haystack import Haystack, Query, choose_haystacks
 from server.evaluation.held_out import Document
-from server.evaluation.intervals import Z, mean, perplexity, proportion
+from server.evaluation.intervals import Z, exponential, mean, proportion
 from server.evaluation.needles import FORMS
 from server.evaluation.plan import EvalError, EvalPlan
 from server.evaluation.texts import Texts, choose_windows, make_texts, read_documents
@@ -185,7 +185,7 @@ def test_a_mean_has_the_standard_error_of_numpy() -> None:
     assert (found.value, found.low, found.high) == pytest.approx(
         (np.mean(values), np.mean(values) - reach, np.mean(values) + reach)
     )
-    scaled = perplexity(values)
+    scaled = exponential(mean(values))
     assert scaled.value == pytest.approx(math.exp(np.mean(values)))
     assert scaled.high == pytest.approx(math.exp(np.mean(values) + reach))
     assert mean([2.0]).low is None

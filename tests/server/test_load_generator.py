@@ -10,6 +10,8 @@ from click.testing import CliRunner, Result
 from server.bench.command import bench
 from tests.sse_server import DONE, Script, SseServer, data, serving, token
 
+pytestmark = pytest.mark.alone
+
 FIRST_S, GAP_S = 0.25, 0.1
 USAGE = data(choices=[], usage={"prompt_tokens": 70, "completion_tokens": 3})
 ANSWER: Script = [

@@ -26,6 +26,8 @@ from tests.server.attack import (
     wait_until_idle,
 )
 
+pytestmark = pytest.mark.alone
+
 _MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 
 

@@ -38,6 +38,8 @@ from tests.server.raw_http import (
 from tests.server.soak_watch import peak_mib, rss_mib
 from tests.server.test_metrics import value
 
+pytestmark = pytest.mark.alone
+
 _WORKERS = 3
 _LEAST_HEALTH_S = 0.005  # below it, three times the idle median is noise of two shared cores
 

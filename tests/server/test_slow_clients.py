@@ -20,6 +20,8 @@ from tests.server.raw_http import address_of, request
 from tests.server.soak_watch import num_descriptors, rss_mib, wait_for
 from tests.server.test_metrics import samples, value
 
+pytestmark = pytest.mark.alone
+
 _SLOW = 50  # clients that send a byte now and then
 _SLOW_S = float(os.environ.get("SLOW_SECONDS", "2"))  # for so long
 _STREAMS = 64  # that nobody reads

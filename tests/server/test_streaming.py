@@ -12,6 +12,8 @@ import pytest
 
 from tests.processes import Server, running_server
 
+pytestmark = pytest.mark.alone
+
 KEEP_ALIVE_S = 0.05
 
 
