@@ -84,8 +84,10 @@ def read_replies(sock: socket.socket, num_replies: int, limit_s: float) -> list[
         received += piece
         found = parse_replies(bytes(received), is_over=not piece)
         whole = [reply for reply in found if reply.is_whole]
-        if len(whole) >= num_replies or not piece:
+        if not piece:
             return found
+        if len(whole) >= num_replies:
+            return whole  # another that has only begun to arrive is not broken off
 
 
 def parse_replies(received: bytes, *, is_over: bool) -> list[Reply]:
