@@ -9,15 +9,17 @@ widths 64 to 11,008, 1 to 1,024 rows; tests/model_runtime/test_packed_linear.py 
 - float32 packed for several rows: every count of rows from two up gives the same bits. One row
   alone does not where the input is wider than 1,024, so there a single row is computed twice.
 - bf16: up to 32 rows give the same bits. Larger products do without AMX; with it they are blocked
-  differently from size to size. So sizes above 32 are tried when the model is packed, and a product
-  is made of the sizes that agreed.
+  differently from size to size. So sizes above 32 are tried when the model is packed.
+- oneDNN keeps code for every count of rows it has seen, 2 MiB and more for those of a chunk, and
+  takes half a millisecond to make it. So a product is made of blocks of a few sizes, with rows of
+  zeros in the last one.
 - Packed products are also 2 to 3 times faster than plain ones, whatever the dtype.
 - silu and tanh-gelu differ in the last bit near the end of each thread's part, unless the part is
   a multiple of the vector width. Padded blocks too small for two threads have no such end.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeGuard
 
 import torch
@@ -29,9 +31,11 @@ _VECTOR = 64  # a multiple of every vector width in use, in numbers
 _UNSPLIT = 16_384  # numbers; torch gives a thread at least this many of any activation
 _DTYPES = (torch.float32, torch.bfloat16)
 _WIDEST_SINGLE_ROW = 1024  # inputs of a float32 product whose one row may go alone
-_ALIKE_BF16 = 32  # bf16 rows that are computed alike in any number up to this
-_LARGE_BF16 = (512, 256, 128, 64)  # tried, and used where they give the same bits
-_ANY = 2**31
+_SMALL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # rows of a block
+_LARGE_SIZES = (64, 128, 256, 512)  # where they give the same bits
+
+Shape = tuple[int, int, int]  # of a weight, and the threads
+Sizes = tuple[int, ...]
 
 _OPS: Any = torch.ops.mkldnn  # private to torch, so everything that touches it is in this file
 
@@ -42,68 +46,70 @@ def is_available() -> bool:
     return has_onednn and hasattr(_OPS, "_reorder_linear_weight")
 
 
-@dataclass(slots=True)
-class RowCounts:
-    """Which counts of rows were tried to give the same bits, by shape of a weight."""
+@cache
+def _blocks(num_rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of blocks that `num_rows` rows are computed in; the last may be larger than its rows.
 
-    large: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    `sizes` ascend.
+    """
+    blocks = []
+    while num_rows >= _SMALL_SIZES[-1]:
+        blocks.append(max(size for size in sizes if size <= num_rows))
+        num_rows -= blocks[-1]
+    if num_rows:
+        blocks.append(min(size for size in sizes if size >= num_rows))
+    return tuple(blocks)
 
 
 class PackedProduct:
     """The weight of one or several linears with one input, laid out once for the processor."""
 
-    def __init__(self, linears: Sequence[nn.Linear], counts: RowCounts) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], tried: dict[Shape, Sizes]) -> None:
+        """`tried`: sizes of blocks that gave the same bits, by shape; added to."""
         weight = torch.cat([linear.weight.detach() for linear in linears])
         self.out_features, self.in_features = weight.shape
         self._bias = _joined_bias(linears)
         self._packed = _OPS._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         self._product = _OPS._linear_pointwise.default
-        is_float32 = weight.dtype == torch.float32
-        self._fewest = 2 if is_float32 and self.in_features > _WIDEST_SINGLE_ROW else 1
-        self._most = _ANY if is_float32 else _ALIKE_BF16
-        self._large: tuple[int, ...] = ()
         self._num_threads = torch.get_num_threads()
-        if not is_float32:
-            shape = (*weight.shape, self._num_threads)
-            if shape not in counts.large:
-                counts.large[shape] = self._alike(weight.dtype)
-            self._large = counts.large[shape]
+        if weight.dtype == torch.float32:
+            first = 1 if self.in_features > _WIDEST_SINGLE_ROW else 0
+            self._sizes = _SMALL_SIZES[first:] + _LARGE_SIZES
+        else:
+            shape = (self.out_features, self.in_features, self._num_threads)
+            if shape not in tried:
+                tried[shape] = _SMALL_SIZES + self._alike(weight.dtype)
+            self._sizes = tried[shape]
+        self._is_tried = weight.dtype != torch.float32
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], each row as if it were alone."""
         num_rows = x.numel() // self.in_features
-        if self._fewest <= num_rows <= self._most:
-            return self._multiply(x)
+        sizes = self._sizes
+        if self._is_tried and torch.get_num_threads() != self._num_threads:
+            sizes = _SMALL_SIZES
+        if num_rows in sizes:
+            return self._multiply(x.contiguous())
         if num_rows == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
+        blocks = _blocks(num_rows, sizes)
         rows = x.reshape(-1, self.in_features)
-        if num_rows < self._fewest:
-            out = self._multiply(rows.expand(self._fewest, -1))[:num_rows]
-        else:
-            sizes = self._sizes(num_rows)
-            out = torch.cat([self._multiply(block) for block in rows.split(sizes)])
-        return out.reshape(*x.shape[:-1], self.out_features)
+        rows = nn.functional.pad(rows, (0, 0, 0, sum(blocks) - num_rows))
+        products = [self._multiply(block) for block in torch.split(rows, list(blocks))]
+        out = products[0] if len(products) == 1 else torch.cat(products)
+        return out[:num_rows].reshape(*x.shape[:-1], self.out_features)
 
-    def _sizes(self, num_rows: int) -> list[int]:
-        """`num_rows` as a sum of sizes that give the same bits."""
-        large = self._large if torch.get_num_threads() == self._num_threads else ()
-        sizes: list[int] = []
-        for size in (*large, self._most):
-            count, num_rows = divmod(num_rows, size)
-            sizes += [size] * count
-        return [*sizes, num_rows] if num_rows else sizes
-
-    def _alike(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """The large counts of rows that give the bits of small ones, the largest first."""
+    def _alike(self, dtype: torch.dtype) -> Sizes:
+        """The large sizes that give the bits of small ones."""
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(_LARGE_BF16[0], self.in_features, generator=generator).to(dtype)
-        small = torch.cat([self._multiply(block) for block in rows.split(self._most)])
+        rows = torch.randn(_LARGE_SIZES[-1], self.in_features, generator=generator).to(dtype)
+        small = torch.cat([self._multiply(block) for block in torch.split(rows, _SMALL_SIZES[-1])])
         return tuple(
-            size for size in _LARGE_BF16 if torch.equal(self._multiply(rows[:size]), small[:size])
+            size for size in _LARGE_SIZES if torch.equal(self._multiply(rows[:size]), small[:size])
         )
 
     def _multiply(self, x: Tensor) -> Tensor:
-        out: Tensor = self._product(x.contiguous(), self._packed, self._bias, "none", [], "")
+        out: Tensor = self._product(x, self._packed, self._bias, "none", [], "")
         return out
 
 
@@ -123,7 +129,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, product: PackedProduct | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._product = product or PackedProduct([linear], RowCounts())
+        self._product = product or PackedProduct([linear], {})
         # Model code may ask a weight for its dtype, never for its numbers.
         weight = torch.empty_like(linear.weight, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -185,9 +191,9 @@ class RowwiseActivation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The activation, same shape."""
         num_numbers = x.numel()
-        if _leaves_no_remainder(num_numbers) and (
-            x.shape[-1] % _VECTOR == 0 or x.is_contiguous()
-        ):
+        # Not for a slice of linears with one input: torch has another gelu where rows have gaps.
+        x = x.contiguous()
+        if _leaves_no_remainder(num_numbers):
             return self._activation(x)  # type: ignore[no-any-return]
         flat = nn.functional.pad(x.reshape(-1), (0, -num_numbers % _VECTOR))
         blocks = torch.split(flat, _UNSPLIT)
@@ -209,24 +215,25 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
     `groups`: names of linears that read one tensor, in the order of their calls
     (takeover.shared_inputs finds them).
     """
-    counts = RowCounts()
+    tried: dict[Shape, Sizes] = {}
     for names in groups:
-        _pack_group(model, names, counts)
+        _pack_group(model, names, tried)
     activations = _activation_classes()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if _is_packable(child):
-                setattr(module, name, PackedLinear(child, PackedProduct([child], counts)))
+                setattr(module, name, PackedLinear(child, PackedProduct([child], tried)))
             elif isinstance(child, activations) and not list(child.parameters()):
                 setattr(module, name, RowwiseActivation(child))
 
 
-def _pack_group(model: nn.Module, names: Sequence[str], counts: RowCounts) -> None:
-    linears = [model.get_submodule(name) for name in names]
+def _pack_group(model: nn.Module, names: Sequence[str], tried: dict[Shape, Sizes]) -> None:
+    modules = [model.get_submodule(name) for name in names]
+    linears = [module for module in modules if _is_packable(module)]
     dtypes = {linear.weight.dtype for linear in linears}
-    if not all(map(_is_packable, linears)) or len(dtypes) > 1:
+    if len(linears) < len(modules) or len(dtypes) > 1:
         return
-    product = PackedProduct(linears, counts)
+    product = PackedProduct(linears, tried)
     shared = SharedInput(product)
     first = 0
     for name, linear in zip(names, linears, strict=True):

@@ -75,8 +75,13 @@ def _overload_narrow(row: Any, out: Any) -> Callable[..., None]:  # noqa: ARG001
     return copy_float32
 
 
-# Sums may be reordered, but at compile time: alike for every row. NaN stays NaN.
-@numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract"}, error_model="numpy")
+@numba.njit(  # type: ignore[untyped-decorator]
+    nogil=True,
+    cache=True,
+    # Sums may be reordered, but at compile time: alike for every row. NaN stays NaN.
+    fastmath={"reassoc", "contract"},
+    error_model="numpy",
+)
 def _normalize(x_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
     row_D = np.empty(x_RD.shape[1], np.float32)
     for r in range(x_RD.shape[0]):
@@ -110,7 +115,9 @@ class RowNorm(nn.Module):
 
 def _as_numpy(rows_RD: Tensor) -> Any:
     """The rows' memory; bf16, which numpy lacks, as its bits."""
-    return rows_RD.view(torch.uint16).numpy() if rows_RD.dtype == torch.bfloat16 else rows_RD.numpy()
+    return (
+        rows_RD.view(torch.uint16).numpy() if rows_RD.dtype == torch.bfloat16 else rows_RD.numpy()
+    )
 
 
 @torch.inference_mode()
