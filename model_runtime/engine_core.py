@@ -20,6 +20,7 @@ from model_runtime.config import EngineConfig
 from model_runtime.errors import GrammarError
 from model_runtime.grammar import Constraint
 from model_runtime.observer import Observer
+from model_runtime.pacing import Pacing
 from model_runtime.request import (
     FinishReason,
     OnOutput,
@@ -87,6 +88,7 @@ class EngineCore:
         self._runner = runner
         self._observer = observer
         self.scheduler = Scheduler(config)
+        self._pacing = Pacing(config.step_target_s, config.max_num_batched_tokens)
         self._live: dict[str, Live] = {}
         self._is_retrying = False  # the step before this one ran out of memory
 
@@ -116,8 +118,12 @@ class EngineCore:
 
         One that runs out of memory preempts the newest sequence and is tried again, once.
         """
-        plan = self.scheduler.schedule(starts_waiting=not self._is_retrying)
+        began = time.monotonic()
+        plan = self.scheduler.schedule(
+            starts_waiting=not self._is_retrying, num_prefill_tokens=self._pacing.num_tokens
+        )
         chunks = list(plan.chunks.values())
+        num_prefill_tokens = plan.num_prefill_tokens
         self._note_plan(plan)
         if chunks:
             try:
@@ -130,6 +136,7 @@ class EngineCore:
             except Exception as error:  # noqa: BLE001  # whatever a model's forward may raise
                 _log.exception("step_failed", num_sequences=len(chunks))
                 self._fail(chunks, f"{type(error).__name__} in a step of the engine")
+        self._pacing.note(num_prefill_tokens, time.monotonic() - began)
         self.tell_gauges()
         return len(chunks)
 
