@@ -62,7 +62,7 @@ class LayerRead:
     """All that the read of one layer needs; handed to an attention backend."""
 
     query_THD: Tensor  # unrotated, half-split pairs
-    keys_NKOD: Tensor  # this layer's pages, unrotated
+    keys_NKDO: Tensor  # this layer's pages, unrotated
     values_NKOV: Tensor
     batch: Batch
     tables: LayerTables

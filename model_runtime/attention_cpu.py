@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model_runtime.attention import LayerRead
-from model_runtime.attention_kernel import TILE, kernel
+from model_runtime.attention_kernel import TILE, attend
 
 _MOST_THREADS = 64  # started as they are needed
 _SERIAL_WORK = 200_000  # query-key-dimension products below which threads cost more than they give
@@ -23,9 +23,9 @@ def attend_cpu(read: LayerRead) -> Tensor:
     """Attention of one layer for one step; float32 [T, H, V]."""
     out_THV = torch.empty(*read.query_THD.shape[:2], read.values_NKOV.shape[-1])
     query_THD = read.query_THD.float().contiguous()
-    arguments = (
+    arguments: tuple[Any, ...] = (
         query_THD.numpy(),
-        _as_numpy(read.keys_NKOD),
+        _as_numpy(read.keys_NKDO),
         _as_numpy(read.values_NKOV),
         read.batch.page_table_SN.numpy(),
         read.batch.query_start_S1.numpy(),
@@ -38,7 +38,6 @@ def attend_cpu(read: LayerRead) -> Tensor:
         _sinks(read),
         out_THV.numpy(),
     )
-    attend = kernel(read.keys_NKOD.shape[2])
     items_W3 = _work_items(read)
     shares = _shares(items_W3, read)
     if len(shares) == 1:
@@ -61,7 +60,7 @@ def _sinks(read: LayerRead) -> Any:
 
 def _work_items(read: LayerRead) -> Any:
     """(sequence, key head, first query of the tile) for every piece of work, int64 [W, 3]."""
-    num_key_heads = read.keys_NKOD.shape[1]
+    num_key_heads = read.keys_NKDO.shape[1]
     num_queries_S = np.diff(read.batch.query_start_S1.numpy())
     items = [
         (sequence, head, tile)

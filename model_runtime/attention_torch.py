@@ -33,7 +33,7 @@ def _attend(read: LayerRead, index: int, begin: int, end: int) -> Tensor:
     tables = read.tables
 
     query_THD = read.query_THD[begin:end].float()
-    key_CKD = _gather(read.keys_NKOD, read.batch.page_table_SN[index], context)
+    key_CKD = _gather(read.keys_NKDO.transpose(2, 3), read.batch.page_table_SN[index], context)
     value_CKV = _gather(read.values_NKOV, read.batch.page_table_SN[index], context)
     factor = tables.attention_factor[slot]
     pairs = tables.num_pairs
@@ -61,8 +61,8 @@ def _attend(read: LayerRead, index: int, begin: int, end: int) -> Tensor:
     return torch.einsum("kgtc,ckv->tkgv", weights_KGTC, value_CKV).flatten(1, 2)
 
 
-def _gather(pages_NKOD: Tensor, page_table_N: Tensor, context: int) -> Tensor:
-    """A sequence's cached vectors in order of position, float32 [C, K, D]."""
-    num_pages = -(-context // pages_NKOD.shape[2])
-    gathered_NKOD = pages_NKOD[page_table_N[:num_pages].long()]
-    return gathered_NKOD.transpose(1, 2).flatten(0, 1)[:context].float()
+def _gather(pages_NKOX: Tensor, page_table_N: Tensor, context: int) -> Tensor:
+    """A sequence's cached vectors in order of position, float32 [C, K, X]."""
+    num_pages = -(-context // pages_NKOX.shape[2])
+    gathered_NKOX = pages_NKOX[page_table_N[:num_pages].long()]
+    return gathered_NKOX.transpose(1, 2).flatten(0, 1)[:context].float()

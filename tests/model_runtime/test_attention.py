@@ -50,8 +50,9 @@ class Case:
             for index, (context, queries) in enumerate(self.contexts)
         ]
         self.batch: Batch = build_batch(self.spans, page_size, CPU)
-        shape = (len(ids), KEY_HEADS, page_size, DIM)
-        self.keys, self.values = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+        pages = (len(ids), KEY_HEADS)
+        self.keys = torch.randn(*pages, DIM, page_size).to(dtype)
+        self.values = torch.randn(*pages, page_size, DIM).to(dtype)
         tokens = sum(queries for _, queries in self.contexts)
         self.query = torch.randn(tokens, HEADS, DIM).to(dtype)
 
@@ -94,7 +95,7 @@ class Case:
         at = [(self.spans[index].pages[n // self.page_size], n % self.page_size) for n in seen]
         keys = torch.stack(
             [
-                self._turn(self.keys[page, key_head, o].double(), n, inv_freq, table)
+                self._turn(self.keys[page, key_head, :, o].double(), n, inv_freq, table)
                 for (page, o), n in zip(at, seen, strict=True)
             ]
         )
@@ -166,7 +167,7 @@ def test_a_layer_without_rotation_ignores_the_profile() -> None:
     assert torch.allclose(got, attend_torch(case.read()), atol=1e-5)
 
     context, span = case.contexts[1][0], case.spans[1]
-    keys = case.keys[span.pages].transpose(1, 2).flatten(0, 1)[:context, 0]
+    keys = case.keys[span.pages].permute(0, 3, 1, 2).flatten(0, 1)[:context, 0]
     values = case.values[span.pages].transpose(1, 2).flatten(0, 1)[:context, 0]
     plain = (keys @ case.query[1, 0] * DIM**-0.5).softmax(0) @ values
     assert torch.allclose(got[1, 0], plain, atol=1e-5)
@@ -180,7 +181,7 @@ def test_what_lies_behind_the_last_token_is_never_read() -> None:
     for (context, _), span in zip(case.contexts, case.spans, strict=True):
         for position in range(context):
             used[span.pages[position // 16], position % 16] = True
-    case.keys.transpose(1, 2)[~used] = torch.nan
+    case.keys.permute(0, 3, 1, 2)[~used] = torch.nan
     case.values.transpose(1, 2)[~used] = torch.nan
     assert torch.equal(attend_cpu(case.read()), clean)
 
