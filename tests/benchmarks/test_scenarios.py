@@ -24,6 +24,8 @@ from server.bench.load import open_client
 from server.bench.target import find_target
 from tests.sse_server import DONE, Script, SseServer, data, serving, token
 
+pytestmark = pytest.mark.alone
+
 VOCAB = 64
 
 

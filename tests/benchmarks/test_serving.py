@@ -101,6 +101,7 @@ def test_servers_take_turns_and_each_round_begins_with_another(tmp_path: Path) -
     }
 
 
+@pytest.mark.alone
 def test_the_slower_one_is_seen_to_be_slower(tmp_path: Path) -> None:
     """by about what it slept; above 1 means that the first is better"""
     quick, slow = (

@@ -13,7 +13,7 @@ import pytest
 import torch
 import uvicorn
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.serving import main
 from benchmarks.transformers_server import Generating, create_app, load
@@ -74,8 +74,6 @@ def test_it_streams_what_generate_says(url: str) -> None:
         ids, attention_mask=mask, max_new_tokens=12, min_new_tokens=12, do_sample=False,
         pad_token_id=0,
     )  # fmt: skip
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     texts = [tokenizer.decode([token]) for token in found[0, len(PROMPT) :].tolist()]
     assert [event["choices"][0]["text"] for event in events[:-1]] == texts
@@ -89,6 +87,7 @@ def test_what_it_cannot_do_is_refused(url: str, field: dict[str, Any]) -> None:
     assert next(iter(field)) in answer.text
 
 
+@pytest.mark.alone
 def test_a_generation_whose_client_went_away_ends(url: str) -> None:
     """the next one does not wait for a thousand tokens"""
     with httpx.stream("POST", f"{url}/v1/completions", json=body(max_tokens=1900)) as answer:
