@@ -14,6 +14,7 @@ from model_runtime.attention_torch import attend_torch
 from model_runtime.batch import Batch, Span, build_batch
 from model_runtime.kv_store import KVStore
 from model_runtime.rope_tables import RopeTables
+from model_runtime.step_clock import StepClock
 from rope import Profile
 
 
@@ -46,9 +47,14 @@ class ModelRunner:
         return self._tables.slot(profile)
 
     @torch.inference_mode()
-    def run(self, spans: Sequence[Span]) -> Tensor:
-        """One forward over all spans; float32 [R, V], rows in the order the spans ask for them."""
+    def run(self, spans: Sequence[Span], clock: StepClock | None = None) -> Tensor:
+        """One forward over all spans; float32 [R, V], rows in the order the spans ask for them.
+
+        `clock`: switched to `forward` when the batch is built.
+        """
         batch = build_batch(spans, self._page_size, self._device)
+        if clock is not None:
+            clock.switch("forward")
         answer = self._model(
             input_ids=batch.token_ids_1T,
             position_ids=batch.position_ids_1T,
