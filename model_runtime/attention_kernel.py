@@ -55,6 +55,20 @@ def _turn_query(
 
 
 @jit
+def put(
+    key_TKD: Any, value_TKV: Any, page_T: Any, offset_T: Any, keys_NKDO: Any, values_NKOV: Any
+) -> None:
+    """Put new keys and values into their pages."""
+    for t in range(key_TKD.shape[0]):
+        page, offset = page_T[t], offset_T[t]
+        for head in range(key_TKD.shape[1]):
+            for d in range(key_TKD.shape[2]):
+                keys_NKDO[page, head, d, offset] = key_TKD[t, head, d]
+            for v in range(value_TKV.shape[2]):
+                values_NKOV[page, head, offset, v] = value_TKV[t, head, v]
+
+
+@jit
 def _start_rows(
     query_THD: Any, token: int, position: int, head: int, num_rows: int, group: int, slot: int,
     page_size: int, tables: Any, scaling: Any, sinks_H: Any,

@@ -1,7 +1,6 @@
 """The tensors that hold cached keys and values. Keys are stored before rotation, and unscaled.
 
-Shapes: N = pages, K = key heads, O = offsets in a page, D = key dimensions, V = value dimensions,
-T = flat tokens of a step.
+Shapes: N = pages, K = key heads, O = offsets in a page, D = key dimensions, V = value dimensions.
 """
 
 from collections.abc import Mapping
@@ -9,8 +8,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from model_runtime.batch import Batch
 
 
 class LayerShape(Protocol):
@@ -55,12 +52,6 @@ class KVStore:
                 torch.zeros(*pages, layer.key_dim, page_size, dtype=dtype, device=device),
                 torch.zeros(*pages, page_size, layer.value_dim, dtype=dtype, device=device),
             )
-
-    def write(self, layer_idx: int, batch: Batch, key_TKD: Tensor, value_TKV: Tensor) -> None:
-        """Put the step's keys and values where the batch says."""
-        keys_NKDO, values_NKOV = self._pages[layer_idx]
-        keys_NKDO[batch.page_T, :, :, batch.offset_T] = key_TKD
-        values_NKOV[batch.page_T, :, batch.offset_T] = value_TKV
 
     def pages(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """A layer's keys [N, K, D, O] and values [N, K, O, V]."""
