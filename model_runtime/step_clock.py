@@ -1,7 +1,7 @@
 """Where a step's time goes.
 
 The clock stands on one part at a time and is switched to the next, so that every moment of a step
-counts once. A switch reads the processor's clock and adds one number: half a microsecond.
+counts once. A switch reads the clock and adds one number: 0.2 microseconds.
 
 On a GPU a forward call returns when the work is queued, not when it is done. `forward` is then the
 time to queue it, and the wait for the results is in `sample`, which is the first to read them.
