@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from model_runtime import packed_linear
+from model_runtime import packed_linear, row_norm
 from model_runtime.attention import LayerPlan
 from model_runtime.errors import ModelError
 from model_runtime.outline import from_pretrained, read_outline
 from model_runtime.self_check import Report, check, untouched_answers
-from model_runtime.takeover import read_native_rope, take_over, text_config
+from model_runtime.takeover import read_native_rope, shared_inputs, take_over, text_config
 from model_runtime.tokenizer import Tokenizer, load_tokenizer
 from rope import NativeRope
 
@@ -81,7 +81,8 @@ def adopt(
     expected = untouched_answers(model, native)
     plans = take_over(model, native)
     if parameter.device.type == "cpu" and packed_linear.is_available():
-        packed_linear.pack(model)
+        packed_linear.pack(model, shared_inputs(model))
+        row_norm.replace_norms(model)
     report = check(model, plans, native, expected)
     vocab_size = text_config(model).vocab_size
     return Checkpoint(

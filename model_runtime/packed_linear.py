@@ -4,18 +4,23 @@ torch's own do: a plain linear picks another kernel for one row than for several
 activation uses other code for the last few numbers of a tensor than for the rest. Either flips
 near-ties between tokens, and then a request's text depends on its neighbours.
 
-Measured (torch 2.13, oneDNN 3.12, AVX-512 with AMX, 1 to 16 threads, widths 64 to
-11,008, 1 to 1,024 rows; tests/model_runtime/test_packed_linear.py repeats a part of it):
+Measured (torch 2.13, oneDNN 3.12, AVX-512 with AMX and with AVX512_BF16 alone, 1 to 16 threads,
+widths 64 to 11,008, 1 to 1,024 rows; tests/model_runtime/test_packed_linear.py repeats a part):
 - float32 packed for several rows: every count of rows from two up gives the same bits. One row
-  alone does not where the input is wider than 1,024, so a single row is computed twice.
-- bf16: up to 32 rows give the same bits; larger products are blocked differently from size to
-  size, so they are computed 32 rows at a time.
+  alone does not where the input is wider than 1,024, so there a single row is computed twice.
+- bf16: up to 32 rows give the same bits. Larger products do without AMX; with it they are blocked
+  differently from size to size. So sizes above 32 are tried when the model is packed.
+- oneDNN keeps code for every count of rows it has seen, 2 MiB and more for those of a chunk, and
+  takes half a millisecond to make it. So a product is made of blocks of a few sizes, with rows of
+  zeros in the last one.
 - Packed products are also 2 to 3 times faster than plain ones, whatever the dtype.
 - silu and tanh-gelu differ in the last bit near the end of each thread's part, unless the part is
   a multiple of the vector width. Padded blocks too small for two threads have no such end.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +29,13 @@ from transformers.activations import ACT2CLS
 _PACKED_FOR_ROWS = 8  # any number above one chooses the layout that is good for several rows
 _VECTOR = 64  # a multiple of every vector width in use, in numbers
 _UNSPLIT = 16_384  # numbers; torch gives a thread at least this many of any activation
-# dtype -> (fewest, most) rows of one product
-_ROWS = {torch.float32: (2, None), torch.bfloat16: (1, 32)}
+_DTYPES = (torch.float32, torch.bfloat16)
+_WIDEST_SINGLE_ROW = 1024  # inputs of a float32 product whose one row may go alone
+_SMALL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # rows of a block
+_LARGE_SIZES = (64, 128, 256, 512)  # where they give the same bits
 
+Shape = tuple[int, int, int]  # of a weight, and the threads
+Sizes = tuple[int, ...]
 
 _OPS: Any = torch.ops.mkldnn  # private to torch, so everything that touches it is in this file
 
@@ -37,41 +46,142 @@ def is_available() -> bool:
     return has_onednn and hasattr(_OPS, "_reorder_linear_weight")
 
 
+@cache
+def _blocks(num_rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of blocks that `num_rows` rows are computed in; the last may be larger than its rows.
+
+    `sizes` ascend.
+    """
+    blocks = []
+    while num_rows >= _SMALL_SIZES[-1]:
+        blocks.append(max(size for size in sizes if size <= num_rows))
+        num_rows -= blocks[-1]
+    if num_rows:
+        blocks.append(min(size for size in sizes if size >= num_rows))
+    return tuple(blocks)
+
+
+class PackedProduct:
+    """The weight of one or several linears with one input, laid out once for the processor."""
+
+    def __init__(self, linears: Sequence[nn.Linear], tried: dict[Shape, Sizes]) -> None:
+        """`tried`: sizes of blocks that gave the same bits, by shape; added to."""
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        self.out_features, self.in_features = weight.shape
+        self._bias = _joined_bias(linears)
+        self._packed = _OPS._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        self._product = _OPS._linear_pointwise.default
+        self._num_threads = torch.get_num_threads()
+        if weight.dtype == torch.float32:
+            first = 1 if self.in_features > _WIDEST_SINGLE_ROW else 0
+            self._sizes = _SMALL_SIZES[first:] + _LARGE_SIZES
+        else:
+            shape = (self.out_features, self.in_features, self._num_threads)
+            if shape not in tried:
+                tried[shape] = _SMALL_SIZES + self._alike(weight.dtype)
+            self._sizes = tried[shape]
+        self._is_tried = weight.dtype != torch.float32
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], each row as if it were alone."""
+        num_rows = x.numel() // self.in_features
+        sizes = self._sizes
+        if self._is_tried and torch.get_num_threads() != self._num_threads:
+            sizes = _SMALL_SIZES
+        if num_rows in sizes:
+            return self._multiply(x.contiguous())
+        if num_rows == 0:
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        blocks = _blocks(num_rows, sizes)
+        rows = x.reshape(-1, self.in_features)
+        rows = nn.functional.pad(rows, (0, 0, 0, sum(blocks) - num_rows))
+        products = [self._multiply(block) for block in torch.split(rows, list(blocks))]
+        out = products[0] if len(products) == 1 else torch.cat(products)
+        return out[:num_rows].reshape(*x.shape[:-1], self.out_features)
+
+    def _alike(self, dtype: torch.dtype) -> Sizes:
+        """The large sizes that give the bits of small ones."""
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(_LARGE_SIZES[-1], self.in_features, generator=generator).to(dtype)
+        small = torch.cat([self._multiply(block) for block in torch.split(rows, _SMALL_SIZES[-1])])
+        return tuple(
+            size for size in _LARGE_SIZES if torch.equal(self._multiply(rows[:size]), small[:size])
+        )
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        out: Tensor = self._product(x, self._packed, self._bias, "none", [], "")
+        return out
+
+
+def _joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
+    if all(linear.bias is None for linear in linears):
+        return None
+    biases = [
+        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+        for linear in linears
+    ]
+    return torch.cat([bias.detach() for bias in biases])
+
+
 class PackedLinear(nn.Module):
     """A linear whose weight is laid out once for the processor; the original is let go."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, product: PackedProduct | None = None) -> None:
         super().__init__()
-        weight = linear.weight.detach()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._packed = _OPS._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
-        self._fewest_rows, self._most_rows = _ROWS[weight.dtype]
+        self._product = product or PackedProduct([linear], {})
         # Model code may ask a weight for its dtype, never for its numbers.
-        self.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+        weight = torch.empty_like(linear.weight, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], each row as if it were alone."""
-        rows = x.reshape(-1, self.in_features)
-        num_rows = len(rows)
-        if num_rows == 0:
-            return x.new_empty(*x.shape[:-1], self.out_features)
-        if num_rows < self._fewest_rows:
-            rows = rows.expand(self._fewest_rows, -1)
-        blocks = (rows,) if self._most_rows is None else torch.split(rows, self._most_rows)
-        products = [self._product(block.contiguous()) for block in blocks]
-        out = products[0] if len(products) == 1 else torch.cat(products)
-        return out[:num_rows].reshape(*x.shape[:-1], self.out_features)
+        return self._product(x)
 
-    def _product(self, rows: Tensor) -> Tensor:
-        product: Tensor = _OPS._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
-        return product
+
+class SharedInput:
+    """The product of linears that read one tensor, until the last of them has read it."""
+
+    def __init__(self, product: PackedProduct) -> None:
+        self._product = product
+        self._input: Tensor | None = None
+        self._output: Tensor | None = None
+
+    def part(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Columns `first` to `last` of x's product, computed when x is new."""
+        if self._input is not x:
+            self._input, self._output = x, self._product(x)
+        assert self._output is not None
+        out = self._output[..., first:last]
+        if last == self._product.out_features:
+            self._input = self._output = None
+        return out
+
+
+class PackedPart(PackedLinear):
+    """One of several linears that read one tensor; the first that is called computes them all.
+
+    Its answer is a slice, so its rows are not one after the other in memory.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, product: PackedProduct, shared: SharedInput, first: int
+    ) -> None:
+        super().__init__(linear, product)
+        self._shared = shared
+        self._first, self._last = first, first + linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], each row as if it were alone."""
+        return self._shared.part(x, self._first, self._last)
 
 
 class RowwiseActivation(nn.Module):
     """An activation in which no number is in a vector loop's remainder, on any number of threads.
 
-    The tensor is padded to whole vectors, and computed in blocks that torch never splits.
+    Where torch would leave one, the tensor is padded to whole vectors, and computed in blocks that
+    torch never splits.
     """
 
     def __init__(self, activation: nn.Module) -> None:
@@ -80,24 +190,59 @@ class RowwiseActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The activation, same shape."""
-        padding = -x.numel() % _VECTOR
-        if padding == 0 and x.numel() <= _UNSPLIT:
+        num_numbers = x.numel()
+        # Not for a slice of linears with one input: torch has another gelu where rows have gaps.
+        x = x.contiguous()
+        if _leaves_no_remainder(num_numbers):
             return self._activation(x)  # type: ignore[no-any-return]
-        flat = nn.functional.pad(x.reshape(-1), (0, padding))
+        flat = nn.functional.pad(x.reshape(-1), (0, -num_numbers % _VECTOR))
         blocks = torch.split(flat, _UNSPLIT)
         activated = torch.cat([self._activation(block) for block in blocks])
-        return activated[: x.numel()].reshape(x.shape)
+        return activated[:num_numbers].reshape(x.shape)
 
 
-def pack(model: nn.Module) -> None:
-    """Replace every linear and stateless activation of the model, in place."""
+def _leaves_no_remainder(num_numbers: int) -> bool:
+    """Whether equal parts for any number of threads are whole vectors."""
+    most = min(torch.get_num_threads(), -(-num_numbers // _UNSPLIT))
+    return all(-(-num_numbers // parts) % _VECTOR == 0 for parts in range(1, most + 1)) and (
+        num_numbers % _VECTOR == 0
+    )
+
+
+def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
+    """Replace every linear and stateless activation of the model, in place.
+
+    `groups`: names of linears that read one tensor, in the order of their calls
+    (takeover.shared_inputs finds them).
+    """
+    tried: dict[Shape, Sizes] = {}
+    for names in groups:
+        _pack_group(model, names, tried)
     activations = _activation_classes()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype in _ROWS:
-                setattr(module, name, PackedLinear(child))
+            if _is_packable(child):
+                setattr(module, name, PackedLinear(child, PackedProduct([child], tried)))
             elif isinstance(child, activations) and not list(child.parameters()):
                 setattr(module, name, RowwiseActivation(child))
+
+
+def _pack_group(model: nn.Module, names: Sequence[str], tried: dict[Shape, Sizes]) -> None:
+    modules = [model.get_submodule(name) for name in names]
+    linears = [module for module in modules if _is_packable(module)]
+    dtypes = {linear.weight.dtype for linear in linears}
+    if len(linears) < len(modules) or len(dtypes) > 1:
+        return
+    product = PackedProduct(linears, tried)
+    shared = SharedInput(product)
+    first = 0
+    for name, linear in zip(names, linears, strict=True):
+        model.set_submodule(name, PackedPart(linear, product, shared, first))
+        first += linear.out_features
+
+
+def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and module.weight.dtype in _DTYPES
 
 
 def _activation_classes() -> tuple[type[nn.Module], ...]:

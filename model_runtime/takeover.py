@@ -8,8 +8,9 @@ cos = 0, sin = 1 they come out exchanged, which shows the pairs.
 Shapes: H = query heads, K = key heads, T = tokens of the probe, D = key dimensions.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,6 +218,37 @@ def _check_width(plan: LayerPlan, native: NativeRope) -> None:
             f"a layer rotates {plan.rotary_dim} dimensions, its config says "
             f"{table.rotary.rotary_dim}"
         )
+
+
+def shared_inputs(model: nn.Module) -> list[list[str]]:
+    """Names of a taken-over model's linears that read one tensor, a list for each such tensor.
+
+    Found by watching a forward: linears called once each, one after the other, with the same
+    object. Raises ModelError if the model does not run.
+    """
+    calls: list[tuple[str, Tensor]] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        return lambda _, inputs: calls.append((name, inputs[0]))
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if type(module) is nn.Linear:
+                hook = module.register_forward_pre_hook(watch(name))
+                stack.callback(hook.remove)
+        _record(model)
+    num_calls = Counter(name for name, _ in calls)
+    groups: list[list[str]] = []
+    before: Tensor | None = None
+    for name, tensor in calls:
+        if num_calls[name] > 1:
+            before = None
+        elif tensor is before:
+            groups[-1].append(name)
+        else:
+            before = tensor
+            groups.append([name])
+    return [names for names in groups if len(names) > 1]
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import sys
 
 from server.own_packages import foreign_package
 from server.process_memory import bound_memory
+from server.thread_waiting import wait_briefly
 
 
 def main() -> None:
@@ -13,6 +14,7 @@ def main() -> None:
         sys.stderr.write(f"ropewalk: {problem}\n")
         sys.exit(2)
     bound_memory()
+    wait_briefly()
     from server.command_line import ropewalk  # noqa: PLC0415  # not before the check
 
     ropewalk()

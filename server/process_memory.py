@@ -9,10 +9,10 @@ import sys
 
 _M_ARENA_MAX = -8  # of glibc's mallopt
 _MOST_ARENAS = 2
-# oneDNN, and torch's cache in front of it, keep a compiled product for every count of rows they
-# have seen, 1,024 by default: on the embedded model 7 MiB more for every 30 requests of mixed
-# lengths. Chunks of prompts have every count; a steady load uses a few.
-_MOST_PRIMITIVES = "64"
+# oneDNN, and torch's cache in front of it, keep compiled products, 1,024 by default, one or two for
+# every shape and count of rows. model_runtime/packed_linear.py has 16 counts of rows at most, and
+# a model about five shapes; 64 of them made decode steps of changing size up to 2 times slower.
+_MOST_PRIMITIVES = "256"
 
 
 def bound_memory() -> None:

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from model_runtime.packed_linear import PackedLinear, RowwiseActivation, is_available, pack
+from model_runtime.packed_linear import (
+    PackedLinear,
+    PackedProduct,
+    RowwiseActivation,
+    is_available,
+    pack,
+)
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="torch without packed products")
 ROWS = (1, 2, 3, 7, 8, 16, 31, 32, 33, 64, 65, 100, 128, 257, 512)
@@ -42,6 +48,70 @@ def test_a_row_has_the_same_bits_in_any_company(
     assert float((whole.double() - expected).abs().max()) < bound
 
 
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linears_with_one_input_are_one_product(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """a bias on one of them only; each row as if it were alone, whatever the number of rows"""
+    model = nn.ModuleDict(
+        {
+            "wide": nn.Linear(704, 256, bias=False),
+            "biased": nn.Linear(704, 96),
+            "narrow": nn.Linear(704, 96, bias=False),
+        }
+    ).to(dtype)
+    x = torch.randn(max(ROWS), 704).to(dtype)
+    expected = {name: linear(x).detach().double() for name, linear in model.items()}
+    calls: list[int] = []
+    multiply = PackedProduct._multiply
+    monkeypatch.setattr(
+        PackedProduct, "_multiply", lambda own, x: calls.append(len(x)) or multiply(own, x)
+    )
+    with torch.inference_mode():
+        pack(model, [["wide", "biased", "narrow"]])
+        whole = {name: part(x) for name, part in model.items()}
+        calls.clear()
+        for rows in ROWS:
+            few, last = x[:rows], x[-rows:]
+            for name, part in model.items():
+                assert torch.equal(part(few), whole[name][:rows]), (name, rows)
+            for name, part in model.items():
+                assert torch.equal(part(last), whole[name][-rows:]), (name, rows)
+        together = len(calls)
+        for rows in ROWS:
+            model["wide"](x[:rows].clone()), model["wide"](x[:rows].clone())
+    assert len(calls) == 2 * together  # three parts took no more products than one
+    bound = 1e-4 if dtype == torch.float32 else 5e-2
+    for name, got in whole.items():
+        assert float((got.double() - expected[name]).abs().max()) < bound
+
+
+def test_a_part_does_not_answer_for_another_input() -> None:
+    """in any order of calls, also when the last of the group is never asked"""
+    model = nn.ModuleDict({name: nn.Linear(8, 5) for name in "abc"})
+    first, second = torch.randn(2, 8), torch.randn(2, 8)
+    expected = {name: (linear(first), linear(second)) for name, linear in model.items()}
+    pack(model, [["a", "b", "c"]])
+    for order in ("aabb", "ba", "cab", "acb"):
+        for name in order:
+            for x, answer in zip((first, second), expected[name], strict=True):
+                assert torch.allclose(model[name](x), answer, atol=1e-6)
+
+
+def test_few_counts_of_rows_reach_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """each costs memory and time to prepare; rows of zeros are less"""
+    counts: set[int] = set()
+    packed = PackedLinear(nn.Linear(8, 5))
+    multiply = PackedProduct._multiply
+    monkeypatch.setattr(
+        PackedProduct, "_multiply", lambda own, x: counts.add(len(x)) or multiply(own, x)
+    )
+    for rows in range(700):
+        assert packed(torch.ones(rows, 8)).shape == (rows, 5)
+    assert len(counts) <= 16
+
+
 def test_shapes_are_a_linears() -> None:
     """leading dimensions are kept, no rows are no rows"""
     packed = PackedLinear(nn.Linear(8, 5, bias=False))
@@ -60,6 +130,8 @@ def test_an_activation_has_the_same_bits_in_any_company(name: str, width: int) -
     for rows in (1, 2, 3, 5, 17, 93, 299):
         assert torch.equal(activation(x[:rows]), whole[:rows]), rows
     assert torch.allclose(whole, ACT2FN[name](x), atol=1e-6)
+    beside = torch.cat((x, x), dim=-1)[:, :width]  # a slice, as linears with one input give
+    assert torch.equal(activation(beside), whole)
 
 
 def test_pack_replaces_linears_and_activations_everywhere() -> None:

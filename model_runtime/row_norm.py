@@ -1,0 +1,158 @@
+"""Root-mean-square norms on a CPU, in one pass over a row instead of seven over the tensor.
+
+Every architecture has a class of its own for the same formula, so a norm is recognised by what it
+answers: x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight). What answers anything else is left.
+
+A row is computed by the same code whatever stands beside it, so its bits do not depend on the
+batch. Sums are taken in float32; a bf16 result is rounded once, where some models round twice.
+
+Shapes: R = rows, D = dimensions of a row.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from numba.extending import overload
+from torch import Tensor, nn
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_TRIAL_SCALES = (1e-3, 1.0, 30.0)  # the smallest shows a wrong eps
+_TRIAL_SHIFT = 0.5  # a norm that takes the mean away shows
+_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative
+
+
+def _widen(row: Any, out: Any) -> None:
+    """Copy a row to float32; replaced at compile time by the row's own type."""
+    raise NotImplementedError
+
+
+def _narrow(row: Any, out: Any) -> None:
+    """The way back, rounding to nearest even; replaced alike."""
+    raise NotImplementedError
+
+
+@overload(_widen)  # type: ignore[untyped-decorator]
+def _overload_widen(row: Any, out: Any) -> Callable[..., None]:  # noqa: ARG001
+    if row.dtype == types.uint16:
+
+        def widen_bf16(row: Any, out: Any) -> None:
+            bits = out.view(np.uint32)
+            for d in range(row.shape[0]):
+                bits[d] = np.uint32(row[d]) << np.uint32(16)
+
+        return widen_bf16
+
+    def copy_float32(row: Any, out: Any) -> None:
+        for d in range(row.shape[0]):
+            out[d] = row[d]
+
+    return copy_float32
+
+
+@overload(_narrow)  # type: ignore[untyped-decorator]
+def _overload_narrow(row: Any, out: Any) -> Callable[..., None]:  # noqa: ARG001
+    if out.dtype == types.uint16:
+
+        def narrow_bf16(row: Any, out: Any) -> None:
+            bits = row.view(np.uint32)
+            for d in range(row.shape[0]):
+                odd = (bits[d] >> np.uint32(16)) & np.uint32(1)
+                rounded = (bits[d] + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+                is_nan = row[d] != row[d]
+                out[d] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+
+        return narrow_bf16
+
+    def copy_float32(row: Any, out: Any) -> None:
+        for d in range(row.shape[0]):
+            out[d] = row[d]
+
+    return copy_float32
+
+
+@numba.njit(  # type: ignore[untyped-decorator]
+    nogil=True,
+    cache=True,
+    # Sums may be reordered, but at compile time: alike for every row. NaN stays NaN.
+    fastmath={"reassoc", "contract"},
+    error_model="numpy",
+)
+def _normalize(x_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
+    row_D = np.empty(x_RD.shape[1], np.float32)
+    for r in range(x_RD.shape[0]):
+        _widen(x_RD[r], row_D)
+        total = np.float32(0.0)
+        for d in range(row_D.shape[0]):
+            total += row_D[d] * row_D[d]
+        factor = np.float32(1.0) / np.sqrt(total / np.float32(row_D.shape[0]) + eps)
+        for d in range(row_D.shape[0]):
+            row_D[d] = row_D[d] * factor * scale_D[d]
+        _narrow(row_D, out_RD[r])
+
+
+class RowNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * scale over the last dimension."""
+
+    def __init__(self, weight: nn.Parameter, scale_D: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = weight  # model code may ask for its dtype
+        self._dim = len(scale_D)
+        self._scale_D = scale_D.float().numpy()
+        self._eps = np.float32(eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm, same shape and dtype."""
+        rows_RD = x.reshape(-1, self._dim).contiguous()
+        out_RD = torch.empty_like(rows_RD)
+        _normalize(_as_numpy(rows_RD), self._scale_D, self._eps, _as_numpy(out_RD))
+        return out_RD.view(x.shape)
+
+
+def _as_numpy(rows_RD: Tensor) -> Any:
+    """The rows' memory; bf16, which numpy lacks, as its bits."""
+    return (
+        rows_RD.view(torch.uint16).numpy() if rows_RD.dtype == torch.bfloat16 else rows_RD.numpy()
+    )
+
+
+@torch.inference_mode()
+def replace_norms(model: nn.Module) -> None:
+    """Put a RowNorm in the place of every module that answers as one, in place."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            norm = _as_row_norm(child)
+            if norm is not None:
+                setattr(module, name, norm)
+
+
+def _as_row_norm(module: nn.Module) -> RowNorm | None:
+    """The same norm, or None where the module is something else."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if (
+        not isinstance(weight, nn.Parameter)
+        or not isinstance(eps, float)
+        or weight.dim() != 1
+        or weight.dtype not in _DTYPES
+        or len(list(module.parameters())) + len(list(module.buffers())) > 1
+        or len(inspect.signature(module.forward).parameters) != 1
+    ):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    noise_RD = torch.randn(len(_TRIAL_SCALES), len(weight), generator=generator) + _TRIAL_SHIFT
+    x_RD = (noise_RD * torch.tensor(_TRIAL_SCALES)[:, None]).to(weight.dtype)
+    expected_RD = module(x_RD)
+    for scale_D in (weight.detach().float(), 1.0 + weight.detach().float()):
+        norm = RowNorm(weight, scale_D, eps)
+        rounding = _ROUNDING[weight.dtype]
+        answer_RD = norm(x_RD)
+        if answer_RD.dtype == expected_RD.dtype and torch.allclose(
+            answer_RD.float(), expected_RD.float(), rtol=rounding, atol=rounding
+        ):
+            return norm
+    return None
