@@ -59,12 +59,11 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class LayerRead:
-    """All that the read of one layer needs; handed to an attention backend."""
+    """All that the read of one layer needs, beside the batch; handed to a backend."""
 
     query_THD: Tensor  # unrotated, half-split pairs
-    keys_NKOD: Tensor  # this layer's pages, unrotated
+    keys_NKDO: Tensor  # this layer's pages, unrotated
     values_NKOV: Tensor
-    batch: Batch
     tables: LayerTables
     scaling: float
     sliding_window: int | None
@@ -72,39 +71,54 @@ class LayerRead:
     sinks_H: Tensor | None
 
 
-Backend = Callable[[LayerRead], Tensor]  # -> [T, H, V]
+class Backend(Protocol):
+    """The cache's reads and writes on one kind of device, in one step."""
+
+    def write(
+        self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
+    ) -> None:
+        """Put the step's keys and values of a layer where the batch says."""
+
+    def read(self, read: LayerRead) -> Tensor:
+        """Attention of a layer, float32 [T, H, V]."""
 
 
-@dataclass(frozen=True, slots=True)
 class PagedStep:
-    """A step over the paged cache."""
+    """A step over the paged cache. `backend` prepares what all of its layers share."""
 
-    batch: Batch
-    store: KVStore
-    tables: RopeTables
-    plans: Mapping[int, LayerPlan]
-    backend: Backend
+    def __init__(
+        self,
+        batch: Batch,
+        store: KVStore,
+        tables: RopeTables,
+        plans: Mapping[int, LayerPlan],
+        backend: Callable[[Batch], Backend],
+    ) -> None:
+        self._store = store
+        self._tables = tables
+        self._plans = plans
+        self._backend = backend(batch)
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """Write this step's keys and values, then read every page."""
-        plan = self.plans[layer_idx]
+        plan = self._plans[layer_idx]
         query_THD = call.query_1HTD[0].transpose(0, 1)
         key_TKD = call.key_1KTD[0].transpose(0, 1)
         if plan.interleaved:
             query_THD = half_split_from_interleaved(query_THD, plan.rotary_dim)
             key_TKD = half_split_from_interleaved(key_TKD, plan.rotary_dim)
-        self.store.write(layer_idx, self.batch, key_TKD, call.value_1KTV[0].transpose(0, 1))
+        pages = self._store.pages(layer_idx)
+        self._backend.write(*pages, key_TKD, call.value_1KTV[0].transpose(0, 1))
         read = LayerRead(
             query_THD,
-            *self.store.pages(layer_idx),
-            self.batch,
-            self.tables.layer(plan.layer_type),
+            *pages,
+            self._tables.layer(plan.layer_type),
             call.scaling,
             call.sliding_window,
             call.softcap,
             call.sinks_H,
         )
-        return self.backend(read).to(call.query_1HTD.dtype)[None]
+        return self._backend.read(read).to(call.query_1HTD.dtype)[None]
 
 
 def paged_attention(

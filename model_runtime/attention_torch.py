@@ -13,19 +13,33 @@ import torch
 from torch import Tensor
 
 from model_runtime.attention import LayerRead
+from model_runtime.batch import Batch
 from rope import rotate
 
 
-def attend_torch(read: LayerRead) -> Tensor:
-    """Attention of one layer for one step; float32 [T, H, V] over all sequences' tokens."""
-    starts = read.batch.query_start_S1.tolist()
-    spans = itertools.pairwise(starts)
-    return torch.cat([_attend(read, index, *span) for index, span in enumerate(spans)])
+class TorchAttention:
+    """The cache on any device."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def write(
+        self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
+    ) -> None:
+        """Put the step's keys and values where the batch says."""
+        page_T, offset_T = self._batch.page_T, self._batch.offset_T
+        keys_NKDO[page_T, :, :, offset_T] = key_TKD
+        values_NKOV[page_T, :, offset_T] = value_TKV
+
+    def read(self, read: LayerRead) -> Tensor:
+        """Attention of one layer for one step; float32 [T, H, V] over all sequences' tokens."""
+        spans = itertools.pairwise(self._batch.query_start_S1.tolist())
+        return torch.cat([_attend(read, self._batch, at, *span) for at, span in enumerate(spans)])
 
 
-def _attend(read: LayerRead, index: int, begin: int, end: int) -> Tensor:
-    first = int(read.batch.first_position_S[index])
-    slot = int(read.batch.table_slot_S[index])
+def _attend(read: LayerRead, batch: Batch, index: int, begin: int, end: int) -> Tensor:
+    first = int(batch.first_position_S[index])
+    slot = int(batch.table_slot_S[index])
     context = first + end - begin
     device = read.query_THD.device
     query_positions_T = torch.arange(first, context, device=device)
@@ -33,8 +47,8 @@ def _attend(read: LayerRead, index: int, begin: int, end: int) -> Tensor:
     tables = read.tables
 
     query_THD = read.query_THD[begin:end].float()
-    key_CKD = _gather(read.keys_NKOD, read.batch.page_table_SN[index], context)
-    value_CKV = _gather(read.values_NKOV, read.batch.page_table_SN[index], context)
+    key_CKD = _gather(read.keys_NKDO.transpose(2, 3), batch.page_table_SN[index], context)
+    value_CKV = _gather(read.values_NKOV, batch.page_table_SN[index], context)
     factor = tables.attention_factor[slot]
     pairs = tables.num_pairs
     query_THD = rotate(query_THD, tables.at(slot, query_positions_T))
@@ -61,8 +75,8 @@ def _attend(read: LayerRead, index: int, begin: int, end: int) -> Tensor:
     return torch.einsum("kgtc,ckv->tkgv", weights_KGTC, value_CKV).flatten(1, 2)
 
 
-def _gather(pages_NKOD: Tensor, page_table_N: Tensor, context: int) -> Tensor:
-    """A sequence's cached vectors in order of position, float32 [C, K, D]."""
-    num_pages = -(-context // pages_NKOD.shape[2])
-    gathered_NKOD = pages_NKOD[page_table_N[:num_pages].long()]
-    return gathered_NKOD.transpose(1, 2).flatten(0, 1)[:context].float()
+def _gather(pages_NKOX: Tensor, page_table_N: Tensor, context: int) -> Tensor:
+    """A sequence's cached vectors in order of position, float32 [C, K, X]."""
+    num_pages = -(-context // pages_NKOX.shape[2])
+    gathered_NKOX = pages_NKOX[page_table_N[:num_pages].long()]
+    return gathered_NKOX.transpose(1, 2).flatten(0, 1)[:context].float()

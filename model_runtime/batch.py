@@ -9,14 +9,15 @@ logits.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Consecutive tokens of one sequence that one step computes."""
 
     token_ids: Sequence[int]
@@ -41,38 +42,65 @@ class Batch:
     logit_rows_R: Tensor  # int64, flat tokens whose logits are wanted
 
 
+class PageRow:
+    """A sequence's page table as numbers of the batch, kept from step to step.
+
+    A long context has a thousand pages, and a step adds one at most.
+    """
+
+    def __init__(self) -> None:
+        self._pages: Sequence[int] = ()
+        self._num_copied = 0
+        self._row_N = np.empty(0, dtype=np.int32)
+
+    def follow(self, pages: Sequence[int]) -> Any:
+        """The same as int32 [N]. A list that is another one, or shorter, is copied anew."""
+        if pages is not self._pages or len(pages) < self._num_copied:
+            self._pages, self._num_copied = pages, 0
+        if len(pages) > len(self._row_N):
+            grown_N = np.empty(2 * len(pages), dtype=np.int32)
+            grown_N[: self._num_copied] = self._row_N[: self._num_copied]
+            self._row_N = grown_N
+        self._row_N[self._num_copied : len(pages)] = pages[self._num_copied :]
+        self._num_copied = len(pages)
+        return self._row_N[: len(pages)]
+
+
 def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> Batch:
-    """Lay the spans out in one row."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    page_ids: list[int] = []
-    starts = [0]
-    logit_rows: list[int] = []
-    for span in spans:
-        logit_rows += [starts[-1] + row for row in span.logit_rows]
-        span_positions = range(span.first_position, span.first_position + len(span.token_ids))
-        token_ids += span.token_ids
-        positions += span_positions
-        page_ids += [span.pages[position // page_size] for position in span_positions]
-        starts.append(len(token_ids))
-    width = max(-(-(span.first_position + len(span.token_ids)) // page_size) for span in spans)
+    """Lay the spans out in one row; two transfers to a device."""
+    lengths = [len(span.token_ids) for span in spans]
+    starts = [0, *accumulate(lengths)]
+    num_tokens = starts[-1]
+    first_S = np.array([span.first_position for span in spans], dtype=np.int64)
+    position_T = np.arange(num_tokens) + np.repeat(first_S - starts[:-1], lengths)
+    width = int((first_S + lengths - 1).max()) // page_size + 1
     table_SN = np.zeros((len(spans), width), dtype=np.int32)
     for row_N, span in zip(table_SN, spans, strict=True):
         used = span.pages[:width]
         row_N[: len(used)] = used
-
-    def tensor(numbers: object) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
-
-    position_T = tensor(positions)
-    return Batch(
-        tensor([token_ids]),
-        position_T[None],
-        tensor(page_ids),
+    rows = [
+        start + row for start, span in zip(starts, spans, strict=False) for row in span.logit_rows
+    ]
+    parts = (
+        np.fromiter(chain.from_iterable(span.token_ids for span in spans), np.int64, num_tokens),
+        position_T,
+        table_SN[np.repeat(np.arange(len(spans)), lengths), position_T // page_size],
         position_T % page_size,
+        np.array(starts),
+        first_S,
+        np.array([span.table_slot for span in spans]),
+        np.array(rows, dtype=np.int64),
+    )
+    numbers = torch.from_numpy(np.concatenate(parts, dtype=np.int64)).to(device)
+    token_ids_T, position_ids_T, page_T, offset_T, query_start_S1, *rest = torch.split_with_sizes(
+        numbers, [len(part) for part in parts]
+    )
+    return Batch(
+        token_ids_T[None],
+        position_ids_T[None],
+        page_T,
+        offset_T,
         torch.from_numpy(table_SN).to(device),
-        tensor(starts),
-        tensor([span.first_position for span in spans]),
-        tensor([span.table_slot for span in spans]),
-        tensor(logit_rows),
+        query_start_S1,
+        *rest,
     )

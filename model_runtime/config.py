@@ -42,6 +42,7 @@ class EngineConfig:
     page_size: int = 16  # positions in a page
     max_num_seqs: int = 32  # sequences in one step
     max_num_batched_tokens: int = 512  # tokens in one step: decodes plus prefill chunks
+    step_target_s: float | None = None  # what a step with prefill should take; None: whatever
     max_num_logit_rows: int = 256  # prompt positions in one step whose logprobs are wanted
     max_queued_requests: int = 256  # requests waiting to start
     max_queued_prompt_tokens: int | None = None  # tokens of their prompts; None: no limit

@@ -26,7 +26,7 @@ class Detokenizer:
         With `may_stop` False (before min_tokens) all of it is, whatever it contains.
         """
         self._held += self._stream.push(token_id)
-        if not may_stop:
+        if not may_stop or not self._stop:
             return self.flush()
         found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
         if found:

@@ -15,13 +15,14 @@ import structlog
 
 from model_runtime.answer import Answer
 from model_runtime.config import EngineConfig
-from model_runtime.engine_core import EngineCore, Live, Runner
+from model_runtime.engine_core import EngineCore, Runner
 from model_runtime.errors import (
     CacheCapacityError,
     EngineStoppedError,
     QueueFullError,
     RequestError,
 )
+from model_runtime.live_requests import Live
 from model_runtime.observer import Observer
 from model_runtime.request import OnOutput, Output, Request
 from model_runtime.sequence import Sequence as TokenSequence

@@ -1,7 +1,6 @@
 """The tensors that hold cached keys and values. Keys are stored before rotation, and unscaled.
 
-Shapes: N = pages, K = key heads, O = offsets in a page, D = key dimensions, V = value dimensions,
-T = flat tokens of a step.
+Shapes: N = pages, K = key heads, O = offsets in a page, D = key dimensions, V = value dimensions.
 """
 
 from collections.abc import Mapping
@@ -9,8 +8,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from model_runtime.batch import Batch
 
 
 class LayerShape(Protocol):
@@ -38,7 +35,7 @@ def bytes_per_token(layers: Mapping[int, LayerShape], dtype: torch.dtype) -> int
 
 
 class KVStore:
-    """Pages of keys [N, K, O, D] and values [N, K, O, V] for every attention layer."""
+    """Pages of keys [N, K, D, O] and values [N, K, O, V] for every attention layer."""
 
     def __init__(
         self,
@@ -50,18 +47,12 @@ class KVStore:
     ) -> None:
         self._pages: dict[int, tuple[Tensor, Tensor]] = {}
         for index, layer in layers.items():
-            shape = (num_pages, layer.num_key_heads, page_size)
+            pages = (num_pages, layer.num_key_heads)
             self._pages[index] = (
-                torch.zeros(*shape, layer.key_dim, dtype=dtype, device=device),
-                torch.zeros(*shape, layer.value_dim, dtype=dtype, device=device),
+                torch.zeros(*pages, layer.key_dim, page_size, dtype=dtype, device=device),
+                torch.zeros(*pages, page_size, layer.value_dim, dtype=dtype, device=device),
             )
 
-    def write(self, layer_idx: int, batch: Batch, key_TKD: Tensor, value_TKV: Tensor) -> None:
-        """Put the step's keys and values where the batch says."""
-        keys_NKOD, values_NKOV = self._pages[layer_idx]
-        keys_NKOD[batch.page_T, :, batch.offset_T] = key_TKD
-        values_NKOV[batch.page_T, :, batch.offset_T] = value_TKV
-
     def pages(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys [N, K, O, D] and values [N, K, O, V]."""
+        """A layer's keys [N, K, D, O] and values [N, K, O, V]."""
         return self._pages[layer_idx]

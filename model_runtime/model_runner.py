@@ -3,23 +3,24 @@
 Shapes: R = rows of logits, V = vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from model_runtime.attention import STEP, Backend, LayerPlan, PagedStep, Step
-from model_runtime.attention_cpu import attend_cpu
-from model_runtime.attention_torch import attend_torch
+from model_runtime.attention_cpu import CpuAttention
+from model_runtime.attention_torch import TorchAttention
 from model_runtime.batch import Batch, Span, build_batch
 from model_runtime.kv_store import KVStore
 from model_runtime.rope_tables import RopeTables
+from model_runtime.step_clock import StepClock
 from rope import Profile
 
 
-def backend_for(device: torch.device) -> Backend:
+def backend_for(device: torch.device) -> Callable[[Batch], Backend]:
     """The attention that serves a device."""
-    return attend_cpu if device.type == "cpu" else attend_torch
+    return CpuAttention if device.type == "cpu" else TorchAttention
 
 
 class ModelRunner:
@@ -46,9 +47,14 @@ class ModelRunner:
         return self._tables.slot(profile)
 
     @torch.inference_mode()
-    def run(self, spans: Sequence[Span]) -> Tensor:
-        """One forward over all spans; float32 [R, V], rows in the order the spans ask for them."""
+    def run(self, spans: Sequence[Span], clock: StepClock | None = None) -> Tensor:
+        """One forward over all spans; float32 [R, V], rows in the order the spans ask for them.
+
+        `clock`: switched to `forward` when the batch is built.
+        """
         batch = build_batch(spans, self._page_size, self._device)
+        if clock is not None:
+            clock.switch("forward")
         answer = self._model(
             input_ids=batch.token_ids_1T,
             position_ids=batch.position_ids_1T,

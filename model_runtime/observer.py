@@ -1,6 +1,9 @@
 """What the engine tells whoever keeps the metrics. Times are seconds of a monotonic clock."""
 
+from collections.abc import Mapping
+
 from model_runtime.request import FinishReason, Request
+from model_runtime.step_clock import Part
 from rope import Tier
 
 
@@ -32,3 +35,6 @@ class Observer:
 
     def stepped(self, num_running: int, num_waiting: int, num_used_pages: int) -> None:
         """A step ended, or the queues changed without one."""
+
+    def timed(self, seconds: Mapping[Part, float]) -> None:
+        """A step that computed something took so long in each of its parts, all of them named."""

@@ -60,13 +60,13 @@ class LayerTables:
 
     @cached_property
     def kernel_arrays(self) -> tuple[Any, ...]:
-        """What the CPU kernel takes: four tables, attention factors, ln(L) or 0."""
+        """What the CPU kernel takes: tables [S, N, P] and [S, P, O], factors, ln(L) or 0."""
         logn = [math.log(length) if length else 0.0 for length in self.logn_len]
         return (
             self.starts.cos.numpy(),
             self.starts.sin.numpy(),
-            self.offsets.cos.numpy(),
-            self.offsets.sin.numpy(),
+            np.ascontiguousarray(self.offsets.cos.transpose(1, 2).numpy()),
+            np.ascontiguousarray(self.offsets.sin.transpose(1, 2).numpy()),
             np.array(self.attention_factor, dtype=np.float32),
             np.array(logn, dtype=np.float64),
         )

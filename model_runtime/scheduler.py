@@ -1,10 +1,13 @@
 """Which tokens the next step computes. Plain Python: it can be tested in milliseconds.
 
-Decodes go first, one token each; what is left of the token budget goes to prefill in chunks. In
-both, the sequence that arrived first goes first. Pages are taken as they are needed. When there are
-none left, the running sequence that arrived last gives up all of its own, so that one which arrived
-earlier can go on; it waits at its old place and is computed again later. The oldest is therefore
-never interrupted, and a request that fits the cache alone is always finished.
+Decodes go first, one token each; what is left of the token budget goes to prefill in chunks. Half
+of that is the oldest prompt's, so that the longest is read to its end; the other half goes to the
+prompts that have least left to read, so that a short one does not wait for a long one's end.
+
+Pages are taken as they are needed. When there are none left, the running sequence that arrived last
+gives up all of its own, so that one which arrived earlier can go on; it waits at its old place and
+is computed again later. The oldest is therefore never interrupted, and a request that fits the
+cache alone is always finished.
 """
 
 import bisect
@@ -57,6 +60,13 @@ class Plan:
     preempted: list[Sequence] = field(default_factory=list)
     rescaled: list[Sequence] = field(default_factory=list)
 
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of prompts, or of answers that are computed again; known until it is run."""
+        return sum(
+            chunk.num_tokens for sequence, chunk in self.chunks.items() if not sequence.is_decoding
+        )
+
 
 class Scheduler:
     """Owner of the two queues, the page pool and the prefix index."""
@@ -75,10 +85,13 @@ class Scheduler:
         self._num_arrived += 1
         self.waiting.append(sequence)
 
-    def schedule(self, *, starts_waiting: bool = True) -> Plan:
+    def schedule(
+        self, *, starts_waiting: bool = True, num_prefill_tokens: int | None = None
+    ) -> Plan:
         """The next step; no chunks when nothing waits or runs.
 
         `starts_waiting`: False after a step that ran out of memory, which is tried with fewer.
+        `num_prefill_tokens`: at most so many, within max_num_batched_tokens; None: no other limit.
         """
         plan = Plan()
         for sequence in list(self.running):
@@ -94,15 +107,9 @@ class Scheduler:
         if starts_waiting:
             self._start_waiting(plan)
         tokens_left = self._config.max_num_batched_tokens - len(plan.chunks)
-        rows_left = self._config.max_num_logit_rows
-        for sequence in list(self.running):
-            if tokens_left <= 0:
-                break
-            if sequence in self.running and not sequence.is_decoding:
-                chunk = self._prefill_chunk(sequence, tokens_left, rows_left)
-                if self._take(chunk, plan):
-                    tokens_left -= chunk.num_tokens
-                    rows_left -= chunk.num_logit_rows
+        if num_prefill_tokens is not None:
+            tokens_left = min(tokens_left, num_prefill_tokens)
+        self._prefill(tokens_left, plan)
         return plan
 
     def computed(self, chunk: Chunk) -> None:
@@ -171,6 +178,25 @@ class Scheduler:
         sequence.cross(tier)
         plan.rescaled.append(sequence)
         return placement.policy == "grow-exact"
+
+    def _prefill(self, tokens_left: int, plan: Plan) -> None:
+        """Share the budget out among the prompts that are being read."""
+        reading = [sequence for sequence in self.running if not sequence.is_decoding]
+        if not reading:
+            return
+        oldest, *others = reading
+        others.sort(key=lambda sequence: (sequence.num_uncomputed, sequence.arrival))
+        of_others = min(tokens_left // 2, sum(each.num_uncomputed for each in others))
+        rows_left = self._config.max_num_logit_rows
+        kept_back = of_others
+        for sequence in (oldest, *others):
+            if sequence not in self.running:
+                continue  # preempted for one before it
+            chunk = self._prefill_chunk(sequence, tokens_left - kept_back, rows_left)
+            kept_back = 0
+            if self._take(chunk, plan):
+                tokens_left -= chunk.num_tokens
+                rows_left -= chunk.num_logit_rows
 
     def _prefill_chunk(self, sequence: Sequence, tokens_left: int, rows_left: int) -> Chunk:
         first = sequence.num_computed

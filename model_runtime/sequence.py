@@ -23,18 +23,15 @@ class Sequence:
     num_rescales: int = 0  # how often its table changed
     awaited_key: Key | None = None  # of the page that it waits for another to compute
     tier: Tier = field(init=False)  # the one in force for its newest token
+    num_prompt_tokens: int = field(init=False)
     _keys: list[Key] = field(default_factory=list)  # of its full pages, under the first profile
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
+        self.num_prompt_tokens = len(self.request.prompt_ids)
         self.tier = self.request.placement.tier
         # A token's logprob comes from the row of the token before it.
         self.num_scored = max(0, self.request.sampling.prompt_logprobs_from - 1)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_ids)
 
     @property
     def num_generated(self) -> int:

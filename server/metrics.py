@@ -21,6 +21,7 @@ from prometheus_client import (
 from model_runtime.config import EngineConfig
 from model_runtime.observer import Observer
 from model_runtime.request import FinishReason, Request
+from model_runtime.step_clock import PARTS, Part
 from rope import Tier
 
 MAX_CONTEXT_BUCKETS = 12  # with +Inf; each costs a whole histogram per metric
@@ -162,6 +163,11 @@ class Metrics(Observer):
             ["deployment", "policy"],
         )
         self._generated_tokens = factory.counter("ropewalk_generated_tokens", "Tokens generated.")
+        self._steps = factory.counter(
+            "ropewalk_steps", "Steps of the engine that computed something."
+        )
+        parts = factory.counter("ropewalk_step_seconds", "Time of those steps by part.", ["part"])
+        self._parts = {part: parts.labels(part) for part in PARTS}
         self._running = factory.gauge("ropewalk_requests_running", "Requests being computed.")
         self._waiting = factory.gauge("ropewalk_requests_waiting", "Requests in the queue.")
         self._kv_usage = factory.gauge(
@@ -235,3 +241,9 @@ class Metrics(Observer):
         self._running.set(num_running)
         self._waiting.set(num_waiting)
         self._kv_usage.set(num_used_pages / self._num_pages)
+
+    def timed(self, seconds: Mapping[Part, float]) -> None:
+        """A step's parts."""
+        self._steps.inc()
+        for part, taken in seconds.items():
+            self._parts[part].inc(taken)

@@ -146,6 +146,7 @@ def _config(settings: ServeSettings, facts: ModelFacts, max_model_len: int) -> E
         page_size=settings.page_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        step_target_s=settings.step_target_seconds or None,
         max_num_logit_rows=settings.max_num_logit_rows,
         max_queued_requests=settings.max_queued_requests,
         max_queued_prompt_tokens=settings.max_queued_prompt_tokens,

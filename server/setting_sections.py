@@ -137,11 +137,19 @@ class CacheSettings(Section):
     page_size: int = setting(16, "A page of the KV cache.", unit="tokens", ge=4, le=256)
     max_num_seqs: int = setting(32, "Sequences served at once.", unit="sequences", ge=1, le=4096)
     max_num_batched_tokens: int = setting(
-        512,
-        "Computed in one step: one token for each sequence that decodes, the rest for chunks of "
-        "prompts.",
+        2048,
+        "Most that is computed in one step: one token for each sequence that decodes, the rest "
+        "for chunks of prompts.",
         unit="tokens",
         ge=1,
+    )
+    step_target_seconds: float = setting(
+        0.1,
+        "What a step should take that reads prompts: the longest that an answer pauses for them, "
+        "and that a new request waits. Chunks follow what the last steps took. 0: chunks are as "
+        "large as max_num_batched_tokens allows.",
+        unit="seconds",
+        ge=0,
     )
     max_num_logit_rows: int = setting(
         256,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from model_runtime.batch import Span
 from model_runtime.checkpoint import Checkpoint
+from model_runtime.step_clock import StepClock
 
 
 class Script:
@@ -25,8 +26,9 @@ class Script:
         """No tables."""
         return 0
 
-    def run(self, spans: Sequence[Span]) -> Tensor:
+    def run(self, spans: Sequence[Span], clock: StepClock) -> Tensor:
         """Logits that have only one likely token; prompts here are one token long."""
+        clock.switch("forward")
         self.num_calls += 1
         self.before_run()
         time.sleep(self.delay_s)

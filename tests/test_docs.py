@@ -24,7 +24,10 @@ from server.settings import load_settings
 from tests.settings_page import table
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("rope", "model_runtime", "server", "server/bench", "server/evaluation", "training")
+PACKAGES = (
+    *("rope", "model_runtime", "server", "server/bench", "server/evaluation", "training"),
+    "benchmarks",
+)
 
 
 def page(name: str) -> str:
@@ -114,6 +117,6 @@ def test_every_file_has_its_line_in_the_architecture() -> None:
 
 def test_links_lead_somewhere() -> None:
     """inside the project"""
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"

@@ -126,7 +126,7 @@ async def run_load(
         since_began = time.perf_counter() - began
         outcomes = await asyncio.gather(
             *(
-                _measure(client, target, body, prompt, plan.timeout_s)
+                measure(client, target, body, prompt, plan.timeout_s)
                 for body, prompt in zip(bodies, prompts, strict=True)
             )
         )
@@ -151,9 +151,10 @@ def _body(target: Target, plan: LoadPlan, prompt: Prompt) -> bytes:
     return json.dumps(fields).encode()
 
 
-async def _measure(
+async def measure(
     client: httpx.AsyncClient, target: Target, body: bytes, prompt: Prompt, timeout_s: float
 ) -> Timing | Failure:
+    """Send one streamed completion, its body as JSON, and time its answer."""
     answer = _StreamedAnswer(time.perf_counter())
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
     try:

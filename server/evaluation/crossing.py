@@ -27,9 +27,10 @@ from model_runtime.build_engine import build_runner
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import EngineConfig
 from model_runtime.deployment import Deployment, RopeRequest
-from model_runtime.engine_core import EngineCore, Live
+from model_runtime.engine_core import EngineCore
 from model_runtime.errors import ModelError
 from model_runtime.grammar import Constraint
+from model_runtime.live_requests import Live
 from model_runtime.make_deployment import make_deployment
 from model_runtime.model_runner import ModelRunner
 from model_runtime.observer import Observer

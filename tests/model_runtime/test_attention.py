@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from model_runtime.attention import LayerRead
-from model_runtime.attention_cpu import attend_cpu
-from model_runtime.attention_torch import attend_torch
+from model_runtime.attention_cpu import CpuAttention
+from model_runtime.attention_torch import TorchAttention
 from model_runtime.batch import Batch, Span, build_batch
 from model_runtime.rope_tables import LayerTables, RopeTables
 from rope import Linear, Profile, Unscaled, Yarn, native_rope
@@ -50,8 +50,9 @@ class Case:
             for index, (context, queries) in enumerate(self.contexts)
         ]
         self.batch: Batch = build_batch(self.spans, page_size, CPU)
-        shape = (len(ids), KEY_HEADS, page_size, DIM)
-        self.keys, self.values = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+        pages = (len(ids), KEY_HEADS)
+        self.keys = torch.randn(*pages, DIM, page_size).to(dtype)
+        self.values = torch.randn(*pages, page_size, DIM).to(dtype)
         tokens = sum(queries for _, queries in self.contexts)
         self.query = torch.randn(tokens, HEADS, DIM).to(dtype)
 
@@ -62,7 +63,6 @@ class Case:
             self.query,
             self.keys,
             self.values,
-            self.batch,
             self.tables,
             **{**arguments, **options},
         )
@@ -94,7 +94,7 @@ class Case:
         at = [(self.spans[index].pages[n // self.page_size], n % self.page_size) for n in seen]
         keys = torch.stack(
             [
-                self._turn(self.keys[page, key_head, o].double(), n, inv_freq, table)
+                self._turn(self.keys[page, key_head, :, o].double(), n, inv_freq, table)
                 for (page, o), n in zip(at, seen, strict=True)
             ]
         )
@@ -134,8 +134,8 @@ def test_both_backends_equal_float64(options: dict[str, Any], share: float) -> N
     """mixed profiles, lengths and chunk sizes in one batch"""
     case = Case(share)
     expected = case.exact(**options)
-    for attend in (attend_torch, attend_cpu):
-        got = attend(case.read(**options)).double()
+    for backend in (TorchAttention, CpuAttention):
+        got = backend(case.batch).read(case.read(**options)).double()
         assert float((got - expected).abs().max()) < 2e-5 * float(expected.abs().max())
 
 
@@ -143,15 +143,15 @@ def test_both_backends_equal_float64(options: dict[str, Any], share: float) -> N
 def test_page_size_changes_nothing_but_rounding(page_size: int) -> None:
     """the kernel is compiled once for each"""
     case = Case(page_size=page_size)
-    expected = attend_torch(case.read())
-    assert torch.allclose(attend_cpu(case.read()), expected, atol=1e-5)
+    expected = TorchAttention(case.batch).read(case.read())
+    assert torch.allclose(CpuAttention(case.batch).read(case.read()), expected, atol=1e-5)
 
 
 def test_bfloat16_pages_are_read_exactly() -> None:
     """their bits are widened; sums are float32"""
     case = Case(dtype=torch.bfloat16)
-    expected = attend_torch(case.read())
-    assert torch.allclose(attend_cpu(case.read()), expected, atol=1e-5)
+    expected = TorchAttention(case.batch).read(case.read())
+    assert torch.allclose(CpuAttention(case.batch).read(case.read()), expected, atol=1e-5)
 
 
 def test_a_layer_without_rotation_ignores_the_profile() -> None:
@@ -162,11 +162,11 @@ def test_a_layer_without_rotation_ignores_the_profile() -> None:
         tables.slot(profile)
     case.tables = tables.layer(None)
     case.profiles = [Profile(Unscaled())] * 3
-    got = attend_cpu(case.read())
-    assert torch.allclose(got, attend_torch(case.read()), atol=1e-5)
+    got = CpuAttention(case.batch).read(case.read())
+    assert torch.allclose(got, TorchAttention(case.batch).read(case.read()), atol=1e-5)
 
     context, span = case.contexts[1][0], case.spans[1]
-    keys = case.keys[span.pages].transpose(1, 2).flatten(0, 1)[:context, 0]
+    keys = case.keys[span.pages].permute(0, 3, 1, 2).flatten(0, 1)[:context, 0]
     values = case.values[span.pages].transpose(1, 2).flatten(0, 1)[:context, 0]
     plain = (keys @ case.query[1, 0] * DIM**-0.5).softmax(0) @ values
     assert torch.allclose(got[1, 0], plain, atol=1e-5)
@@ -175,25 +175,25 @@ def test_a_layer_without_rotation_ignores_the_profile() -> None:
 def test_what_lies_behind_the_last_token_is_never_read() -> None:
     """poisoned pages and offsets do not reach any row"""
     case = Case()
-    clean = attend_cpu(case.read())
+    clean = CpuAttention(case.batch).read(case.read())
     used = torch.zeros(case.keys.shape[0], case.page_size, dtype=torch.bool)
     for (context, _), span in zip(case.contexts, case.spans, strict=True):
         for position in range(context):
             used[span.pages[position // 16], position % 16] = True
-    case.keys.transpose(1, 2)[~used] = torch.nan
+    case.keys.permute(0, 3, 1, 2)[~used] = torch.nan
     case.values.transpose(1, 2)[~used] = torch.nan
-    assert torch.equal(attend_cpu(case.read()), clean)
+    assert torch.equal(CpuAttention(case.batch).read(case.read()), clean)
 
 
 def test_rows_have_the_same_bits_alone_and_on_any_number_of_threads() -> None:
     """what promise 2 needs of attention"""
     case = Case()
-    whole = attend_cpu(case.read())
+    whole = CpuAttention(case.batch).read(case.read())
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            assert torch.equal(attend_cpu(case.read()), whole)
+            assert torch.equal(CpuAttention(case.batch).read(case.read()), whole)
     finally:
         torch.set_num_threads(threads)
     begin = 0
@@ -201,5 +201,24 @@ def test_rows_have_the_same_bits_alone_and_on_any_number_of_threads() -> None:
     for span in case.spans:
         end = begin + len(span.token_ids)
         case.batch, case.query = build_batch([span], 16, CPU), query[begin:end]
-        assert torch.equal(attend_cpu(case.read()), whole[begin:end])
+        assert torch.equal(CpuAttention(case.batch).read(case.read()), whole[begin:end])
         begin = end
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_backends_write_to_the_same_places(dtype: torch.dtype) -> None:
+    """and nowhere else"""
+    case = Case(dtype=dtype)
+    tokens = len(case.query)
+    key, value = torch.randn(2, tokens, KEY_HEADS, DIM).to(dtype)
+    written = []
+    for backend in (TorchAttention, CpuAttention):
+        pages = torch.zeros_like(case.keys), torch.zeros_like(case.values)
+        backend(case.batch).write(*pages, key, value)
+        written.append(pages)
+    assert torch.equal(written[0][0], written[1][0])
+    assert torch.equal(written[0][1], written[1][1])
+    page, offset = case.batch.page_T[5], case.batch.offset_T[5]
+    assert torch.equal(written[1][0][page, :, :, offset], key[5])
+    assert torch.equal(written[1][1][page, :, offset], value[5])
+    assert int((written[1][0] != 0).sum()) == key.numel()

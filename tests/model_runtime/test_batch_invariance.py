@@ -18,6 +18,7 @@ from model_runtime.deployment import Deployment, RopeRequest
 from model_runtime.engine import Engine
 from model_runtime.engine_core import Runner
 from model_runtime.request import Request
+from model_runtime.step_clock import StepClock
 from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
 from tests.tiny_models import VOCAB_SIZE
 
@@ -56,11 +57,11 @@ class SharedForwards:
         """As the model runner."""
         return self._runner.table_slot(profile)
 
-    def run(self, spans: Sequence[Span]) -> Tensor:
+    def run(self, spans: Sequence[Span], clock: StepClock) -> Tensor:
         """As the model runner."""
         self.num_sequences_per_call.append(len(spans))
         self.profiles_per_call.append(len({span.table_slot for span in spans}))
-        return self._runner.run(spans)
+        return self._runner.run(spans, clock)
 
 
 def watch(engine: Engine) -> SharedForwards:

@@ -21,6 +21,7 @@ from model_runtime.errors import (
 )
 from model_runtime.observer import Observer
 from model_runtime.request import FinishReason, Output, Request
+from model_runtime.step_clock import StepClock
 from rope import Tier
 from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
 from tests.scripted_model import Script
@@ -146,8 +147,8 @@ def test_nan_logits_end_their_request_only(engines: EngineFactory, checkpoint: C
     class Poisoned(Script):
         """NaN for prompts that begin with token 9."""
 
-        def run(self, spans: Sequence[Span]) -> Tensor:
-            logits = super().run(spans)
+        def run(self, spans: Sequence[Span], clock: StepClock) -> Tensor:
+            logits = super().run(spans, clock)
             row = 0
             for span in spans:
                 if span.pages[0] == self.poisoned_page:

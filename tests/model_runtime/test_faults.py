@@ -11,6 +11,7 @@ from model_runtime.batch import Span
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.observer import Observer
 from model_runtime.request import FinishReason, Request
+from model_runtime.step_clock import StepClock
 from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
 from tests.scripted_model import Script
 
@@ -33,11 +34,11 @@ class Cramped(Script):
     most = 2
     error: Exception = ERRORS[0]
 
-    def run(self, spans: Sequence[Span]) -> Tensor:
+    def run(self, spans: Sequence[Span], clock: StepClock) -> Tensor:
         """Fails where there are more."""
         if len(spans) > self.most:
             raise self.error
-        return super().run(spans)
+        return super().run(spans, clock)
 
 
 class Preemptions(Observer):

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.deployment import Deployment, RopeRequest
 from model_runtime.engine_core import Runner
+from model_runtime.penalties import SeenTokens
 from model_runtime.request import SamplingParams
 from model_runtime.sampler import SamplingRow, sample
+from model_runtime.step_clock import StepClock
 from rope import Policy, Profile, Yarn
 from tests.engines import (
     EngineFactory,
@@ -132,9 +134,9 @@ class LastLogits:
         """As the model runner."""
         return self._runner.table_slot(profile)
 
-    def run(self, spans: Any) -> torch.Tensor:
+    def run(self, spans: Any, clock: StepClock) -> torch.Tensor:
         """As the model runner."""
-        logits = self._runner.run(spans)
+        logits = self._runner.run(spans, clock)
         self.row = logits[-1:].clone() if len(logits) else self.row
         return logits
 
@@ -162,7 +164,7 @@ def test_the_seed_and_penalties_go_on_after_a_crossing(engines: EngineFactory) -
         rope = RopeRequest(factor=tier_of(at), policy="fixed")
         answer(engine, request(pinned, tokens[:at], rope, max_tokens=1))
         generated = tokens[len(PROMPT) : at]
-        row = SamplingRow(params, len(generated), frozenset(), generated, PROMPT)
+        row = SamplingRow(params, len(generated), frozenset(), SeenTokens(PROMPT, generated))
         assert sample(watched.row, [row]) == [tokens[at]], at
 
 

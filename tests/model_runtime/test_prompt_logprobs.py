@@ -42,8 +42,8 @@ def test_rows_before_the_first_are_not_computed(
     shapes: list[tuple[int, int]] = []
     own = runner.run
 
-    def run(spans: Any) -> Tensor:
-        logits_RV = own(spans)
+    def run(spans: Any, clock: Any) -> Tensor:
+        logits_RV = own(spans, clock)
         assert isinstance(logits_RV, torch.Tensor)
         shapes.append((sum(len(span.token_ids) for span in spans), len(logits_RV)))
         return logits_RV

@@ -15,11 +15,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from model_runtime.penalties import SeenTokens, has_penalty
 from model_runtime.request import SamplingParams
 from model_runtime.sampler import (
     MAX_LOGPROBS,
     SamplingRow,
     adjusted,
+    finite_rows,
     logprobs,
     sample,
     uniform,
@@ -37,7 +39,8 @@ def row_of(
 ) -> SamplingRow:
     """One row's surroundings."""
     ids = [0] * num_generated if generated is None else generated
-    return SamplingRow(params, len(ids), frozenset(end_ids), ids, prompt)
+    seen = SeenTokens(prompt, ids) if has_penalty(params) else None
+    return SamplingRow(params, len(ids), frozenset(end_ids), seen)
 
 
 def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -203,3 +206,39 @@ def test_adjusting_leaves_the_raw_logits_alone() -> None:
     params = SamplingParams(logit_bias=((1, 3.0),), repetition_penalty=1.5, presence_penalty=1.0)
     sample(logits, [row_of(params, prompt=[1], generated=[2])] * 2)
     assert torch.equal(logits, before)
+
+
+def test_rows_that_are_not_finite_are_found() -> None:
+    """NaN and both infinities, alone and beside each other"""
+    logits = torch.randn(6, VOCABULARY)
+    logits[1, 3] = torch.nan
+    logits[2, 0] = torch.inf
+    logits[3, 39] = -torch.inf
+    logits[4, 7], logits[4, 8] = torch.inf, torch.nan
+    assert finite_rows(logits) == logits.isfinite().all(dim=-1).tolist()
+    assert finite_rows(logits[:0]) == []
+
+
+def test_the_first_of_equal_logits_is_the_most_likely() -> None:
+    """in every row"""
+    logits = torch.zeros(3, VOCABULARY)
+    logits[1, [9, 30]] = 2.0
+    logits[2] = -torch.inf
+    logits[2, [5, 6]] = -1.0
+    rows = [row_of(SamplingParams(temperature=0.0))] * 3
+    assert sample(logits, rows) == [0, 9, 5]
+
+
+def test_tokens_are_counted_as_they_come() -> None:
+    """those of the prompt once, those of the answer each time; however many there are"""
+    prompt, answer = [3, 3, 8], [(5 * at) % 37 for at in range(300)]
+    seen = SeenTokens(prompt)
+    for token in answer:
+        seen.add(token)
+    counted = dict(zip(seen.ids_E.tolist(), seen.counts_E.tolist(), strict=True))
+    assert counted == {token: answer.count(token) for token in {*prompt, *answer}}
+    logits = torch.randn(1, VOCABULARY)
+    params = SamplingParams(frequency_penalty=0.25)
+    got = adjusted(logits, [SamplingRow(params, 300, frozenset(), seen)])
+    counts = torch.bincount(torch.tensor(answer), minlength=VOCABULARY)
+    assert torch.equal(got, logits - 0.25 * counts)

@@ -76,6 +76,52 @@ def test_decodes_come_first_and_prefill_takes_the_rest() -> None:
     ]
 
 
+def test_short_prompts_do_not_wait_for_the_end_of_a_long_one() -> None:
+    """half of the budget is the oldest's, the rest goes to those with least left to read"""
+    plan = scheduler(kv_cache_tokens=800)
+    long, middle, short = sequence(100), sequence(30, salt="m"), sequence(6, salt="s")
+    for each in (long, middle, short):
+        plan.add(each)
+    step = plan.schedule()
+    assert {each: chunk.num_tokens for each, chunk in step.chunks.items()} == {
+        long: 8,
+        short: 6,
+        middle: 2,
+    }
+
+
+def test_the_oldest_prompt_is_read_on_however_many_short_ones_arrive() -> None:
+    """at half the speed at worst"""
+    plan = scheduler(kv_cache_tokens=800)
+    long = sequence(96, salt="long")
+    plan.add(long)
+    steps = 0
+    while not long.is_decoding:
+        for number in range(3):
+            plan.add(sequence(8, max_tokens=1, salt=f"{steps}-{number}"))
+        step = plan.schedule()
+        plan.check_integrity()
+        computed(plan, step)
+        for each in [*step.chunks]:
+            if each is not long and each.num_generated:
+                plan.remove(each)
+        steps += 1
+    assert steps == 96 // (16 // 2)
+    assert plan.waiting
+
+
+def test_a_step_computes_no_more_of_prompts_than_it_is_told() -> None:
+    """decodes do not count"""
+    plan = scheduler()
+    short = sequence(3)
+    plan.add(short)
+    computed(plan, plan.schedule())
+    plan.add(sequence(60))
+    step = plan.schedule(num_prefill_tokens=5)
+    assert sizes(step) == [1, 5]
+    assert step.num_prefill_tokens == 5
+
+
 def test_waiting_requests_start_in_order_and_are_not_overtaken() -> None:
     """the first takes its pages as soon as they are back"""
     plan = scheduler()
@@ -135,7 +181,7 @@ def test_a_prefix_that_somebody_is_computing_is_waited_for() -> None:
     for each in (one, same, other):
         plan.add(each)
     step = plan.schedule()
-    assert set(step.chunks) == {one}
+    assert set(step.chunks) == {one, other}
     assert plan.running == [one, other]
     for _ in range(3):
         computed(plan, step)

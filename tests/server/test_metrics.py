@@ -174,6 +174,28 @@ def test_http_requests_are_counted_by_route_template_and_status(fresh: Server) -
     assert value(fresh, "http_request_duration_seconds_count", route="/health") > 0
 
 
+def test_steps_are_timed_by_part(fresh: Server) -> None:
+    """one step a token for a request that is alone; every part has its series and takes time"""
+    parts = ("schedule", "build", "forward", "sample", "detokenize", "deliver")
+    name = "ropewalk_step_seconds_total"
+    before = samples(fresh)
+    assert {dict(labels)["part"] for each, labels in before if each == name} == set(parts)
+    began = time.monotonic()
+    httpx.post(
+        f"{fresh.url}/v1/completions",
+        json={"prompt": [7] * 20, "max_tokens": 6, "ignore_eos": True},
+        timeout=60,
+    ).raise_for_status()
+    after = samples(fresh)
+    steps = "ropewalk_steps_total", ()
+    assert after[steps] - before[steps] == 6
+    taken = {
+        part: after[name, (("part", part),)] - before[name, (("part", part),)] for part in parts
+    }
+    assert min(taken.values()) > 0
+    assert sum(taken.values()) < time.monotonic() - began
+
+
 def test_the_build_and_the_size_of_the_cache_are_told(fresh: Server) -> None:
     """as gauges"""
     from importlib.metadata import version

@@ -1,0 +1,1 @@
+"""Measures servers side by side: the same requests to two of them, in turns (README.md)."""

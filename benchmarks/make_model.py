@@ -1,0 +1,107 @@
+"""`python -m benchmarks.make_model`: models to measure with, of random weights from a fixed seed.
+
+Nobody's answers are judged here, so nothing is learned. Weights are scaled so that activations
+neither vanish nor grow with depth, and logits differ by about 2 from token to token.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from training.text import tokenizer_texts
+from training.tokenizer import BOS_ID, EOS_ID, save_tokenizer, train_tokenizer
+
+_SEED = 7
+_LOGIT_SPREAD = 2.0
+_NATIVE_LEN = 32_768  # tokens; so that no server needs an override in the sweep
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama. Heads are of 64 dimensions, the head's matrix is its own."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    head_dim: int = 64
+
+
+SHAPES = {
+    "small": Shape(384, 8, 6, 2, 1536, 4096),  # 20 M parameters
+    "medium": Shape(768, 12, 12, 4, 2048, 32_000),  # 125 M
+}
+
+
+def build(shape: Shape, tokenizer: Tokenizer) -> LlamaForCausalLM:
+    """The model in float32; the same weights each time."""
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=shape.vocab,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=_NATIVE_LEN,
+            tie_word_embeddings=False,
+            bos_token_id=BOS_ID,
+            eos_token_id=EOS_ID,
+            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        )
+    )
+    model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID)
+    _fill(model, shape)
+    # Greedy answers then have whole characters only. Servers hold a token back while it is none,
+    # and would look late for it.
+    with torch.no_grad():
+        model.lm_head.weight[_unspeakable(tokenizer, shape.vocab)] = 0
+    return model.eval()
+
+
+def _fill(model: nn.Module, shape: Shape) -> None:
+    """Gaussians whose products keep their size; what adds to the residual is smaller with depth."""
+    seeded = torch.Generator().manual_seed(_SEED)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:  # a norm's
+            nn.init.ones_(weight)
+            continue
+        scale = 1.0 if "embed_tokens" in name else weight.shape[1] ** -0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            scale *= (2 * shape.layers) ** -0.5
+        if name.startswith("lm_head"):
+            scale *= _LOGIT_SPREAD
+        nn.init.normal_(weight, std=scale, generator=seeded)
+
+
+def _unspeakable(tokenizer: Tokenizer, vocab: int) -> list[int]:
+    """Ids that show nothing by themselves: special tokens, parts of characters, no token at all."""
+    texts = tokenizer.decode_batch([[token] for token in range(vocab)])
+    return [token for token, text in enumerate(texts) if not text or _REPLACEMENT in text]
+
+
+@click.command()
+@click.argument("name", type=click.Choice(list(SHAPES)))
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+def main(name: str, folder: Path) -> None:
+    """Write the model NAME to FOLDER, as transformers reads it."""
+    shape = SHAPES[name]
+    tokenizer = train_tokenizer(tokenizer_texts(), shape.vocab)
+    model = build(shape, tokenizer)
+    model.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder, _NATIVE_LEN)
+    num_parameters = sum(each.numel() for each in model.parameters())
+    click.echo(f"{folder}: {num_parameters / 1e6:.1f} M parameters", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The record: a line of JSON for each scenario, server and round that is finished."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+class RecordError(Exception):
+    """The file holds what this run cannot go on with; the message is a whole sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One scenario on one server in one round; a failed one has an error and no values."""
+
+    scenario: str
+    sizes: dict[str, int]  # of the scenario
+    server: str  # the name it was given
+    model: str
+    round: int  # from 0
+    started_at: str  # UTC
+    seed: int  # of the prompts
+    load_1min: float  # of the machine, when it began
+    values: dict[str, float]  # by the metric's name
+    num_tokens: int
+    num_events: int
+    remark: str | None = None
+    error: str | None = None
+
+
+class Record:
+    """Rows in a file that only grows. Reads those of a run that was stopped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.rows: list[Row] = []
+        if path.exists():
+            self._read()
+
+    def add(self, row: Row) -> None:
+        """Keep it, on disk at once."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
+        self.rows.append(row)
+
+    def finished(self, scenario: str, sizes: dict[str, int], server: str) -> dict[int, Row]:
+        """Rows without an error, by round."""
+        return {
+            row.round: row
+            for row in self.rows
+            if (row.scenario, row.sizes, row.server) == (scenario, sizes, server) and not row.error
+        }
+
+    def check_model(self, server: str, model: str) -> None:
+        """Raises RecordError if this server's rows are of another model."""
+        for row in self.rows:
+            if row.server == server and row.model != model:
+                raise RecordError(
+                    f"{self._path} has rounds of {server} with the model {row.model!r}, and it "
+                    f"serves {model!r} now: give another file"
+                )
+
+    def _read(self) -> None:
+        whole, _, cut = self._path.read_text(encoding="utf-8").rpartition("\n")
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                self.rows.append(Row(**json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise RecordError(f"{self._path}: line {number} is no row of a run") from error
+        if cut:  # an end in the middle of writing
+            self._path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")

@@ -1,0 +1,279 @@
+"""The scenarios: what each one sends, and the numbers that come of it."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from benchmarks.ratios import Metric
+from benchmarks.sending import Answer, Prompts, Request, Sender
+from server.bench.report import percentile
+
+DECODE = Metric("decode", "tokens/s", higher_is_better=True)
+OUTPUT = Metric("output", "tokens/s", higher_is_better=True)
+FIRST_TOKEN = Metric("time to first token", "s", higher_is_better=False)
+WALL = Metric("wall time", "s", higher_is_better=False)
+SHORT_FIRST_TOKEN = Metric("short requests' p95 time to first token", "s", higher_is_better=False)
+LONG_FIRST_TOKEN = Metric("long request's time to first token", "s", higher_is_better=False)
+LONG_WHOLE = Metric("long request's time", "s", higher_is_better=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The numbers of one scenario in one round, and what shows that they are honest."""
+
+    values: dict[Metric, float]
+    num_tokens: int  # generated
+    num_events: int  # that brought them
+    remark: str | None = None
+
+
+class Scenario(Protocol):
+    """One scenario. Its fields are its sizes."""
+
+    @property
+    def name(self) -> str:
+        """As in the record and in --scenarios."""
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """What an outcome has, the most telling first."""
+
+    @property
+    def longest(self) -> int:
+        """Positions of its longest request, in tokens."""
+
+    @property
+    def concurrency(self) -> int:
+        """Most requests in flight."""
+
+    async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
+        """Send it once. Raises ScenarioError."""
+
+
+def sizes(scenario: Scenario) -> dict[str, int]:
+    """Its numbers, as they stand in the record."""
+    fields: dict[str, Any] = asdict(scenario)  # type: ignore[call-overload]  # all are dataclasses
+    return {name: value for name, value in fields.items() if isinstance(value, int)}
+
+
+@dataclass(frozen=True, slots=True)
+class OneByOne:
+    """Requests one after the other."""
+
+    name: str
+    metrics: tuple[Metric, ...]
+    prompt_len: int
+    output_len: int
+    num_requests: int
+    concurrency: int = 1
+
+    @property
+    def longest(self) -> int:
+        """See Scenario."""
+        return self.prompt_len + self.output_len
+
+    async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
+        """The medians over the requests."""
+        answers = []
+        for _ in range(self.num_requests):
+            request = Request(prompts.ids(self.prompt_len), self.output_len)
+            answers.append(await sender.send(request, sender.body(request)))
+        found = {
+            DECODE: percentile([each.decode_tokens_per_s for each in answers], 50),
+            FIRST_TOKEN: percentile([each.time_to_first_token_s for each in answers], 50),
+        }
+        return _outcome({metric: found[metric] for metric in self.metrics}, answers)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests that are all sent at the same moment, each with a prompt of its own."""
+
+    name: str = "batch"
+    prompt_len: int = 128
+    output_len: int = 64
+    num_requests: int = 8
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """See Scenario."""
+        return (OUTPUT,)
+
+    @property
+    def longest(self) -> int:
+        """See Scenario."""
+        return self.prompt_len + self.output_len
+
+    @property
+    def concurrency(self) -> int:
+        """See Scenario."""
+        return self.num_requests
+
+    async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
+        """All generated tokens over the time to the last end, prefill included."""
+        requests = [
+            Request(prompts.ids(self.prompt_len), self.output_len) for _ in range(self.num_requests)
+        ]
+        answers, wall_s = await _together(sender, requests, [0] * self.num_requests)
+        return _outcome({OUTPUT: sum(each.num_output for each in answers) / wall_s}, answers)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Requests sent at the same moment whose prompts begin alike and end each in its own way."""
+
+    name: str = "prefix"
+    prefix_len: int = 1024
+    tail_len: int = 32
+    output_len: int = 8
+    num_requests: int = 16
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """See Scenario."""
+        return (WALL,)
+
+    @property
+    def longest(self) -> int:
+        """See Scenario."""
+        return self.prefix_len + self.tail_len + self.output_len
+
+    @property
+    def concurrency(self) -> int:
+        """See Scenario."""
+        return self.num_requests
+
+    async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
+        """The time to the last end. The prefix is new each time."""
+        prefix = prompts.ids(self.prefix_len)
+        requests = [
+            Request([*prefix, *prompts.ids(self.tail_len)], self.output_len, may_be_cached=True)
+            for _ in range(self.num_requests)
+        ]
+        answers, wall_s = await _together(sender, requests, [0] * self.num_requests)
+        return _outcome({WALL: wall_s}, answers)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Short requests that arrive while one long prompt is being read."""
+
+    name: str = "mixed"
+    long_len: int = 8192
+    short_len: int = 64
+    output_len: int = 8
+    num_short: int = 24
+    first_ms: int = 100  # after the long request
+    every_ms: int = 25  # between one short request and the next
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """See Scenario."""
+        return (SHORT_FIRST_TOKEN, LONG_FIRST_TOKEN, LONG_WHOLE)
+
+    @property
+    def longest(self) -> int:
+        """See Scenario."""
+        return self.long_len + self.output_len
+
+    @property
+    def concurrency(self) -> int:
+        """See Scenario."""
+        return self.num_short + 1
+
+    async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
+        """Short requests come at fixed times, whatever the server does."""
+        long = Request(prompts.ids(self.long_len), self.output_len)
+        shorts = [
+            Request(prompts.ids(self.short_len), self.output_len) for _ in range(self.num_short)
+        ]
+        delays_ms = [0, *(self.first_ms + self.every_ms * place for place in range(self.num_short))]
+        (whole, *parts), _ = await _together(sender, [long, *shorts], delays_ms)
+        read_s = whole.sent_s + whole.time_to_first_token_s
+        num_late = sum(each.sent_s > read_s for each in parts)
+        return _outcome(
+            {
+                SHORT_FIRST_TOKEN: percentile([each.time_to_first_token_s for each in parts], 95),
+                LONG_FIRST_TOKEN: whole.time_to_first_token_s,
+                LONG_WHOLE: whole.end_to_end_s,
+            },
+            [whole, *parts],
+            f"{num_late} of {self.num_short} short requests were sent after the long prompt was "
+            "read" if num_late else None,
+        )  # fmt: skip
+
+
+async def _together(
+    sender: Sender, requests: Sequence[Request], delays_ms: Sequence[int]
+) -> tuple[list[Answer], float]:
+    """Each request after its delay; the answers, and the seconds until the last was over.
+
+    Raises ScenarioError as soon as one request does; the others are given up.
+    """
+    bodies = [sender.body(each) for each in requests]
+    began = time.perf_counter()
+
+    async def send_at(due_s: float, request: Request, body: bytes) -> Answer:
+        await asyncio.sleep(max(0.0, began + due_s - time.perf_counter()))
+        return await sender.send(request, body)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(send_at(delay_ms / 1000, request, body))
+                for delay_ms, request, body in zip(delays_ms, requests, bodies, strict=True)
+            ]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks], time.perf_counter() - began
+
+
+def _outcome(
+    values: dict[Metric, float], answers: Sequence[Answer], remark: str | None = None
+) -> Outcome:
+    return Outcome(
+        values,
+        sum(each.num_output for each in answers),
+        sum(each.num_events for each in answers),
+        remark,
+    )
+
+
+def _context(prompt_len: int) -> OneByOne:
+    return OneByOne(f"context-{prompt_len}", (DECODE,), prompt_len, 64, 1)
+
+
+def _prefill(prompt_len: int, num_requests: int) -> OneByOne:
+    return OneByOne(f"prefill-{prompt_len}", (FIRST_TOKEN,), prompt_len, 8, num_requests)
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    OneByOne("single", (DECODE, FIRST_TOKEN), prompt_len=64, output_len=128, num_requests=4),
+    Batch(),
+    _prefill(2048, 2),
+    _prefill(8192, 1),
+    SharedPrefix(),
+    Mixed(),
+    *(_context(256 << doubling) for doubling in range(7)),
+)
+
+
+def choose_scenarios(text: str | None) -> tuple[Scenario, ...]:
+    """`single,context` -> those whose name is that or begins with it and a dash. None: all.
+
+    Raises ValueError for a word that names none.
+    """
+    if text is None:
+        return SCENARIOS
+    words = text.split(",")
+    for word in words:
+        if not any(_is_named(each, word) for each in SCENARIOS):
+            names = ", ".join(each.name for each in SCENARIOS)
+            raise ValueError(f"there is no scenario {word!r}; there are {names}")
+    return tuple(each for each in SCENARIOS if any(_is_named(each, word) for word in words))
+
+
+def _is_named(scenario: Scenario, word: str) -> bool:
+    return word in (scenario.name, scenario.name.partition("-")[0])

@@ -1,0 +1,38 @@
+"""How many prompt tokens a step may compute, so that those who wait for it do not wait long.
+
+Everybody waits for a step to end: a sequence that decodes, for its next token; a request that has
+just arrived, for its first. Most of a long step is its prefill, so its size follows what the last
+steps took. Sizes depend on the clock, texts do not: rows of a chunk are the same in any chunk (to
+the bit on a CPU, within rounding elsewhere).
+"""
+
+_SMALLEST_SHARE = 64  # of the largest chunk: slower than this, long prompts would hardly move
+_LARGEST_CHANGE = 2.0  # from one step to the next: a single step may be slow for another reason
+
+
+class Pacing:
+    """A number of prefill tokens that follows measured steps towards a target.
+
+    `target_s`: seconds that a step with prefill should take; None: always `most` tokens.
+    """
+
+    def __init__(self, target_s: float | None, most: int) -> None:
+        self._target_s = target_s
+        self._most = most
+        self._fewest = max(1, most // _SMALLEST_SHARE)
+        # Nothing is known of the first step, and somebody may be waiting for it.
+        self._tokens = float(most if target_s is None else min(most, 4 * self._fewest))
+
+    @property
+    def num_tokens(self) -> int:
+        """Prefill tokens of the next step."""
+        return int(self._tokens)
+
+    def note(self, num_prefill_tokens: int, seconds: float) -> None:
+        """A step has computed so many prefill tokens, and taken so long in all."""
+        # A step that had few to compute says little about how long many take.
+        if self._target_s is None or 2 * num_prefill_tokens < self.num_tokens:
+            return
+        change = self._target_s / max(seconds, 1e-9)
+        change = min(max(change, 1 / _LARGEST_CHANGE), _LARGEST_CHANGE)
+        self._tokens = min(max(self._tokens * change, self._fewest), self._most)

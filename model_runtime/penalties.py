@@ -1,0 +1,81 @@
+"""Penalties on tokens that a request has seen: what was counted is kept from step to step.
+
+Shapes: R = rows, V = vocabulary, E = a row's distinct tokens, of all rows one after the other.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model_runtime.request import SamplingParams
+
+
+def has_penalty(params: SamplingParams) -> bool:
+    """Whether a request's tokens so far change its logits."""
+    return params.repetition_penalty != 1 or bool(
+        params.presence_penalty or params.frequency_penalty
+    )
+
+
+class SeenTokens:
+    """The distinct tokens of a prompt and its answer, and how often the answer has each."""
+
+    def __init__(self, prompt_ids: Sequence[int], generated_ids: Sequence[int] = ()) -> None:
+        ids = list(dict.fromkeys(prompt_ids))
+        self._place = {token_id: place for place, token_id in enumerate(ids)}
+        self._ids = np.array(ids, dtype=np.int64)
+        self._counts = np.zeros(len(ids), dtype=np.float32)
+        for token_id in generated_ids:
+            self.add(token_id)
+
+    def add(self, token_id: int) -> None:
+        """The answer has one token more. Takes the same time however long it is."""
+        place = self._place.get(token_id)
+        if place is None:
+            place = self._place[token_id] = len(self._place)
+            if place == len(self._ids):  # twice as many places, so that few tokens pay for it
+                self._ids = np.concatenate((self._ids, np.zeros(place + 16, dtype=np.int64)))
+                self._counts = np.concatenate((self._counts, np.zeros(place + 16, np.float32)))
+            self._ids[place] = token_id
+        self._counts[place] += 1
+
+    @property
+    def ids_E(self) -> Any:
+        """Token ids, each once, int64."""
+        return self._ids[: len(self._place)]
+
+    @property
+    def counts_E(self) -> Any:
+        """How often each stands in the answer, float32; 0 for those of the prompt alone."""
+        return self._counts[: len(self._place)]
+
+
+def penalise(
+    logits_RV: Tensor, penalised: Sequence[tuple[int, SamplingParams, SeenTokens]]
+) -> None:
+    """Change the logits of (row, parameters, tokens) in place, at the tokens seen only.
+
+    Repetition as transformers (prompt and answer), presence and frequency as OpenAI (answer).
+    """
+    rows, params, seen = zip(*penalised, strict=True)
+    sizes = [len(each.ids_E) for each in seen]
+
+    def spread(numbers: Sequence[float]) -> Tensor:
+        """A row's number, for each of its tokens."""
+        return torch.from_numpy(np.repeat(np.array(numbers, np.float32), sizes)).to(device)
+
+    device = logits_RV.device
+    where = (
+        torch.from_numpy(np.repeat(np.array(rows), sizes)).to(device),
+        torch.from_numpy(np.concatenate([each.ids_E for each in seen])).to(device),
+    )
+    count_E = torch.from_numpy(np.concatenate([each.counts_E for each in seen])).to(device)
+    repetition_E = spread([each.repetition_penalty for each in params])
+    frequency_E = spread([each.frequency_penalty for each in params])
+    presence_E = spread([each.presence_penalty for each in params])
+    logit_E = logits_RV[where]
+    logit_E = torch.where(logit_E > 0, logit_E / repetition_E, logit_E * repetition_E)
+    logits_RV[where] = logit_E - frequency_E * count_E - presence_E * (count_E > 0)

@@ -1,0 +1,56 @@
+"""Medians, ratios and their orientation."""
+
+import pytest
+
+from benchmarks.ratios import Line, Metric, Ratio, ratio, table
+
+RATE = Metric("decode", "tokens/s", higher_is_better=True)
+TIME = Metric("wall time", "s", higher_is_better=False)
+
+
+def test_above_one_always_means_that_a_is_better() -> None:
+    """more tokens, or fewer seconds"""
+    assert ratio({0: 30}, {0: 20}, RATE) == Ratio(1.5, 1.5, 1.5)
+    assert ratio({0: 20}, {0: 30}, TIME) == Ratio(1.5, 1.5, 1.5)
+    assert ratio({0: 30}, {0: 20}, TIME) == Ratio(2 / 3, 2 / 3, 2 / 3)
+
+
+def test_each_round_is_compared_with_itself() -> None:
+    """a machine that becomes ten times slower changes no ratio, though it changes both medians"""
+    a = {0: 10.0, 1: 1.0, 2: 0.1}
+    b = {0: 5.0, 1: 0.25, 2: 0.0125}
+    assert ratio(a, b, RATE) == Ratio(pytest.approx(4), pytest.approx(2), pytest.approx(8))
+
+
+def test_a_round_that_one_of_them_lacks_is_left_out() -> None:
+    """and without a common one there is no ratio"""
+    assert ratio({0: 4, 2: 100}, {0: 2, 1: 100}, RATE) == Ratio(2, 2, 2)
+    assert ratio({0: 1}, {1: 1}, RATE) is None
+
+
+LINES = [
+    Line("single", RATE, ({0: 100, 1: 300, 2: 200}, {0: 50, 1: 100, 2: 400})),
+    Line("mixed", TIME, ({0: 0.5}, {})),
+]
+
+
+def test_the_table_has_medians_of_rounds_and_the_ratio_with_its_spread() -> None:
+    """a dash is a number that does not exist"""
+    head, single, mixed = table(LINES, ["ours", "theirs"], markdown=False).splitlines()
+    assert head.split() == [
+        *("scenario", "metric", "ours", "theirs", "ours/theirs", "lowest", "to", "highest"),
+        "rounds",
+    ]
+    assert single.split()[:1] == ["single"]
+    assert single.split()[-7:] == ["200", "100", "2.00", "0.50", "to", "3.00", "3"]
+    assert mixed.split()[-5:] == ["0.5", "-", "-", "-", "1/0"]
+
+
+def test_markdown_is_a_table_of_as_many_columns() -> None:
+    """of one server, there is no ratio"""
+    both = table(LINES, ["ours", "theirs"], markdown=True).splitlines()
+    assert {line.count("|") for line in both} == {8}
+    assert both[1].count("---") == 7
+    assert both[2] == "| single | decode, tokens/s | 200 | 100 | 2.00 | 0.50 to 3.00 | 3 |"
+    one = table([Line("single", RATE, ({0: 1234.56},))], ["ours"], markdown=True).splitlines()
+    assert one[2] == "| single | decode, tokens/s | 1234.6 | 1 |"

@@ -1,0 +1,103 @@
+"""What each scenario sends, and that its numbers are those of a server whose delays are known."""
+
+import asyncio
+import random
+
+import pytest
+
+from benchmarks.scenarios import (
+    LONG_FIRST_TOKEN,
+    LONG_WHOLE,
+    OUTPUT,
+    SCENARIOS,
+    SHORT_FIRST_TOKEN,
+    WALL,
+    Batch,
+    Mixed,
+    Outcome,
+    Scenario,
+    SharedPrefix,
+    choose_scenarios,
+)
+from benchmarks.sending import FIRST_ID, Prompts, Sender
+from server.bench.load import open_client
+from server.bench.target import find_target
+from tests.sse_server import DONE, Script, SseServer, data, serving, token
+
+pytestmark = pytest.mark.alone
+
+VOCAB = 64
+
+
+def run(scenario: Scenario, server: SseServer) -> Outcome:
+    """Once, with prompts of a small vocabulary."""
+
+    async def measured() -> Outcome:
+        async with open_client(None, scenario.concurrency, 60) as client:
+            sender = Sender(client, await find_target(client, server.url, None), 60)
+            return await scenario.run(sender, Prompts(random.Random(1), VOCAB))
+
+    return asyncio.run(measured())
+
+
+def answer(num_prompt: int, num_output: int, first_s: float = 0.0) -> Script:
+    """All tokens at once, after so many seconds."""
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_output}
+    return [(first_s, token()), *[(0, token())] * (num_output - 1),
+            (0, data(choices=[], usage=usage)), (0, DONE)]  # fmt: skip
+
+
+def test_a_batch_is_in_flight_at_once() -> None:
+    """and its rate is all of its tokens over the time to the last end"""
+    with serving(SseServer(lambda number: answer(20, 4, 0.2 if number else 0.6))) as server:
+        outcome = run(Batch("batch", 20, 4, 5), server)
+    assert server.most_in_flight == 5
+    assert outcome.num_tokens == 20
+    assert 20 / 1.5 < outcome.values[OUTPUT] <= 20 / 0.6
+
+
+def test_a_shared_prefix_is_shared_and_nothing_else_is() -> None:
+    """tails differ from the first token on, nearly all"""
+    with serving(SseServer(lambda _: answer(40, 2, 0.1))) as server:
+        outcome = run(SharedPrefix("prefix", 30, 10, 2, 6), server)
+    prompts = [body["prompt"] for body in server.bodies]
+    assert len({tuple(prompt[:30]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[30:]) for prompt in prompts}) == 6
+    assert all(FIRST_ID <= each < VOCAB for prompt in prompts for each in prompt)
+    assert 0.1 <= outcome.values[WALL] < 1
+
+
+MIXED = Mixed("mixed", 100, 20, 3, 8, first_ms=100, every_ms=20)
+
+
+def test_short_requests_come_while_the_long_prompt_is_read() -> None:
+    """their p95 is of their own waiting, from the moment when each was sent"""
+    with serving(
+        SseServer(lambda number: answer(20, 3, 0.05) if number else answer(100, 3, 1.0))
+    ) as server:
+        outcome = run(MIXED, server)
+    assert [len(body["prompt"]) for body in server.bodies] == [100, *[20] * 8]
+    assert outcome.remark is None
+    assert 0.05 <= outcome.values[SHORT_FIRST_TOKEN] < 0.5
+    assert 1.0 <= outcome.values[LONG_FIRST_TOKEN] <= outcome.values[LONG_WHOLE] < 1.5
+
+
+def test_short_requests_that_came_too_late_are_told() -> None:
+    """where the long prompt is read before they arrive, they measured nothing of it"""
+    with serving(SseServer(lambda number: answer(20 if number else 100, 3))) as server:
+        outcome = run(MIXED, server)
+    assert outcome.remark is not None
+    assert outcome.remark.startswith("8 of 8 short requests were sent after")
+
+
+def test_scenarios_are_those_of_the_yardstick() -> None:
+    """by name; a family's name means all of it"""
+    contexts = [f"context-{256 * 2**doubling}" for doubling in range(7)]
+    assert contexts[-1] == "context-16384"
+    fixed = ["single", "batch", "prefill-2048", "prefill-8192", "prefix", "mixed"]
+    assert [each.name for each in SCENARIOS] == [*fixed, *contexts]
+    assert [each.name for each in choose_scenarios("context,batch")] == ["batch", *contexts]
+    assert [each.name for each in choose_scenarios("prefill-8192")] == ["prefill-8192"]
+    assert choose_scenarios(None) == SCENARIOS
+    with pytest.raises(ValueError, match="there is no scenario 'decode'; there are single, batch"):
+        choose_scenarios("single,decode")

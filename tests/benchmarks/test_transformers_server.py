@@ -1,0 +1,107 @@
+"""transformers' `generate` behind the yardstick's routes."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.serving import main
+from benchmarks.transformers_server import Generating, create_app, load
+from model_runtime.checkpoint import EMBEDDED_MODEL
+
+PROMPT = [0, *range(100, 120)]
+
+
+@contextmanager
+def _served(generating: Generating) -> Iterator[str]:
+    """On a free port, in a thread of this process."""
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(generating, "demo"), port=0, log_level="critical")
+    )
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        (socket,) = server.servers[0].sockets
+        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The embedded model."""
+    with _served(load(str(EMBEDDED_MODEL), "float32")) as found:
+        yield found
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    """What the yardstick sends."""
+    return {
+        "model": "demo",
+        "prompt": PROMPT,
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **fields,
+    }
+
+
+def test_it_streams_what_generate_says(url: str) -> None:
+    """token by token, then the counts"""
+    lines = httpx.post(f"{url}/v1/completions", json=body()).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert events[-1]["usage"] == {"prompt_tokens": len(PROMPT), "completion_tokens": 12}
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+    ids = torch.tensor([PROMPT])
+    mask = torch.ones_like(ids)
+    found = model.generate(
+        ids, attention_mask=mask, max_new_tokens=12, min_new_tokens=12, do_sample=False,
+        pad_token_id=0,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    texts = [tokenizer.decode([token]) for token in found[0, len(PROMPT) :].tolist()]
+    assert [event["choices"][0]["text"] for event in events[:-1]] == texts
+
+
+@pytest.mark.parametrize("field", [{"temperature": 0.5}, {"ignore_eos": False}, {"n": 2}])
+def test_what_it_cannot_do_is_refused(url: str, field: dict[str, Any]) -> None:
+    """a peer that quietly does something else would be compared all the same"""
+    answer = httpx.post(f"{url}/v1/completions", json=body(**field))
+    assert answer.status_code == 422
+    assert next(iter(field)) in answer.text
+
+
+@pytest.mark.alone
+def test_a_generation_whose_client_went_away_ends(url: str) -> None:
+    """the next one does not wait for a thousand tokens"""
+    with httpx.stream("POST", f"{url}/v1/completions", json=body(max_tokens=1900)) as answer:
+        next(answer.iter_bytes())
+    began = time.perf_counter()
+    httpx.post(f"{url}/v1/completions", json=body(max_tokens=1), timeout=60)
+    assert time.perf_counter() - began < 3  # all of them take ten or more
+
+
+def test_the_yardstick_measures_it(url: str, tmp_path: Path) -> None:
+    """one request at a time, however many are sent"""
+    ended = CliRunner().invoke(
+        main,
+        [f"generate={url}", "--record", str(tmp_path / "rounds.jsonl"), "--scenarios", "batch",
+         "--rounds", "1", "--warmup", "0", "--vocab-size", "2048"],
+    )  # fmt: skip
+    assert ended.exit_code == 0, ended.stderr

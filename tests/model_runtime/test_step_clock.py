@@ -1,0 +1,125 @@
+"""A step's time is told by part, and the parts are all of it."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from model_runtime import step_clock, step_outcome
+from model_runtime.batch import Span
+from model_runtime.checkpoint import Checkpoint
+from model_runtime.observer import Observer
+from model_runtime.request import Output
+from model_runtime.scheduler import Scheduler
+from model_runtime.step_clock import PARTS, Part, StepClock
+from model_runtime.tokenizer import TokenStream
+from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
+from tests.scripted_model import Script
+
+SLOW_S = 0.02
+
+
+class Times(Observer):
+    """Adds them up."""
+
+    def __init__(self) -> None:
+        self.steps: list[Mapping[Part, float]] = []
+
+    def timed(self, seconds: Mapping[Part, float]) -> None:
+        """One step."""
+        self.steps.append(seconds)
+
+
+class SlowBuild(Script):
+    """Takes its time before it switches the clock."""
+
+    def run(self, spans: Sequence[Span], clock: StepClock) -> Tensor:
+        """As the script."""
+        time.sleep(SLOW_S)
+        return super().run(spans, clock)
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    """For its tokenizer."""
+    return tiny_checkpoint("llama")
+
+
+def slowly(function: Any) -> Any:
+    """The same, later."""
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(SLOW_S)
+        return function(*arguments, **options)
+
+    return slow
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_part_that_is_slow_is_the_one_that_shows_it(
+    engines: EngineFactory, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, part: Part
+) -> None:
+    """each is slowed down in turn; the others together have less than it"""
+    script: Script = Script(checkpoint, "hello")
+    if part == "schedule":
+        monkeypatch.setattr(Scheduler, "schedule", slowly(Scheduler.schedule))
+    elif part == "build":
+        script = SlowBuild(checkpoint, "hello")
+    elif part == "forward":
+        script.delay_s = SLOW_S
+    elif part == "sample":
+        monkeypatch.setattr(step_outcome, "sample", slowly(step_outcome.sample))
+    elif part == "detokenize":
+        monkeypatch.setattr(TokenStream, "push", slowly(TokenStream.push))
+    observer = Times()
+    engine = engines.over(checkpoint, runner=script, observer=observer)
+    if part == "deliver":
+        monkeypatch.setattr(Output, "_replace", slowly(Output._replace))
+    answer(engine, request(deployment_of(checkpoint), [1], max_tokens=5))
+    engine.stop()
+    assert len(observer.steps) == 5
+    for step in observer.steps:
+        assert set(step) == set(PARTS)
+        assert min(step.values()) >= 0
+    total = {each: sum(step[each] for step in observer.steps) for each in PARTS}
+    assert total[part] >= 5 * SLOW_S
+    assert max(total, key=lambda each: total[each]) == part
+
+
+def test_the_parts_are_the_whole_of_a_step(engines: EngineFactory, checkpoint: Checkpoint) -> None:
+    """nothing is counted twice, nothing is left out but what lies between two steps"""
+    observer = Times()
+    script = Script(checkpoint, "hello")
+    script.delay_s = SLOW_S
+    engine = engines.over(checkpoint, runner=script, observer=observer)
+    core = engine._core
+    own, walls = core.step, []
+
+    def step() -> int:
+        began = time.perf_counter()
+        num = own()
+        walls.append(time.perf_counter() - began)
+        return num
+
+    core.step = step  # type: ignore[method-assign]
+    requests = [request(deployment_of(checkpoint), [1], max_tokens=5) for _ in range(3)]
+    answer(engine, *requests)
+    engine.stop()
+    parts = sum(sum(each.values()) for each in observer.steps)
+    assert len(observer.steps) == len(walls)
+    assert 0.9 * sum(walls) < parts <= sum(walls)
+
+
+def test_a_switch_gives_the_time_to_the_part_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """and nobody's time is nobody's"""
+    now = iter([1.0, 3.0, 7.0, 15.0, 31.0, 63.0])
+    monkeypatch.setattr(step_clock, "perf_counter", lambda: next(now))
+    clock = StepClock()
+    assert clock.switch("build") is None
+    assert clock.switch("deliver") == "build"
+    assert clock.switch("build") == "deliver"
+    assert clock.take() == {**dict.fromkeys(PARTS, 0.0), "build": 10.0, "deliver": 4.0}
+    clock.switch("sample")
+    assert clock.take() == {**dict.fromkeys(PARTS, 0.0), "sample": 32.0}
