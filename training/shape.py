@@ -16,7 +16,7 @@ class Shape:
     intermediate: int = 704
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
-    qkv_bias: bool = True
+    qkv_bias: bool = False
     native_len: int = 256  # tokens in a window
 
     def __post_init__(self) -> None:
@@ -29,10 +29,10 @@ class Schedule:
     """Steps, rates, and what a step reads. Fractions are of `steps`."""
 
     steps: int = 6000
-    polish_steps: int = 1000  # behind them, on mostly needles
+    polish_steps: int = 0  # behind them, on mostly needles
     windows_per_step: int = 16
     seed: int = 0
-    planted: bool = True  # start from an induction circuit: `induction.py`
+    planted: bool = False  # start from an induction circuit: `induction.py`
     warmup_steps: int = 40
     cooldown: float = 0.5  # the last part, in which the rate falls linearly
     last_rate: float = 0.02  # of the full one, at the end

@@ -58,7 +58,7 @@ def test_a_folder_of_another_run_is_refused(
     """rather than mixed with it"""
     monkeypatch.setattr(loop, "_MEASURE_EVERY", 1)
     next(_training(corpus, shape, SCHEDULE, tmp_path).steps())
-    other = replace(shape, qkv_bias=False)
+    other = replace(shape, qkv_bias=not shape.qkv_bias)
     with pytest.raises(RunFolderError, match="another shape"):
         _training(corpus, other, SCHEDULE, tmp_path)
     with pytest.raises(RunFolderError, match="another schedule"):
