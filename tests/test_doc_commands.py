@@ -42,7 +42,8 @@ def test_what_the_readme_promises_comes_out(
     outputs = [run(block.script(server.url), tmp_path).stdout for block in curls]
     plain, chat, needle, untouched, metrics = outputs
     assert json.loads(plain)["choices"][0]["finish_reason"] == "length"
-    assert json.loads(chat)["choices"][0]["message"]["role"] == "assistant"
+    told = json.loads(chat)["choices"][0]
+    assert (told["message"]["content"], told["finish_reason"]) == ("93175", "stop")
     found = json.loads(needle)
     assert found["choices"][0]["text"] == "93175"
     assert found["choices"][0]["rope"]["rope_type"] == "yarn"

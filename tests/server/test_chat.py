@@ -37,6 +37,16 @@ def templated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server over a model whose tokenizer has no template."""
+    folder = tmp_path_factory.mktemp("models") / "bare"
+    shutil.copytree(EMBEDDED_MODEL, folder)
+    (folder / "chat_template.jinja").unlink()
+    with running_server(str(folder)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def client(templated: Server) -> Iterator[openai.OpenAI]:
     """OpenAI's client without retries."""
     with openai.OpenAI(base_url=f"{templated.url}/v1", api_key="none", max_retries=0) as made:
@@ -192,21 +202,21 @@ def test_developer_is_system_and_parts_are_joined(client: openai.OpenAI) -> None
     assert num_prompt_tokens([{"role": "developer", "content": parts}]) == plain
 
 
-def test_a_model_without_a_template_gets_a_transcript(server: Server) -> None:
+def test_a_model_without_a_template_gets_a_transcript(bare: Server) -> None:
     """and stops before the user's next turn"""
     body = {**GREEDY, "max_tokens": 4}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
+    answer = httpx.post(f"{bare.url}/v1/chat/completions", json=body).json()
     text = f"System: {MESSAGES[0]['content']}\nUser: {MESSAGES[1]['content']}\nAssistant:"
     plain = {"prompt": text, "max_tokens": 4, "temperature": 0}
-    same = httpx.post(f"{server.url}/v1/completions", json=plain).json()
+    same = httpx.post(f"{bare.url}/v1/completions", json=plain).json()
     assert answer["choices"][0]["message"]["content"] == same["choices"][0]["text"]
     assert answer["usage"]["prompt_tokens"] == same["usage"]["prompt_tokens"]
     ids = httpx.post(
-        f"{server.url}/tokenize", json={"prompt": "\nUser:", "add_special_tokens": False}
+        f"{bare.url}/tokenize", json={"prompt": "\nUser:", "add_special_tokens": False}
     ).json()["tokens"]
     told = {**body, "max_tokens": 40, "logit_bias": {str(ids[-1]): 100}}
     forced = {**told, "stop": ["never"], "messages": [{"role": "user", "content": "\nUser"}]}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=forced).json()
+    answer = httpx.post(f"{bare.url}/v1/chat/completions", json=forced).json()
     assert "\nUser:" not in answer["choices"][0]["message"]["content"]
 
 
