@@ -27,8 +27,8 @@ from model_runtime.attention_page import (
     turn_keys,
     weigh_block,
     weigh_row,
-    widen,
 )
+from model_runtime.bfloat16 import widen
 from model_runtime.lanes import WIDTH, load, total
 
 TILE = 16  # query tokens that share one rotation of a page's keys

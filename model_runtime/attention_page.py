@@ -6,7 +6,7 @@ is computed alone or in a block of four by the same operations in the same order
 the same either way.
 
 numba keeps what it compiled beside the file of the outermost function, and looks at that file only:
-after a change here or in `lanes.py`, touch `attention_kernel.py`.
+after a change here, in `lanes.py` or in `bfloat16.py`, touch `attention_kernel.py`.
 
 Shapes: K = key heads, D = key dimensions, V = value dimensions, S = table slots, N = pages,
 O = offsets in a page, P = rotated pairs, R = rows of a tile, B = rows of a block, L = lanes. In
@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 
 import numba
 import numpy as np
-from numba import types
-from numba.extending import overload
 
+from model_runtime.bfloat16 import widen
 from model_runtime.lanes import (
     WIDTH,
     add,
@@ -45,29 +44,6 @@ def jit(function: Function) -> Function:
         nogil=True, cache=True, fastmath={"contract"}, error_model="numpy"
     )(function)
     return compiled
-
-
-def widen(row: Any, out: Any) -> None:
-    """Copy a cached vector to float32; replaced at compile time by the cache's own type."""
-    raise NotImplementedError
-
-
-@overload(widen)  # type: ignore[untyped-decorator]
-def _overload_widen(row: Any, out: Any) -> Callable[..., None]:  # noqa: ARG001
-    if row.dtype == types.uint16:
-
-        def widen_bf16(row: Any, out: Any) -> None:
-            bits = out.view(np.uint32)
-            for d in range(row.shape[0]):
-                bits[d] = np.uint32(row[d]) << np.uint32(16)
-
-        return widen_bf16
-
-    def copy_float32(row: Any, out: Any) -> None:
-        for d in range(row.shape[0]):
-            out[d] = row[d]
-
-    return copy_float32
 
 
 @jit

@@ -10,69 +10,19 @@ Shapes: R = rows, D = dimensions of a row.
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
 import torch
-from numba import types
-from numba.extending import overload
 from torch import Tensor, nn
+
+from model_runtime.bfloat16 import narrow, widen
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _TRIAL_SCALES = (1e-3, 1.0, 30.0)  # the smallest shows a wrong eps
 _TRIAL_SHIFT = 0.5  # a norm that takes the mean away shows
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative
-
-
-def _widen(row: Any, out: Any) -> None:
-    """Copy a row to float32; replaced at compile time by the row's own type."""
-    raise NotImplementedError
-
-
-def _narrow(row: Any, out: Any) -> None:
-    """The way back, rounding to nearest even; replaced alike."""
-    raise NotImplementedError
-
-
-@overload(_widen)  # type: ignore[untyped-decorator]
-def _overload_widen(row: Any, out: Any) -> Callable[..., None]:  # noqa: ARG001
-    if row.dtype == types.uint16:
-
-        def widen_bf16(row: Any, out: Any) -> None:
-            bits = out.view(np.uint32)
-            for d in range(row.shape[0]):
-                bits[d] = np.uint32(row[d]) << np.uint32(16)
-
-        return widen_bf16
-
-    def copy_float32(row: Any, out: Any) -> None:
-        for d in range(row.shape[0]):
-            out[d] = row[d]
-
-    return copy_float32
-
-
-@overload(_narrow)  # type: ignore[untyped-decorator]
-def _overload_narrow(row: Any, out: Any) -> Callable[..., None]:  # noqa: ARG001
-    if out.dtype == types.uint16:
-
-        def narrow_bf16(row: Any, out: Any) -> None:
-            bits = row.view(np.uint32)
-            for d in range(row.shape[0]):
-                odd = (bits[d] >> np.uint32(16)) & np.uint32(1)
-                rounded = (bits[d] + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-                is_nan = row[d] != row[d]
-                out[d] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
-
-        return narrow_bf16
-
-    def copy_float32(row: Any, out: Any) -> None:
-        for d in range(row.shape[0]):
-            out[d] = row[d]
-
-    return copy_float32
 
 
 @numba.njit(  # type: ignore[untyped-decorator]
@@ -85,14 +35,14 @@ def _overload_narrow(row: Any, out: Any) -> Callable[..., None]:  # noqa: ARG001
 def _normalize(x_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
     row_D = np.empty(x_RD.shape[1], np.float32)
     for r in range(x_RD.shape[0]):
-        _widen(x_RD[r], row_D)
+        widen(x_RD[r], row_D)
         total = np.float32(0.0)
         for d in range(row_D.shape[0]):
             total += row_D[d] * row_D[d]
         factor = np.float32(1.0) / np.sqrt(total / np.float32(row_D.shape[0]) + eps)
         for d in range(row_D.shape[0]):
             row_D[d] = row_D[d] * factor * scale_D[d]
-        _narrow(row_D, out_RD[r])
+        narrow(row_D, out_RD[r])
 
 
 class RowNorm(nn.Module):

@@ -58,6 +58,7 @@ def test_another_template_replaces_the_tokenizers(tokenizer: Any) -> None:
 
 def test_without_a_template_messages_are_a_transcript(tokenizer: Any) -> None:
     """that a base model goes on with, up to the user's next turn"""
+    tokenizer.chat_template = None
     chat = ChatTemplate(tokenizer)
     assert chat.render(MESSAGES[:2]) == "System: Be brief.\nUser:  import os \nAssistant:"
     open_end = chat.render(MESSAGES, add_generation_prompt=False, continue_final_message=True)

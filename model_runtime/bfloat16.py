@@ -1,0 +1,57 @@
+"""bfloat16 for numba, which lacks it: uint16 arrays hold its bits, float32's upper half."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+
+def widen(row: Any, out: Any) -> None:
+    """Copy a row to float32; replaced at compile time by the row's own type."""
+    raise NotImplementedError
+
+
+def narrow(row: Any, out: Any) -> None:
+    """The way back, rounding to nearest even; replaced alike."""
+    raise NotImplementedError
+
+
+@overload(widen)  # type: ignore[untyped-decorator]
+def _overload_widen(row: Any, out: Any) -> Callable[..., None]:  # noqa: ARG001
+    if row.dtype == types.uint16:
+
+        def widen_bits(row: Any, out: Any) -> None:
+            bits = out.view(np.uint32)
+            for d in range(row.shape[0]):
+                bits[d] = np.uint32(row[d]) << np.uint32(16)
+
+        return widen_bits
+
+    def copy_float32(row: Any, out: Any) -> None:
+        for d in range(row.shape[0]):
+            out[d] = row[d]
+
+    return copy_float32
+
+
+@overload(narrow)  # type: ignore[untyped-decorator]
+def _overload_narrow(row: Any, out: Any) -> Callable[..., None]:  # noqa: ARG001
+    if out.dtype == types.uint16:
+
+        def narrow_bits(row: Any, out: Any) -> None:
+            bits = row.view(np.uint32)
+            for d in range(row.shape[0]):
+                odd = (bits[d] >> np.uint32(16)) & np.uint32(1)
+                rounded = (bits[d] + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+                is_nan = row[d] != row[d]
+                out[d] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+
+        return narrow_bits
+
+    def copy_float32(row: Any, out: Any) -> None:
+        for d in range(row.shape[0]):
+            out[d] = row[d]
+
+    return copy_float32
