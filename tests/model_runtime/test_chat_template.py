@@ -26,7 +26,7 @@ MESSAGES = [
 
 @pytest.fixture
 def tokenizer() -> Any:
-    """transformers' own, without a template."""
+    """transformers' own."""
     return AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
 
 
