@@ -5,11 +5,14 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from model_runtime.chat_template import ChatTemplate
 from model_runtime.errors import ModelError, RequestError
 from model_runtime.outline import from_pretrained
+
+_GENERAL_CLASS = "TokenizersBackend"  # as transformers 5 writes PreTrainedTokenizerFast
 
 
 class Tokenizer:
@@ -98,9 +101,25 @@ class Tokenizer:
         return TokenStream(self._backend)
 
 
+class _StatedTokenizer:
+    """transformers' tokenizer of the class that a checkpoint states.
+
+    AutoTokenizer gives some model types, Qwen2 among them, a class of their own, which splits text
+    its own way whatever tokenizer.json says; not here where the general class is stated.
+    """
+
+    @staticmethod
+    def from_pretrained(source: str | Path, **options: Any) -> Any:
+        """The loaded tokenizer; raises what transformers raises."""
+        stated = get_tokenizer_config(source).get("tokenizer_class")
+        kind = PreTrainedTokenizerFast if stated == _GENERAL_CLASS else AutoTokenizer
+        return kind.from_pretrained(source, **options)
+
+
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of a model folder or hub id. Raises ModelError."""
-    return Tokenizer(from_pretrained(AutoTokenizer, source, trust_remote_code=trust_remote_code))
+    loaded = from_pretrained(_StatedTokenizer, source, trust_remote_code=trust_remote_code)
+    return Tokenizer(loaded)
 
 
 class TokenStream:
