@@ -6,7 +6,8 @@ is computed alone or in a block of four by the same operations in the same order
 the same either way.
 
 numba keeps what it compiled beside the file of the outermost function, and looks at that file only:
-after a change here, in `lanes.py` or in `bfloat16.py`, touch `attention_kernel.py`.
+after a change here, in `lanes.py` or in `bfloat16.py`, touch `attention_kernel.py` (and for the
+last `row_norm.py`).
 
 Shapes: K = key heads, D = key dimensions, V = value dimensions, S = table slots, N = pages,
 O = offsets in a page, P = rotated pairs, R = rows of a tile, B = rows of a block, L = lanes. In

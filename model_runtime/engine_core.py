@@ -6,6 +6,7 @@ to call from two threads.
 Shapes: R = rows of logits, V = vocabulary.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -95,11 +96,14 @@ class EngineCore:
                 self._run(chunks)
                 self._is_retrying = False
             except _OutOfMemoryError:
+                self._pacing.note(num_prefill_tokens, math.inf)  # fewer, at the next attempt
+                num_prefill_tokens = 0
                 self._is_retrying = not self._is_retrying and self._make_room()
                 if not self._is_retrying:
                     self._fail(chunks, "out of memory in a step of the engine")
             except Exception as error:  # noqa: BLE001  # whatever a model's forward may raise
                 _log.exception("step_failed", num_sequences=len(chunks))
+                num_prefill_tokens = 0  # how long it took says nothing
                 self._fail(chunks, f"{type(error).__name__} in a step of the engine")
         self._clock.switch("deliver")
         self.tell_gauges()

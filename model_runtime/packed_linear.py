@@ -6,9 +6,10 @@ near-ties between tokens, and then a request's text depends on its neighbours.
 
 Measured (torch 2.13, oneDNN 3.12, AVX-512 with AMX and with AVX512_BF16 alone, 1 to 16 threads,
 widths 64 to 11,008, 1 to 1,024 rows; tests/model_runtime/test_packed_linear.py repeats a part):
-- float32 packed for several rows: every count of rows from two up gives the same bits. One row
-  alone does not where the input is wider than 1,024, so there a single row is computed twice.
-- bf16: up to 32 rows give the same bits. Larger products do without AMX; with it they are blocked
+- Packed for several rows: every count of rows from two up gives the same bits, in bf16 up to 32.
+  One row alone does not where the input is wider than 1,024, so there a single row is computed
+  twice.
+- bf16: products of more than 32 rows give the same bits without AMX; with it they are blocked
   differently from size to size. So sizes above 32 are tried when the model is packed.
 - oneDNN keeps code for every count of rows it has seen, 2 MiB and more for those of a chunk, and
   takes half a millisecond to make it. So a product is made of blocks of a few sizes, with rows of
@@ -30,7 +31,7 @@ _PACKED_FOR_ROWS = 8  # any number above one chooses the layout that is good for
 _VECTOR = 64  # a multiple of every vector width in use, in numbers
 _UNSPLIT = 16_384  # numbers; torch gives a thread at least this many of any activation
 _DTYPES = (torch.float32, torch.bfloat16)
-_WIDEST_SINGLE_ROW = 1024  # inputs of a float32 product whose one row may go alone
+_WIDEST_SINGLE_ROW = 1024  # inputs of a product whose one row may go alone
 _SMALL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # rows of a block
 _LARGE_SIZES = (64, 128, 256, 512)  # where they give the same bits
 
@@ -72,13 +73,13 @@ class PackedProduct:
         self._packed = _OPS._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         self._product = _OPS._linear_pointwise.default
         self._num_threads = torch.get_num_threads()
+        self._small = _SMALL_SIZES[1 if self.in_features > _WIDEST_SINGLE_ROW else 0 :]
         if weight.dtype == torch.float32:
-            first = 1 if self.in_features > _WIDEST_SINGLE_ROW else 0
-            self._sizes = _SMALL_SIZES[first:] + _LARGE_SIZES
+            self._sizes = self._small + _LARGE_SIZES
         else:
             shape = (self.out_features, self.in_features, self._num_threads)
             if shape not in tried:
-                tried[shape] = _SMALL_SIZES + self._alike(weight.dtype)
+                tried[shape] = self._small + self._alike(weight.dtype)
             self._sizes = tried[shape]
         self._is_tried = weight.dtype != torch.float32
 
@@ -87,7 +88,7 @@ class PackedProduct:
         num_rows = x.numel() // self.in_features
         sizes = self._sizes
         if self._is_tried and torch.get_num_threads() != self._num_threads:
-            sizes = _SMALL_SIZES
+            sizes = self._small
         if num_rows in sizes:
             return self._multiply(x.contiguous())
         if num_rows == 0:

@@ -182,7 +182,7 @@ class Scheduler:
     def _prefill(self, tokens_left: int, plan: Plan) -> None:
         """Share the budget out among the prompts that are being read."""
         reading = [sequence for sequence in self.running if not sequence.is_decoding]
-        if not reading:
+        if not reading or tokens_left <= 0:
             return
         oldest, *others = reading
         others.sort(key=lambda sequence: (sequence.num_uncomputed, sequence.arrival))

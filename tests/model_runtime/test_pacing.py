@@ -1,5 +1,7 @@
 """The size of prefill chunks against measured steps."""
 
+import math
+
 import pytest
 
 from model_runtime.pacing import Pacing
@@ -45,6 +47,15 @@ def test_one_slow_step_does_not_undo_it() -> None:
     before = pacing.num_tokens
     pacing.note(before, 60.0)
     assert pacing.num_tokens >= before // 2
+
+
+def test_a_step_that_never_ended_is_tried_with_half() -> None:
+    """the engine says so of one that ran out of memory"""
+    pacing = Pacing(0.1, 2048)
+    settled(pacing, 1e-4, 0.0)
+    before = pacing.num_tokens
+    pacing.note(before, math.inf)
+    assert pacing.num_tokens == before // 2
 
 
 def test_small_steps_say_nothing() -> None:

@@ -48,6 +48,16 @@ def test_a_row_has_the_same_bits_in_any_company(
     assert float((whole.double() - expected).abs().max()) < bound
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wide_row_alone_has_the_bits_it_has_among_others(dtype: torch.dtype) -> None:
+    """a plain product of one row differs in about one number of 4,000: many rows are tried"""
+    linear = nn.Linear(2048, 2048, bias=False).to(dtype).requires_grad_(requires_grad=False)
+    packed = PackedLinear(linear)
+    x = torch.randn(192, 2048).to(dtype)
+    whole = packed(x)
+    assert torch.equal(torch.cat([packed(row) for row in x.split(1)]), whole)
+
+
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linears_with_one_input_are_one_product(

@@ -84,3 +84,36 @@ def test_what_is_not_a_number_stays_one(dtype: torch.dtype) -> None:
 def test_others_are_left(module: nn.Module) -> None:
     """means taken away, a gate, another eps, another dtype"""
     assert replaced(module) is module
+
+
+class PerHead(LlamaRMSNorm):
+    """Takes four dimensions and nothing else."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Raises ValueError for rows."""
+        _, _, _, _ = hidden_states.shape
+        return super().forward(hidden_states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [0.02, 1e-4, 0.0])
+def test_small_weights_do_not_hide_another_formula(size: float, dtype: torch.dtype) -> None:
+    """a norm that takes the mean away answers small numbers, too"""
+    for wrong in (nn.LayerNorm(64, eps=1e-5, bias=False), WrongEps(64, eps=1e-3)):
+        nn.init.uniform_(wrong.weight, -size, size)
+        holder = nn.ModuleDict({"norm": wrong.to(dtype)})
+        replace_norms(holder)
+        assert holder["norm"] is wrong
+    right = LlamaRMSNorm(64, eps=1e-5)
+    nn.init.uniform_(right.weight, -size, size)
+    holder = nn.ModuleDict({"norm": right.to(dtype)})
+    replace_norms(holder)
+    assert isinstance(holder["norm"], RowNorm) == (size > 0)
+
+
+@pytest.mark.parametrize("norm", [PerHead(8), LlamaRMSNorm(1)])
+def test_what_does_not_take_rows_is_left_alone(norm: nn.Module) -> None:
+    """and loading goes on"""
+    holder = nn.ModuleDict({"norm": norm})
+    replace_norms(holder)
+    assert holder["norm"] is norm

@@ -122,6 +122,17 @@ def test_a_step_computes_no_more_of_prompts_than_it_is_told() -> None:
     assert step.num_prefill_tokens == 5
 
 
+def test_no_budget_for_prompts_is_no_chunk() -> None:
+    """more sequences may decode than prompt tokens are allowed"""
+    plan = scheduler(max_num_batched_tokens=3)
+    for number in range(3):
+        plan.add(sequence(1, salt=str(number)))
+    computed(plan, plan.schedule())
+    plan.add(sequence(9, salt="late"))
+    assert sizes(plan.schedule()) == [1, 1, 1]
+    assert sizes(plan.schedule(num_prefill_tokens=-1)) == [1, 1, 1]
+
+
 def test_waiting_requests_start_in_order_and_are_not_overtaken() -> None:
     """the first takes its pages as soon as they are back"""
     plan = scheduler()
