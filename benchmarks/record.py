@@ -4,6 +4,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from server.line_file import LineFile
+
 
 class RecordError(Exception):
     """The file holds what this run cannot go on with; the message is a whole sentence."""
@@ -33,14 +35,14 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lines = LineFile(path)
         self.rows: list[Row] = []
         if path.exists():
             self._read()
 
     def add(self, row: Row) -> None:
         """Keep it, on disk at once."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(row)) + "\n")
+        self._lines.add(asdict(row))
         self.rows.append(row)
 
     def finished(self, scenario: str, sizes: dict[str, int], server: str) -> dict[int, Row]:
@@ -61,11 +63,8 @@ class Record:
                 )
 
     def _read(self) -> None:
-        whole, _, cut = self._path.read_text(encoding="utf-8").rpartition("\n")
-        for number, line in enumerate(whole.splitlines(), start=1):
+        for number, line in self._lines.lines():
             try:
                 self.rows.append(Row(**json.loads(line)))
             except (ValueError, TypeError) as error:
                 raise RecordError(f"{self._path}: line {number} is no row of a run") from error
-        if cut:  # an end in the middle of writing
-            self._path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")

@@ -88,23 +88,25 @@ class OneByOne:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Requests that are all sent at the same moment, each with a prompt of its own."""
+class AtOnce:
+    """Requests sent at the same moment: a prefix in common, then each has tokens of its own."""
 
-    name: str = "batch"
-    prompt_len: int = 128
-    output_len: int = 64
-    num_requests: int = 8
+    name: str
+    metric: Metric
+    prefix_len: int
+    own_len: int
+    output_len: int
+    num_requests: int
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """See Scenario."""
-        return (OUTPUT,)
+        return (self.metric,)
 
     @property
     def longest(self) -> int:
         """See Scenario."""
-        return self.prompt_len + self.output_len
+        return self.prefix_len + self.own_len + self.output_len
 
     @property
     def concurrency(self) -> int:
@@ -112,48 +114,19 @@ class Batch:
         return self.num_requests
 
     async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
-        """All generated tokens over the time to the last end, prefill included."""
-        requests = [
-            Request(prompts.ids(self.prompt_len), self.output_len) for _ in range(self.num_requests)
-        ]
-        answers, wall_s = await _together(sender, requests, [0] * self.num_requests)
-        return _outcome({OUTPUT: sum(each.num_output for each in answers) / wall_s}, answers)
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """Requests sent at the same moment whose prompts begin alike and end each in its own way."""
-
-    name: str = "prefix"
-    prefix_len: int = 1024
-    tail_len: int = 32
-    output_len: int = 8
-    num_requests: int = 16
-
-    @property
-    def metrics(self) -> tuple[Metric, ...]:
-        """See Scenario."""
-        return (WALL,)
-
-    @property
-    def longest(self) -> int:
-        """See Scenario."""
-        return self.prefix_len + self.tail_len + self.output_len
-
-    @property
-    def concurrency(self) -> int:
-        """See Scenario."""
-        return self.num_requests
-
-    async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
-        """The time to the last end. The prefix is new each time."""
+        """The time to the last end, prefill included. The prefix is new each time."""
         prefix = prompts.ids(self.prefix_len)
         requests = [
-            Request([*prefix, *prompts.ids(self.tail_len)], self.output_len, may_be_cached=True)
+            Request(
+                [*prefix, *prompts.ids(self.own_len)],
+                self.output_len,
+                may_be_cached=self.prefix_len > 0,
+            )
             for _ in range(self.num_requests)
         ]
         answers, wall_s = await _together(sender, requests, [0] * self.num_requests)
-        return _outcome({WALL: wall_s}, answers)
+        found = {OUTPUT: sum(each.num_output for each in answers) / wall_s, WALL: wall_s}
+        return _outcome({self.metric: found[self.metric]}, answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,10 +224,10 @@ def _prefill(prompt_len: int, num_requests: int) -> OneByOne:
 
 SCENARIOS: tuple[Scenario, ...] = (
     OneByOne("single", (DECODE, FIRST_TOKEN), prompt_len=64, output_len=128, num_requests=4),
-    Batch(),
+    AtOnce("batch", OUTPUT, prefix_len=0, own_len=128, output_len=64, num_requests=8),
     _prefill(2048, 2),
     _prefill(8192, 1),
-    SharedPrefix(),
+    AtOnce("prefix", WALL, prefix_len=1024, own_len=32, output_len=8, num_requests=16),
     Mixed(),
     *(_context(256 << doubling) for doubling in range(7)),
 )

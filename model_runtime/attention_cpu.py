@@ -15,6 +15,7 @@ from torch import Tensor
 from model_runtime.attention import LayerRead
 from model_runtime.attention_kernel import TILE, attend, put
 from model_runtime.batch import Batch
+from model_runtime.bfloat16 import as_numpy
 
 _MOST_THREADS = 64  # started as they are needed
 _SERIAL_WORK = 200_000  # query-key-dimension products below which threads cost more than they give
@@ -41,11 +42,11 @@ class CpuAttention:
     ) -> None:
         """Put the step's keys and values where the batch says."""
         put(
-            _as_numpy(key_TKD.contiguous()),
-            _as_numpy(value_TKV.contiguous()),
+            as_numpy(key_TKD.contiguous()),
+            as_numpy(value_TKV.contiguous()),
             *self._places,
-            _as_numpy(keys_NKDO),
-            _as_numpy(values_NKOV),
+            as_numpy(keys_NKDO),
+            as_numpy(values_NKOV),
         )
 
     def read(self, read: LayerRead) -> Tensor:
@@ -54,8 +55,8 @@ class CpuAttention:
         sinks_H = read.sinks_H
         arguments: tuple[Any, ...] = (
             read.query_THD.float().contiguous().numpy(),
-            _as_numpy(read.keys_NKDO),
-            _as_numpy(read.values_NKOV),
+            as_numpy(read.keys_NKDO),
+            as_numpy(read.values_NKOV),
             *self._sequences,
             read.tables.kernel_arrays,
             np.float32(read.scaling),
@@ -96,13 +97,6 @@ class CpuAttention:
                 np.ascontiguousarray(items_W3[first::num_threads]) for first in range(num_threads)
             ]
         return self._shares[shape]
-
-
-def _as_numpy(numbers: Tensor) -> Any:
-    """A tensor's memory; bf16, which numpy lacks, as its bits."""
-    if numbers.dtype == torch.bfloat16:
-        return numbers.view(torch.uint16).numpy()
-    return numbers.detach().numpy()
 
 
 @cache

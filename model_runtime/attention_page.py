@@ -81,7 +81,6 @@ def turn_keys(
     """Turn a page's keys by their offsets."""
     _, num_heads, dim, page_size = keys_NKDO.shape
     pairs = cos_SPO.shape[1]
-    width = keys_DO.shape[1]
     if page_size % WIDTH == 0:
         base = (page_id * num_heads + head) * dim * page_size
         table = slot * pairs * page_size
@@ -103,7 +102,6 @@ def turn_keys(
             cos, sin = cos_SPO[slot, p, o], sin_SPO[slot, p, o]
             keys_DO[p, o] = first * cos - second * sin
             keys_DO[p + pairs, o] = second * cos + first * sin
-    assert width >= page_size
 
 
 @jit

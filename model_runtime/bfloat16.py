@@ -1,11 +1,20 @@
-"""bfloat16 for numba, which lacks it: uint16 arrays hold its bits, float32's upper half."""
+"""bfloat16, which numba and numpy lack: uint16 arrays hold its bits, float32's upper half."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from numba import types
 from numba.extending import overload
+from torch import Tensor
+
+
+def as_numpy(numbers: Tensor) -> Any:
+    """A tensor's memory, not copied; bfloat16, which numpy lacks too, as its bits."""
+    if numbers.dtype == torch.bfloat16:
+        return numbers.view(torch.uint16).numpy()
+    return numbers.detach().numpy()
 
 
 def widen(row: Any, out: Any) -> None:
@@ -16,6 +25,11 @@ def widen(row: Any, out: Any) -> None:
 def narrow(row: Any, out: Any) -> None:
     """The way back, rounding to nearest even; replaced alike."""
     raise NotImplementedError
+
+
+def _copy(row: Any, out: Any) -> None:
+    for d in range(row.shape[0]):
+        out[d] = row[d]
 
 
 @overload(widen)  # type: ignore[untyped-decorator]
@@ -29,11 +43,7 @@ def _overload_widen(row: Any, out: Any) -> Callable[..., None]:  # noqa: ARG001
 
         return widen_bits
 
-    def copy_float32(row: Any, out: Any) -> None:
-        for d in range(row.shape[0]):
-            out[d] = row[d]
-
-    return copy_float32
+    return _copy
 
 
 @overload(narrow)  # type: ignore[untyped-decorator]
@@ -50,8 +60,4 @@ def _overload_narrow(row: Any, out: Any) -> Callable[..., None]:  # noqa: ARG001
 
         return narrow_bits
 
-    def copy_float32(row: Any, out: Any) -> None:
-        for d in range(row.shape[0]):
-            out[d] = row[d]
-
-    return copy_float32
+    return _copy

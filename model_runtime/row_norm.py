@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model_runtime.bfloat16 import narrow, widen
+from model_runtime.bfloat16 import as_numpy, narrow, widen
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _TRIAL_SCALES = (1e-3, 1.0, 30.0)  # the smallest shows a wrong eps
@@ -59,15 +59,8 @@ class RowNorm(nn.Module):
         """The norm, same shape and dtype."""
         rows_RD = x.reshape(-1, self._dim).contiguous()
         out_RD = torch.empty_like(rows_RD)
-        _normalize(_as_numpy(rows_RD), self._scale_D, self._eps, _as_numpy(out_RD))
+        _normalize(as_numpy(rows_RD), self._scale_D, self._eps, as_numpy(out_RD))
         return out_RD.view(x.shape)
-
-
-def _as_numpy(rows_RD: Tensor) -> Any:
-    """The rows' memory; bf16, which numpy lacks, as its bits."""
-    return (
-        rows_RD.view(torch.uint16).numpy() if rows_RD.dtype == torch.bfloat16 else rows_RD.numpy()
-    )
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_runtime.penalties import SeenTokens, has_penalty, penalise
+from model_runtime.penalties import SeenTokens, penalise
 from model_runtime.request import SamplingParams, TokenLogprob
 
 MAX_LOGPROBS = 20  # alternatives per token; always computed, so that ties fall the same way
@@ -102,9 +102,7 @@ def adjusted(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """
     edits = [(index, *edit) for index, row in enumerate(rows) for edit in row.added()]
     penalised = [
-        (index, row.params, row.seen)
-        for index, row in enumerate(rows)
-        if row.seen is not None and has_penalty(row.params)
+        (index, row.params, row.seen) for index, row in enumerate(rows) if row.seen is not None
     ]
     constrained = [index for index, row in enumerate(rows) if row.allowed is not None]
     if not edits and not penalised and not constrained:

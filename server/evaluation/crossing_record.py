@@ -11,6 +11,7 @@ import torch
 from model_runtime.checkpoint import Checkpoint
 from server.evaluation.crossing import CrossingPolicy, Outcome
 from server.evaluation.crossing_windows import CrossingError, Window
+from server.line_file import LineFile
 
 FILE = "crossings.jsonl"
 _ROWS = 256  # of the embedding, enough to tell two trainings apart
@@ -59,6 +60,7 @@ class Record:
     def __init__(self, folder: Path, *, resumes: bool) -> None:
         """Read what is there, or begin anew. Raises CrossingError for a folder that is none."""
         self._path = folder / FILE
+        self._lines = LineFile(self._path)
         self._found: dict[str, list[Outcome]] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -76,13 +78,11 @@ class Record:
     def add(self, key: str, cell: Cell, outcomes: Sequence[Outcome]) -> None:
         """Keep a finished cell, on disk at once."""
         line = {"key": key, **asdict(cell), "windows": [asdict(each) for each in outcomes]}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._lines.add(line)
         self._found[key] = list(outcomes)
 
     def _read(self) -> None:
-        whole, _, cut = self._path.read_text(encoding="utf-8").rpartition("\n")
-        for number, line in enumerate(whole.splitlines(), start=1):
+        for number, line in self._lines.lines():
             try:
                 found = json.loads(line)
                 self._found[found["key"]] = [_outcome(each) for each in found["windows"]]
@@ -91,8 +91,6 @@ class Record:
                     f"output: line {number} of {self._path} is no finished cell; without resuming "
                     "it is begun anew"
                 ) from error
-        if cut:  # ended in the middle of a line
-            self._path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
 
 
 def _outcome(fields: dict[str, list[float]]) -> Outcome:

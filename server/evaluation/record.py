@@ -7,6 +7,7 @@ from typing import Any
 
 from server.evaluation.cells import PERPLEXITY, Cell, QueryScore, Score, WindowScore
 from server.evaluation.plan import EvalError
+from server.line_file import LineFile
 
 FILE = "results.jsonl"
 
@@ -16,6 +17,7 @@ class Record:
 
     def __init__(self, folder: Path, *, resumes: bool) -> None:
         self._path = folder / FILE
+        self._lines = LineFile(self._path)
         self._scores: dict[str, list[Score]] = {}
         if not resumes:
             self._path.unlink(missing_ok=True)
@@ -36,14 +38,11 @@ class Record:
             "seconds": round(seconds, 3),
             "scores": [asdict(each) for each in scores],
         }
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._lines.add(line)
         self._scores[key] = scores
 
     def _read(self) -> None:
-        text = self._path.read_text(encoding="utf-8")
-        whole, _, cut = text.rpartition("\n")
-        for number, line in enumerate(whole.splitlines(), start=1):
+        for number, line in self._lines.lines():
             try:
                 found = json.loads(line)
                 self._scores[found["key"]] = [
@@ -54,8 +53,6 @@ class Record:
                     f"--output: line {number} of {self._path} is none of a finished cell; "
                     "--no-resume begins it anew"
                 ) from error
-        if cut:  # an end in the middle of writing
-            self._path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
 
 
 def _score(kind: str, fields: dict[str, Any]) -> Score:

@@ -12,11 +12,10 @@ from benchmarks.scenarios import (
     SCENARIOS,
     SHORT_FIRST_TOKEN,
     WALL,
-    Batch,
+    AtOnce,
     Mixed,
     Outcome,
     Scenario,
-    SharedPrefix,
     choose_scenarios,
 )
 from benchmarks.sending import FIRST_ID, Prompts, Sender
@@ -50,7 +49,7 @@ def answer(num_prompt: int, num_output: int, first_s: float = 0.0) -> Script:
 def test_a_batch_is_in_flight_at_once() -> None:
     """and its rate is all of its tokens over the time to the last end"""
     with serving(SseServer(lambda number: answer(20, 4, 0.2 if number else 0.6))) as server:
-        outcome = run(Batch("batch", 20, 4, 5), server)
+        outcome = run(AtOnce("batch", OUTPUT, 0, 20, 4, 5), server)
     assert server.most_in_flight == 5
     assert outcome.num_tokens == 20
     assert 20 / 1.5 < outcome.values[OUTPUT] <= 20 / 0.6
@@ -59,7 +58,7 @@ def test_a_batch_is_in_flight_at_once() -> None:
 def test_a_shared_prefix_is_shared_and_nothing_else_is() -> None:
     """tails differ from the first token on, nearly all"""
     with serving(SseServer(lambda _: answer(40, 2, 0.1))) as server:
-        outcome = run(SharedPrefix("prefix", 30, 10, 2, 6), server)
+        outcome = run(AtOnce("prefix", WALL, 30, 10, 2, 6), server)
     prompts = [body["prompt"] for body in server.bodies]
     assert len({tuple(prompt[:30]) for prompt in prompts}) == 1
     assert len({tuple(prompt[30:]) for prompt in prompts}) == 6
