@@ -20,7 +20,8 @@ KEEP_ALIVE_S = 0.05
 @pytest.fixture(scope="module")
 def slow() -> Iterator[Server]:
     """Small chunks, so that a long prompt takes a while; impatient proxies in front."""
-    arguments = ("--max-num-batched-tokens", "32", "--sse-keep-alive-seconds", str(KEEP_ALIVE_S))
+    chunks = ("--max-num-batched-tokens", "32", "--step-target-seconds", "0")  # 32, by any clock
+    arguments = (*chunks, "--sse-keep-alive-seconds", str(KEEP_ALIVE_S))
     with running_server(*arguments) as running:
         yield running
 
