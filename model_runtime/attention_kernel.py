@@ -17,24 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from model_runtime.attention_page import (
-    BLOCK,
-    jit,
-    score_block,
-    score_row,
-    soften,
-    turn_back,
-    turn_keys,
-    weigh_block,
-    weigh_row,
-)
-from model_runtime.bfloat16 import widen
+from model_runtime.attention_block import block_reader
+from model_runtime.attention_page import turn_keys, widen_values
+from model_runtime.compiled import jit
 from model_runtime.lanes import WIDTH, load, total
 
 TILE = 16  # query tokens that share one rotation of a page's keys
+BLOCK = 8  # rows of the largest block
+
+_SPARE = 2  # rows that the last block of a tile may have too many; what they give is not used
+
+_read_8, _read_4, _read_1 = block_reader(8, 2), block_reader(4, 4), block_reader(1, 4)
 
 
-@jit
+@jit()
 def _turn_query(
     query_D: Any, position: int, page_size: int, slot: int, tables: Any,
     rotary_scale: Any, scale: Any, out_D: Any,
@@ -54,7 +50,7 @@ def _turn_query(
         out_D[d] = query_D[d] * scale
 
 
-@jit
+@jit()
 def put(
     key_TKD: Any, value_TKV: Any, page_T: Any, offset_T: Any, keys_NKDO: Any, values_NKOV: Any
 ) -> None:
@@ -68,7 +64,7 @@ def put(
                 values_NKOV[page, head, offset, v] = value_TKV[t, head, v]
 
 
-@jit
+@jit()
 def _start_rows(
     query_THD: Any, token: int, position: int, head: int, num_rows: int, group: int, slot: int,
     page_size: int, tables: Any, scaling: Any, sinks_H: Any,
@@ -95,7 +91,7 @@ def _start_rows(
         sum_RV[r] = 0.0
 
 
-@jit
+@jit()
 def attend(
     items_W3: Any, query_THD: Any, keys_NKDO: Any, values_NKOV: Any,
     page_table_SN: Any, query_start_S1: Any, first_position_S: Any, table_slot_S: Any,
@@ -107,10 +103,11 @@ def attend(
     value_dim = values_NKOV.shape[3]
     group = query_THD.shape[1] // num_heads
     width_O, width_V = -(-page_size // WIDTH) * WIDTH, -(-value_dim // WIDTH) * WIDTH
-    turned_RD = np.empty((TILE * group, dim), np.float32)
-    sum_RV = np.empty((TILE * group, width_V), np.float32)
-    top_R = np.empty(TILE * group, np.float32)
-    weight_RL = np.empty((TILE * group, WIDTH), np.float32)
+    most_rows = TILE * group + _SPARE
+    turned_RD = np.empty((most_rows, dim), np.float32)
+    sum_RV = np.empty((most_rows, width_V), np.float32)
+    top_R = np.empty(most_rows, np.float32)
+    weight_RL = np.empty((most_rows, WIDTH), np.float32)
     back_BD = np.empty((BLOCK, dim), np.float32)
     scores_BO = np.empty((BLOCK, width_O), np.float32)
     keys_DO = np.zeros((dim, width_O), np.float32)
@@ -135,34 +132,25 @@ def attend(
             start = page * page_size
             num_keys = min(page_size, last - start + 1)
             turn_keys(keys_NKDO, page_id, head, offset_cos, offset_sin, slot, row_O, keys_DO)
-            for o in range(num_keys):
-                widen(values_NKOV[page_id, head, o], values_OV[o, :value_dim])
-            # Every row sees the whole page: the first is behind it, the last's window holds it.
-            is_whole = start + page_size - 1 <= position and (window <= 0 or last - window < start)
-            r = 0
-            while is_whole and r + BLOCK <= num_rows:
-                for place in range(BLOCK):
-                    turn_back(
-                        turned_RD, r + place, start_cos, start_sin, slot, page, back_BD, place
-                    )
-                score_block(back_BD, keys_DO, scores_BO)
-                for place in range(BLOCK):
-                    soften(
-                        scores_BO, place, 0, page_size, softcap,
-                        r + place, top_R, weight_RL, sum_RV,
-                    )  # fmt: skip
-                weigh_block(scores_BO, values_OV, page_size, r, sum_RV)
-                r += BLOCK
-            while r < num_rows:
-                here = position + r // group
-                end = min(num_keys, here - start + 1)
-                begin = max(0, here - window + 1 - start) if window > 0 else 0
-                if begin < end:
-                    turn_back(turned_RD, r, start_cos, start_sin, slot, page, back_BD, 0)
-                    score_row(back_BD, keys_DO, scores_BO)
-                    soften(scores_BO, 0, begin, end, softcap, r, top_R, weight_RL, sum_RV)
-                    weigh_row(scores_BO, values_OV, begin, end, r, sum_RV)
-                r += 1
+            widen_values(values_NKOV, page_id, head, num_keys, values_OV)
+            row = 0
+            while row < num_rows:
+                arguments = (
+                    row, position, group, start, window, softcap,
+                    slot, page, start_cos, start_sin,
+                    turned_RD, keys_DO, values_OV,
+                    back_BD, scores_BO, top_R, weight_RL, sum_RV,
+                )  # fmt: skip
+                left = num_rows - row
+                if left >= 8:
+                    _read_8(*arguments)
+                    row += 8
+                elif left >= 2:
+                    _read_4(*arguments)
+                    row += 4
+                else:
+                    _read_1(*arguments)
+                    row += 1
         for r in range(num_rows):
             weight = total(load(weight_RL, r * WIDTH))
             for v in range(value_dim):

@@ -39,7 +39,7 @@ class EngineConfig:
 
     kv_cache_tokens: int  # positions that all running sequences share
     max_model_len: int  # positions of the longest sequence
-    page_size: int = 16  # positions in a page
+    page_size: int = 64  # positions in a page
     max_num_seqs: int = 32  # sequences in one step
     max_num_batched_tokens: int = 512  # tokens in one step: decodes plus prefill chunks
     step_target_s: float | None = None  # what a step with prefill should take; None: whatever

@@ -57,7 +57,8 @@ def _operation(emit: Callable[..., Any], *, arguments: int, returns: Any = LANES
     return intrinsic(signatures[arguments])
 
 
-def _constant(number: float) -> Any:
+def emit_constant(number: float) -> Any:
+    """The same number in every lane."""
     return ir.Constant(_LANES, [number] * WIDTH)
 
 
@@ -68,18 +69,35 @@ def _called(builder: Any, name: str, returns: Any, *values: Any) -> Any:
     return builder.call(function, values)
 
 
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
     return _called(builder, f"llvm.fma.v{WIDTH}f32", _LANES, a, b, c)
 
 
-def _spread(builder: Any, number: Any) -> Any:
+def emit_spread(builder: Any, number: Any) -> Any:
+    """A number in every lane."""
     first = builder.insert_element(ir.Constant(_LANES, ir.Undefined), number, ir.Constant(_INT, 0))
     zeros = ir.Constant(_INT_LANES, [0] * WIDTH)
     return builder.shuffle_vector(first, ir.Constant(_LANES, ir.Undefined), zeros)
 
 
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    # Written so that it is one instruction; LLVM's own maximum, kind to NaN, is four.
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
 def _largest(builder: Any, lanes: Any) -> Any:
-    return _called(builder, f"llvm.vector.reduce.fmax.v{WIDTH}f32", _FLOAT, lanes)
+    distance = WIDTH // 2
+    while distance:
+        order = ir.Constant(_INT_LANES, [lane ^ distance for lane in range(WIDTH)])
+        lanes = _larger(builder, lanes, builder.shuffle_vector(lanes, lanes, order))
+        distance //= 2
+    return builder.extract_element(lanes, ir.Constant(_INT, 0))
+
+
+def _any_above(builder: Any, a: Any, b: Any) -> Any:
+    found = builder.bitcast(builder.fcmp_ordered(">", a, b), ir.IntType(WIDTH))
+    return builder.icmp_unsigned("!=", found, ir.Constant(ir.IntType(WIDTH), 0))
 
 
 def _total(builder: Any, lanes: Any) -> Any:
@@ -97,45 +115,61 @@ _LEAST = -87.0  # exp of less is 0 here
 
 
 def _exp(builder: Any, x: Any) -> Any:
-    shifted = _fma(builder, x, _constant(_LOG2_E), _constant(_ROUND))
-    whole = builder.fsub(shifted, _constant(_ROUND))
-    rest = _fma(builder, whole, _constant(-_LN2_HIGH), x)
-    rest = _fma(builder, whole, _constant(-_LN2_LOW), rest)
-    power = _constant(_TERMS[0])
+    shifted = emit_fma(builder, x, emit_constant(_LOG2_E), emit_constant(_ROUND))
+    whole = builder.fsub(shifted, emit_constant(_ROUND))
+    rest = emit_fma(builder, whole, emit_constant(-_LN2_HIGH), x)
+    rest = emit_fma(builder, whole, emit_constant(-_LN2_LOW), rest)
+    power = emit_constant(_TERMS[0])
     for term in _TERMS[1:]:
-        power = _fma(builder, power, rest, _constant(term))
+        power = emit_fma(builder, power, rest, emit_constant(term))
     exponent = builder.shl(
         builder.bitcast(shifted, _INT_LANES), ir.Constant(_INT_LANES, [23] * WIDTH)
     )
     scaled = builder.bitcast(builder.add(builder.bitcast(power, _INT_LANES), exponent), _LANES)
-    is_small = builder.fcmp_ordered("<", x, _constant(_LEAST))
+    is_small = builder.fcmp_ordered("<", x, emit_constant(_LEAST))
     is_nan = builder.fcmp_unordered("uno", x, x)
-    return builder.select(is_nan, x, builder.select(is_small, _constant(0.0), scaled))
+    return builder.select(is_nan, x, builder.select(is_small, emit_constant(0.0), scaled))
 
 
-fma = _operation(_fma, arguments=3)  # a * b + c, rounded once
+fma = _operation(emit_fma, arguments=3)  # a * b + c, rounded once
 add = _operation(lambda builder, a, b: builder.fadd(a, b), arguments=2)
 subtract = _operation(lambda builder, a, b: builder.fsub(a, b), arguments=2)
 multiply = _operation(lambda builder, a, b: builder.fmul(a, b), arguments=2)
-spread = _operation(_spread, arguments=1)  # a float32 in every lane
+larger = _operation(_larger, arguments=2)  # of numbers; of NaN, any
+spread = _operation(emit_spread, arguments=1)  # a float32 in every lane
 exp = _operation(_exp, arguments=1)  # for numbers up to 87; NaN stays NaN
-largest = _operation(_largest, arguments=1, returns=types.float32)  # NaN is passed over
+largest = _operation(_largest, arguments=1, returns=types.float32)  # of numbers; of NaN, any
+any_above = _operation(_any_above, arguments=2, returns=types.boolean)  # a > b in any lane
 total = _operation(_total, arguments=1, returns=types.float32)
+
+
+def emit_load(builder: Any, array: Any, pointer: Any) -> Any:
+    """Sixteen numbers of an array from an address on; `array` is its numba type."""
+    if array.dtype != types.uint16:
+        return builder.load(builder.bitcast(pointer, _LANES.as_pointer()), align=4)
+    halves = ir.VectorType(ir.IntType(16), WIDTH)
+    loaded = builder.load(builder.bitcast(pointer, halves.as_pointer()), align=2)
+    wide = builder.zext(loaded, _INT_LANES)
+    return builder.bitcast(builder.shl(wide, ir.Constant(_INT_LANES, [16] * WIDTH)), _LANES)
+
+
+def emit_store(builder: Any, pointer: Any, lanes: Any) -> None:
+    """Put sixteen float32 numbers at an address."""
+    builder.store(lanes, builder.bitcast(pointer, _LANES.as_pointer()), align=4)
+
+
+def address_of(context: Any, builder: Any, array: Any, memory: Any, at: Any) -> Any:
+    """Where an array's number `at` is."""
+    struct = context.make_array(array)(context, builder, memory)
+    return builder.gep(struct.data, [at])
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def load(typingctx: Any, array: Any, at: Any) -> Any:  # noqa: ARG001
     """Sixteen numbers of `array` from `at` on."""
-    is_bfloat16 = array.dtype == types.uint16
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        pointer = _address(context, builder, array, values)
-        if not is_bfloat16:
-            return builder.load(builder.bitcast(pointer, _LANES.as_pointer()), align=4)
-        halves = ir.VectorType(ir.IntType(16), WIDTH)
-        loaded = builder.load(builder.bitcast(pointer, halves.as_pointer()), align=2)
-        wide = builder.zext(loaded, _INT_LANES)
-        return builder.bitcast(builder.shl(wide, ir.Constant(_INT_LANES, [16] * WIDTH)), _LANES)
+        return emit_load(builder, array, address_of(context, builder, array, *values))
 
     return LANES(array, at), code
 
@@ -145,13 +179,7 @@ def store(typingctx: Any, array: Any, at: Any, lanes: Any) -> Any:  # noqa: ARG0
     """Put sixteen numbers into a float32 `array` from `at` on."""
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        pointer = _address(context, builder, array, values[:2])
-        builder.store(values[2], builder.bitcast(pointer, _LANES.as_pointer()), align=4)
+        emit_store(builder, address_of(context, builder, array, *values[:2]), values[2])
         return context.get_dummy_value()
 
     return types.none(array, at, lanes), code
-
-
-def _address(context: Any, builder: Any, array: Any, values: Any) -> Any:
-    struct = context.make_array(array)(context, builder, values[0])
-    return builder.gep(struct.data, [values[1]])

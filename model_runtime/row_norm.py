@@ -12,12 +12,12 @@ Shapes: R = rows, D = dimensions of a row.
 import inspect
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from model_runtime.bfloat16 import as_numpy, narrow, widen
+from model_runtime.compiled import jit
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _TRIAL_SCALES = (1e-3, 1.0, 30.0)  # the smallest shows a wrong eps
@@ -25,13 +25,7 @@ _TRIAL_SHIFT = 0.5  # a norm that takes the mean away shows
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative
 
 
-@numba.njit(  # type: ignore[untyped-decorator]
-    nogil=True,
-    cache=True,
-    # Sums may be reordered, but at compile time: alike for every row. NaN stays NaN.
-    fastmath={"reassoc", "contract"},
-    error_model="numpy",
-)
+@jit(reorder=True)
 def _normalize(x_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
     row_D = np.empty(x_RD.shape[1], np.float32)
     for r in range(x_RD.shape[0]):

@@ -71,10 +71,10 @@ def untouched_answers(model: nn.Module, native: NativeRope) -> Answers:
                 model.set_attn_implementation(implementation)  # type: ignore[operator]
             except (ValueError, ImportError):
                 continue
-            answers.append([_ask(model, long_ids), _ask(model, short_ids)])
-        long_TV, short_TV = answers[-1]
-        with _tables_scaled(model, native):
-            scaled_TV = _ask(model, long_ids)
+            plain = [_ask(model, long_ids), _ask(model, short_ids)]
+            with _tables_scaled(model, native):
+                answers.append([*plain, _ask(model, long_ids)])
+    long_TV, short_TV, scaled_TV = answers[-1]
     pairs = zip(answers[0], answers[-1], strict=True)
     own_difference = max(float((eager - sdpa).abs().max()) for eager, sdpa in pairs)
     least = _LEAST_SHARE[next(model.parameters()).dtype] * float(long_TV.std())

@@ -134,7 +134,7 @@ class CacheSettings(Section):
     kv_cache_tokens: int | None = setting(
         None, "Size of the KV cache, instead of kv_cache_gib.", unit="tokens", ge=1
     )
-    page_size: int = setting(16, "A page of the KV cache.", unit="tokens", ge=4, le=256)
+    page_size: int = setting(64, "A page of the KV cache.", unit="tokens", ge=4, le=256)
     max_num_seqs: int = setting(32, "Sequences served at once.", unit="sequences", ge=1, le=4096)
     max_num_batched_tokens: int = setting(
         2048,

@@ -78,7 +78,8 @@ class EngineFactory:
         **config: Any,
     ) -> Engine:
         """A started engine. `runner` stands in for the model."""
-        numbers = {"kv_cache_tokens": 4096, "max_model_len": 2048, **config}
+        # Small pages, so that short prompts fill several.
+        numbers = {"kv_cache_tokens": 4096, "max_model_len": 2048, "page_size": 16, **config}
         engine_config = EngineConfig(**numbers)
         if runner is None:
             engine = build_engine(checkpoint, engine_config, observer)

@@ -1,0 +1,125 @@
+"""The compiled kernel, one block: rows that read a page together.
+
+What rows have in common is loaded once and stays in registers (`lane_tiles.py`): a page's keys for
+their scores, its values for their sums. Each row's own operations and their order are the same in
+a block of any size, so its bits do not tell how many rows were beside it.
+
+Shapes: D = key dimensions, V = value dimensions, S = table slots, N = pages, O = offsets in a page,
+P = rotated pairs, R = rows of a tile, B = rows of a block, L = lanes.
+"""
+
+from typing import Any
+
+from model_runtime.attention_page import soften, turn_back
+from model_runtime.compiled import jit
+from model_runtime.lane_tiles import add_products, load_sums, no_sums, store_sums
+from model_runtime.lanes import WIDTH
+
+
+@jit(inline=True)
+def seen(
+    row: int, position: int, group: int, start: int, window: int, page_size: int
+) -> tuple[int, int]:
+    """The first offset of a page that a row sees, and the one behind the last.
+
+    Rows are `group` heads of one query token after another; `position` is the first token's,
+    `start` the page's. `window`: keys that a query sees, itself included; 0: all.
+    """
+    behind = position + row // group + 1 - start
+    begin = max(0, behind - window) if window > 0 else 0
+    return begin, min(page_size, behind)
+
+
+def _products(num_rows: int, columns: int) -> tuple[Any, Any]:
+    """Scores and weighing of so many rows, `columns` registers of each at a time."""
+
+    @jit()
+    def score(back_BD: Any, keys_DO: Any, scores_BO: Any) -> None:
+        """Queries times a page's keys."""
+        dim, width = keys_DO.shape
+        at = 0
+        while at + columns * WIDTH <= width:
+            sums = no_sums(num_rows, columns)
+            for d in range(dim):
+                sums = add_products(sums, back_BD, d, dim, keys_DO, d * width + at, columns)
+            store_sums(scores_BO, at, width, sums, columns)
+            at += columns * WIDTH
+        while at < width:
+            rest = no_sums(num_rows, 1)
+            for d in range(dim):
+                rest = add_products(rest, back_BD, d, dim, keys_DO, d * width + at, 1)
+            store_sums(scores_BO, at, width, rest, 1)
+            at += WIDTH
+
+    @jit()
+    def weigh(
+        shares_BO: Any, place: int, values_OV: Any, begin: int, end: int, row: int, sum_RV: Any
+    ) -> None:
+        """Shares times the values of some of a page's keys, added to the rows' sums."""
+        stride, width = shares_BO.shape[1], values_OV.shape[1]
+        share = place * stride
+        at = 0
+        while at + columns * WIDTH <= width:
+            start = row * width + at
+            sums = load_sums(sum_RV, start, width, num_rows, columns)
+            for o in range(begin, end):
+                value = o * width + at
+                sums = add_products(sums, shares_BO, share + o, stride, values_OV, value, columns)
+            store_sums(sum_RV, start, width, sums, columns)
+            at += columns * WIDTH
+        while at < width:
+            start = row * width + at
+            rest = load_sums(sum_RV, start, width, num_rows, 1)
+            for o in range(begin, end):
+                value = o * width + at
+                rest = add_products(rest, shares_BO, share + o, stride, values_OV, value, 1)
+            store_sums(sum_RV, start, width, rest, 1)
+            at += WIDTH
+
+    return score, weigh
+
+
+_, _weigh_row = _products(1, 4)
+
+
+def block_reader(num_rows: int, columns: int) -> Any:
+    """Compiled: so many rows, from `row` on, read one page.
+
+    `num_rows` x `columns` registers hold sums; with one or two for what they are made of, they
+    should fit into a processor's 32.
+    """
+    score, weigh = _products(num_rows, columns)
+
+    @jit()
+    def read(
+        row: int, position: int, group: int, start: int, window: int, softcap: Any,
+        slot: int, page: int, start_cos: Any, start_sin: Any,
+        turned_RD: Any, keys_DO: Any, values_OV: Any,
+        back_BD: Any, scores_BO: Any, top_R: Any, weight_RL: Any, sum_RV: Any,
+    ) -> None:  # fmt: skip
+        page_size = values_OV.shape[0]
+        for place in range(num_rows):
+            turn_back(turned_RD, row + place, start_cos, start_sin, slot, page, back_BD, place)
+        score(back_BD, keys_DO, scores_BO)
+        # Keys that all rows see are weighed for all together, the others row by row: what a row
+        # does not see is not even multiplied by zero, for it may be NaN.
+        all_begin, all_end = 0, page_size
+        for place in range(num_rows):
+            begin, end = seen(row + place, position, group, start, window, page_size)
+            all_begin, all_end = max(all_begin, begin), min(all_end, end)
+        all_end = max(all_begin, all_end)
+        for place in range(num_rows):
+            r = row + place
+            begin, end = seen(r, position, group, start, window, page_size)
+            if begin < end:
+                soften(scores_BO, place, begin, end, softcap, r, top_R, weight_RL, sum_RV)
+                if begin < all_begin:
+                    _weigh_row(scores_BO, place, values_OV, begin, min(end, all_begin), r, sum_RV)
+        weigh(scores_BO, 0, values_OV, all_begin, all_end, row, sum_RV)
+        for place in range(num_rows):
+            r = row + place
+            begin, end = seen(r, position, group, start, window, page_size)
+            if all_end < end:
+                _weigh_row(scores_BO, place, values_OV, max(begin, all_end), end, r, sum_RV)
+
+    return read
