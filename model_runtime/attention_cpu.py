@@ -4,8 +4,6 @@ Shapes: T = flat query tokens, H = query heads, K = key heads, D = key dimension
 dimensions, S = sequences, N = pages, O = offsets in a page, W = work items.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,8 +14,8 @@ from model_runtime.attention import LayerRead
 from model_runtime.attention_kernel import TILE, attend, put
 from model_runtime.batch import Batch
 from model_runtime.bfloat16 import as_numpy
+from model_runtime.kernel_threads import MOST_THREADS, run_shares
 
-_MOST_THREADS = 64  # started as they are needed
 _SERIAL_WORK = 200_000  # query-key-dimension products below which threads cost more than they give
 _NO_SINKS = np.empty(0, np.float32)
 
@@ -67,10 +65,7 @@ class CpuAttention:
         )
         _, num_heads, dim = read.query_THD.shape
         shares = self._dealt(num_heads, dim, read.keys_NKDO.shape[1])
-        if len(shares) == 1:
-            attend(shares[0], *arguments)
-        else:
-            list(_threads().map(lambda share: attend(share, *arguments), shares))
+        run_shares(lambda share: attend(share, *arguments), shares)
         return out_THV
 
     def _dealt(self, num_heads: int, dim: int, num_key_heads: int) -> list[Any]:
@@ -91,15 +86,9 @@ class CpuAttention:
             contexts_S = self._first_position_S + num_queries_S
             work = int((contexts_S * num_queries_S).sum()) * num_heads * dim
             num_threads = min(
-                torch.get_num_threads(), _MOST_THREADS, len(items), 1 + work // _SERIAL_WORK
+                torch.get_num_threads(), MOST_THREADS, len(items), 1 + work // _SERIAL_WORK
             )
             self._shares[shape] = [
                 np.ascontiguousarray(items_W3[first::num_threads]) for first in range(num_threads)
             ]
         return self._shares[shape]
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    # Python threads under a kernel without the GIL: no second OpenMP runtime beside torch's.
-    return ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="attention")

@@ -12,9 +12,11 @@ from torch import Tensor
 
 def as_numpy(numbers: Tensor) -> Any:
     """A tensor's memory, not copied; bfloat16, which numpy lacks too, as its bits."""
+    if numbers.requires_grad:
+        numbers = numbers.detach()
     if numbers.dtype == torch.bfloat16:
-        return numbers.view(torch.uint16).numpy()
-    return numbers.detach().numpy()
+        numbers = numbers.view(torch.uint16)
+    return numbers.numpy()
 
 
 def widen(row: Any, out: Any) -> None:

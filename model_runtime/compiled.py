@@ -21,6 +21,7 @@ SOURCES = (
     "lane_tiles",
     "lanes",
     "row_norm",
+    "row_products",
 )
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -9,6 +9,7 @@ widths 64 to 11,008, 1 to 1,024 rows; tests/model_runtime/test_packed_linear.py 
 - Packed for several rows: every count of rows from two up gives the same bits, in bf16 up to 32.
   One row alone does not where the input is wider than 1,024, so there a single row is computed
   twice.
+- Up to eight rows are left to `row_products.py` where a trial shows that it gives the same bits.
 - bf16: products of more than 32 rows give the same bits without AMX; with it they are blocked
   differently from size to size. So sizes above 32 are tried when the model is packed.
 - oneDNN keeps code for every count of rows it has seen, 2 MiB and more for those of a chunk, and
@@ -20,12 +21,15 @@ widths 64 to 11,008, 1 to 1,024 rows; tests/model_runtime/test_packed_linear.py 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2CLS
+
+from model_runtime.row_products import MOST_ROWS, RowProducts
 
 _PACKED_FOR_ROWS = 8  # any number above one chooses the layout that is good for several rows
 _VECTOR = 64  # a multiple of every vector width in use, in numbers
@@ -34,9 +38,19 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _WIDEST_SINGLE_ROW = 1024  # inputs of a product whose one row may go alone
 _SMALL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # rows of a block
 _LARGE_SIZES = (64, 128, 256, 512)  # where they give the same bits
+# bf16 hides what sums differ in: another order of them shows in about one number of 10,000.
+_TRIAL_NUMBERS = 1 << 18
 
-Shape = tuple[int, int, int]  # of a weight, and the threads
-Sizes = tuple[int, ...]
+Shape = tuple[int, int, bool, int]  # of a weight, whether it has a bias, and the threads
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What products with a weight of some shape were found to do."""
+
+    sizes: tuple[int, ...]  # rows of blocks that give the same bits, ascending
+    chain: int | None  # inputs of a chain of oneDNN's sums (row_products.py); None: not found
+
 
 _OPS: Any = torch.ops.mkldnn  # private to torch, so everything that touches it is in this file
 
@@ -65,8 +79,8 @@ def _blocks(num_rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 class PackedProduct:
     """The weight of one or several linears with one input, laid out once for the processor."""
 
-    def __init__(self, linears: Sequence[nn.Linear], tried: dict[Shape, Sizes]) -> None:
-        """`tried`: sizes of blocks that gave the same bits, by shape; added to."""
+    def __init__(self, linears: Sequence[nn.Linear], tried: dict[Shape, Tried]) -> None:
+        """`tried`: by shape, added to."""
         weight = torch.cat([linear.weight.detach() for linear in linears])
         self.out_features, self.in_features = weight.shape
         self._bias = _joined_bias(linears)
@@ -74,21 +88,25 @@ class PackedProduct:
         self._product = _OPS._linear_pointwise.default
         self._num_threads = torch.get_num_threads()
         self._small = _SMALL_SIZES[1 if self.in_features > _WIDEST_SINGLE_ROW else 0 :]
-        if weight.dtype == torch.float32:
-            self._sizes = self._small + _LARGE_SIZES
-        else:
-            shape = (self.out_features, self.in_features, self._num_threads)
-            if shape not in tried:
-                tried[shape] = self._small + self._alike(weight.dtype)
-            self._sizes = tried[shape]
-        self._is_tried = weight.dtype != torch.float32
+        rows = RowProducts(self._packed, self.out_features, self.in_features, self._bias)
+        has_bias = self._bias is not None
+        shape = (self.out_features, self.in_features, has_bias, self._num_threads)
+        if shape not in tried:
+            tried[shape] = self._try(weight.dtype, rows)
+        self._is_float32 = weight.dtype == torch.float32
+        self._sizes = tried[shape].sizes
+        self._rows = rows.chained(tried[shape].chain)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], each row as if it were alone."""
         num_rows = x.numel() // self.in_features
         sizes = self._sizes
-        if self._is_tried and torch.get_num_threads() != self._num_threads:
-            sizes = self._small
+        if torch.get_num_threads() != self._num_threads:
+            # What was tried holds for other threads only.
+            sizes = self._small + (_LARGE_SIZES if self._is_float32 else ())
+        elif self._rows is not None and 0 < num_rows <= MOST_ROWS:
+            product = self._rows(x.reshape(num_rows, self.in_features).contiguous())
+            return product.view(*x.shape[:-1], self.out_features)
         if num_rows in sizes:
             return self._multiply(x.contiguous())
         if num_rows == 0:
@@ -100,14 +118,25 @@ class PackedProduct:
         out = products[0] if len(products) == 1 else torch.cat(products)
         return out[:num_rows].reshape(*x.shape[:-1], self.out_features)
 
-    def _alike(self, dtype: torch.dtype) -> Sizes:
-        """The large sizes that give the bits of small ones."""
+    def _try(self, dtype: torch.dtype, few: RowProducts) -> Tried:
+        """The sizes of blocks, and the chain of sums, that give the bits of small blocks."""
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(_LARGE_SIZES[-1], self.in_features, generator=generator).to(dtype)
-        small = torch.cat([self._multiply(block) for block in torch.split(rows, _SMALL_SIZES[-1])])
-        return tuple(
-            size for size in _LARGE_SIZES if torch.equal(self._multiply(rows[:size]), small[:size])
-        )
+        num_rows = max(_LARGE_SIZES[-1], -(-_TRIAL_NUMBERS // self.out_features))
+        rows = torch.randn(num_rows, self.in_features, generator=generator).to(dtype)
+
+        def small(count: int) -> Tensor:
+            return torch.cat(
+                [self._multiply(block) for block in torch.split(rows[:count], MOST_ROWS)]
+            )
+
+        large: Sequence[int] = _LARGE_SIZES
+        if dtype != torch.float32:  # where all have always been alike
+            expected = small(_LARGE_SIZES[-1])
+            large = [
+                size for size in large if torch.equal(self._multiply(rows[:size]), expected[:size])
+            ]
+        count = max(MOST_ROWS, -(-_TRIAL_NUMBERS // self.out_features))
+        return Tried((*self._small, *large), few.find_chain(rows[:count], small(count)))
 
     def _multiply(self, x: Tensor) -> Tensor:
         out: Tensor = self._product(x, self._packed, self._bias, "none", [], "")
@@ -216,7 +245,7 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
     `groups`: names of linears that read one tensor, in the order of their calls
     (takeover.shared_inputs finds them).
     """
-    tried: dict[Shape, Sizes] = {}
+    tried: dict[Shape, Tried] = {}
     for names in groups:
         _pack_group(model, names, tried)
     activations = _activation_classes()
@@ -228,7 +257,7 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
                 setattr(module, name, RowwiseActivation(child))
 
 
-def _pack_group(model: nn.Module, names: Sequence[str], tried: dict[Shape, Sizes]) -> None:
+def _pack_group(model: nn.Module, names: Sequence[str], tried: dict[Shape, Tried]) -> None:
     modules = [model.get_submodule(name) for name in names]
     linears = [module for module in modules if _is_packable(module)]
     dtypes = {linear.weight.dtype for linear in linears}

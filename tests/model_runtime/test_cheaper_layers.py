@@ -85,10 +85,9 @@ def test_a_decode_step_takes_so_many_calls(monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(owner, name, call)
 
-    counted(PackedProduct, "_multiply")
+    counted(PackedProduct, "__call__")
     counted(RowNorm, "forward")
     answers(checkpoint.model, dict(checkpoint.plans), checkpoint.native)
-    steps = 2
-    prompt = sum(1 for _ in packed_linear._blocks(PROMPT, packed_linear._SMALL_SIZES))
-    assert calls["_multiply"] == (4 * LAYERS + 1) * (steps + prompt)
-    assert calls["forward"] == (2 * LAYERS + 1) * (steps + 1)
+    steps = 3  # the prompt's, and two of one token
+    assert calls["__call__"] == (4 * LAYERS + 1) * steps
+    assert calls["forward"] == (2 * LAYERS + 1) * steps

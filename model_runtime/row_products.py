@@ -1,0 +1,178 @@
+"""Products of a few rows with a packed weight, at the speed at which memory gives the weight.
+
+A decode step multiplies one row, or a few, with every weight of the model. oneDNN takes about
+twice as long for that as reading the weight takes; for many rows it is as fast as the processor.
+So few rows are multiplied here, over the very memory that oneDNN has packed: panels of 64 outputs,
+in each one the inputs in order. And in the very order of its sums, so that a row's bits do not
+depend on which of the two computed it: a number is one chain over the inputs, or one for each block
+of them, added up. How long a block is, nobody promises; it is found by trial, and where no trial
+gives oneDNN's bits, all rows stay with oneDNN.
+
+Shapes: R = rows, K = inputs, N = outputs, Q = numbers in packed memory.
+"""
+
+import ctypes
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model_runtime.bfloat16 import as_numpy, narrow, widen
+from model_runtime.compiled import jit
+from model_runtime.kernel_threads import run_shares
+from model_runtime.lane_tiles import (
+    HAS_PAIR_PRODUCTS,
+    add_pair_products,
+    add_products,
+    load_sums,
+    no_sums,
+    store_sums,
+)
+
+MOST_ROWS = 8
+PANEL = 64  # outputs whose weights lie together
+_CHUNK = 64  # inputs of a panel that stay in the fastest cache while all rows pass
+_COLUMNS = 4  # registers of a panel
+_CHAINS = (512, 1024, 2048, 4096)  # inputs of a chain; to be tried after all of them
+_BYTES_PER_SHARE = 4 << 20  # a thread's part below which waking it costs more than it gives
+
+
+def _adder(num_rows: int, add: Any, step: int) -> Any:
+    """Compiled: so many rows times a chunk of a panel; `add` multiplies `step` inputs at once."""
+
+    @jit(inline=True)
+    def add_chunk(
+        x_RK: Any, row: int, chunk: int, stop: int, begin: int, packed_Q: Any, base: int, sums: Any
+    ) -> None:  # fmt: skip
+        num_inputs = x_RK.shape[1]
+        tile = load_sums(sums, row * PANEL, PANEL, num_rows, _COLUMNS)
+        if chunk == begin:
+            tile = no_sums(num_rows, _COLUMNS)
+        for k in range(chunk, stop, step):
+            factor = row * num_inputs + k
+            tile = add(tile, x_RK, factor, num_inputs, packed_Q, base + k * PANEL, _COLUMNS)
+        store_sums(sums, row * PANEL, PANEL, tile, _COLUMNS)
+
+    return add_chunk
+
+
+def _multiplier(add: Any, step: int) -> Any:
+    """Compiled: rows times panels."""
+    add_4, add_2, add_1 = (_adder(num_rows, add, step) for num_rows in (4, 2, 1))
+
+    @jit()
+    def multiply(
+        x_RK: Any, packed_Q: Any, bias_N: Any, out_RN: Any, num_packed: int, chain: int,
+        first: int, behind: int,
+    ) -> None:  # fmt: skip
+        """Outputs of panels `first` to `behind` - 1; a panel holds `num_packed` inputs."""
+        num_rows, num_inputs = x_RK.shape
+        num_outputs = out_RN.shape[1]
+        sums = np.empty((MOST_ROWS, PANEL), np.float32)
+        totals = np.empty((MOST_ROWS, PANEL), np.float32)
+        bias = np.empty(PANEL, np.float32)
+        for panel in range(first, behind):
+            base = panel * PANEL * num_packed
+            for begin in range(0, num_inputs, chain):
+                end = min(num_inputs, begin + chain)
+                for chunk in range(begin, end, _CHUNK):
+                    stop = min(end, chunk + _CHUNK)
+                    row = 0
+                    while row < num_rows:
+                        left = num_rows - row
+                        arguments = (x_RK, row, chunk, stop, begin, packed_Q, base, sums)
+                        if left >= 4:
+                            add_4(*arguments)
+                            row += 4
+                        elif left >= 2:
+                            add_2(*arguments)
+                            row += 2
+                        else:
+                            add_1(*arguments)
+                            row += 1
+                for r in range(num_rows):
+                    for n in range(PANEL):
+                        totals[r, n] = sums[r, n] if begin == 0 else totals[r, n] + sums[r, n]
+            at = panel * PANEL
+            width = min(PANEL, num_outputs - at)
+            if bias_N.shape[0]:
+                widen(bias_N[at : at + width], bias)
+                for r in range(num_rows):
+                    for n in range(width):
+                        totals[r, n] += bias[n]
+            for r in range(num_rows):
+                narrow(totals[r, :width], out_RN[r, at : at + width])
+
+    return multiply
+
+
+_multiply = _multiplier(add_products, 1)
+_multiply_pairs = _multiplier(add_pair_products, 2)
+
+
+class RowProducts:
+    """Up to MOST_ROWS rows times one packed weight."""
+
+    def __init__(
+        self, packed: Tensor, num_outputs: int, num_inputs: int, bias: Tensor | None
+    ) -> None:
+        """`packed`: from mkldnn._reorder_linear_weight; its memory is read, not copied."""
+        is_float32 = packed.dtype == torch.float32
+        num_bytes = torch.ops.mkldnn._nbytes(packed)
+        self._num_outputs, self._dtype = num_outputs, packed.dtype
+        self._num_panels = -(-num_outputs // PANEL)
+        numbers = num_bytes // packed.dtype.itemsize
+        self._num_packed, rest = divmod(numbers, self._num_panels * PANEL)
+        # Whether the panels are where they are taken to be, a trial shows; these bounds keep it
+        # from reading what is not there.
+        self._is_possible = (
+            rest == 0
+            and self._num_packed >= num_inputs
+            and (is_float32 or (HAS_PAIR_PRODUCTS and num_inputs % 2 == 0))
+        )
+        self._kernel = _multiply if is_float32 else _multiply_pairs
+        pointer = ctypes.cast(
+            torch.ops.mkldnn.data_ptr(packed),
+            ctypes.POINTER(ctypes.c_float if is_float32 else ctypes.c_uint16),
+        )
+        self._packed = packed  # keeps the memory alive
+        self._packed_Q = np.ctypeslib.as_array(pointer, (numbers,))
+        self._bias_N = np.empty(0, self._packed_Q.dtype) if bias is None else as_numpy(bias)
+        self._chain = num_inputs
+        num_shares = max(1, min(torch.get_num_threads(), num_bytes // _BYTES_PER_SHARE))
+        edges = [self._num_panels * share // num_shares for share in range(num_shares + 1)]
+        self._shares = list(pairwise(edges))
+
+    def __call__(self, x_RK: Tensor) -> Tensor:
+        """[R, K] -> [R, N]; R from 1 to MOST_ROWS, x contiguous."""
+        out_RN = np.empty((len(x_RK), self._num_outputs), self._packed_Q.dtype)
+        arguments = (
+            as_numpy(x_RK),
+            self._packed_Q,
+            self._bias_N,
+            out_RN,
+            self._num_packed,
+            self._chain,
+        )
+        run_shares(lambda share: self._kernel(*arguments, *share), self._shares)
+        return torch.from_numpy(out_RN).view(self._dtype)
+
+    def find_chain(self, x_RK: Tensor, expected_RN: Tensor) -> int | None:
+        """The length of a chain that gives the expected bits; None where none does."""
+        if not self._is_possible:
+            return None
+        for chain in dict.fromkeys((x_RK.shape[1], *_CHAINS)):
+            self._chain = chain
+            found = torch.cat([self(rows) for rows in torch.split(x_RK, MOST_ROWS)])
+            if torch.equal(found, expected_RN):
+                return chain
+        return None
+
+    def chained(self, chain: int | None) -> "RowProducts | None":
+        """These products with the chain that was found; None where there is none."""
+        if chain is None:
+            return None
+        self._chain = chain
+        return self
