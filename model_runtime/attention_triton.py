@@ -14,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from model_runtime.attention import LayerRead
-from model_runtime.attention_triton_decode import KeyRange, decode
+from model_runtime.attention_triton_decode import decode
 from model_runtime.attention_triton_pieces import jit, key_strides, padded
 from model_runtime.attention_triton_prefill import prefill
 from model_runtime.batch import Batch
+from model_runtime.key_range import KeyRange, whole_range
 
 
 @jit
@@ -51,6 +52,8 @@ class TritonAttention:
     row_keys: ClassVar[bool] = True
 
     def __init__(self, batch: Batch) -> None:
+        if batch.page_T.is_cuda:
+            torch.cuda.set_device(batch.page_T.device)  # triton launches on the current device
         self._batch = batch
         self._ranges: dict[int | None, KeyRange] = {}  # by a layer's window
 
@@ -86,14 +89,6 @@ class TritonAttention:
         return out_THV
 
     def _range(self, window: int | None) -> KeyRange:
-        """Up to each sequence's own token; with a window, from where it begins."""
         if window not in self._ranges:
-            position_S = self._batch.first_position_S
-            singles = (place for place in self._batch.places_S if place.num_tokens == 1)
-            most = 1 + max(place.first_position for place in singles)
-            begin_S = torch.zeros_like(position_S)
-            if window:
-                begin_S = (position_S + 1 - window).clamp(min=0)
-                most = min(most, window)
-            self._ranges[window] = KeyRange(begin_S, position_S + 1, position_S, most)
+            self._ranges[window] = whole_range(self._batch, window)
         return self._ranges[window]

@@ -33,6 +33,7 @@ from model_runtime.attention_triton_pieces import (
     row,
 )
 from model_runtime.batch import Batch
+from model_runtime.key_range import KeyRange
 from model_runtime.rope_tables import TILE
 
 _MERGE = tl.constexpr(16)  # shares that the merge holds at once
@@ -49,20 +50,6 @@ class Tuning:
 
 
 _AS_COMPILED = Tuning()
-
-
-@dataclass(frozen=True, slots=True)
-class KeyRange:
-    """Which cached keys of each sequence a read sees, and where it places them and the query.
-
-    Index = place in the sequence's pages: `page_table[index // O]`, offset `index % O`.
-    """
-
-    begin_S: Tensor  # int64, first index that is seen
-    end_S: Tensor  # int64, the index behind the last one
-    position_S: Tensor  # int64, absolute position of the query
-    most: int  # no range is longer
-    page_position_SN: Tensor | None = None  # int64, where each page starts; None: page x O
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from tests.tokens import byte_tokenizer
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from model_runtime.attention_triton import TritonAttention
-from model_runtime.attention_triton_decode import KeyRange, decode, num_shares
+from model_runtime.attention_triton_decode import decode, num_shares
+from model_runtime.key_range import KeyRange
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
