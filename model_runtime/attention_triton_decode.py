@@ -162,14 +162,15 @@ def _decode(
             scores = capped(scores, softcap, 1.4426950408889634)
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        shares = tl.exp2(scores - higher[:, None])
+        # Weighed as they are multiplied: what rounding takes from the sum, it takes from both.
+        shares = tl.exp2(scores - higher[:, None]).to(values.dtype.element_ty)
         keep = tl.exp2(top - higher)
-        weight = weight * keep + tl.sum(shares, 1)
+        weight = weight * keep + tl.sum(shares.to(tl.float32), 1)
         top = higher
         at = values + page * VALUE_N + (head * VALUE_K + index % PAGE * VALUE_O)
         at = at[:, None] + v[None, :] * VALUE_V
         value = row(at, (v < VALUES)[None, :], VALUES == VALUES_2)
-        total = product(shares.to(value.dtype), value, total * keep[:, None], WIDE)
+        total = product(shares, value, total * keep[:, None], WIDE)
 
     # Where nothing was seen: zeros, so that a weight of zero makes nothing of them.
     total = total / tl.where(weight > 0, weight, 1.0)[:, None]

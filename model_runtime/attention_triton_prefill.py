@@ -124,15 +124,16 @@ def _attend(
         higher = tl.maximum(top, tl.max(scores, 1))
         # A row whose window begins behind this tile has seen nothing yet.
         level = tl.where(higher == float("-inf"), 0.0, higher)
-        shares = tl.exp2(scores - level[:, None])
+        # Weighed as they are multiplied: what rounding takes from the sum, it takes from both.
+        shares = tl.exp2(scores - level[:, None]).to(values.dtype.element_ty)
         keep = tl.exp2(top - level)
-        weight = weight * keep + tl.sum(shares, 1)
+        weight = weight * keep + tl.sum(shares.to(tl.float32), 1)
         top = higher
         value = tl.load(
             values + (head_row + index)[:, None] * VALUES + v[None, :],
             mask=is_key[:, None] & (v < VALUES)[None, :], other=0.0,
         )  # fmt: skip
-        total = product(shares.to(value.dtype), value, total * keep[:, None], WIDE)
+        total = product(shares, value, total * keep[:, None], WIDE)
     total = total / tl.where(weight > 0, weight, 1.0)[:, None]  # rows behind the last token: 0
     target = out + token.to(tl.int64)[:, None] * out_t + head * out_h + v[None, :]
     tl.store(target, total, mask=is_token[:, None] & (v < VALUES)[None, :])

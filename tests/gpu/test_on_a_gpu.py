@@ -4,8 +4,12 @@ The kernels' own cases are in tests/model_runtime/test_attention_triton.py, whic
 where there is one.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from benchmarks.gpu_attention import angle_errors
 from benchmarks.gpu_inputs import LLAMA_3_8B
@@ -47,9 +51,8 @@ def test_pages_behind_the_reach_of_32_bits_are_read() -> None:
     keys[-used:] = laid.read.keys_NKDO
     values[-used:] = laid.read.values_NKOV
     laid.batch.page_table_SN.add_(num_pages - used)
-    object.__setattr__(laid.read, "keys_NKDO", keys)
-    object.__setattr__(laid.read, "values_NKOV", values)
-    got_THV = TritonAttention(laid.batch).read(laid.read)
+    read = replace(laid.read, keys_NKDO=keys, values_NKOV=values)
+    got_THV = TritonAttention(laid.batch).read(read)
     assert relative_error(got_THV, laid.expected()) < 1e-2
 
 
@@ -110,7 +113,7 @@ def test_the_engine_serves_as_on_a_cpu(
         ours = torch.tensor(got.prompt_logprob_values())
         theirs = torch.tensor(expected.prompt_logprob_values())
         # bfloat16 weights answer a little otherwise; a wrong read answers altogether otherwise.
-        most = 1e-3 if on_gpu.dtype == torch.float32 else 0.15
+        most = 1e-3 if on_gpu.dtype == torch.float32 else 0.1
         assert len(ours) == len(theirs)
         assert not len(ours) or float((ours - theirs).abs().mean()) < most
 
