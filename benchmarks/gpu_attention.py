@@ -35,8 +35,8 @@ _MOST_ERROR = 1e-2
 _TUNINGS = tuple(
     Tuning(num_warps, num_stages, programs)
     for num_warps in (4, 8)
-    for num_stages in (2, 3, 4)
-    for programs in (1, 2, 4)
+    for num_stages in (2, 3, 5, 7)
+    for programs in (1, 2, 3)
 )
 _LOOKED_AT = 4096  # positions whose angles are compared
 

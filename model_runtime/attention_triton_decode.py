@@ -14,7 +14,7 @@ O = offsets in a page, P = rotated pairs.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton.language as tl
@@ -31,6 +31,7 @@ from model_runtime.attention_triton_pieces import (
     padded,
     product,
     row,
+    tile_len,
 )
 from model_runtime.batch import Batch
 from model_runtime.key_range import KeyRange
@@ -45,7 +46,7 @@ class Tuning:
     """How the kernel is compiled, and how many programs are made of the work."""
 
     num_warps: int = 4
-    num_stages: int = 3  # tiles on their way at the same time
+    num_stages: int = 5  # a page's number, and two tiles on their way; 3: one tile
     programs_per_processor: int = 2  # as many as run together; shares are cut to fill them
 
 
@@ -71,7 +72,7 @@ def _decode(
     KEY_N: tl.constexpr, KEY_K: tl.constexpr, KEY_O: tl.constexpr, KEY_D: tl.constexpr,
     VALUE_N: tl.constexpr, VALUE_K: tl.constexpr, VALUE_O: tl.constexpr, VALUE_V: tl.constexpr,
     GROUP: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, TILE_ANGLES: tl.constexpr,
     ROWS: tl.constexpr, PAIRS_2: tl.constexpr, REST_2: tl.constexpr, VALUES_2: tl.constexpr,
     MAPPED: tl.constexpr, CAPPED: tl.constexpr, DIRECT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +148,7 @@ def _decode(
                 sin = own_sin * back_cos - own_cos * back_sin
                 first_turned = (first * cos - second * sin).to(keys.dtype.element_ty)
                 second_turned = (second * cos + first * sin).to(keys.dtype.element_ty)
-                in_tile = slot * TILE * PAIRS + t[:, None] * PAIRS + p[None, :]
+                in_tile = slot * TILE_ANGLES * PAIRS + t[:, None] * PAIRS + p[None, :]
                 cos = row(tile_cos + in_tile, is_angle, PAIRS == PAIRS_2)
                 sin = row(tile_sin + in_tile, is_angle, PAIRS == PAIRS_2)
             turned = (one * cos - two * sin).to(keys.dtype.element_ty)
@@ -229,6 +230,7 @@ def _num_processors(device: torch.device) -> int:
     return found
 
 
+@lru_cache(maxsize=1024)  # every layer of a step asks the same
 def num_shares(num_programs: int, num_tiles: int, most_programs: int) -> int:
     """Into how many shares `num_tiles` of each of `num_programs` sequences and heads are cut.
 
@@ -295,7 +297,8 @@ def _launch(
     group, pairs = num_heads // num_key_heads, read.tables.num_pairs
     query_THD = read.query_THD if read.query_THD.stride(-1) == 1 else read.query_THD.contiguous()
     num_sequences = len(batch.single_B)
-    num_tiles = -(-keys.most // TILE) + 1  # a range seldom begins where a tile does
+    tile = tile_len(TILE, max(dim, value_dim), read.keys_NKDO.dtype)
+    num_tiles = -(-keys.most // tile) + 1  # a range seldom begins where a tile does
     most_programs = _num_processors(query_THD.device) * tuning.programs_per_processor
     shares = num_shares(num_sequences * num_key_heads, num_tiles, most_programs)
     shares = -(-num_tiles // -(-num_tiles // shares))
@@ -321,8 +324,9 @@ def _launch(
         read.scaling * (1.0 if softcap else LOG2_E), softcap,
         read.tables.starts.cos.shape[1], batch.page_table_SN.shape[1], -(-num_tiles // shares),
         *query_THD.stride()[:2], *strides, *key_strides(read.keys_NKDO), *read.values_NKOV.stride(),
-        GROUP=group, PAIRS=pairs, REST=rest, VALUES=value_dim, PAGE=page_size, TILE=TILE,
+        GROUP=group, PAIRS=pairs, REST=rest, VALUES=value_dim, PAGE=page_size,
         ROWS=padded(group), PAIRS_2=padded(pairs), REST_2=padded(rest), VALUES_2=padded(value_dim),
+        TILE=tile, TILE_ANGLES=TILE,
         MAPPED=map_SN is not None, CAPPED=softcap > 0, DIRECT=partial is None,
         WIDE=is_interpreted() and read.keys_NKDO.dtype == torch.bfloat16,
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,

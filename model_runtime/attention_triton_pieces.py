@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,6 +30,14 @@ def is_interpreted() -> bool:
 def padded(size: int, least: int = _LEAST) -> int:
     """A power of two that holds `size`; what a kernel's blocks are made of."""
     return max(least, int(triton.next_power_of_2(size)))
+
+
+def tile_len(most: int, width: int, dtype: torch.dtype) -> int:
+    """Rows that a program holds at once: `most` of 128 bfloat16 numbers, fewer of wider ones.
+
+    A power of two. Read off what the compiler says of registers (tests/hopper.py).
+    """
+    return max(_LEAST, min(most, most * 256 // (padded(width) * dtype.itemsize)))
 
 
 def key_strides(keys_NKDO: Tensor) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ Shapes: T = query tokens of one sequence, C = the keys they see, H = query heads
 D = key dimensions, V = value dimensions, N = pages, P = rotated pairs.
 """
 
+from functools import cache
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -23,11 +25,12 @@ from model_runtime.attention_triton_pieces import (
     key_strides,
     padded,
     product,
+    tile_len,
 )
 from model_runtime.batch import Batch, Place
 from rope import rotate
 
-_TILE = 64  # keys, and query tokens, that a program holds at once
+_TILE = 64  # most keys, and query tokens, that a program holds at once
 _LIBRARY_DIM = 256  # the widest head of torch's flash attention
 _WARPS, _STAGES = 4, 2
 
@@ -172,7 +175,14 @@ def _library_serves(read: LayerRead) -> bool:
         and read.keys_NKDO.dtype in {torch.bfloat16, torch.float16}
         and dim == value_dim
         and dim <= _LIBRARY_DIM
+        and _has_flash(read.query_THD.device)
     )
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """Whether torch's flash attention runs there; what it falls back to makes a mask."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def gathered(
@@ -187,12 +197,13 @@ def gathered(
     pairs = read.tables.num_pairs
     key_KCD = read.keys_NKDO.new_empty(num_heads, end - begin, dim)
     value_KCV = read.values_NKOV.new_empty(num_heads, end - begin, value_dim)
-    _gather[(-(-(end - begin) // _TILE), num_heads)](
+    tile = tile_len(_TILE, max(dim, value_dim), key_KCD.dtype)
+    _gather[(-(-(end - begin) // tile), num_heads)](
         read.keys_NKDO, read.values_NKOV, page_table_N, key_KCD, value_KCV,
         *read.tables.device_tensors[:4],
         begin, end, slot, read.tables.starts.cos.shape[1],
         *key_strides(read.keys_NKDO), *read.values_NKOV.stride(),
-        PAIRS=pairs, DIM=dim, VALUES=value_dim, PAGE=page_size, TILE=_TILE,
+        PAIRS=pairs, DIM=dim, VALUES=value_dim, PAGE=page_size, TILE=tile,
         PAIRS_2=padded(pairs), REST_2=padded(dim - 2 * pairs), VALUES_2=padded(value_dim),
         num_warps=_WARPS,
     )  # fmt: skip
@@ -216,11 +227,12 @@ def _launch(
     num_heads, num_tokens, dim = query_HTD.shape
     num_key_heads, num_keys, value_dim = value_KCV.shape
     softcap = read.softcap or 0.0
-    _attend[(-(-num_tokens // _TILE), num_heads)](
+    tile = tile_len(_TILE, max(dim, value_dim), query_HTD.dtype)
+    _attend[(-(-num_tokens // tile), num_heads)](
         query_HTD, key_KCD, value_KCV, query_HTD if read.sinks_H is None else read.sinks_H,
         out_THV, num_tokens, num_keys, read.scaling * (1.0 if softcap else LOG2_E), softcap,
         read.sliding_window or 0, *out_THV.stride()[:2],
-        GROUP=num_heads // num_key_heads, DIM=dim, VALUES=value_dim, TILE=_TILE,
+        GROUP=num_heads // num_key_heads, DIM=dim, VALUES=value_dim, TILE=tile,
         DIM_2=padded(dim), VALUES_2=padded(value_dim),
         WINDOWED=bool(read.sliding_window), CAPPED=softcap > 0, SUNK=read.sinks_H is not None,
         WIDE=is_interpreted() and query_HTD.dtype == torch.bfloat16,

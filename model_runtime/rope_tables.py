@@ -27,7 +27,7 @@ from rope import (
     position_angles,
 )
 
-TILE = 64  # keys that the GPU's kernel turns together, by the angles of their offsets in a tile
+TILE = 64  # most keys that the GPU's kernel turns together, by their offsets in such a tile
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,10 @@ CASES = {
         window=40, softcap=30.0, has_sinks=True, page_size=20,
     ),
     "float32": Case(spans=SPANS, rotary_share=None),
+    "wide": Case(
+        heads=(8, 4), dims=(256, 256), spans=SPANS, dtype=torch.bfloat16, window=1024, softcap=30.0,
+    ),
+    "wide float32": Case(heads=(8, 4), dims=(256, 256), spans=SPANS),
 }  # fmt: skip
 
 
@@ -51,16 +55,21 @@ class Device:
         return TARGET
 
 
-def usage(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread and bytes of its stack, by NVIDIA's own tool, which triton carries."""
+def usage(kernel: Any) -> dict[str, int]:
+    """Registers and bytes of stack of a thread, by NVIDIA's own tool, which triton carries.
+
+    And the bytes of shared memory of a program.
+    """
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(cubin)
+        Path(file.name).write_bytes(kernel.asm["cubin"])
         command = [tool, "-res-usage", file.name]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", told)
     assert found is not None, told
-    return {"registers": int(found[1]), "stack_bytes": int(found[2])}
+    registers, stack_bytes = map(int, found.groups())
+    shared_bytes = kernel.metadata.shared
+    return {"registers": registers, "stack_bytes": stack_bytes, "shared_bytes": shared_bytes}
 
 
 def _only_compiled(case: str) -> Any:
@@ -69,7 +78,7 @@ def _only_compiled(case: str) -> Any:
     def compiled(function: Any, grid: Any) -> Any:
         def launch(*args: Any, **options: Any) -> None:
             kernel = function.warmup(*args, grid=grid, **options)
-            line = {"case": case, "kernel": function.__name__, **usage(kernel.asm["cubin"])}
+            line = {"case": case, "kernel": function.__name__, **usage(kernel)}
             sys.stdout.write(json.dumps(line) + "\n")
 
         return launch
