@@ -92,12 +92,10 @@ def test_the_embedded_model_passes_its_self_check(on_gpu: Checkpoint) -> None:
     assert on_gpu.report.difference <= on_gpu.report.threshold
 
 
-def test_the_engine_serves_as_on_a_cpu(
-    on_gpu: Checkpoint, embedded: Checkpoint, engines: EngineFactory
-) -> None:
+def test_the_engine_serves_as_on_a_cpu(on_gpu: Checkpoint, engines: EngineFactory) -> None:
     """prompts of several lengths together, past the native length, sampled and greedy"""
     answers: list[list[Result]] = []
-    for checkpoint in (on_gpu, embedded):
+    for checkpoint in (on_gpu, load_checkpoint(EMBEDDED_MODEL, dtype="float32", device="cpu")):
         deployment = deployment_of(checkpoint)
         requests = [
             request(deployment, [(7 * at + length) % 900 + 5 for at in range(length)], **sampling)
