@@ -5,7 +5,10 @@ TORCH_INDEX ?=
 PORT ?= 8000
 BIN := .venv/bin
 
-.PHONY: setup serve test check fix fuzz soak train image clean
+# For a machine with a GPU and its own Python: make gpu-check GPU_PYTHON=python3. No network needed.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+.PHONY: setup serve test check fix fuzz soak train gpu-check gpu-bench image clean
 
 setup: .venv/installed
 
@@ -41,6 +44,15 @@ soak: setup  ## mixed load for ten minutes and slow clients, in the suite for se
 # Stops and goes on at any time; what it makes is compared and shipped by hand: docs/embedded-model.md.
 train: setup  ## the embedded model again, from Python's own library, into build/embedded_model
 	OMP_NUM_THREADS=1 $(BIN)/python -m training
+
+# Each in less than ten minutes; benchmarks/gpu.md says what they need.
+gpu-check:  ## the kernels on the GPU against float64, and the embedded model served there
+	$(GPU_PYTHON) -m pytest -W default tests/gpu tests/model_runtime/test_attention_triton.py
+
+gpu-bench:  ## the attention's speed on the GPU beside the machine's own; tables as Markdown
+	mkdir -p build
+	$(GPU_PYTHON) -m benchmarks.gpu_attention --tune --record build/gpu.jsonl \
+		--commit "$$(git describe --always --dirty 2>/dev/null || echo unknown)"
 
 fix: setup
 	$(BIN)/ruff format .

@@ -8,9 +8,9 @@ Shapes: T = flat query tokens, H = query heads, K = key heads, D = key dimension
 dimensions, N = pages, O = offsets in a page.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -62,7 +62,7 @@ class LayerRead:
     """All that the read of one layer needs, beside the batch; handed to a backend."""
 
     query_THD: Tensor  # unrotated, half-split pairs
-    keys_NKDO: Tensor  # this layer's pages, unrotated
+    keys_NKDO: Tensor  # this layer's pages, unrotated; in whichever order in memory
     values_NKOV: Tensor
     tables: LayerTables
     scaling: float
@@ -74,13 +74,18 @@ class LayerRead:
 class Backend(Protocol):
     """The cache's reads and writes on one kind of device, in one step."""
 
+    row_keys: ClassVar[bool]  # how it wants keys in memory: kv_store.py
+
+    def __init__(self, batch: Batch) -> None:
+        """What the step's layers share is prepared here."""
+
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
     ) -> None:
         """Put the step's keys and values of a layer where the batch says."""
 
     def read(self, read: LayerRead) -> Tensor:
-        """Attention of a layer, float32 [T, H, V]."""
+        """Attention of a layer, [T, H, V]; float32, or the query's dtype."""
 
 
 class PagedStep:
@@ -92,7 +97,7 @@ class PagedStep:
         store: KVStore,
         tables: RopeTables,
         plans: Mapping[int, LayerPlan],
-        backend: Callable[[Batch], Backend],
+        backend: type[Backend],
     ) -> None:
         self._store = store
         self._tables = tables

@@ -4,7 +4,7 @@ Shapes: T = flat query tokens, H = query heads, K = key heads, D = key dimension
 dimensions, S = sequences, N = pages, O = offsets in a page, W = work items.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ _NO_SINKS = np.empty(0, np.float32)
 
 class CpuAttention:
     """One step's reads and writes; what layers share is prepared once."""
+
+    # Sixteen keys are scored at once, a dimension at a time.
+    row_keys: ClassVar[bool] = False
 
     def __init__(self, batch: Batch) -> None:
         self._places = batch.page_T.numpy(), batch.offset_T.numpy()

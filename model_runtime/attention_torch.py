@@ -1,24 +1,26 @@
 """The reference read: gather the pages, rotate keys at their positions, attend in float32.
 
-Plain torch on any device. It is what tests hold the compiled kernels against, and what serves a
-GPU. One sequence at a time, so a long context costs its own memory only.
+Plain torch on any device. It is what tests hold the compiled kernels against, and what serves
+where none is for. One sequence at a time, so a long context costs its own memory only.
 
 Shapes: T = query tokens of one sequence, C = its context, H = query heads, K = key heads,
 G = query heads per key head, D = key dimensions, V = value dimensions, O = offsets in a page.
 """
 
-import itertools
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from model_runtime.attention import LayerRead
-from model_runtime.batch import Batch
+from model_runtime.batch import Batch, Place
 from rope import rotate
 
 
 class TorchAttention:
     """The cache on any device."""
+
+    row_keys: ClassVar[bool] = True  # any order is read; this one is gathered without a transpose
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
@@ -33,20 +35,19 @@ class TorchAttention:
 
     def read(self, read: LayerRead) -> Tensor:
         """Attention of one layer for one step; float32 [T, H, V] over all sequences' tokens."""
-        spans = itertools.pairwise(self._batch.query_start_S1.tolist())
-        return torch.cat([_attend(read, self._batch, at, *span) for at, span in enumerate(spans)])
+        places = enumerate(self._batch.places_S)
+        return torch.cat([_attend(read, self._batch, index, place) for index, place in places])
 
 
-def _attend(read: LayerRead, batch: Batch, index: int, begin: int, end: int) -> Tensor:
-    first = int(batch.first_position_S[index])
-    slot = int(batch.table_slot_S[index])
-    context = first + end - begin
+def _attend(read: LayerRead, batch: Batch, index: int, place: Place) -> Tensor:
+    begin, num_tokens, first, slot = place
+    context = first + num_tokens
     device = read.query_THD.device
     query_positions_T = torch.arange(first, context, device=device)
     key_positions_C = torch.arange(context, device=device)
     tables = read.tables
 
-    query_THD = read.query_THD[begin:end].float()
+    query_THD = read.query_THD[begin : begin + num_tokens].float()
     key_CKD = _gather(read.keys_NKDO.transpose(2, 3), batch.page_table_SN[index], context)
     value_CKV = _gather(read.values_NKOV, batch.page_table_SN[index], context)
     factor = tables.attention_factor[slot]

@@ -3,8 +3,8 @@
 Tokens of all sequences stand in one row. A page table says where each sequence's positions are:
 position p of a sequence is at offset p % page_size of its page p // page_size.
 
-Shapes: S = sequences in the step, T = flat tokens, N = pages of the longest of them, R = rows of
-logits.
+Shapes: S = sequences in the step, B = those of them with one token, T = flat tokens, N = pages of
+the longest sequence, R = rows of logits.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,15 @@ class Span(NamedTuple):
     logit_rows: Sequence[int]  # which of the tokens need logits, counted from the span's start
 
 
+class Place(NamedTuple):
+    """Where one sequence's tokens of a step are."""
+
+    begin: int  # in the flat row
+    num_tokens: int
+    first_position: int  # absolute
+    table_slot: int
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step's tensors, on the model's device."""
@@ -40,6 +49,8 @@ class Batch:
     first_position_S: Tensor  # int64, absolute position of each sequence's first token here
     table_slot_S: Tensor  # int64
     logit_rows_R: Tensor  # int64, flat tokens whose logits are wanted
+    single_B: Tensor  # int64, which sequences have one token here
+    places_S: tuple[Place, ...]  # what the host knows of it, so that nobody waits to ask
 
 
 class PageRow:
@@ -81,6 +92,10 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
     rows = [
         start + row for start, span in zip(starts, spans, strict=False) for row in span.logit_rows
     ]
+    places = tuple(
+        Place(start, length, span.first_position, span.table_slot)
+        for start, length, span in zip(starts, lengths, spans, strict=False)
+    )
     parts = (
         np.fromiter(chain.from_iterable(span.token_ids for span in spans), np.int64, num_tokens),
         position_T,
@@ -90,11 +105,12 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
         first_S,
         np.array([span.table_slot for span in spans]),
         np.array(rows, dtype=np.int64),
+        np.flatnonzero(np.array(lengths) == 1),
     )
     numbers = torch.from_numpy(np.concatenate(parts, dtype=np.int64)).to(device)
-    token_ids_T, position_ids_T, page_T, offset_T, query_start_S1, *rest = torch.split_with_sizes(
-        numbers, [len(part) for part in parts]
-    )
+    split = torch.split_with_sizes(numbers, [len(part) for part in parts])
+    token_ids_T, position_ids_T, page_T, offset_T, query_start_S1, *rest = split
+    first_position_S, table_slot_S, logit_rows_R, single_B = rest
     return Batch(
         token_ids_T[None],
         position_ids_T[None],
@@ -102,5 +118,9 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
         offset_T,
         torch.from_numpy(table_SN).to(device),
         query_start_S1,
-        *rest,
+        first_position_S,
+        table_slot_S,
+        logit_rows_R,
+        single_B,
+        places,
     )

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
+from model_runtime.backends import new_store
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import EngineConfig
 from model_runtime.engine import Engine
 from model_runtime.errors import ModelError
-from model_runtime.kv_store import KVStore
 from model_runtime.model_runner import ModelRunner
 from model_runtime.observer import Observer
 from model_runtime.rope_tables import RopeTables
@@ -47,7 +47,7 @@ def build_runner(
     """
     page_size = config.page_size
     try:
-        store = KVStore(
+        store = new_store(
             checkpoint.plans, config.num_pages, page_size, checkpoint.dtype, checkpoint.device
         )
     except RuntimeError as error:  # torch's word for no memory, on a CPU and on a GPU

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from model_runtime.attention import STEP, AttentionCall, LayerPlan, PagedStep, Step
+from model_runtime.backends import backend_for, new_store
 from model_runtime.batch import Span, build_batch
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.errors import ModelError
-from model_runtime.kv_store import KVStore
-from model_runtime.model_runner import backend_for
 from model_runtime.rope_tables import RopeTables
 from rope import Moments, build_tiers, half_split_from_interleaved
 
@@ -126,7 +125,7 @@ def head_statistics(
     native, device, plans = checkpoint.native, checkpoint.device, checkpoint.plans
     longest = max(map(len, sequences))
     pages = range(-(-longest // _PAGE_SIZE))
-    store = KVStore(plans, len(pages), _PAGE_SIZE, checkpoint.dtype, device)
+    store = new_store(plans, len(pages), _PAGE_SIZE, checkpoint.dtype, device)
     tables = RopeTables(native, _PAGE_SIZE, longest, device)
     slot = tables.slot(build_tiers(native.method, native)[0].profile)
     watch = _Watch(plans, layers)

@@ -35,7 +35,11 @@ def bytes_per_token(layers: Mapping[int, LayerShape], dtype: torch.dtype) -> int
 
 
 class KVStore:
-    """Pages of keys [N, K, D, O] and values [N, K, O, V] for every attention layer."""
+    """Pages of keys [N, K, D, O] and values [N, K, O, V] for every attention layer.
+
+    `row_keys`: the numbers of one key lie side by side in memory, not those of one dimension. The
+    attention that reads them says which (`Backend.row_keys`); what is seen here is the same.
+    """
 
     def __init__(
         self,
@@ -44,12 +48,16 @@ class KVStore:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        row_keys: bool,
     ) -> None:
         self._pages: dict[int, tuple[Tensor, Tensor]] = {}
         for index, layer in layers.items():
             pages = (num_pages, layer.num_key_heads)
+            sides = (page_size, layer.key_dim) if row_keys else (layer.key_dim, page_size)
+            keys = torch.zeros(*pages, *sides, dtype=dtype, device=device)
             self._pages[index] = (
-                torch.zeros(*pages, layer.key_dim, page_size, dtype=dtype, device=device),
+                keys.transpose(2, 3) if row_keys else keys,
                 torch.zeros(*pages, page_size, layer.value_dim, dtype=dtype, device=device),
             )
 

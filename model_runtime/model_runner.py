@@ -3,24 +3,18 @@
 Shapes: R = rows of logits, V = vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from model_runtime.attention import STEP, Backend, LayerPlan, PagedStep, Step
-from model_runtime.attention_cpu import CpuAttention
-from model_runtime.attention_torch import TorchAttention
+from model_runtime.attention import STEP, LayerPlan, PagedStep, Step
+from model_runtime.backends import backend_for
 from model_runtime.batch import Batch, Span, build_batch
 from model_runtime.kv_store import KVStore
 from model_runtime.rope_tables import RopeTables
 from model_runtime.step_clock import StepClock
 from rope import Profile
-
-
-def backend_for(device: torch.device) -> Callable[[Batch], Backend]:
-    """The attention that serves a device."""
-    return CpuAttention if device.type == "cpu" else TorchAttention
 
 
 class ModelRunner:

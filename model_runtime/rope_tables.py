@@ -27,6 +27,8 @@ from rope import (
     position_angles,
 )
 
+TILE = 64  # most keys that the GPU's kernel turns together, by their offsets in such a tile
+
 
 @dataclass(frozen=True)
 class LayerTables:
@@ -69,6 +71,31 @@ class LayerTables:
             np.ascontiguousarray(self.offsets.sin.transpose(1, 2).numpy()),
             np.array(self.attention_factor, dtype=np.float32),
             np.array(logn, dtype=np.float64),
+        )
+
+    @cached_property
+    def device_tensors(self) -> tuple[Tensor, ...]:
+        """What the GPU's kernels take, [S, N, P], [S, O, P], [S, TILE, P], [S] and [S].
+
+        The last two are the attention factor's square (queries and keys have it both) and ln(L),
+        0 when log-n is off.
+        """
+        longest = self.starts.cos.shape[1] * self.offsets.cos.shape[1]
+        device = self.starts.cos.device
+        # No key of a context shorter than a tile reads the rows behind it.
+        positions_T = torch.arange(TILE, device=device).clamp(max=longest - 1)
+        tile = [self.at(slot, positions_T) for slot in range(len(self.attention_factor))]
+        squares = [factor * factor for factor in self.attention_factor]
+        logn = [math.log(length) if length else 0.0 for length in self.logn_len]
+        return (
+            self.starts.cos,
+            self.starts.sin,
+            self.offsets.cos,
+            self.offsets.sin,
+            torch.stack([angles.cos[:, 0] for angles in tile]),
+            torch.stack([angles.sin[:, 0] for angles in tile]),
+            torch.tensor(squares, device=device),
+            torch.tensor(logn, device=device),
         )
 
     def with_slot(self, other: "LayerTables") -> "LayerTables":

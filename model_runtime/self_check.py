@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from model_runtime.attention import LayerPlan
+from model_runtime.backends import new_store
 from model_runtime.batch import Span
 from model_runtime.errors import ModelError
-from model_runtime.kv_store import KVStore
 from model_runtime.model_runner import ModelRunner
 from model_runtime.rope_tables import RopeTables
 from model_runtime.takeover import rotary_modules, text_config
@@ -90,7 +90,7 @@ def check(
     parameter = next(model.parameters())
     pages = list(range(-(-_LONG // _PAGE_SIZE)))
     other_pages = [len(pages) + page for page in pages]
-    store = KVStore(plans, 2 * len(pages), _PAGE_SIZE, parameter.dtype, parameter.device)
+    store = new_store(plans, 2 * len(pages), _PAGE_SIZE, parameter.dtype, parameter.device)
     tables = RopeTables(native, _PAGE_SIZE, _LONG, parameter.device)
     runner = ModelRunner(model, plans, store, tables, _PAGE_SIZE)
     native_slot = tables.slot(Profile(native.tables[native.scaled_layer_type].scaling))

@@ -1,9 +1,15 @@
 """What every test may use: seeds, engines over tiny models, the embedded model, a server."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# Before triton is imported, which transformers does: where there is no GPU, its kernels are
+# interpreted.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
 from tests.engines import EngineFactory

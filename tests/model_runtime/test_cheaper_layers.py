@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from model_runtime import packed_linear
 from model_runtime.attention import LayerPlan
+from model_runtime.backends import new_store
 from model_runtime.batch import Span
 from model_runtime.checkpoint import adopt
-from model_runtime.kv_store import KVStore
 from model_runtime.model_runner import ModelRunner
 from model_runtime.packed_linear import PackedProduct
 from model_runtime.rope_tables import RopeTables
@@ -29,7 +29,7 @@ LAYERS, PROMPT = 4, 40
 
 def answers(model: nn.Module, plans: dict[int, LayerPlan], native: NativeRope) -> list[Tensor]:
     """Logits of a prompt and of two decode steps."""
-    store = KVStore(plans, 4, 16, torch.float32, torch.device("cpu"))
+    store = new_store(plans, 4, 16, torch.float32, torch.device("cpu"))
     tables = RopeTables(native, 16, 64, torch.device("cpu"))
     runner = ModelRunner(model, plans, store, tables, 16)
     slot = tables.slot(Profile(native.tables[native.scaled_layer_type].scaling))

@@ -1,0 +1,227 @@
+"""`python -m benchmarks.gpu_attention`: the GPU's attention beside what its memory can do.
+
+What is measured, and how: gpu.md. Numbers are of one layer of a model shaped like Llama 3 8B.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import triton
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers import __version__ as transformers_version
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from benchmarks.gpu_clock import Work, copy_rate, matrix_rate, seconds
+from benchmarks.gpu_inputs import LLAMA_3_8B, PAGE_SIZE, TINY, Cache, Sizes, windowed
+from benchmarks.gpu_report import markdown
+from model_runtime.attention_torch import TorchAttention
+from model_runtime.attention_triton import TritonAttention
+from model_runtime.attention_triton_decode import Tuning, decode
+from model_runtime.attention_triton_prefill import prefill
+from model_runtime.batch import Batch
+from model_runtime.key_range import whole_range
+from rope import offset_angles, page_start_angles, position_angles
+from server.line_file import LineFile
+
+_MOST_ERROR = 1e-2
+_TUNINGS = tuple(
+    Tuning(num_warps, num_stages, programs)
+    for num_warps in (4, 8)
+    for num_stages in (2, 3, 5, 7)
+    for programs in (1, 2, 3)
+)
+_LOOKED_AT = 4096  # positions whose angles are compared
+
+
+def measure(
+    sizes: Sizes, device: torch.device, commit: str, *, tune: bool
+) -> Iterator[dict[str, Any]]:
+    """Rows, each a measurement; `part` says of what."""
+    yield {"part": "machine", **_machine(device, commit)}
+    copy = copy_rate(device, sizes.copy_bytes, sizes.repeats)
+    matrix = matrix_rate(device, sizes.matrix, sizes.repeats)
+    yield {"part": "ceilings", "copy_bytes_s": copy, "matrix_flop_s": matrix}
+    yield {"part": "angles", **angle_errors(sizes, device)}
+    cache = Cache(sizes, device)
+    yield {"part": "error", **_errors(cache)}
+    for context, num_sequences in sizes.decodes:
+        yield {"part": "decode", **_decode(cache, context, num_sequences, copy)}
+    yield from _prefill(cache, matrix)
+    if tune:
+        for context, num_sequences in sizes.tuned:
+            yield from _tuned(cache, context, num_sequences, copy)
+
+
+def _machine(device: torch.device, commit: str) -> dict[str, Any]:
+    """What is measured, with what, when."""
+    is_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if is_gpu else "interpreter",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers_version,
+        "python": sys.version.split()[0],
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit,
+    }
+
+
+def angle_errors(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+    """Largest error of a cosine near the last position, ours and transformers' in float32.
+
+    Against float64 positions over each one's own float32 frequencies, without scaling.
+    """
+    config = LlamaConfig(
+        hidden_size=sizes.num_heads * sizes.dim,
+        num_attention_heads=sizes.num_heads,
+        max_position_embeddings=sizes.last_position,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    )
+    theirs = LlamaRotaryEmbedding(config).to(device)
+    first = sizes.last_position - min(_LOOKED_AT, sizes.last_position)
+    positions_T = torch.arange(first, sizes.last_position, device=device)
+    inv_freq_P = theirs.inv_freq.float()
+    exact_TP = torch.outer(positions_T.double().cpu(), inv_freq_P.double().cpu()).cos()
+    pages = page_start_angles(inv_freq_P, -(-sizes.last_position // PAGE_SIZE), PAGE_SIZE)
+    ours_TP = position_angles(pages, offset_angles(inv_freq_P, PAGE_SIZE), positions_T).cos
+    cos, _ = theirs(torch.zeros(1, device=device), positions_T[None])
+    return {
+        "position": sizes.last_position,
+        "cosine_error": _largest(ours_TP, exact_TP),
+        "transformers_cosine_error": _largest(cos[0, :, : sizes.dim // 2], exact_TP),
+    }
+
+
+def _largest(got: Tensor, exact: Tensor) -> float:
+    return float((got.double().cpu() - exact).abs().max())
+
+
+def _errors(cache: Cache) -> dict[str, Any]:
+    """Both reads' relative difference to the reference. Raises ValueError if it is large."""
+    context, num_sequences = cache.sizes.decodes[0]
+    found = {}
+    for name, batch in (
+        ("decode", cache.decode_batches(context, num_sequences)[0]),
+        ("prefill", cache.chunk_batch(context // 2, cache.sizes.chunk_len)),
+    ):
+        read = cache.read(len(batch.page_T))
+        exact = TorchAttention(batch).read(read)
+        got = TritonAttention(batch).read(read).float()
+        found[name] = float((got - exact).norm() / exact.norm())
+        if not found[name] < _MOST_ERROR:
+            raise ValueError(f"{name} differs by {found[name]:.3g} from the reference")
+    return found
+
+
+def _decode(cache: Cache, context: int, num_sequences: int, copy: float) -> dict[str, Any]:
+    """The decode kernel, and the same kernel over keys that were rotated when written."""
+    num_bytes = context * num_sequences * cache.sizes.token_bytes
+    ours = _decode_seconds(cache, context, num_sequences)
+    rotated = _decode_seconds(cache, context, num_sequences, turned=False)
+    return {
+        "context": context,
+        "sequences": num_sequences,
+        "bytes": num_bytes,
+        "seconds": ours,
+        "rotated_seconds": rotated,
+        "share_of_copy": num_bytes / ours / copy,
+        "over_rotated": ours / rotated,
+    }
+
+
+def _decode_seconds(
+    cache: Cache,
+    context: int,
+    num_sequences: int,
+    *,
+    turned: bool = True,
+    tuning: Tuning | None = None,
+) -> float:
+    read = cache.read(num_sequences, turned=turned)
+    out_THV = torch.empty_like(read.query_THD)
+
+    def work(batch: Batch) -> Work:
+        ranges = [whole_range(batch, None)]
+        return lambda: decode(read, batch, ranges, out_THV, tuning or Tuning())
+
+    works = [work(batch) for batch in cache.decode_batches(context, num_sequences)]
+    return seconds(cache.device, works, cache.sizes.repeats)
+
+
+def _tuned(cache: Cache, context: int, num_sequences: int, copy: float) -> Iterator[dict[str, Any]]:
+    """The decode kernel compiled and cut in other ways."""
+    num_bytes = context * num_sequences * cache.sizes.token_bytes
+    for tuning in _TUNINGS:
+        took = _decode_seconds(cache, context, num_sequences, tuning=tuning)
+        yield {
+            "part": "tuning",
+            "context": context,
+            "sequences": num_sequences,
+            **asdict(tuning),
+            "seconds": took,
+            "share_of_copy": num_bytes / took / copy,
+        }
+
+
+def _prefill(cache: Cache, matrix: float) -> Iterator[dict[str, Any]]:
+    """A whole prompt, and its last chunk: by torch's attention, and by our kernel."""
+    sizes = cache.sizes
+    for num_tokens in (sizes.prefill_len, sizes.chunk_len):
+        first = sizes.prefill_len - num_tokens
+        batch = cache.chunk_batch(first, num_tokens)
+        read = cache.read(num_tokens)
+        out_THV = torch.empty_like(read.query_THD)
+        seen = num_tokens * first + num_tokens * (num_tokens + 1) // 2
+        num_operations = 4 * sizes.num_heads * sizes.dim * seen
+        for kernel, asked in (
+            ("torch", read),
+            ("own", windowed(read, sizes.prefill_len + 1)),
+        ):
+            work = partial(prefill, asked, batch, 0, out_THV)
+            took = seconds(cache.device, [work], sizes.repeats)
+            yield {
+                "part": "prefill",
+                "kernel": kernel,
+                "tokens": num_tokens,
+                "context": sizes.prefill_len,
+                "seconds": took,
+                "share_of_matrix": num_operations / took / matrix,
+            }
+
+
+@click.command()
+@click.option(
+    "--record",
+    "path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Each measurement is added to it as a line of JSON.",
+)
+@click.option("--commit", default="unknown", help="What is measured; told above the tables.")
+@click.option("--tune", is_flag=True, help="Try other warps, stages and shares, too.")
+@click.option("--tiny", is_flag=True, help="Sizes for Triton's interpreter: numbers mean nothing.")
+def main(path: Path | None, commit: str, *, tune: bool, tiny: bool) -> None:
+    """Measure the attention of one layer on the GPU, and print tables as Markdown."""
+    if not tiny and not torch.cuda.is_available():
+        click.echo("benchmarks.gpu_attention: torch finds no CUDA device here", err=True)
+        sys.exit(2)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lines = None if path is None else LineFile(path)
+    rows = []
+    for row in measure(TINY if tiny else LLAMA_3_8B, device, commit, tune=tune):
+        rows.append(row)
+        click.echo(f"{row}", err=True)
+        if lines is not None:
+            lines.add(row)
+    click.echo(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What the GPU's attention is measured on: the sizes, and a cache full of random numbers.
+
+Shapes: T = flat query tokens, H = query heads, K = key heads, D = dimensions of a head, N = pages,
+O = offsets in a page.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from model_runtime.attention import LayerRead
+from model_runtime.batch import Batch, Span, build_batch
+from model_runtime.kv_store import KVStore
+from model_runtime.rope_tables import RopeTables
+from rope import Profile, Yarn, native_rope
+
+PAGE_SIZE = 16
+_NATIVE_LEN = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much is measured."""
+
+    num_heads: int
+    num_key_heads: int
+    dim: int
+    dtype: torch.dtype
+    decodes: tuple[tuple[int, int], ...]  # context, sequences
+    tuned: tuple[tuple[int, int], ...]  # those of them where other launches are tried
+    prefill_len: int
+    chunk_len: int
+    last_position: int  # where angles are looked at
+    copy_bytes: int
+    matrix: int
+    least_bytes: int  # memory that a measurement goes through before it reads anything twice
+    repeats: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one position in one layer."""
+        return 2 * self.num_key_heads * self.dim * self.dtype.itemsize
+
+
+LLAMA_3_8B = Sizes(
+    num_heads=32,
+    num_key_heads=8,
+    dim=128,
+    dtype=torch.bfloat16,
+    decodes=tuple(
+        (context, num_sequences)
+        for context in (4096, 32_768, 131_072, 524_288)
+        for num_sequences in (1, 8, 64)
+        if context * num_sequences <= 131_072 * 64
+    ),
+    tuned=((4096, 64), (32_768, 8), (131_072, 1)),
+    prefill_len=32_768,
+    chunk_len=2048,
+    last_position=1_048_576,
+    copy_bytes=4 * 2**30,
+    matrix=8192,
+    least_bytes=2**29,  # an H200's L2 holds 60 MB
+    repeats=20,
+)
+# So small that Triton's interpreter gets through: whether it runs, not how fast.
+TINY = Sizes(
+    num_heads=4,
+    num_key_heads=2,
+    dim=16,
+    dtype=torch.float32,
+    decodes=((100, 1), (130, 2)),
+    tuned=((100, 1),),
+    prefill_len=80,
+    chunk_len=16,
+    last_position=4096,
+    copy_bytes=2**16,
+    matrix=64,
+    least_bytes=2**16,
+    repeats=1,
+)
+
+
+class Cache:
+    """One layer's pages, all different and full of random numbers."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self.sizes = sizes
+        self.device = device
+        self.num_pages = max(self._needed_pages(*decode) for decode in sizes.decodes)
+        self.num_pages = max(self.num_pages, -(-sizes.prefill_len // PAGE_SIZE))
+        store = KVStore({0: self}, self.num_pages, PAGE_SIZE, sizes.dtype, device, row_keys=True)
+        self.keys_NKDO, self.values_NKOV = store.pages(0)
+        self.keys_NKDO.normal_()
+        self.values_NKOV.normal_()
+        native = native_rope(
+            {"max_position_embeddings": _NATIVE_LEN, "head_dim": sizes.dim, "rope_theta": 5e5}
+        )
+        longest = max(sizes.last_position, *(context for context, _ in sizes.decodes))
+        self.tables = RopeTables(native, PAGE_SIZE, longest + PAGE_SIZE, device)
+        self.profile = Profile(Yarn(factor=64.0, original_max_position_embeddings=_NATIVE_LEN))
+        self.slot = self.tables.slot(self.profile)
+
+    @property
+    def num_key_heads(self) -> int:
+        """K."""
+        return self.sizes.num_key_heads
+
+    @property
+    def key_dim(self) -> int:
+        """D."""
+        return self.sizes.dim
+
+    @property
+    def value_dim(self) -> int:
+        """D again."""
+        return self.sizes.dim
+
+    @cached_property
+    def _shuffled(self) -> list[int]:
+        return torch.randperm(self.num_pages).tolist()
+
+    def _needed_pages(self, context: int, num_sequences: int) -> int:
+        """Of as many copies as make the memory that a measurement goes through."""
+        pages = -(-context // PAGE_SIZE) * num_sequences
+        page_bytes = PAGE_SIZE * self.sizes.token_bytes
+        return pages * max(1, -(-self.sizes.least_bytes // (pages * page_bytes)))
+
+    def decode_batches(self, context: int, num_sequences: int) -> list[Batch]:
+        """Sequences at that length with one query each; no page is in two of them."""
+        pages = -(-context // PAGE_SIZE)
+        batches = []
+        for copy in range(self._needed_pages(context, num_sequences) // (pages * num_sequences)):
+            first = copy * pages * num_sequences
+            spans = [
+                Span([0], context - 1, self._shuffled[at : at + pages], self.slot, range(0))
+                for at in range(first, first + pages * num_sequences, pages)
+            ]
+            batches.append(build_batch(spans, PAGE_SIZE, self.device))
+        return batches
+
+    def chunk_batch(self, first: int, num_tokens: int) -> Batch:
+        """A part of one prompt."""
+        pages = self._shuffled[: -(-(first + num_tokens) // PAGE_SIZE)]
+        span = Span([0] * num_tokens, first, pages, self.slot, range(0))
+        return build_batch([span], PAGE_SIZE, self.device)
+
+    def read(self, num_tokens: int, *, turned: bool = True) -> LayerRead:
+        """Random queries. Not `turned`: as from a cache whose keys were rotated when written."""
+        sizes = self.sizes
+        query_THD = torch.randn(num_tokens, sizes.num_heads, sizes.dim, device=self.device)
+        return LayerRead(
+            query_THD.to(sizes.dtype),
+            self.keys_NKDO,
+            self.values_NKOV,
+            self.tables.layer("all" if turned else None),
+            sizes.dim**-0.5,
+            sliding_window=None,
+            softcap=None,
+            sinks_H=None,
+        )
+
+
+def windowed(read: LayerRead, window: int) -> LayerRead:
+    """The same with a sliding window, which torch's own attention does not take."""
+    return replace(read, sliding_window=window)

@@ -1,0 +1,66 @@
+"""Measurements of the GPU's attention -> tables in Markdown."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+# A column: its head, and its cell of a row.
+Column = tuple[str, Callable[[Row], str]]
+
+_DECODE: tuple[Column, ...] = (
+    ("context", lambda row: f"{row['context']:,}"),
+    ("sequences", lambda row: str(row["sequences"])),
+    ("GB read", lambda row: f"{row['bytes'] / 1e9:.3g}"),
+    ("ms", lambda row: f"{row['seconds'] * 1e3:.4g}"),
+    ("share of copy", lambda row: f"{row['share_of_copy']:.1%}"),
+    ("ms, rotated at write", lambda row: f"{row['rotated_seconds'] * 1e3:.4g}"),
+    ("at read / at write", lambda row: f"{row['over_rotated']:.3f}"),
+)
+_PREFILL: tuple[Column, ...] = (
+    ("tokens", lambda row: f"{row['tokens']:,}"),
+    ("context", lambda row: f"{row['context']:,}"),
+    ("attention", lambda row: row["kernel"]),
+    ("ms", lambda row: f"{row['seconds'] * 1e3:.4g}"),
+    ("share of matrix rate", lambda row: f"{row['share_of_matrix']:.1%}"),
+)
+_TUNING: tuple[Column, ...] = (
+    ("context", lambda row: f"{row['context']:,}"),
+    ("sequences", lambda row: str(row["sequences"])),
+    ("warps", lambda row: str(row["num_warps"])),
+    ("stages", lambda row: str(row["num_stages"])),
+    ("programs", lambda row: str(row["programs_per_processor"])),
+    ("share of copy", lambda row: f"{row['share_of_copy']:.1%}"),
+)
+_PARTS = (("decode", _DECODE), ("prefill", _PREFILL), ("tuning", _TUNING))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The tables of one run, with a line about the machine above them."""
+    (machine,) = (row for row in rows if row["part"] == "machine")
+    (ceilings,) = (row for row in rows if row["part"] == "ceilings")
+    (angles,) = (row for row in rows if row["part"] == "angles")
+    (error,) = (row for row in rows if row["part"] == "error")
+    paragraphs = [
+        f"{machine['date']}, commit `{machine['commit']}`; {machine['device']}; torch "
+        f"{machine['torch']}, triton {machine['triton']}, transformers {machine['transformers']}, "
+        f"Python {machine['python']}.",
+        f"Ceilings: copy {ceilings['copy_bytes_s'] / 1e12:.3g} TB/s, bf16 product "
+        f"{ceilings['matrix_flop_s'] / 1e12:.4g} TFLOP/s. Cosines near position "
+        f"{angles['position']:,}: off by {angles['cosine_error']:.2g}, transformers' by "
+        f"{angles['transformers_cosine_error']:.2g}. Difference to the reference read: "
+        f"{error['decode']:.2g} in decode, {error['prefill']:.2g} in prefill.",
+    ]
+    for part, columns in _PARTS:
+        of_part = [row for row in rows if row["part"] == part]
+        if of_part:
+            paragraphs.append(_table(of_part, columns))
+    return "\n\n".join(paragraphs)
+
+
+def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    lines = [
+        [head for head, _ in columns],
+        ["---:"] * len(columns),
+        *([cell(row) for _, cell in columns] for row in rows),
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

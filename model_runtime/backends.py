@@ -1,0 +1,34 @@
+"""Which attention serves a device, and the cache as that attention wants it."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+import torch
+
+from model_runtime.attention import Backend
+from model_runtime.attention_cpu import CpuAttention
+from model_runtime.attention_torch import TorchAttention
+from model_runtime.kv_store import KVStore, LayerShape
+
+
+def backend_for(device: torch.device) -> type[Backend]:
+    """The compiled kernels; plain torch on a device that is neither a CPU nor served by triton."""
+    if device.type == "cpu":
+        return CpuAttention
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from model_runtime.attention_triton import TritonAttention  # noqa: PLC0415  # optional
+
+        return TritonAttention
+    return TorchAttention
+
+
+def new_store(
+    layers: Mapping[int, LayerShape],
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVStore:
+    """An empty cache for the attention that serves the device."""
+    row_keys = backend_for(device).row_keys
+    return KVStore(layers, num_pages, page_size, dtype, device, row_keys=row_keys)

@@ -1,0 +1,122 @@
+"""What only a GPU can show: `make gpu-check`.
+
+The kernels' own cases are in tests/model_runtime/test_attention_triton.py, which runs on the GPU
+where there is one.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is for Linux on x86-64")
+
+from benchmarks.gpu_attention import angle_errors
+from benchmarks.gpu_inputs import LLAMA_3_8B
+from model_runtime.attention_torch import TorchAttention
+from model_runtime.attention_triton import TritonAttention
+from model_runtime.backends import backend_for
+from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from tests.attention_cases import Case, Laid, relative_error
+from tests.engines import EngineFactory, Result, answer, deployment_of, request
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+CUDA = torch.device("cuda")
+LLAMA_HEADS = {"heads": (32, 8), "dims": (128, 128), "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [((32_768, 1), (5000, 1), (17, 1)), ((8192, 512), (4100, 1), (300, 300)), ((70_000, 1),)],
+)
+def test_long_contexts_equal_float64(spans: tuple[tuple[int, int], ...]) -> None:
+    """in the shape of Llama 3 8B, many shares, prompts in chunks beside decodes"""
+    laid = Laid(Case(spans=spans, **LLAMA_HEADS), CUDA)
+    got_THV = TritonAttention(laid.batch).read(laid.read)
+    assert relative_error(got_THV, laid.expected()) < 1e-2
+
+
+def test_pages_behind_the_reach_of_32_bits_are_read() -> None:
+    """a cache of more than 2**32 numbers"""
+    case = Case(heads=(8, 8), dims=(128, 128), spans=((100, 1), (90, 20)), dtype=torch.bfloat16)
+    laid = Laid(case, CUDA)
+    page_len = laid.read.keys_NKDO[0].numel()
+    num_pages = 2**32 // page_len + 100
+    keys = torch.zeros(num_pages, 8, 16, 128, dtype=case.dtype, device=CUDA).transpose(2, 3)
+    values = torch.zeros(num_pages, 8, 16, 128, dtype=case.dtype, device=CUDA)
+    used = len(laid.read.keys_NKDO)
+    keys[-used:] = laid.read.keys_NKDO
+    values[-used:] = laid.read.values_NKOV
+    laid.batch.page_table_SN.add_(num_pages - used)
+    read = replace(laid.read, keys_NKDO=keys, values_NKOV=values)
+    got_THV = TritonAttention(laid.batch).read(read)
+    assert relative_error(got_THV, laid.expected()) < 1e-2
+
+
+@pytest.mark.parametrize("window", [None, 60_000])
+def test_a_prompt_needs_no_mask_in_memory(window: int | None) -> None:
+    """by torch's attention and by ours: less than a bit for each query and key"""
+    case = Case(
+        heads=(4, 1), dims=(64, 64), spans=((65_536, 8192),), dtype=torch.bfloat16, window=window
+    )
+    laid = Laid(case, CUDA)
+    attention = TritonAttention(laid.batch)
+    attention.read(laid.read)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attention.read(laid.read)
+    assert torch.cuda.max_memory_allocated() - before < 65_536 * 8192 // 8 + 60_000_000
+
+
+def test_angles_are_right_at_a_million() -> None:
+    """against float64 positions over the same float32 frequencies"""
+    told = angle_errors(LLAMA_3_8B, CUDA)
+    assert told["position"] == 2**20
+    assert told["cosine_error"] < 1e-5
+    assert told["transformers_cosine_error"] > 1e-3  # so the comparison can tell
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def on_gpu(request: pytest.FixtureRequest) -> Checkpoint:
+    """The embedded model, which passed its self-check on the GPU."""
+    return load_checkpoint(EMBEDDED_MODEL, dtype=request.param, device="cuda")
+
+
+def test_the_embedded_model_passes_its_self_check(on_gpu: Checkpoint) -> None:
+    """with Triton's kernels, not the reference"""
+    assert backend_for(on_gpu.device) is TritonAttention
+    assert on_gpu.report.difference <= on_gpu.report.threshold
+
+
+def test_the_engine_serves_as_on_a_cpu(on_gpu: Checkpoint, engines: EngineFactory) -> None:
+    """prompts of several lengths together, past the native length, sampled and greedy"""
+    answers: list[list[Result]] = []
+    for checkpoint in (on_gpu, load_checkpoint(EMBEDDED_MODEL, dtype="float32", device="cpu")):
+        deployment = deployment_of(checkpoint)
+        requests = [
+            request(deployment, [(7 * at + length) % 900 + 5 for at in range(length)], **sampling)
+            for length in (5, 100, 700)
+            for sampling in (
+                {"max_tokens": 12, "ignore_eos": True, "prompt_logprobs": 1},
+                {"max_tokens": 12, "ignore_eos": True, "temperature": 0.8, "top_p": 0.9, "seed": 1},
+            )
+        ]
+        answers.append(answer(engines.over(checkpoint), *requests))
+    for got, expected in zip(*answers, strict=True):
+        assert len(got.token_ids) == 12
+        ours = torch.tensor(got.prompt_logprob_values())
+        theirs = torch.tensor(expected.prompt_logprob_values())
+        # bfloat16 weights answer a little otherwise; a wrong read answers altogether otherwise.
+        most = 1e-3 if on_gpu.dtype == torch.float32 else 0.1
+        assert len(ours) == len(theirs)
+        assert not len(ours) or float((ours - theirs).abs().mean()) < most
+
+
+def test_the_reference_reads_on_a_gpu_too() -> None:
+    """what serves where triton is missing"""
+    laid = Laid(Case(), CUDA)
+    assert relative_error(TorchAttention(laid.batch).read(laid.read), laid.expected()) < 1e-5

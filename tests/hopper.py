@@ -1,0 +1,107 @@
+"""Compiles the GPU's kernels for an H200 on a machine without a GPU, and says what they take.
+
+`python -m tests.hopper`: a line of JSON for each kernel and case. The interpreter runs kernels as
+Python; that Triton's compiler takes them, and that their registers suffice, only this shows. It
+must run without TRITON_INTERPRET.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tests.attention_cases import Case, Laid
+
+TARGET = GPUTarget("cuda", 90, 32)
+LLAMA = {"heads": (32, 8), "dims": (128, 128)}
+SPANS = ((3001, 1), (70, 33))
+CASES = {
+    "llama": Case(**LLAMA, spans=SPANS, dtype=torch.bfloat16),
+    "alone": Case(**LLAMA, spans=((40, 1),), dtype=torch.bfloat16),
+    "all": Case(
+        heads=(6, 2), dims=(80, 64), spans=SPANS, dtype=torch.float16, rotary_share=0.5,
+        window=40, softcap=30.0, has_sinks=True, page_size=20,
+    ),
+    "float32": Case(spans=SPANS, rotary_share=None),
+    "wide": Case(
+        heads=(8, 4), dims=(256, 256), spans=SPANS, dtype=torch.bfloat16, window=1024, softcap=30.0,
+    ),
+    "wide float32": Case(heads=(8, 4), dims=(256, 256), spans=SPANS),
+}  # fmt: skip
+
+
+class Device:
+    """Stands where triton looks for a GPU's driver; nothing is launched."""
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """What is compiled for."""
+        return TARGET
+
+
+def usage(kernel: Any) -> dict[str, int]:
+    """Registers and bytes of stack of a thread, by NVIDIA's own tool, which triton carries.
+
+    And the bytes of shared memory of a program.
+    """
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        command = [tool, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert found is not None, told
+    registers, stack_bytes = map(int, found.groups())
+    shared_bytes = kernel.metadata.shared
+    return {"registers": registers, "stack_bytes": stack_bytes, "shared_bytes": shared_bytes}
+
+
+def _only_compiled(case: str) -> Any:
+    """What takes the place of a launch."""
+
+    def compiled(function: Any, grid: Any) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            kernel = function.warmup(*args, grid=grid, **options)
+            line = {"case": case, "kernel": function.__name__, **usage(kernel)}
+            sys.stdout.write(json.dumps(line) + "\n")
+
+        return launch
+
+    return compiled
+
+
+def main() -> None:
+    """Every launch of a write and a read is compiled with the arguments it has, and not run."""
+    from model_runtime.attention_triton import TritonAttention
+
+    driver.set_active(Device())
+    for name, case in CASES.items():
+        JITFunction.__getitem__ = _only_compiled(name)
+        laid = Laid(case, torch.device("cpu"))
+        num_tokens = len(laid.read.query_THD)
+        shape = (num_tokens, case.heads[1], case.dims[0])
+        key_TKD = torch.randn(shape, dtype=case.dtype)
+        value_TKV = torch.randn(*shape[:2], case.dims[1], dtype=case.dtype)
+        attention = TritonAttention(laid.batch)
+        attention.write(laid.read.keys_NKDO, laid.read.values_NKOV, key_TKD, value_TKV)
+        attention.read(laid.read)
+
+
+if __name__ == "__main__":
+    main()
