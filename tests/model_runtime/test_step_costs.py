@@ -138,6 +138,12 @@ def test_a_decode_step_is_one_forward_and_a_bounded_number_of_operators(
     assert counted.num_copies <= 50, counted.calls
 
 
+def test_transformers_makes_no_mask(checkpoint: Checkpoint, runner: ModelRunner) -> None:
+    """catches the search for packed sequences: who sees what is in the pages"""
+    counted = counted_step(decoding(checkpoint, runner, 8, 20), 8)
+    assert not {"diff", "cumsum"} & set(counted.calls), counted.calls
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}, {"logprobs": 2}], ids=str)
 def test_a_long_context_costs_no_operator_and_no_byte_more(
     checkpoint: Checkpoint, sampling: dict[str, Any]
