@@ -138,10 +138,12 @@ def test_a_decode_step_is_one_forward_and_a_bounded_number_of_operators(
     assert counted.num_copies <= 50, counted.calls
 
 
-def test_transformers_makes_no_mask(checkpoint: Checkpoint, runner: ModelRunner) -> None:
-    """catches the search for packed sequences: who sees what is in the pages"""
+def test_what_the_cache_does_is_not_done_before(
+    checkpoint: Checkpoint, runner: ModelRunner
+) -> None:
+    """catches transformers' search for packed sequences, and rotations by nothing"""
     counted = counted_step(decoding(checkpoint, runner, 8, 20), 8)
-    assert not {"diff", "cumsum"} & set(counted.calls), counted.calls
+    assert not {"diff", "cumsum", "neg", "cat"} & set(counted.calls), counted.calls
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}, {"logprobs": 2}], ids=str)
