@@ -27,13 +27,12 @@ class CpuAttention:
     row_keys: ClassVar[bool] = False
 
     def __init__(self, batch: Batch) -> None:
-        self._places = batch.page_T.numpy(), batch.offset_T.numpy()
-        self._query_start_S1 = batch.query_start_S1.numpy()
-        self._first_position_S = batch.first_position_S.numpy()
+        self._places_S = batch.places_S
+        self._destinations = batch.page_T.numpy(), batch.offset_T.numpy()
         self._sequences = (
             batch.page_table_SN.numpy(),
-            self._query_start_S1,
-            self._first_position_S,
+            batch.query_start_S1.numpy(),
+            batch.first_position_S.numpy(),
             batch.table_slot_S.numpy(),
         )
         self._shares: dict[tuple[int, ...], list[Any]] = {}  # by a layer's heads and dimensions
@@ -45,31 +44,33 @@ class CpuAttention:
         put(
             as_numpy(key_TKD.contiguous()),
             as_numpy(value_TKV.contiguous()),
-            *self._places,
+            *self._destinations,
             as_numpy(keys_NKDO),
             as_numpy(values_NKOV),
         )
 
     def read(self, read: LayerRead) -> Tensor:
         """Attention of one layer; float32 [T, H, V]."""
-        out_THV = torch.empty(*read.query_THD.shape[:2], read.values_NKOV.shape[-1])
+        query_THD = as_numpy(read.query_THD.float().contiguous())
+        num_tokens, num_heads, dim = query_THD.shape
+        values_NKOV = as_numpy(read.values_NKOV)
+        out_THV = np.empty((num_tokens, num_heads, values_NKOV.shape[-1]), np.float32)
         sinks_H = read.sinks_H
         arguments: tuple[Any, ...] = (
-            read.query_THD.float().contiguous().numpy(),
+            query_THD,
             as_numpy(read.keys_NKDO),
-            as_numpy(read.values_NKOV),
+            values_NKOV,
             *self._sequences,
             read.tables.kernel_arrays,
             np.float32(read.scaling),
             np.int64(read.sliding_window or 0),
             np.float32(read.softcap or 0.0),
             _NO_SINKS if sinks_H is None else sinks_H.detach().float().numpy(),
-            out_THV.numpy(),
+            out_THV,
         )
-        _, num_heads, dim = read.query_THD.shape
-        shares = self._dealt(num_heads, dim, read.keys_NKDO.shape[1])
+        shares = self._dealt(num_heads, dim, values_NKOV.shape[1])
         run_shares(lambda share: attend(share, *arguments), shares)
-        return out_THV
+        return torch.from_numpy(out_THV)
 
     def _dealt(self, num_heads: int, dim: int, num_key_heads: int) -> list[Any]:
         """The work, dealt out card by card to as many threads as it can feed.
@@ -78,16 +79,18 @@ class CpuAttention:
         """
         shape = (num_heads, dim, num_key_heads, torch.get_num_threads())
         if shape not in self._shares:
-            num_queries_S = np.diff(self._query_start_S1)
             items = [
                 (sequence, head, tile)
-                for sequence, num_queries in enumerate(num_queries_S.tolist())
-                for tile in range(0, num_queries, TILE)
+                for sequence, place in enumerate(self._places_S)
+                for tile in range(0, place.num_tokens, TILE)
                 for head in range(num_key_heads)
             ]
             items_W3 = np.array(items, dtype=np.int64).reshape(-1, 3)
-            contexts_S = self._first_position_S + num_queries_S
-            work = int((contexts_S * num_queries_S).sum()) * num_heads * dim
+            products = sum(
+                place.num_tokens * (place.first_position + place.num_tokens)
+                for place in self._places_S
+            )
+            work = products * num_heads * dim
             num_threads = min(
                 torch.get_num_threads(), MOST_THREADS, len(items), 1 + work // _SERIAL_WORK
             )

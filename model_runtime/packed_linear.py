@@ -22,7 +22,7 @@ widths 64 to 11,008, 1 to 1,024 rows; tests/model_runtime/test_packed_linear.py 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeGuard
 
 import torch
@@ -223,7 +223,7 @@ class RowwiseActivation(nn.Module):
         num_numbers = x.numel()
         # Not for a slice of linears with one input: torch has another gelu where rows have gaps.
         x = x.contiguous()
-        if _leaves_no_remainder(num_numbers):
+        if _leaves_no_remainder(num_numbers, torch.get_num_threads()):
             return self._activation(x)  # type: ignore[no-any-return]
         flat = nn.functional.pad(x.reshape(-1), (0, -num_numbers % _VECTOR))
         blocks = torch.split(flat, _UNSPLIT)
@@ -231,9 +231,10 @@ class RowwiseActivation(nn.Module):
         return activated[:num_numbers].reshape(x.shape)
 
 
-def _leaves_no_remainder(num_numbers: int) -> bool:
+@lru_cache
+def _leaves_no_remainder(num_numbers: int, num_threads: int) -> bool:
     """Whether equal parts for any number of threads are whole vectors."""
-    most = min(torch.get_num_threads(), -(-num_numbers // _UNSPLIT))
+    most = min(num_threads, -(-num_numbers // _UNSPLIT))
     return all(-(-num_numbers // parts) % _VECTOR == 0 for parts in range(1, most + 1)) and (
         num_numbers % _VECTOR == 0
     )
