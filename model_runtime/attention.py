@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from model_runtime.batch import Batch
 from model_runtime.errors import ModelError
@@ -154,6 +154,9 @@ def paged_attention(
 
 
 def register() -> None:
-    """Make this attention known to transformers under its name; harmless when repeated."""
+    """Make this attention known to transformers under its name; harmless when repeated.
+
+    No masks are registered under it: then transformers does not look in the positions, in every
+    step, for what a mask would have to say.
+    """
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, lambda *_, **__: None)

@@ -19,6 +19,12 @@ def as_numpy(numbers: Tensor) -> Any:
     return numbers.numpy()
 
 
+def as_tensor(numbers: Any, dtype: torch.dtype) -> Tensor:
+    """The way back, not copied either."""
+    tensor = torch.from_numpy(numbers)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
 def widen(row: Any, out: Any) -> None:
     """Copy a row to float32; replaced at compile time by the row's own type."""
     raise NotImplementedError

@@ -105,8 +105,7 @@ class PackedProduct:
             # What was tried holds for other threads only.
             sizes = self._small + (_LARGE_SIZES if self._is_float32 else ())
         elif self._rows is not None and 0 < num_rows <= MOST_ROWS:
-            product = self._rows(x.reshape(num_rows, self.in_features).contiguous())
-            return product.view(*x.shape[:-1], self.out_features)
+            return self._rows(x.contiguous())
         if num_rows in sizes:
             return self._multiply(x.contiguous())
         if num_rows == 0:
@@ -173,19 +172,20 @@ class PackedLinear(nn.Module):
 class SharedInput:
     """The product of linears that read one tensor, until the last of them has read it."""
 
-    def __init__(self, product: PackedProduct) -> None:
+    def __init__(self, product: PackedProduct, widths: Sequence[int]) -> None:
+        """`widths`: outputs of each linear, in the order of their calls."""
         self._product = product
+        self._widths = list(widths)
         self._input: Tensor | None = None
-        self._output: Tensor | None = None
+        self._parts: Sequence[Tensor] = ()
 
-    def part(self, x: Tensor, first: int, last: int) -> Tensor:
-        """Columns `first` to `last` of x's product, computed when x is new."""
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """What one of the linears makes of x, computed for all of them when x is new."""
         if self._input is not x:
-            self._input, self._output = x, self._product(x)
-        assert self._output is not None
-        out = self._output[..., first:last]
-        if last == self._product.out_features:
-            self._input = self._output = None
+            self._input, self._parts = x, self._product(x).split_with_sizes(self._widths, dim=-1)
+        out = self._parts[index]
+        if index == len(self._widths) - 1:
+            self._input, self._parts = None, ()
         return out
 
 
@@ -196,15 +196,15 @@ class PackedPart(PackedLinear):
     """
 
     def __init__(
-        self, linear: nn.Linear, product: PackedProduct, shared: SharedInput, first: int
+        self, linear: nn.Linear, product: PackedProduct, shared: SharedInput, index: int
     ) -> None:
         super().__init__(linear, product)
         self._shared = shared
-        self._first, self._last = first, first + linear.out_features
+        self._index = index
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], each row as if it were alone."""
-        return self._shared.part(x, self._first, self._last)
+        return self._shared.part(x, self._index)
 
 
 class RowwiseActivation(nn.Module):
@@ -264,11 +264,9 @@ def _pack_group(model: nn.Module, names: Sequence[str], tried: dict[Shape, Tried
     if len(linears) < len(modules) or len(dtypes) > 1:
         return
     product = PackedProduct(linears, tried)
-    shared = SharedInput(product)
-    first = 0
-    for name, linear in zip(names, linears, strict=True):
-        model.set_submodule(name, PackedPart(linear, product, shared, first))
-        first += linear.out_features
+    shared = SharedInput(product, [linear.out_features for linear in linears])
+    for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
+        model.set_submodule(name, PackedPart(linear, product, shared, index))
 
 
 def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:

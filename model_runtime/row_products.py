@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_runtime.bfloat16 import as_numpy, narrow, widen
+from model_runtime.bfloat16 import as_numpy, as_tensor, narrow, widen
 from model_runtime.compiled import jit
 from model_runtime.kernel_threads import run_shares
 from model_runtime.lane_tiles import (
@@ -128,7 +128,8 @@ class RowProducts:
         """`packed`: from mkldnn._reorder_linear_weight; its memory is read, not copied."""
         is_float32 = packed.dtype == torch.float32
         num_bytes = torch.ops.mkldnn._nbytes(packed)
-        self._num_outputs, self._dtype = num_outputs, packed.dtype
+        self._num_outputs, self._num_inputs = num_outputs, num_inputs
+        self._dtype = packed.dtype
         self._num_panels = -(-num_outputs // PANEL)
         numbers = num_bytes // packed.dtype.itemsize
         self._num_packed, rest = divmod(numbers, self._num_panels * PANEL)
@@ -152,19 +153,14 @@ class RowProducts:
         edges = [self._num_panels * share // num_shares for share in range(num_shares + 1)]
         self._shares = list(pairwise(edges))
 
-    def __call__(self, x_RK: Tensor) -> Tensor:
-        """[R, K] -> [R, N]; R from 1 to MOST_ROWS, x contiguous."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N]; 1 to MOST_ROWS rows in all, x contiguous."""
+        # Shapes are numpy's business here: torch takes twice as long for each of these calls.
+        x_RK = as_numpy(x).reshape(-1, self._num_inputs)
         out_RN = np.empty((len(x_RK), self._num_outputs), self._packed_Q.dtype)
-        arguments = (
-            as_numpy(x_RK),
-            self._packed_Q,
-            self._bias_N,
-            out_RN,
-            self._num_packed,
-            self._chain,
-        )
+        arguments = (x_RK, self._packed_Q, self._bias_N, out_RN, self._num_packed, self._chain)
         run_shares(lambda share: self._kernel(*arguments, *share), self._shares)
-        return torch.from_numpy(out_RN).view(self._dtype)
+        return as_tensor(out_RN.reshape(*x.shape[:-1], self._num_outputs), self._dtype)
 
     def find_chain(self, x_RK: Tensor, expected_RN: Tensor) -> int | None:
         """The length of a chain that gives the expected bits; None where none does."""

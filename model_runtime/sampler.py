@@ -79,7 +79,11 @@ def finite_rows(logits_RV: Tensor) -> list[bool]:
     """Whether all of a row's logits are finite."""
     if not logits_RV.shape[0]:
         return []
-    # A NaN is greatest and least. Torch's isfinite takes eighteen times as long on a CPU.
+    if logits_RV.device.type == "cpu":
+        # One pass. Torch's isfinite takes eighteen times as long as its extremes, which take two.
+        of_cpu: list[bool] = np.isfinite(logits_RV.numpy()).all(axis=-1).tolist()
+        return of_cpu
+    # A NaN is greatest and least.
     ends_2R = torch.stack((logits_RV.amax(dim=-1), logits_RV.amin(dim=-1)))
     are_finite: list[bool] = ends_2R.isfinite().all(dim=0).tolist()
     return are_finite

@@ -5,6 +5,9 @@ wide, in which pairing and by which table is found by probing the model, not fro
 with cos = sin = 0 exactly the rotated dimensions of a layer's queries come out zero, and with
 cos = 0, sin = 1 they come out exchanged, which shows the pairs.
 
+Then layers that would compute the identity rotation are spared it (spared_rotation.py), if they ask
+for the same queries and keys without. Only the sign of a zero may differ: -0 + 0 is 0.
+
 Shapes: H = query heads, K = key heads, T = tokens of the probe, D = key dimensions.
 """
 
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 
 from model_runtime.attention import IMPLEMENTATION, STEP, AttentionCall, LayerPlan, register
 from model_runtime.errors import ModelError
+from model_runtime.spared_rotation import restore_rotation, spare_rotation
 from rope import ALL_LAYERS, NativeRope, RopeConfigError, half_split_from_interleaved, native_rope
 
 _PROBE_LEN = 3  # tokens; a layer's output is thrown away, so only its own projections matter
@@ -139,7 +143,9 @@ def take_over(model: nn.Module, native: NativeRope) -> Mapping[int, LayerPlan]:
         model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
     except ValueError as error:
         raise ModelError(f"{type(model).__name__} cannot change its attention: {error}") from error
-    return _probe(model, rotaries, native)
+    plans = _probe(model, rotaries, native)
+    _spare_rotation(model, plans)
+    return plans
 
 
 def _probe(
@@ -249,6 +255,22 @@ def shared_inputs(model: nn.Module) -> list[list[str]]:
             before = tensor
             groups.append([name])
     return [names for names in groups if len(names) > 1]
+
+
+def _spare_rotation(model: nn.Module, plans: Mapping[int, LayerPlan]) -> None:
+    """Let layers leave the identity rotation out, if that changes nothing they ask for."""
+    rotated = _record(model)
+    layers = [each for each in model.modules() if getattr(each, "layer_idx", None) in plans]
+    spared = spare_rotation(layers)
+    unrotated = _record(model)
+    if not all(_are_equal(call, unrotated[index]) for index, call in rotated.items()):
+        restore_rotation(spared)
+
+
+def _are_equal(call: AttentionCall, other: AttentionCall) -> bool:
+    return torch.equal(call.query_1HTD, other.query_1HTD) and torch.equal(
+        call.key_1KTD, other.key_1KTD
+    )
 
 
 @contextmanager

@@ -138,6 +138,14 @@ def test_a_decode_step_is_one_forward_and_a_bounded_number_of_operators(
     assert counted.num_copies <= 50, counted.calls
 
 
+def test_what_the_cache_does_is_not_done_before(
+    checkpoint: Checkpoint, runner: ModelRunner
+) -> None:
+    """catches transformers' search for packed sequences, and rotations by nothing"""
+    counted = counted_step(decoding(checkpoint, runner, 8, 20), 8)
+    assert not {"diff", "cumsum", "neg", "cat"} & set(counted.calls), counted.calls
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}, {"logprobs": 2}], ids=str)
 def test_a_long_context_costs_no_operator_and_no_byte_more(
     checkpoint: Checkpoint, sampling: dict[str, Any]
