@@ -32,7 +32,7 @@ from model_runtime.lane_tiles import (
 )
 from model_runtime.lanes import ask_for
 
-MOST_ROWS = 8
+MOST_ROWS = 16
 PANEL = 64  # outputs whose weights lie together
 _CHUNK = 64  # inputs of a panel that stay in the fastest cache while all rows pass
 _COLUMNS = 4  # registers of a panel
