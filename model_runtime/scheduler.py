@@ -112,6 +112,11 @@ class Scheduler:
         self._prefill(tokens_left, plan)
         return plan
 
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that run or wait."""
+        return len(self.running) + len(self.waiting)
+
     def computed(self, chunk: Chunk) -> None:
         """A step has computed this chunk; its full pages may be shared from now on."""
         sequence = chunk.sequence
