@@ -86,7 +86,7 @@ class EngineCore:
         self._clock.switch("schedule")
         plan = self.scheduler.schedule(
             starts_waiting=not self._is_retrying,
-            num_prefill_tokens=self._pacing.num_tokens(is_alone=self.scheduler.num_unfinished == 1),
+            num_prefill_tokens=self._pacing.num_tokens(is_answering=self.scheduler.is_answering),
         )
         chunks = list(plan.chunks.values())
         self._note_plan(plan)

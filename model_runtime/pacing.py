@@ -8,7 +8,7 @@ the bit on a CPU, within rounding elsewhere).
 
 _SMALLEST_SHARE = 64  # of the largest chunk: slower than this, long prompts would hardly move
 _LARGEST_CHANGE = 2.0  # from one step to the next: a single step may be slow for another reason
-_PATIENCE_ALONE = 3  # targets that a step may take when only who comes during it would wait
+_PATIENCE = 3  # targets that a step may take while only prompts wait for its end
 
 
 class Pacing:
@@ -24,9 +24,9 @@ class Pacing:
         # Nothing is known of the first step, and somebody may be waiting for it.
         self._tokens = float(most if target_s is None else min(most, 4 * self._fewest))
 
-    def num_tokens(self, *, is_alone: bool = False) -> int:
-        """Prefill tokens of the next step; more when its only sequence is the one that reads."""
-        patience = _PATIENCE_ALONE if is_alone else 1
+    def num_tokens(self, *, is_answering: bool = True) -> int:
+        """Prefill tokens of the next step; more where no answer would pause for them."""
+        patience = 1 if is_answering else _PATIENCE
         return min(int(self._tokens * patience), self._most)
 
     def note(self, num_prefill_tokens: int, seconds: float) -> None:

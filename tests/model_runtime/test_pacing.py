@@ -57,13 +57,13 @@ def test_a_step_without_memory_is_tried_with_half() -> None:
 
 
 @pytest.mark.parametrize("seconds_a_token", [1e-4, 1e-3])
-def test_a_prompt_alone_is_read_in_longer_steps(seconds_a_token: float) -> None:
-    """and what they take tells how long a shared step would"""
+def test_steps_are_longer_while_no_answer_would_pause(seconds_a_token: float) -> None:
+    """and what they take tells how long another would"""
     pacing = Pacing(0.1, 2048)
     for _ in range(40):
-        alone = pacing.num_tokens(is_alone=True)
-        pacing.note(alone, 0.01 + seconds_a_token * alone)
-    seconds = 0.01 + seconds_a_token * alone
+        long = pacing.num_tokens(is_answering=False)
+        pacing.note(long, 0.01 + seconds_a_token * long)
+    seconds = 0.01 + seconds_a_token * long
     assert seconds == pytest.approx(min(0.3, 0.01 + 2048 * seconds_a_token), rel=0.05)
     assert 0.09 < 0.01 + seconds_a_token * pacing.num_tokens() < 0.12
 
