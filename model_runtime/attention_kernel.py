@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from model_runtime.attention_block import block_reader
-from model_runtime.attention_page import turn_keys, widen_values
+from model_runtime.attention_page import turn_keys, values_in_lanes
 from model_runtime.compiled import jit
 from model_runtime.lanes import WIDTH, load, total
 
-TILE = 16  # query tokens that share one rotation of a page's keys
+TILE = 32  # query tokens that share one rotation of a page's keys
 BLOCK = 8  # rows of the largest block
 
 _SPARE = 2  # rows that the last block of a tile may have too many; what they give is not used
@@ -111,7 +111,7 @@ def attend(
     back_BD = np.empty((BLOCK, dim), np.float32)
     scores_BO = np.empty((BLOCK, width_O), np.float32)
     keys_DO = np.zeros((dim, width_O), np.float32)
-    values_OV = np.zeros((page_size, width_V), np.float32)
+    scratch_OV = np.zeros((page_size, width_V), values_NKOV.dtype)
     row_O = np.empty(width_O, np.float32)
     for w in range(items_W3.shape[0]):
         sequence, head, tile = items_W3[w]
@@ -132,7 +132,7 @@ def attend(
             start = page * page_size
             num_keys = min(page_size, last - start + 1)
             turn_keys(keys_NKDO, page_id, head, offset_cos, offset_sin, slot, row_O, keys_DO)
-            widen_values(values_NKOV, page_id, head, num_keys, values_OV)
+            values_OV = values_in_lanes(values_NKOV, page_id, head, num_keys, scratch_OV)
             row = 0
             while row < num_rows:
                 arguments = (

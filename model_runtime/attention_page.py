@@ -88,16 +88,16 @@ def turn_keys(
 
 
 @jit()
-def widen_values(values_NKOV: Any, page_id: int, head: int, num_keys: int, values_OV: Any) -> None:
-    """A page's values as float32, each in whole lanes."""
-    _, num_heads, page_size, dim = values_NKOV.shape
-    if dim % WIDTH == 0:
-        base = (page_id * num_heads + head) * page_size * dim
-        for at in range(0, num_keys * dim, WIDTH):
-            store(values_OV, at, load(values_NKOV, base + at))
-        return
+def values_in_lanes(
+    values_NKOV: Any, page_id: int, head: int, num_keys: int, scratch_OV: Any
+) -> Any:
+    """A page's first values, each in whole lanes: where they are, or padded in `scratch_OV`."""
+    dim = values_NKOV.shape[3]
+    if dim == scratch_OV.shape[1]:
+        return values_NKOV[page_id, head]
     for o in range(num_keys):
-        widen(values_NKOV[page_id, head, o], values_OV[o, :dim])
+        scratch_OV[o, :dim] = values_NKOV[page_id, head, o]
+    return scratch_OV
 
 
 @jit(inline=True)

@@ -6,7 +6,6 @@ to call from two threads.
 Shapes: R = rows of logits, V = vocabulary.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -86,31 +85,32 @@ class EngineCore:
         """
         self._clock.switch("schedule")
         plan = self.scheduler.schedule(
-            starts_waiting=not self._is_retrying, num_prefill_tokens=self._pacing.num_tokens
+            starts_waiting=not self._is_retrying,
+            num_prefill_tokens=self._pacing.num_tokens(is_answering=self.scheduler.is_answering),
         )
         chunks = list(plan.chunks.values())
-        num_prefill_tokens = plan.num_prefill_tokens
         self._note_plan(plan)
+        is_done = False
         if chunks:
             try:
                 self._run(chunks)
                 self._is_retrying = False
+                is_done = True
             except _OutOfMemoryError:
-                self._pacing.note(num_prefill_tokens, math.inf)  # fewer, at the next attempt
-                num_prefill_tokens = 0
+                self._pacing.note_failure()
                 self._is_retrying = not self._is_retrying and self._make_room()
                 if not self._is_retrying:
                     self._fail(chunks, "out of memory in a step of the engine")
             except Exception as error:  # noqa: BLE001  # whatever a model's forward may raise
                 _log.exception("step_failed", num_sequences=len(chunks))
-                num_prefill_tokens = 0  # how long it took says nothing
                 self._fail(chunks, f"{type(error).__name__} in a step of the engine")
         self._clock.switch("deliver")
         self.tell_gauges()
         seconds = self._clock.take()
         if chunks:
             self._observer.timed(seconds)
-            self._pacing.note(num_prefill_tokens, sum(seconds.values()))
+        if is_done:
+            self._pacing.note(plan.num_prefill_tokens, sum(seconds.values()))
         return len(chunks)
 
     def _make_room(self) -> bool:

@@ -183,3 +183,20 @@ def store(typingctx: Any, array: Any, at: Any, lanes: Any) -> Any:  # noqa: ARG0
         return context.get_dummy_value()
 
     return types.none(array, at, lanes), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def ask_for(typingctx: Any, array: Any, at: Any) -> Any:  # noqa: ARG001
+    """Have the cache line of `array`'s number `at` brought near, while other work goes on."""
+
+    def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        pointer = address_of(context, builder, array, *values)
+        pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _INT, _INT, _INT])
+        name = "llvm.prefetch.p0"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        to_read, second_level, data = (ir.Constant(_INT, number) for number in (0, 2, 1))
+        builder.call(function, [pointer, to_read, second_level, data])
+        return context.get_dummy_value()
+
+    return types.none(array, at), code

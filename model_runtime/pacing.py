@@ -8,6 +8,7 @@ the bit on a CPU, within rounding elsewhere).
 
 _SMALLEST_SHARE = 64  # of the largest chunk: slower than this, long prompts would hardly move
 _LARGEST_CHANGE = 2.0  # from one step to the next: a single step may be slow for another reason
+_PATIENCE = 3  # targets that a step may take while only prompts wait for its end
 
 
 class Pacing:
@@ -23,16 +24,22 @@ class Pacing:
         # Nothing is known of the first step, and somebody may be waiting for it.
         self._tokens = float(most if target_s is None else min(most, 4 * self._fewest))
 
-    @property
-    def num_tokens(self) -> int:
-        """Prefill tokens of the next step."""
-        return int(self._tokens)
+    def num_tokens(self, *, is_answering: bool = True) -> int:
+        """Prefill tokens of the next step; more where no answer would pause for them."""
+        patience = 1 if is_answering else _PATIENCE
+        return min(int(self._tokens * patience), self._most)
 
     def note(self, num_prefill_tokens: int, seconds: float) -> None:
         """A step has computed so many prefill tokens, and taken so long in all."""
         # A step that had few to compute says little about how long many take.
-        if self._target_s is None or 2 * num_prefill_tokens < self.num_tokens:
-            return
-        change = self._target_s / max(seconds, 1e-9)
-        change = min(max(change, 1 / _LARGEST_CHANGE), _LARGEST_CHANGE)
-        self._tokens = min(max(self._tokens * change, self._fewest), self._most)
+        if self._target_s is not None and 2 * num_prefill_tokens >= int(self._tokens):
+            self._set(num_prefill_tokens * self._target_s / max(seconds, 1e-9))
+
+    def note_failure(self) -> None:
+        """A step was too much for the memory: fewer at the next attempt."""
+        if self._target_s is not None:
+            self._set(0)
+
+    def _set(self, tokens: float) -> None:
+        tokens = min(max(tokens, self._tokens / _LARGEST_CHANGE), self._tokens * _LARGEST_CHANGE)
+        self._tokens = min(max(tokens, self._fewest), self._most)

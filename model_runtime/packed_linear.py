@@ -9,7 +9,7 @@ widths 64 to 11,008, 1 to 1,024 rows; tests/model_runtime/test_packed_linear.py 
 - Packed for several rows: every count of rows from two up gives the same bits, in bf16 up to 32.
   One row alone does not where the input is wider than 1,024, so there a single row is computed
   twice.
-- Up to eight rows are left to `row_products.py` where a trial shows that it gives the same bits.
+- Up to 16 rows are left to `row_products.py` where a trial shows that it gives the same bits.
 - bf16: products of more than 32 rows give the same bits without AMX; with it they are blocked
   differently from size to size. So sizes above 32 are tried when the model is packed.
 - oneDNN keeps code for every count of rows it has seen, 2 MiB and more for those of a chunk, and
@@ -62,17 +62,21 @@ def is_available() -> bool:
 
 
 @cache
-def _blocks(num_rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes of blocks that `num_rows` rows are computed in; the last may be larger than its rows.
+def _blocks(num_rows: int, sizes: tuple[int, ...], *, are_few_apart: bool) -> tuple[int, ...]:
+    """Sizes of blocks that `num_rows` rows are computed in; `sizes` ascend.
 
-    `sizes` ascend.
+    The last block may be larger than its rows, unless up to MOST_ROWS are computed otherwise.
     """
     blocks = []
     while num_rows >= _SMALL_SIZES[-1]:
         blocks.append(max(size for size in sizes if size <= num_rows))
         num_rows -= blocks[-1]
-    if num_rows:
-        blocks.append(min(size for size in sizes if size >= num_rows))
+    while num_rows:
+        if are_few_apart:
+            blocks.append(min(num_rows, MOST_ROWS))
+        else:
+            blocks.append(min(size for size in sizes if size >= num_rows))
+        num_rows = max(0, num_rows - blocks[-1])
     return tuple(blocks)
 
 
@@ -88,32 +92,36 @@ class PackedProduct:
         self._product = _OPS._linear_pointwise.default
         self._num_threads = torch.get_num_threads()
         self._small = _SMALL_SIZES[1 if self.in_features > _WIDEST_SINGLE_ROW else 0 :]
-        rows = RowProducts(self._packed, self.out_features, self.in_features, self._bias)
+        few = RowProducts(self._packed, self.out_features, self.in_features, self._bias)
         has_bias = self._bias is not None
         shape = (self.out_features, self.in_features, has_bias, self._num_threads)
         if shape not in tried:
-            tried[shape] = self._try(weight.dtype, rows)
+            tried[shape] = self._try(weight.dtype, few)
         self._is_float32 = weight.dtype == torch.float32
         self._sizes = tried[shape].sizes
-        self._rows = rows.chained(tried[shape].chain)
+        self._few = few.chained(tried[shape].chain)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], each row as if it were alone."""
         num_rows = x.numel() // self.in_features
-        sizes = self._sizes
+        few, sizes = self._few, self._sizes
         if torch.get_num_threads() != self._num_threads:
             # What was tried holds for other threads only.
-            sizes = self._small + (_LARGE_SIZES if self._is_float32 else ())
-        elif self._rows is not None and 0 < num_rows <= MOST_ROWS:
-            return self._rows(x.contiguous())
+            few, sizes = None, self._small + (_LARGE_SIZES if self._is_float32 else ())
+        if few is not None and 0 < num_rows <= MOST_ROWS:
+            return few(x.contiguous())
         if num_rows in sizes:
             return self._multiply(x.contiguous())
         if num_rows == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
-        blocks = _blocks(num_rows, sizes)
+        blocks = _blocks(num_rows, sizes, are_few_apart=few is not None)
         rows = x.reshape(-1, self.in_features)
-        rows = nn.functional.pad(rows, (0, 0, 0, sum(blocks) - num_rows))
-        products = [self._multiply(block) for block in torch.split(rows, list(blocks))]
+        if few is None:
+            rows = nn.functional.pad(rows, (0, 0, 0, sum(blocks) - num_rows))
+        products = [
+            self._multiply(block) if few is None or len(block) > MOST_ROWS else few(block)
+            for block in torch.split(rows.contiguous(), list(blocks))
+        ]
         out = products[0] if len(products) == 1 else torch.cat(products)
         return out[:num_rows].reshape(*x.shape[:-1], self.out_features)
 

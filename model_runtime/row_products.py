@@ -30,12 +30,15 @@ from model_runtime.lane_tiles import (
     no_sums,
     store_sums,
 )
+from model_runtime.lanes import ask_for
 
-MOST_ROWS = 8
+MOST_ROWS = 16
 PANEL = 64  # outputs whose weights lie together
 _CHUNK = 64  # inputs of a panel that stay in the fastest cache while all rows pass
 _COLUMNS = 4  # registers of a panel
 _CHAINS = (512, 1024, 2048, 4096)  # inputs of a chain; to be tried after all of them
+_LINE_BYTES = 64
+_AHEAD_BYTES = 32 << 10
 _BYTES_PER_SHARE = 4 << 20  # a thread's part below which waking it costs more than it gives
 
 
@@ -47,10 +50,14 @@ def _adder(num_rows: int, add: Any, step: int) -> Any:
         x_RK: Any, row: int, chunk: int, stop: int, begin: int, packed_Q: Any, base: int, sums: Any
     ) -> None:  # fmt: skip
         num_inputs = x_RK.shape[1]
+        line, ahead = _LINE_BYTES // packed_Q.itemsize, _AHEAD_BYTES // packed_Q.itemsize
         tile = load_sums(sums, row * PANEL, PANEL, num_rows, _COLUMNS)
         if chunk == begin:
             tile = no_sums(num_rows, _COLUMNS)
         for k in range(chunk, stop, step):
+            # Rows after the first four find the chunk near, and leave memory idle otherwise.
+            for at in range(base + k * PANEL, base + (k + step) * PANEL, line):
+                ask_for(packed_Q, at + ahead)
             factor = row * num_inputs + k
             tile = add(tile, x_RK, factor, num_inputs, packed_Q, base + k * PANEL, _COLUMNS)
         store_sums(sums, row * PANEL, PANEL, tile, _COLUMNS)

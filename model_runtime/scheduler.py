@@ -112,6 +112,11 @@ class Scheduler:
         self._prefill(tokens_left, plan)
         return plan
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether any sequence is past its prompt."""
+        return any(sequence.is_decoding for sequence in self.running)
+
     def computed(self, chunk: Chunk) -> None:
         """A step has computed this chunk; its full pages may be shared from now on."""
         sequence = chunk.sequence
