@@ -208,7 +208,10 @@ async def _run(
     async with AsyncExitStack() as stack:
         measured = []
         for name, url in servers:
-            client = await stack.enter_async_context(open_client(None, concurrency, timeout_s))
+            # llama.cpp's server ends connections between two requests.
+            client = await stack.enter_async_context(
+                open_client(None, concurrency, timeout_s, keeps_connections=False)
+            )
             target = await find_target(client, url, None)
             record.check_model(name, target.model)
             measured.append(Measured(name, target, Sender(client, target, timeout_s)))

@@ -99,11 +99,16 @@ class _FailedError(Exception):
         self.failure = Failure(kind, message[:_MAX_MESSAGE])
 
 
-def open_client(api_key: str | None, concurrency: int, timeout_s: float) -> httpx.AsyncClient:
-    """A client that keeps a connection per request in flight. Close it at the end."""
+def open_client(
+    api_key: str | None, concurrency: int, timeout_s: float, *, keeps_connections: bool = True
+) -> httpx.AsyncClient:
+    """A client with a connection per request in flight. Close it at the end.
+
+    `keeps_connections`: False where a server closes those that it has answered on.
+    """
     limits = httpx.Limits(
         max_connections=concurrency,
-        max_keepalive_connections=concurrency,
+        max_keepalive_connections=concurrency if keeps_connections else 0,
         keepalive_expiry=2,  # below uvicorn's 5: else we write where the server has just closed
     )
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
