@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
+from model_runtime import row_products
 from model_runtime.row_products import MOST_ROWS, RowProducts
 
 _PACKED_FOR_ROWS = 8  # any number above one chooses the layout that is good for several rows
@@ -92,14 +93,16 @@ class PackedProduct:
         self._product = _OPS._linear_pointwise.default
         self._num_threads = torch.get_num_threads()
         self._small = _SMALL_SIZES[1 if self.in_features > _WIDEST_SINGLE_ROW else 0 :]
-        few = RowProducts(self._packed, self.out_features, self.in_features, self._bias)
+        few = None
+        if row_products.is_available():
+            few = RowProducts(self._packed, self.out_features, self.in_features, self._bias)
         has_bias = self._bias is not None
         shape = (self.out_features, self.in_features, has_bias, self._num_threads)
         if shape not in tried:
             tried[shape] = self._try(weight.dtype, few)
         self._is_float32 = weight.dtype == torch.float32
         self._sizes = tried[shape].sizes
-        self._few = few.chained(tried[shape].chain)
+        self._few = None if few is None else few.chained(tried[shape].chain)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], each row as if it were alone."""
@@ -125,7 +128,7 @@ class PackedProduct:
         out = products[0] if len(products) == 1 else torch.cat(products)
         return out[:num_rows].reshape(*x.shape[:-1], self.out_features)
 
-    def _try(self, dtype: torch.dtype, few: RowProducts) -> Tried:
+    def _try(self, dtype: torch.dtype, few: RowProducts | None) -> Tried:
         """The sizes of blocks, and the chain of sums, that give the bits of small blocks."""
         generator = torch.Generator().manual_seed(0)
         num_rows = max(_LARGE_SIZES[-1], -(-_TRIAL_NUMBERS // self.out_features))
@@ -143,7 +146,8 @@ class PackedProduct:
                 size for size in large if torch.equal(self._multiply(rows[:size]), expected[:size])
             ]
         count = max(MOST_ROWS, -(-_TRIAL_NUMBERS // self.out_features))
-        return Tried((*self._small, *large), few.find_chain(rows[:count], small(count)))
+        chain = None if few is None else few.find_chain(rows[:count], small(count))
+        return Tried((*self._small, *large), chain)
 
     def _multiply(self, x: Tensor) -> Tensor:
         out: Tensor = self._product(x, self._packed, self._bias, "none", [], "")

@@ -119,6 +119,11 @@ _multiply = _multiplier(add_products, 1)
 _multiply_pairs = _multiplier(add_pair_products, 2)
 
 
+def is_available() -> bool:
+    """Whether this build of torch tells where packed memory is."""
+    return hasattr(torch.ops.mkldnn, "data_ptr") and hasattr(torch.ops.mkldnn, "_nbytes")
+
+
 class RowProducts:
     """Up to MOST_ROWS rows times one packed weight."""
 
@@ -155,6 +160,7 @@ class RowProducts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]; 1 to MOST_ROWS rows in all, x contiguous."""
+        assert x.dtype == self._dtype, "the kernel reads bits"
         # Shapes are numpy's business here: torch takes twice as long for each of these calls.
         x_RK = as_numpy(x).reshape(-1, self._num_inputs)
         out_RN = np.empty((len(x_RK), self._num_outputs), self._packed_Q.dtype)

@@ -70,6 +70,18 @@ def test_another_order_of_sums_is_refused(
     assert torch.equal(torch.cat([product(row) for row in torch.split(x, 1)]), product(x))
 
 
+def test_without_the_packed_memory_rows_are_left_to_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """as a torch that does not tell where it is would have it"""
+    monkeypatch.setattr(row_products, "is_available", lambda: False)
+    linear = nn.Linear(96, 80)
+    x = torch.randn(40, 96)
+    product = product_of(linear)
+    assert torch.equal(torch.cat([product(row) for row in torch.split(x, 1)]), product(x))
+    assert torch.allclose(product(x), linear(x), atol=1e-5)
+
+
 @pytest.mark.skipif(not is_expected(torch.float32), reason="few rows are left to oneDNN here")
 def test_threads_share_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """panel by panel, with the bits of one thread"""
