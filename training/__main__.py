@@ -99,6 +99,8 @@ def _of(kind: Callable[..., Options], learning: dict[str, Any]) -> Options:
 
 def _train(training: Training, steps: int) -> None:
     done = training.progress.step
+    if done:
+        click.echo(f"going on behind step {done} of {steps}", err=True)
     with click.progressbar(length=steps, label="training", file=sys.stderr) as bar:
         bar.update(done)
         for measured in training.steps():

@@ -5,9 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from server.evaluation.intervals import proportion
-from server.evaluation.plan import EvalPlan, Variant
-from server.evaluation.report import Report, Row
+from server.evaluation.intervals import mean, proportion
+from server.evaluation.plan import METHODS, EvalPlan, Variant
+from server.evaluation.report import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,13 @@ class Candidate:
     variant: Variant
     num_right: int
     num_queries: int
-    mean_nats: float | None  # per target token, over the lengths
+    nats: tuple[float, ...]  # per target token: of each window, length by length
     reaches: bool  # whether a deployment of it serves the longest of them
+
+    @property
+    def mean_nats(self) -> float | None:
+        """Of all windows; None of none."""
+        return math.fsum(self.nats) / len(self.nats) if self.nats else None
 
     @property
     def share(self) -> float:
@@ -39,7 +44,8 @@ def suggestion(report: Report, name: str, model: str | None) -> str:
     """A block for `ropewalk serve --config`, with the reasons as its comments.
 
     The best retrieval, and all that cannot be told from it by its 95 % interval, stay; of those the
-    lowest perplexity wins. The untouched table is served up to L only.
+    lowest perplexity, and all that cannot be told from it by that of the differences on the same
+    windows; of those the simplest wins. The untouched table is served up to L only.
     """
     lens = report.plan.suggested_lens
     candidates = [_candidate(report, each, lens) for each in report.plan.variants]
@@ -52,7 +58,7 @@ def suggestion(report: Report, name: str, model: str | None) -> str:
     chosen = _best(possible)
     lines = [
         f"# For contexts of {_listed(lens)} tokens: {chosen.variant.label} ({chosen.numbers()}),",
-        "# the lowest perplexity among those whose retrieval cannot be told from the best.",
+        "# the simplest of those whose retrieval and perplexity cannot be told from the best.",
     ]
     ranked = sorted(candidates, key=lambda each: (-each.share, each.mean_nats or 0.0))
     for each in ranked:
@@ -64,35 +70,38 @@ def suggestion(report: Report, name: str, model: str | None) -> str:
 
 def _candidate(report: Report, variant: Variant, lens: Sequence[int]) -> Candidate:
     rows = [row for row in report.of(variant) if row.context_len in lens]
-    nats = [_mean_nats(row) for row in rows if row.windows]
     return Candidate(
         variant,
         sum(row.num_right for row in rows),
         sum(len(row.queries) for row in rows),
-        math.fsum(nats) / len(nats) if nats else None,
+        tuple(each.nats / each.target_tokens for row in rows for each in row.windows),
         variant.policy is not None or max(lens) <= report.plan.native_len,
     )
 
 
-def _mean_nats(row: Row) -> float:
-    return math.fsum(each.nats for each in row.windows) / row.target_tokens
-
-
 def _best(candidates: Sequence[Candidate]) -> Candidate:
-    """Of equal ones the simpler: the untouched table, then pinned, which spares short ones."""
-    order = {None: 0, "pinned": 1, "fixed": 2}
     best = max(candidates, key=lambda each: each.share)
     least = 0.0
     if best.num_queries:
         least = proportion(best.num_right, best.num_queries).low or 0.0
     alike = [each for each in candidates if each.share >= least]
-    return min(
-        alike,
-        key=lambda each: (
-            each.mean_nats if each.mean_nats is not None else -each.share,
-            order[each.variant.policy],
-        ),
-    )
+    lowest = min(alike, key=lambda each: (each.mean_nats or 0.0, -each.share))
+    alike = [each for each in alike if not _is_worse(each, lowest)]
+    return min(alike, key=lambda each: (_effort(each.variant), each.mean_nats or 0.0, -each.share))
+
+
+def _is_worse(candidate: Candidate, best: Candidate) -> bool:
+    """By perplexity on the same windows, whose texts differ far more than variants do."""
+    if not best.nats:
+        return candidate.share < best.share
+    difference = mean([one - other for one, other in zip(candidate.nats, best.nats, strict=True)])
+    return difference.value > 0 and (difference.low is None or difference.low > 0)
+
+
+def _effort(variant: Variant) -> tuple[int, bool]:
+    """The untouched table, then pinned, which spares short requests; last the log-n switch."""
+    policies = {None: 0, "pinned": 1, "fixed": 2}
+    return policies[variant.policy], "use_logn_attn" in METHODS[variant.method]
 
 
 def _block(plan: EvalPlan, variant: Variant, name: str, model: str | None) -> list[str]:
