@@ -57,6 +57,8 @@ class EvalOptions:
 def run_eval(options: EvalOptions, settings: ServeSettings) -> None:
     """Measure, print the table, write the files. Raises EvalError, ModelError, SettingsError."""
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    # First: without lengths it takes the next flag for them, whose value is then the model.
+    parse_lens("--suggest", options.suggest)
     plan = make_plan(options, native_of(settings))
     documents = read_documents(options.texts)
     try:

@@ -239,6 +239,7 @@ def test_the_suggestion_is_a_file_that_serves(measured: Run) -> None:
         (["--context-lens", "300000"], "--context-lens must be <= "),
         (["--context-lens", "12"], "--context-lens must be >= 64 tokens, got 12"),
         (["--context-lens", "a"], "--context-lens must be integers with commas between them"),
+        (["--suggest", "--context-lens", "256"], "--suggest must be integers with commas between"),
         (["--methods", "yarm"], "--methods must be of none, linear, ntk, dynamic, yarn"),
         (["--rope-policies", "grow"], "--rope-policies must be of fixed, pinned; got 'grow'"),
         (["--forms", "ask"], "--forms must be of print, assign, assert, passkey; got 'ask'"),
