@@ -61,6 +61,7 @@ class Engine:
         self._is_resting = True  # waits for a command, since nothing is live
         self._last_step = time.monotonic()  # when a step ended, or a rest
         self._on_death: Callable[[], None] = lambda: None
+        self._after_step: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
     @property
@@ -78,9 +79,17 @@ class Engine:
         """How long the current step takes so far; 0 while nothing is to be done."""
         return 0.0 if self._is_resting else time.monotonic() - self._last_step
 
-    def start(self, on_death: Callable[[], None] = lambda: None) -> None:
-        """Start the thread. `on_death` is called on it, should it end without being stopped."""
-        self._on_death = on_death
+    def start(
+        self,
+        on_death: Callable[[], None] = lambda: None,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the thread.
+
+        On it `on_death` is called, should it end without being stopped, and `after_step` when all
+        outputs of a step have been handed over, and of the end.
+        """
+        self._on_death, self._after_step = on_death, after_step
         self._is_running = True
         self._thread.start()
 
@@ -237,6 +246,7 @@ class Engine:
                 self._take_commands()
                 if self._is_running:
                     self._core.step()
+                    self._after_step()
                     self._last_step = time.monotonic()
         except Exception:  # noqa: BLE001  # whatever it was, the waiting clients must hear of it
             _log.exception("engine_died")
@@ -245,6 +255,7 @@ class Engine:
             self._is_running = False
         self._take_waiting_commands()
         self._core.fail_all("the engine stopped")
+        self._after_step()
         self._core.tell_gauges()
         if has_died:
             self._on_death()

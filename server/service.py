@@ -4,7 +4,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from model_runtime.tokenizer import Tokenizer
 from server.errors import rejection_reason
 from server.http_metrics import HttpMetrics
 from server.limits import ServiceLimits
+from server.mailbox import Mailbox
 from server.metrics import Metrics
 from server.schema import GenerationRequest
 
@@ -33,13 +33,16 @@ class Submission:
     def __init__(
         self,
         engine: Engine,
+        mailbox: Mailbox,
         requests: Sequence[Request],
         arrived: float,
         reservation: Reservation,
+        *,
         max_unread: int,
     ) -> None:
         self.requests = requests
         self._engine = engine
+        self._mailbox = mailbox
         self._max_unread = max_unread
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
@@ -73,9 +76,8 @@ class Submission:
         self._open.clear()
 
     def _hand_over(self, index: int, output: Output) -> None:
-        # On the engine's thread. The loop may be gone when the process is ending.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._receive, index, output)
+        # On the engine's thread.
+        self._mailbox.put(self._loop, partial(self._receive, index, output))
 
     def _receive(self, index: int, output: Output) -> None:
         if index not in self._open:
@@ -105,6 +107,7 @@ class Service:
     allowed_chat_template_kwargs: frozenset[str]
     limits: ServiceLimits
     grammars: GrammarCompiler
+    mailbox: Mailbox = field(default_factory=Mailbox)  # sent after each of the engine's steps
     created: int = field(default_factory=lambda: int(time.time()))
 
     def deployment(self, name: str | None) -> Deployment:
@@ -166,8 +169,14 @@ class Service:
                 requests = []
                 for prompt in await read_prompts():
                     requests += self._requests(body, deployment, prompt, more_stop, grammar)
-                unread = self.limits.max_unread_tokens
-                return Submission(self.engine, requests, arrived, reservation, unread)
+                return Submission(
+                    self.engine,
+                    self.mailbox,
+                    requests,
+                    arrived,
+                    reservation,
+                    max_unread=self.limits.max_unread_tokens,
+                )
         except RopewalkError as error:
             self.metrics.rejected(rejection_reason(error))
             if isinstance(error, RequestError) and error.param == "prompt":
