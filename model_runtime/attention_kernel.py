@@ -131,7 +131,11 @@ def attend(
             page_id = page_table_SN[sequence, page]
             start = page * page_size
             num_keys = min(page_size, last - start + 1)
-            turn_keys(keys_NKDO, page_id, head, offset_cos, offset_sin, slot, row_O, keys_DO)
+            next_id = page_table_SN[sequence, page + 1] if page < last // page_size else -1
+            turn_keys(
+                keys_NKDO, values_NKOV, page_id, next_id, head, offset_cos, offset_sin, slot,
+                row_O, keys_DO,
+            )  # fmt: skip
             values_OV = values_in_lanes(values_NKOV, page_id, head, num_keys, scratch_OV)
             row = 0
             while row < num_rows:

@@ -18,6 +18,7 @@ from model_runtime.lanes import (
     WIDTH,
     add,
     any_above,
+    ask_for,
     exp,
     fma,
     larger,
@@ -58,21 +59,31 @@ def turn_back(
 
 @jit()
 def turn_keys(
-    keys_NKDO: Any, page_id: int, head: int, cos_SPO: Any, sin_SPO: Any, slot: int,
-    row_O: Any, keys_DO: Any,
+    keys_NKDO: Any, values_NKOV: Any, page_id: int, next_id: int, head: int,
+    cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,
 ) -> None:  # fmt: skip
-    """Turn a page's keys by their offsets."""
+    """Turn a page's keys by their offsets, and ask for the page that is read next, -1: none.
+
+    Pages lie anywhere in memory, so the processor cannot guess which one follows.
+    """
     _, num_heads, dim, page_size = keys_NKDO.shape
     pairs = cos_SPO.shape[1]
     if page_size % WIDTH == 0:
         base = (page_id * num_heads + head) * dim * page_size
         table = slot * pairs * page_size
         half = pairs * page_size
+        next_keys = (next_id * num_heads + head) * dim * page_size
+        next_values = (next_id * num_heads + head) * page_size * values_NKOV.shape[3]
         for at in range(0, half, WIDTH):
             first, second = load(keys_NKDO, base + at), load(keys_NKDO, base + half + at)
             cos, sin = load(cos_SPO, table + at), load(sin_SPO, table + at)
             store(keys_DO, at, subtract(multiply(first, cos), multiply(second, sin)))
             store(keys_DO, half + at, fma(second, cos, multiply(first, sin)))
+            if next_id >= 0:
+                ask_for(keys_NKDO, next_keys + at)
+                ask_for(keys_NKDO, next_keys + half + at)
+                ask_for(values_NKOV, next_values + 2 * at)
+                ask_for(values_NKOV, next_values + 2 * at + WIDTH)
         for at in range(2 * half, dim * page_size, WIDTH):
             store(keys_DO, at, load(keys_NKDO, base + at))
         return
