@@ -32,7 +32,7 @@ def test_banner_says_what_an_operator_needs(server: Server) -> None:
         "native length  256 tokens",
         "tiers          256:1x 512:2x 1024:4x 2048:8x",
         "longest        2048 tokens",
-        "KV cache         65536 tokens, 256 MiB in 4096 pages of 16",
+        "KV cache         65536 tokens, 256 MiB in 1024 pages of 64",
         f"listening on     {server.url}",
     ):
         assert line in server.banner
@@ -55,9 +55,9 @@ def test_banner_says_what_an_operator_needs(server: Server) -> None:
         ({"max_model_len": "4096"}, r"max_model_len: must be <= the longest tier \(2048 tokens\)"),
         (
             {"max_model_len": "2048", "kv_cache_tokens": "1000"},
-            r"max_model_len must be <= what the KV cache holds \(992 tokens\), got 2048",
+            r"max_model_len must be <= what the KV cache holds \(960 tokens\), got 2048",
         ),
-        ({"kv_cache_tokens": "15"}, "the KV cache holds no page of 16 tokens"),
+        ({"kv_cache_tokens": "15"}, "the KV cache holds no page of 64 tokens"),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused(

@@ -71,7 +71,7 @@ def test_costs_are_those_of_the_config() -> None:
     per_layer = 2 * config["num_key_value_heads"] * config["head_dim"] * 4
     assert costs["kv_bytes_per_token"] == config["num_hidden_layers"] * per_layer
     left = 0.02 * 2**30 - costs["weight_bytes"]
-    assert costs["memory_holds_tokens"] == left // costs["kv_bytes_per_token"] // 16 * 16
+    assert costs["memory_holds_tokens"] == left // costs["kv_bytes_per_token"] // 64 * 64
     assert costs["longest_context_in_memory"] == min(2048, costs["memory_holds_tokens"])
     tight = inspect("--memory-gib", "0.015")["costs"]
     assert 0 < tight["longest_context_in_memory"] == tight["memory_holds_tokens"] < 2048
@@ -123,11 +123,11 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
         "deployment       demo",
         "scaling        llama3, pinned",
         "tiers          256:1x 512:2x 1024:4x",
-        "longest        992 tokens (what the KV cache holds)",
+        "longest        960 tokens (what the KV cache holds)",
         "deployment       fixed-2x",
         "tiers          512:2x",
         "longest        512 tokens\n",
-        "KV cache         992 tokens",
+        "KV cache         960 tokens",
         "weights, 3.88 MiB cache",
         "would listen on  127.0.0.1, port 9999",
         "whether the architecture can be taken over: loading it shows",
@@ -163,7 +163,7 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
         ),
         (
             "kv_cache_tokens: 1000\ndeployments: [{name: a, max_model_len: 2000}]",
-            "deployments: a: max_model_len must be <= what the KV cache holds (992 tokens)",
+            "deployments: a: max_model_len must be <= what the KV cache holds (960 tokens)",
         ),
     ],
 )
