@@ -73,7 +73,7 @@ def test_costs_are_those_of_the_config() -> None:
     left = 0.02 * 2**30 - costs["weight_bytes"]
     assert costs["memory_holds_tokens"] == left // costs["kv_bytes_per_token"] // 64 * 64
     assert costs["longest_context_in_memory"] == min(2048, costs["memory_holds_tokens"])
-    tight = inspect("--memory-gib", "0.015")["costs"]
+    tight = inspect("--memory-gib", "0.016")["costs"]
     assert 0 < tight["longest_context_in_memory"] == tight["memory_holds_tokens"] < 2048
     assert inspect("--memory-gib", "0.001")["costs"]["longest_context_in_memory"] == 0
 
@@ -128,7 +128,7 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
         "tiers          512:2x",
         "longest        512 tokens\n",
         "KV cache         960 tokens",
-        "weights, 3.88 MiB cache",
+        "weights, 3.75 MiB cache",
         "would listen on  127.0.0.1, port 9999",
         "whether the architecture can be taken over: loading it shows",
     ):
