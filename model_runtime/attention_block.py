@@ -102,11 +102,10 @@ def block_reader(num_rows: int, columns: int) -> Any:
             turn_back(turned_RD, row + place, start_cos, start_sin, slot, page, back_BD, place)
         score(back_BD, keys_DO, scores_BO)
         # Keys that all rows see are weighed for all together, the others row by row: what a row
-        # does not see is not even multiplied by zero, for it may be NaN.
-        all_begin, all_end = 0, page_size
-        for place in range(num_rows):
-            begin, end = seen(row + place, position, group, start, window, page_size)
-            all_begin, all_end = max(all_begin, begin), min(all_end, end)
+        # does not see is not even multiplied by zero, for it may be NaN. Later rows see from later
+        # keys on, and up to later ones.
+        _, all_end = seen(row, position, group, start, window, page_size)
+        all_begin, _ = seen(row + num_rows - 1, position, group, start, window, page_size)
         all_end = max(all_begin, all_end)
         for place in range(num_rows):
             r = row + place

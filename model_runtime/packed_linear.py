@@ -29,8 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
-from model_runtime import row_products
-from model_runtime.row_products import MOST_ROWS, RowProducts
+from model_runtime.row_products import MOST_ROWS, PackedWeight, RowProducts, find_chain
 
 _PACKED_FOR_ROWS = 8  # any number above one chooses the layout that is good for several rows
 _VECTOR = 64  # a multiple of every vector width in use, in numbers
@@ -53,7 +52,7 @@ class Tried:
     chain: int | None  # inputs of a chain of oneDNN's sums (row_products.py); None: not found
 
 
-_OPS: Any = torch.ops.mkldnn  # private to torch, so everything that touches it is in this file
+_OPS: Any = torch.ops.mkldnn  # private to torch: only this file and row_products.py touch it
 
 
 def is_available() -> bool:
@@ -93,16 +92,15 @@ class PackedProduct:
         self._product = _OPS._linear_pointwise.default
         self._num_threads = torch.get_num_threads()
         self._small = _SMALL_SIZES[1 if self.in_features > _WIDEST_SINGLE_ROW else 0 :]
-        few = None
-        if row_products.is_available():
-            few = RowProducts(self._packed, self.out_features, self.in_features, self._bias)
+        packed = PackedWeight(self._packed, self.out_features, self.in_features, self._bias)
         has_bias = self._bias is not None
         shape = (self.out_features, self.in_features, has_bias, self._num_threads)
         if shape not in tried:
-            tried[shape] = self._try(weight.dtype, few)
+            tried[shape] = self._try(packed)
         self._is_float32 = weight.dtype == torch.float32
         self._sizes = tried[shape].sizes
-        self._few = None if few is None else few.chained(tried[shape].chain)
+        chain = tried[shape].chain
+        self._few = None if chain is None else RowProducts(packed, chain)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], each row as if it were alone."""
@@ -128,8 +126,9 @@ class PackedProduct:
         out = products[0] if len(products) == 1 else torch.cat(products)
         return out[:num_rows].reshape(*x.shape[:-1], self.out_features)
 
-    def _try(self, dtype: torch.dtype, few: RowProducts | None) -> Tried:
+    def _try(self, packed: PackedWeight) -> Tried:
         """The sizes of blocks, and the chain of sums, that give the bits of small blocks."""
+        dtype = self._packed.dtype
         generator = torch.Generator().manual_seed(0)
         num_rows = max(_LARGE_SIZES[-1], -(-_TRIAL_NUMBERS // self.out_features))
         rows = torch.randn(num_rows, self.in_features, generator=generator).to(dtype)
@@ -146,8 +145,7 @@ class PackedProduct:
                 size for size in large if torch.equal(self._multiply(rows[:size]), expected[:size])
             ]
         count = max(MOST_ROWS, -(-_TRIAL_NUMBERS // self.out_features))
-        chain = None if few is None else few.find_chain(rows[:count], small(count))
-        return Tried((*self._small, *large), chain)
+        return Tried((*self._small, *large), find_chain(packed, rows[:count], small(count)))
 
     def _multiply(self, x: Tensor) -> Tensor:
         out: Tensor = self._product(x, self._packed, self._bias, "none", [], "")

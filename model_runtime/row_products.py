@@ -13,7 +13,7 @@ Shapes: R = rows, K = inputs, N = outputs, Q = numbers in packed memory.
 
 import ctypes
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -124,64 +124,84 @@ def is_available() -> bool:
     return hasattr(torch.ops.mkldnn, "data_ptr") and hasattr(torch.ops.mkldnn, "_nbytes")
 
 
+def find_chain(weight: "PackedWeight", x_RK: Tensor, expected_RN: Tensor) -> int | None:
+    """How many inputs make a chain of oneDNN's sums: what gives its bits. None: nothing does."""
+    if not is_available() or not weight.has_panels():
+        return None
+    for chain in dict.fromkeys((weight.num_inputs, *_CHAINS)):
+        products = RowProducts(weight, chain)
+        found = torch.cat([products(rows) for rows in torch.split(x_RK, MOST_ROWS)])
+        if torch.equal(found, expected_RN):
+            return chain
+    return None
+
+
+class PackedWeight(NamedTuple):
+    """A weight as mkldnn._reorder_linear_weight has packed it, and the bias beside it."""
+
+    packed: Tensor
+    num_outputs: int
+    num_inputs: int
+    bias_N: Tensor | None
+
+    @property
+    def num_panels(self) -> int:
+        """The last may be filled up with zeros."""
+        return -(-self.num_outputs // PANEL)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the packed memory."""
+        found: int = torch.ops.mkldnn._nbytes(self.packed)
+        return found
+
+    @property
+    def num_packed(self) -> int:
+        """Inputs in a panel; the last may be filled up with zeros."""
+        return self.num_bytes // self.packed.dtype.itemsize // (self.num_panels * PANEL)
+
+    def has_panels(self) -> bool:
+        """Whether the memory can be panels, and a kernel for its numbers is there.
+
+        Whether they are where they are taken to be, only a trial shows: these bounds keep it from
+        reading what is not there.
+        """
+        dtype = self.packed.dtype
+        return (
+            self.num_packed >= self.num_inputs
+            and self.num_packed * self.num_panels * PANEL * dtype.itemsize == self.num_bytes
+            and (dtype == torch.float32 or (HAS_PAIR_PRODUCTS and self.num_inputs % 2 == 0))
+        )
+
+
 class RowProducts:
     """Up to MOST_ROWS rows times one packed weight."""
 
-    def __init__(
-        self, packed: Tensor, num_outputs: int, num_inputs: int, bias: Tensor | None
-    ) -> None:
-        """`packed`: from mkldnn._reorder_linear_weight; its memory is read, not copied."""
-        is_float32 = packed.dtype == torch.float32
-        num_bytes = torch.ops.mkldnn._nbytes(packed)
-        self._num_outputs, self._num_inputs = num_outputs, num_inputs
-        self._dtype = packed.dtype
-        self._num_panels = -(-num_outputs // PANEL)
-        numbers = num_bytes // packed.dtype.itemsize
-        self._num_packed, rest = divmod(numbers, self._num_panels * PANEL)
-        # Whether the panels are where they are taken to be, a trial shows; these bounds keep it
-        # from reading what is not there.
-        self._is_possible = (
-            rest == 0
-            and self._num_packed >= num_inputs
-            and (is_float32 or (HAS_PAIR_PRODUCTS and num_inputs % 2 == 0))
-        )
+    def __init__(self, weight: PackedWeight, chain: int) -> None:
+        """`chain`: inputs of a chain of sums (`find_chain`)."""
+        is_float32 = weight.packed.dtype == torch.float32
+        self._weight, self._chain = weight, chain  # the weight keeps its memory alive
+        self._num_packed = weight.num_packed
         self._kernel = _multiply if is_float32 else _multiply_pairs
         pointer = ctypes.cast(
-            torch.ops.mkldnn.data_ptr(packed),
+            torch.ops.mkldnn.data_ptr(weight.packed),
             ctypes.POINTER(ctypes.c_float if is_float32 else ctypes.c_uint16),
         )
-        self._packed = packed  # keeps the memory alive
-        self._packed_Q = np.ctypeslib.as_array(pointer, (numbers,))
-        self._bias_N = np.empty(0, self._packed_Q.dtype) if bias is None else as_numpy(bias)
-        self._chain = num_inputs
-        num_shares = max(1, min(torch.get_num_threads(), num_bytes // _BYTES_PER_SHARE))
-        edges = [self._num_panels * share // num_shares for share in range(num_shares + 1)]
+        num_numbers = weight.num_bytes // weight.packed.dtype.itemsize
+        self._packed_Q = np.ctypeslib.as_array(pointer, (num_numbers,))
+        bias_N = weight.bias_N
+        self._bias_N = np.empty(0, self._packed_Q.dtype) if bias_N is None else as_numpy(bias_N)
+        num_shares = max(1, min(torch.get_num_threads(), weight.num_bytes // _BYTES_PER_SHARE))
+        edges = [weight.num_panels * share // num_shares for share in range(num_shares + 1)]
         self._shares = list(pairwise(edges))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]; 1 to MOST_ROWS rows in all, x contiguous."""
-        assert x.dtype == self._dtype, "the kernel reads bits"
+        weight = self._weight
+        assert x.dtype == weight.packed.dtype, "the kernel reads bits"
         # Shapes are numpy's business here: torch takes twice as long for each of these calls.
-        x_RK = as_numpy(x).reshape(-1, self._num_inputs)
-        out_RN = np.empty((len(x_RK), self._num_outputs), self._packed_Q.dtype)
+        x_RK = as_numpy(x).reshape(-1, weight.num_inputs)
+        out_RN = np.empty((len(x_RK), weight.num_outputs), self._packed_Q.dtype)
         arguments = (x_RK, self._packed_Q, self._bias_N, out_RN, self._num_packed, self._chain)
         run_shares(lambda share: self._kernel(*arguments, *share), self._shares)
-        return as_tensor(out_RN.reshape(*x.shape[:-1], self._num_outputs), self._dtype)
-
-    def find_chain(self, x_RK: Tensor, expected_RN: Tensor) -> int | None:
-        """The length of a chain that gives the expected bits; None where none does."""
-        if not self._is_possible:
-            return None
-        for chain in dict.fromkeys((x_RK.shape[1], *_CHAINS)):
-            self._chain = chain
-            found = torch.cat([self(rows) for rows in torch.split(x_RK, MOST_ROWS)])
-            if torch.equal(found, expected_RN):
-                return chain
-        return None
-
-    def chained(self, chain: int | None) -> "RowProducts | None":
-        """These products with the chain that was found; None where there is none."""
-        if chain is None:
-            return None
-        self._chain = chain
-        return self
+        return as_tensor(out_RN.reshape(*x.shape[:-1], weight.num_outputs), x.dtype)
