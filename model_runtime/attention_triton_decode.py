@@ -160,7 +160,7 @@ def _decode(
             plain = row(at, (e < REST)[None, :], REST == REST_2)
             scores = product(rest, tl.trans(plain), scores, WIDE)
         if CAPPED:
-            scores = capped(scores, softcap, 1.4426950408889634)
+            scores = capped(scores, softcap)
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         # Weighed as they are multiplied: what rounding takes from the sum, it takes from both.

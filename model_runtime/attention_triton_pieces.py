@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = math.log2(math.e)
+KERNEL_LOG2_E = tl.constexpr(LOG2_E)  # kernels see no other kind of number from outside
 _LEAST = 16  # rows and columns of the smallest matrix product
 
 
@@ -72,6 +73,6 @@ def angles(start_cos, start_sin, offset_cos, offset_sin, start_at, offset_at, ma
 
 
 @jit
-def capped(scores, softcap, UNIT: tl.constexpr):
-    """UNIT x softcap x tanh(scores / softcap)."""
-    return (UNIT * softcap) * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
+def capped(scores, softcap):
+    """softcap x tanh(scores / softcap), as a logarithm to base 2."""
+    return (KERNEL_LOG2_E * softcap) * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))

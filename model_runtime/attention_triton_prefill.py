@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from model_runtime.attention import LayerRead
 from model_runtime.attention_triton_pieces import (
+    KERNEL_LOG2_E,
     LOG2_E,
     angles,
     capped,
@@ -102,7 +103,7 @@ def _attend(
     if SUNK:
         # A logit of its own that carries no value.
         sink = tl.load(sinks + head).to(tl.float32)
-        top = tl.zeros([TILE], tl.float32) + sink * 1.4426950408889634
+        top = tl.zeros([TILE], tl.float32) + sink * KERNEL_LOG2_E
         weight = weight + 1.0
     total = tl.zeros([TILE, VALUES_2], tl.float32)
     least = num_keys - num_tokens + tl.program_id(0) * TILE
@@ -119,7 +120,7 @@ def _attend(
         scores = tl.zeros([TILE, TILE], tl.float32)
         scores = product(asked, tl.trans(key), scores, WIDE) * scaling
         if CAPPED:
-            scores = capped(scores, softcap, 1.4426950408889634)
+            scores = capped(scores, softcap)
         is_seen = index[None, :] <= own[:, None]
         if WINDOWED:
             is_seen = is_seen & (index[None, :] > own[:, None] - window)
