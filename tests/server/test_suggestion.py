@@ -12,8 +12,8 @@ from server.evaluation.suggest import suggestion
 UNTOUCHED, PINNED = Variant("none", None), Variant("yarn", "pinned")
 FIXED, LOGN = Variant("yarn", "fixed"), Variant("yarn+logn", "pinned")
 NUM_WINDOWS, NUM_QUERIES = 16, 40
-_NOISE = random.Random(0)
-TEXTS = [_NOISE.uniform(1.0, 3.0) for _ in range(NUM_WINDOWS)]  # nats a token: texts differ most
+_TEXT = random.Random(0)
+TEXTS = [_TEXT.uniform(1.0, 3.0) for _ in range(NUM_WINDOWS)]  # nats a token: texts differ most
 
 
 def row(variant: Variant, nats: Sequence[float], num_right: int) -> Row:
@@ -46,8 +46,11 @@ def chosen(*rows: Row) -> str:
 
 
 def shifted(by: float, noise: float = 0.002) -> list[float]:
-    """The same windows under another variant."""
-    return [each + by + _NOISE.uniform(-noise, noise) for each in TEXTS]
+    """The same windows under another variant, their mean moved by just `by`."""
+    draw = random.Random(by)  # of its own: a test must not depend on which ran before it
+    drawn = [draw.uniform(-noise, noise) for _ in TEXTS]
+    mean = sum(drawn) / len(drawn)
+    return [each + by + one - mean for each, one in zip(TEXTS, drawn, strict=True)]
 
 
 def test_a_lower_perplexity_on_every_window_wins() -> None:
