@@ -45,7 +45,7 @@ def measure(
     sizes: Sizes, device: torch.device, commit: str, *, tune: bool
 ) -> Iterator[dict[str, Any]]:
     """Rows, each a measurement; `part` says of what."""
-    yield {"part": "machine", **_machine(device, commit)}
+    yield {"part": "machine", **machine(device, commit)}
     copy = copy_rate(device, sizes.copy_bytes, sizes.repeats)
     matrix = matrix_rate(device, sizes.matrix, sizes.repeats)
     yield {"part": "ceilings", "copy_bytes_s": copy, "matrix_flop_s": matrix}
@@ -60,7 +60,7 @@ def measure(
             yield from _tuned(cache, context, num_sequences, copy)
 
 
-def _machine(device: torch.device, commit: str) -> dict[str, Any]:
+def machine(device: torch.device, commit: str) -> dict[str, Any]:
     """What is measured, with what, when."""
     is_gpu = device.type == "cuda"
     return {

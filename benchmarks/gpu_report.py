@@ -41,23 +41,38 @@ def markdown(rows: Sequence[Row]) -> str:
     (angles,) = (row for row in rows if row["part"] == "angles")
     (error,) = (row for row in rows if row["part"] == "error")
     paragraphs = [
-        f"{machine['date']}, commit `{machine['commit']}`; {machine['device']}; torch "
-        f"{machine['torch']}, triton {machine['triton']}, transformers {machine['transformers']}, "
-        f"Python {machine['python']}.",
-        f"Ceilings: copy {ceilings['copy_bytes_s'] / 1e12:.3g} TB/s, bf16 product "
-        f"{ceilings['matrix_flop_s'] / 1e12:.4g} TFLOP/s. Cosines near position "
-        f"{angles['position']:,}: off by {angles['cosine_error']:.2g}, transformers' by "
+        machine_line(machine),
+        f"{ceilings_line(ceilings)} Cosines near position {angles['position']:,}: off by "
+        f"{angles['cosine_error']:.2g}, transformers' by "
         f"{angles['transformers_cosine_error']:.2g}. Difference to the reference read: "
         f"{error['decode']:.2g} in decode, {error['prefill']:.2g} in prefill.",
     ]
     for part, columns in _PARTS:
         of_part = [row for row in rows if row["part"] == part]
         if of_part:
-            paragraphs.append(_table(of_part, columns))
+            paragraphs.append(table(of_part, columns))
     return "\n\n".join(paragraphs)
 
 
-def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+def machine_line(machine: Row) -> str:
+    """What was measured, on what, when."""
+    return (
+        f"{machine['date']}, commit `{machine['commit']}`; {machine['device']}; torch "
+        f"{machine['torch']}, triton {machine['triton']}, transformers {machine['transformers']}, "
+        f"Python {machine['python']}."
+    )
+
+
+def ceilings_line(ceilings: Row) -> str:
+    """What that machine can do."""
+    return (
+        f"Ceilings: copy {ceilings['copy_bytes_s'] / 1e12:.3g} TB/s, bf16 product "
+        f"{ceilings['matrix_flop_s'] / 1e12:.4g} TFLOP/s."
+    )
+
+
+def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """One table; a line a row."""
     lines = [
         [head for head, _ in columns],
         ["---:"] * len(columns),

@@ -60,7 +60,7 @@ def build(shape: Shape, tokenizer: Tokenizer) -> LlamaForCausalLM:
         )
     )
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID)
-    _fill(model, shape)
+    fill(model, shape, torch.Generator().manual_seed(_SEED))
     # Greedy answers then have whole characters only. Servers hold a token back while it is none,
     # and would look late for it.
     with torch.no_grad():
@@ -68,9 +68,11 @@ def build(shape: Shape, tokenizer: Tokenizer) -> LlamaForCausalLM:
     return model.eval()
 
 
-def _fill(model: nn.Module, shape: Shape) -> None:
-    """Gaussians whose products keep their size; what adds to the residual is smaller with depth."""
-    seeded = torch.Generator().manual_seed(_SEED)
+def fill(model: nn.Module, shape: Shape, seeded: torch.Generator) -> None:
+    """Gaussians whose products keep their size; what adds to the residual is smaller with depth.
+
+    `seeded`: of the device that holds the weights.
+    """
     for name, weight in model.named_parameters():
         if weight.dim() == 1:  # a norm's
             nn.init.ones_(weight)

@@ -1,0 +1,182 @@
+"""Our engine as it is measured: requests in, the time of every step out."""
+
+import gc
+import itertools
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from benchmarks.gpu_rotated_keys import KINDS, check_measured
+from model_runtime.build_engine import build_engine, build_runner
+from model_runtime.checkpoint import Checkpoint
+from model_runtime.config import EngineConfig
+from model_runtime.deployment import Deployment, RopeRequest
+from model_runtime.engine import Engine
+from model_runtime.request import FinishReason, OnOutput, Output, Request, SamplingParams
+
+_WAIT_S = 300  # for a step to end
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of the engine, from the end of the one before it."""
+
+    seconds: float
+    num_tokens: int  # of answers
+    num_first: int  # of these, first tokens
+    num_crossed: int  # requests that changed their table in it
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What became of requests that were sent together."""
+
+    seconds: float  # from sending to the last token
+    first_token_s: float  # from sending to the last first token
+    steps: tuple[Step, ...]
+
+    def decode_s(self, num_sequences: int) -> list[float]:
+        """Times of the steps in which every one of them got its next token, and nobody crossed."""
+        return [
+            step.seconds
+            for step in self.steps
+            if step.num_tokens == num_sequences and not step.num_first and not step.num_crossed
+        ]
+
+    def decode_median_s(self, num_sequences: int) -> float:
+        """Of those. Raises ValueError if there was none."""
+        found = self.decode_s(num_sequences)
+        if not found:
+            raise ValueError(f"no step decoded {num_sequences} sequences and nothing else")
+        return median(found)
+
+    def crossing_s(self) -> float:
+        """Time of the one step that read everything under another table than the step before."""
+        (step,) = (step for step in self.steps if step.num_crossed)
+        return step.seconds
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What the engine's thread writes while it serves; read when all is over."""
+
+    num_left: int
+    ended: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
+    marks: list[tuple[float, int, int, int]] = field(default_factory=list)
+    rescales: dict[int, int] = field(default_factory=dict)
+    started: set[int] = field(default_factory=set)
+    num_tokens: int = 0
+    num_first: int = 0
+    num_crossed: int = 0
+
+    def collector(self, index: int) -> OnOutput:
+        """Takes the outputs of one request."""
+
+        def collect(output: Output) -> None:
+            if output.num_rescales > self.rescales.get(index, 0):
+                self.rescales[index] = output.num_rescales
+                self.num_crossed += 1
+            if output.token_ids:
+                self.num_first += index not in self.started
+                self.started.add(index)
+            self.num_tokens += len(output.token_ids)
+            if output.finish_reason is not None:
+                is_whole = output.finish_reason is FinishReason.LENGTH
+                self.ended.put(None if is_whole else output.error or str(output.finish_reason))
+
+        return collect
+
+    def mark(self) -> None:
+        """A step is over."""
+        mark = (time.perf_counter(), self.num_tokens, self.num_first, self.num_crossed)
+        self.marks.append(mark)
+        self.num_tokens = self.num_first = self.num_crossed = 0
+
+
+class Measured:
+    """One engine over a checkpoint, with a kind of cache."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, deployment: Deployment, config: EngineConfig, kind: str
+    ) -> None:
+        self._deployment = deployment
+        self._kind = kind
+        self._ids = itertools.count()
+        self._watch = _Watch(0)
+        profiles = [tier.profile for tier in deployment.own_tiers]
+        self._runner = None
+        if kind == "read":
+            self._engine = build_engine(checkpoint, config, None, profiles)
+        else:
+            self._runner = build_runner(checkpoint, config, profiles, KINDS[kind])
+            ends = checkpoint.eos_token_ids
+            self._engine = Engine(self._runner, checkpoint.tokenizer, config, ends)
+        self._engine.start(after_step=self._mark)
+
+    def _mark(self) -> None:
+        self._watch.mark()  # that of the requests of now
+
+    def serve(self, prompts: Sequence[Sequence[int]], num_output: int) -> Served:
+        """Greedy answers of exactly that length, together. Raises RuntimeError if one fails."""
+        watch = self._watch = _Watch(len(prompts))
+        requests = [
+            (self._request(ids, num_output), watch.collector(index))
+            for index, ids in enumerate(prompts)
+        ]
+        begin = time.perf_counter()
+        self._engine.submit_all(requests)
+        for _ in prompts:
+            fault = watch.ended.get(timeout=_WAIT_S)
+            if fault is not None:
+                raise RuntimeError(f"an answer ended early: {fault}")
+        while sum(tokens for _, tokens, _, _ in watch.marks) < len(prompts) * num_output:
+            time.sleep(1e-4)  # the last answer is there before its step is over
+        if self._runner is not None:
+            check_measured(self._kind, self._runner)
+        return _served(begin, watch.marks)
+
+    def _request(self, prompt: Sequence[int], num_output: int) -> Request:
+        placement = self._deployment.place(RopeRequest(), len(prompt), num_output)
+        sampling = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+        return Request(f"bench-{next(self._ids)}", tuple(prompt), sampling, placement)
+
+    def stop(self) -> None:
+        """End its thread."""
+        self._engine.stop()
+
+
+def _served(begin: float, marks: Sequence[tuple[float, int, int, int]]) -> Served:
+    steps = []
+    before, first_s = begin, 0.0
+    for end, num_tokens, num_first, num_crossed in marks:
+        steps.append(Step(end - before, num_tokens, num_first, num_crossed))
+        if num_first:
+            first_s = end - begin
+        before = end
+    return Served(before - begin, first_s, tuple(steps))
+
+
+@contextmanager
+def measured(
+    checkpoint: Checkpoint, deployment: Deployment, config: EngineConfig, kind: str = "read"
+) -> Iterator[Measured]:
+    """An engine until the block ends; then its memory is free again."""
+    engine = Measured(checkpoint, deployment, config, kind)
+    try:
+        yield engine
+    finally:
+        engine.stop()
+        del engine
+        free_memory()
+
+
+def free_memory() -> None:
+    """Give back what nobody holds any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

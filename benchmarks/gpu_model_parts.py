@@ -1,0 +1,303 @@
+"""What is measured of whole models, part by part. Each part yields rows as they are found.
+
+A row is what becomes a line of JSON; its `part` says of what. `{"part": "left_out"}` says what was
+not measured, and why.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM
+
+from benchmarks.gpu_engine import Measured, measured
+from benchmarks.gpu_model_inputs import (
+    ModelSizes,
+    Prompts,
+    deployment_of,
+    random_model,
+    taken_over,
+    twin,
+)
+from benchmarks.gpu_rotated_keys import KINDS
+from benchmarks.gpu_server import ServerError, missing_packages, serve_and_load
+from benchmarks.gpu_transformers import Batching, Contender, Generating, contenders
+from model_runtime.checkpoint import Checkpoint
+from model_runtime.deployment import Deployment
+
+Row = dict[str, Any]
+OURS = "ropewalk"
+_WARM_UP_LEN = 4  # tokens answered before anything is timed
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What the parts share: the sizes, the models, what the machine can do, and until when."""
+
+    sizes: ModelSizes
+    device: torch.device
+    copy_bytes_s: float
+    matrix_flop_s: float
+    end: float  # of time.monotonic()
+    prompts: Prompts = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompts", Prompts(self.sizes.shape.vocab))
+
+    @cached_property
+    def theirs(self) -> LlamaForCausalLM:
+        """The model as transformers runs it."""
+        sizes = self.sizes
+        return random_model(sizes.shape, sizes.native_len, sizes.dtype, self.device)
+
+    def twin(self) -> LlamaForCausalLM:
+        """Another model over the same weights."""
+        return twin(self.theirs, self.sizes.shape, self.sizes.native_len)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The same weights, taken over."""
+        return taken_over(self.twin())
+
+    @cached_property
+    def deployment(self) -> Deployment:
+        """Every request grows through the tiers."""
+        return deployment_of(self.checkpoint, self.sizes)
+
+    def has_time(self, seconds: float = 0.0) -> bool:
+        """Whether so much is left."""
+        return time.monotonic() + seconds < self.end
+
+    def engine(self, stack: ExitStack, num_prefill_tokens: int, kind: str = "read") -> Measured:
+        """Ours; it ends with the stack."""
+        config = self.sizes.config(num_prefill_tokens)
+        return stack.enter_context(measured(self.checkpoint, self.deployment, config, kind))
+
+
+def left_out(what: str, why: str) -> Row:
+    """That something was not measured."""
+    return {"part": "left_out", "what": what, "why": why}
+
+
+def decode(bench: Bench) -> Iterator[Row]:
+    """Short prompts, long answers: ours and transformers' on the same prompts, in turns."""
+    sizes = bench.sizes
+    with ExitStack() as stack:
+        ours = bench.engine(stack, sizes.chunk_len)
+        for batch in sizes.batches:
+            ours.serve(bench.prompts.of(sizes.prompt_len, batch), _WARM_UP_LEN)
+            with ExitStack() as others:
+                running: dict[str, Contender] = {}
+                num_cached = batch * (sizes.prompt_len + sizes.output_len + 256)
+                for name, make in contenders(bench.twin, num_cached).items():
+                    if batch == 1 and name != "generate":
+                        continue
+                    try:
+                        running[name] = _started(bench, make, batch, _WARM_UP_LEN, others)
+                    except _NotRunningError as error:
+                        yield left_out(f"{name}, {batch} at once", str(error))
+                for name, contender in running.items():
+                    if isinstance(contender, Batching):
+                        row = {"part": "contender", "who": name}
+                        yield {**row, "attention": contender.used_attention}
+                yield from _rounds(bench, batch, ours, running)
+
+
+class _NotRunningError(Exception):
+    """A contender takes no part; the message says why."""
+
+
+def _started(
+    bench: Bench, make: Callable[[], Contender], batch: int, num_output: int, stack: ExitStack
+) -> Contender:
+    """One that is warm, until the stack ends. Raises _NotRunningError."""
+    if not bench.has_time():
+        raise _NotRunningError("no time was left")
+    try:
+        contender = make()
+        stack.callback(contender.close)
+        contender.answer(bench.prompts.of(bench.sizes.prompt_len, batch), num_output)
+    except Exception as error:  # another project's, on whatever machine this is
+        text = " ".join(str(error).split())
+        raise _NotRunningError(f"{type(error).__name__}: {text[:300]}") from error
+    return contender
+
+
+def _rounds(
+    bench: Bench, batch: int, ours: Measured | None, running: Mapping[str, Contender]
+) -> Iterator[Row]:
+    """In each round everybody answers the same new prompts."""
+    sizes = bench.sizes
+    num_tokens = batch * sizes.output_len
+    took = 0.0
+    for number in range(sizes.rounds):
+        if not bench.has_time(took):
+            yield left_out(f"decode, {batch} at once, round {number}", "no time was left")
+            return
+        begin = time.monotonic()
+        prompts = bench.prompts.of(sizes.prompt_len, batch)
+        row = {"part": "decode", "sequences": batch, "round": number}
+        if ours is not None:
+            served = ours.serve(prompts, sizes.output_len)
+            step_s = served.decode_median_s(batch)
+            yield {
+                **row,
+                "who": OURS,
+                "seconds": served.seconds,
+                "tokens_s": num_tokens / served.seconds,
+                "step_s": step_s,
+                "share_of_copy": sizes.step_bytes / step_s / bench.copy_bytes_s,
+            }
+        for name, contender in running.items():
+            answered = contender.answer(prompts, sizes.output_len)
+            yield {
+                **row,
+                "who": name,
+                **asdict(answered),
+                "tokens_s": num_tokens / answered.seconds,
+            }
+        took = time.monotonic() - begin
+
+
+def prefill(bench: Bench) -> Iterator[Row]:
+    """A long prompt in chunks of several lengths; then first tokens by context."""
+    sizes = bench.sizes
+    operations = sizes.prefill_operations(sizes.prefill_len)
+    for chunk_len in sizes.chunk_lens:
+        with ExitStack() as stack:
+            engine = bench.engine(stack, chunk_len)
+            engine.serve(bench.prompts.of(sizes.prefill_len), 1)
+            for number in range(sizes.rounds):
+                served = engine.serve(bench.prompts.of(sizes.prefill_len), 1)
+                yield {
+                    "part": "prefill",
+                    "chunk": chunk_len,
+                    "tokens": sizes.prefill_len,
+                    "round": number,
+                    "seconds": served.first_token_s,
+                    "share_of_matrix": operations / served.first_token_s / bench.matrix_flop_s,
+                }
+    with ExitStack() as stack:
+        engine = bench.engine(stack, sizes.chunk_len)
+        engine.serve(bench.prompts.of(2 * sizes.chunk_len), 1)
+        yield from _first_tokens(bench, engine)
+
+
+def _first_tokens(bench: Bench, engine: Measured) -> Iterator[Row]:
+    sizes = bench.sizes
+    took: dict[int, float] = {}
+    for number in range(sizes.rounds):
+        for context in sizes.contexts:
+            if number and context > sizes.most_repeated:
+                continue
+            if not bench.has_time(took.get(context, 0.0)):
+                yield left_out(f"first token at {context}, round {number}", "no time was left")
+                continue
+            served = engine.serve(bench.prompts.of(context), 1)
+            took[context] = served.seconds
+            row = {"part": "first_token", "context": context, "round": number}
+            yield {**row, "seconds": served.first_token_s}
+
+
+def growth(bench: Bench) -> Iterator[Row]:
+    """A sequence that leaves its tier while it decodes: that step beside the ordinary ones."""
+    sizes = bench.sizes
+    answer_len = sizes.num_steps + 1
+    (prompt,) = bench.prompts.of(sizes.crossed_ceiling - answer_len // 2)
+    with ExitStack() as stack:
+        engine = bench.engine(stack, sizes.chunk_len)
+        for number in range(sizes.rounds + 1):
+            if not bench.has_time():
+                yield left_out(f"growth, round {number}", "no time was left")
+                return
+            # After the first, which is the warm-up, the prompt is found in the prefix cache.
+            served = engine.serve([prompt], answer_len)
+            if number == 0:
+                continue
+            ordinary = sorted(served.decode_s(1))
+            yield {
+                "part": "growth",
+                "ceiling": sizes.crossed_ceiling,
+                "round": number - 1,
+                "crossing_s": served.crossing_s(),
+                "step_s": served.decode_median_s(1),
+                "slowest_step_s": ordinary[-1],
+            }
+
+
+def rotation(bench: Bench) -> Iterator[Row]:
+    """Whole decode steps over the three kinds of cache, one after the other at every size."""
+    sizes = bench.sizes
+    with ExitStack() as stack:
+        engines = {kind: bench.engine(stack, sizes.chunk_len, kind) for kind in KINDS}
+        warmed: set[str] = set()
+        for context, count in sizes.steps:
+            for kind, engine in engines.items():
+                what = f"steps at {context} with {count} sequences, {kind}"
+                if not bench.has_time():
+                    yield left_out(what, "no time was left")
+                    continue
+                if kind not in warmed:
+                    engine.serve(bench.prompts.of(sizes.prompt_len), _WARM_UP_LEN)
+                    warmed.add(kind)
+                prompts = bench.prompts.of(context - sizes.num_steps, count)
+                # The last token is never read back, so the context is full with one more.
+                served = engine.serve(prompts, sizes.num_steps + 1)
+                yield {
+                    "part": "rotation",
+                    "context": context,
+                    "sequences": count,
+                    "kind": kind,
+                    "steps": len(served.decode_s(count)),
+                    "step_s": served.decode_median_s(count),
+                }
+
+
+def server(bench: Bench) -> Iterator[Row]:
+    """`ropewalk bench` on `ropewalk serve`, and /metrics."""
+    missing = missing_packages()
+    if missing:
+        yield left_out("the server", f"not installed: {', '.join(missing)}")
+        return
+    try:
+        yield from serve_and_load(bench.sizes, bench.device)
+    except ServerError as error:
+        yield left_out("the server", str(error))
+
+
+def compiled(bench: Bench) -> Iterator[Row]:
+    """transformers' `generate` with its static cache, which it compiles; by itself, at the end."""
+    sizes = bench.sizes
+    name = "generate, compiled"
+    if bench.device.type != "cuda":
+        yield left_out(name, "transformers compiles on a GPU only")
+        return
+    for batch in sizes.batches:
+        with ExitStack() as stack:
+            try:
+                # Compiled for the length of the cache, so the warm-up has the whole one.
+                contender = _started(
+                    bench,
+                    lambda: Generating(bench.twin(), "static"),
+                    batch,
+                    sizes.output_len,
+                    stack,
+                )
+            except _NotRunningError as error:
+                yield left_out(f"{name}, {batch} at once", str(error))
+                continue
+            yield from _rounds(bench, batch, None, {name: contender})
+
+
+PARTS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
+    "decode": decode,
+    "prefill": prefill,
+    "growth": growth,
+    "rotation": rotation,
+    "server": server,
+    "compiled": compiled,
+}

@@ -1,0 +1,260 @@
+"""Measurements of whole models -> tables in Markdown, and pictures."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu_report import Column, Row, ceilings_line, machine_line, table
+from server.plotting import COLOURS, PlotError, check_can_plot, tidy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_OURS = "ropewalk"
+
+_DECODE: tuple[Column, ...] = (
+    ("sequences", lambda row: str(row["sequences"])),
+    ("", lambda row: row["who"]),
+    ("rounds", lambda row: str(row["rounds"])),
+    ("tokens/s", lambda row: f"{row['tokens_s']:,.0f}"),
+    ("ropewalk is so many times faster", lambda row: _number(row["ratio"], "{:.2f}")),
+    ("ms a step", lambda row: _ms(row["step_s"])),
+    ("weights / step, share of copy", lambda row: _number(row["share_of_copy"], "{:.1%}")),
+)
+_PREFILL: tuple[Column, ...] = (
+    ("tokens", lambda row: f"{row['tokens']:,}"),
+    ("chunks of", lambda row: f"{row['chunk']:,}"),
+    ("s", lambda row: f"{row['seconds']:.4g}"),
+    ("share of matrix rate", lambda row: f"{row['share_of_matrix']:.1%}"),
+)
+_FIRST_TOKEN: tuple[Column, ...] = (
+    ("context", lambda row: f"{row['context']:,}"),
+    ("ms to the first token", lambda row: _ms(row["seconds"])),
+)
+_GROWTH: tuple[Column, ...] = (
+    ("tier ends at", lambda row: f"{row['ceiling']:,}"),
+    ("ms, the step that crosses", lambda row: _ms(row["crossing_s"])),
+    ("ms, median step", lambda row: _ms(row["step_s"])),
+    ("ms, slowest other", lambda row: _ms(row["slowest_step_s"])),
+)
+_ROTATION: tuple[Column, ...] = (
+    ("context", lambda row: f"{row['context']:,}"),
+    ("sequences", lambda row: str(row["sequences"])),
+    ("ms a step, rotated at read", lambda row: _ms(row["read"])),
+    ("at write", lambda row: _ms(row["write"])),
+    ("not at all", lambda row: _ms(row["none"])),
+    ("read / write", lambda row: _number(_over(row["read"], row["write"]), "{:.3f}")),
+    ("read / not at all", lambda row: _number(_over(row["read"], row["none"]), "{:.3f}")),
+)
+_SERVER_BENCH: tuple[Column, ...] = (
+    ("in flight", lambda row: str(row["concurrency"])),
+    ("context", lambda row: f"{row['context']:,}"),
+    ("ms to the first token, p50", lambda row: _ms(row["first_token_p50_s"])),
+    ("p95", lambda row: _ms(row["first_token_p95_s"])),
+    ("ms between tokens, p50", lambda row: _ms(row["next_token_p50_s"])),
+    ("p95", lambda row: _ms(row["next_token_p95_s"])),
+    ("output tokens/s", lambda row: f"{row['output_tokens_s']:,.0f}"),
+)
+_SERVER_METRICS: tuple[Column, ...] = (
+    ("in flight", lambda row: str(row["concurrency"])),
+    ("context_bucket", lambda row: row["context_bucket"]),
+    ("requests", lambda row: str(row["first_token_count"])),
+    ("ms to the first token, mean", lambda row: _ms(row["first_token_mean_s"])),
+    ("p50", lambda row: _ms(row["first_token_p50_s"])),
+    ("gaps", lambda row: str(row["next_token_count"])),
+    ("ms between tokens, mean", lambda row: _ms(row["next_token_mean_s"])),
+    ("p50", lambda row: _ms(row["next_token_p50_s"])),
+)
+
+
+def _ms(seconds: float | None) -> str:
+    return _number(None if seconds is None else seconds * 1e3, "{:.4g}")
+
+
+def _number(number: float | None, form: str) -> str:
+    return "" if number is None else form.format(number)
+
+
+def _over(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one / other
+
+
+def report(rows: Sequence[Row], pictures: Sequence[Path]) -> str:
+    """One run, as far as it got; with what was left out and why."""
+    (machine,) = _of(rows, "machine")
+    paragraphs = [machine_line(machine)]
+    paragraphs += [ceilings_line(row) for row in _of(rows, "ceilings")]
+    paragraphs += [_counted_line(row) for row in _of(rows, "counted")]
+    attentions = [f"{row['who']}: {row['attention']}" for row in _of(rows, "contender")]
+    sections: tuple[tuple[str, Sequence[Row], Sequence[Column]], ...] = (
+        ("Decode", _decode_rows(rows), _DECODE),
+        ("Prefill", _medians(_of(rows, "prefill"), ("tokens", "chunk")), _PREFILL),
+        ("Time to the first token", first_tokens(rows), _FIRST_TOKEN),
+        ("A tier change", _medians(_of(rows, "growth"), ("ceiling",)), _GROWTH),
+        ("What rotating at the read costs", _rotation_rows(rows), _ROTATION),
+        ("The server, as its clients see it", _of(rows, "server_bench"), _SERVER_BENCH),
+        ("The server, from /metrics", _of(rows, "server_metrics"), _SERVER_METRICS),
+    )
+    for title, found, columns in sections:
+        if found:
+            paragraphs += [f"### {title}", table(found, columns)]
+            if title == "Decode" and attentions:
+                paragraphs.append(f"Attention of transformers' batching: {'; '.join(attentions)}.")
+    paragraphs += [f"![{path.stem.replace('_', ' ')}]({path.name})" for path in pictures]
+    missing = [f"- {row['what']}: {row['why']}" for row in _of(rows, "left_out")]
+    if missing:
+        paragraphs += ["### Left out", "\n".join(missing)]
+    return "\n\n".join(paragraphs)
+
+
+def _counted_line(counted: Row) -> str:
+    return (
+        f"Counted: a decode step reads {counted['step_bytes'] / 1e9:.4g} GB of weights; a prompt "
+        f"of {counted['prefill_len']:,} tokens takes {counted['prefill_operations'] / 1e12:.4g} "
+        "T operations."
+    )
+
+
+def _of(rows: Iterable[Row], part: str) -> list[Row]:
+    return [row for row in rows if row["part"] == part]
+
+
+def _medians(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
+    """One row for all rounds of the same; of numbers the median."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return [
+        {
+            **members[0],
+            **{
+                name: median(row[name] for row in members)
+                for name, value in members[0].items()
+                if isinstance(value, float)
+            },
+            "rounds": len(members),
+        }
+        for members in groups.values()
+    ]
+
+
+def first_tokens(rows: Sequence[Row]) -> list[Row]:
+    """Medians, by context."""
+    found = _medians(_of(rows, "first_token"), ("context",))
+    return sorted(found, key=lambda row: int(row["context"]))
+
+
+def _decode_rows(rows: Sequence[Row]) -> list[Row]:
+    """Medians by who; ratios are taken within a round where both met the same prompts."""
+    decodes = _of(rows, "decode")
+    ours = {
+        (row["sequences"], row["round"]): row["tokens_s"] for row in decodes if row["who"] == _OURS
+    }
+    found = []
+    for row in _medians(decodes, ("sequences", "who")):
+        ratios = [
+            ours[each["sequences"], each["round"]] / each["tokens_s"]
+            for each in decodes
+            if (each["sequences"], each["who"]) == (row["sequences"], row["who"])
+            and (each["sequences"], each["round"]) in ours
+        ]
+        ratio = median(ratios) if ratios and row["who"] != _OURS else None
+        found.append({"step_s": None, "share_of_copy": None, **row, "ratio": ratio})
+    return sorted(found, key=lambda row: (row["sequences"], row["ratio"] or 0.0))
+
+
+def _rotation_rows(rows: Sequence[Row]) -> list[Row]:
+    """One a size, with the three kinds side by side."""
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in _of(rows, "rotation"):
+        size = (row["context"], row["sequences"])
+        empty = {
+            "context": size[0],
+            "sequences": size[1],
+            "read": None,
+            "write": None,
+            "none": None,
+        }
+        found.setdefault(size, empty)[row["kind"]] = row["step_s"]
+    return list(found.values())
+
+
+# A curve: its label, and (context, seconds) of its points.
+_Curve = tuple[str, Sequence[tuple[float, float]]]
+
+
+def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """The pictures that can be drawn; none without matplotlib."""
+    drawn = []
+    for name, curves, ylabels in (
+        ("gpu_first_token.png", _first_token_curves(rows), ("time to first token (ms)",)),
+        (
+            "gpu_server.png",
+            _server_curves(rows),
+            ("time to first token (ms)", "inter-token latency (ms)"),
+        ),
+    ):
+        path = folder / name
+        try:
+            check_can_plot(path)
+        except PlotError:
+            return []
+        if any(points for panel in curves for _, points in panel):
+            _draw(path, curves, ylabels)
+            drawn.append(path)
+    return drawn
+
+
+def _first_token_curves(rows: Sequence[Row]) -> list[list[_Curve]]:
+    points = [(row["context"], row["seconds"]) for row in first_tokens(rows)]
+    return [[("engine", points)]]
+
+
+def _server_curves(rows: Sequence[Row]) -> list[list[_Curve]]:
+    """By /metrics, for each number in flight; a bucket stands at its upper bound."""
+    found = _of(rows, "server_metrics")
+    in_flight = sorted({int(row["concurrency"]) for row in found})
+
+    def points(what: str, count: int) -> list[tuple[float, float]]:
+        return [
+            (float(row["context_bucket"]), row[what])
+            for row in found
+            if row["concurrency"] == count
+            and row[what] is not None
+            and row["context_bucket"] != "+Inf"
+        ]
+
+    return [
+        [(f"{count} in flight", points(what, count)) for count in in_flight]
+        for what in ("first_token_mean_s", "next_token_mean_s")
+    ]
+
+
+def _draw(path: Path, panels: Sequence[Sequence[_Curve]], ylabels: Sequence[str]) -> None:
+    # Optional, and slow to import.
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(8, 1 + 3 * len(panels)), layout="constrained")
+    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, curves, ylabel in zip(all_axes, panels, ylabels, strict=True):
+        _draw_panel(axes, curves)
+        axes.set_ylabel(ylabel)
+    all_axes[-1].set_xlabel("context length (tokens)")
+    figure.savefig(path, dpi=150)
+
+
+def _draw_panel(axes: "Axes", curves: Sequence[_Curve]) -> None:
+    ticks: set[float] = set()
+    for index, (label, points) in enumerate(curves):
+        contexts = [context for context, _ in points]
+        times = [1e3 * seconds for _, seconds in points]
+        axes.plot(contexts, times, "o-", color=COLOURS[index % len(COLOURS)], label=label)
+        ticks.update(contexts)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    places = sorted(ticks)
+    axes.set_xticks(places, [f"{each:,.0f}" for each in places])
+    tidy(axes)
+    if len(curves) > 1:
+        axes.legend(frameon=False)

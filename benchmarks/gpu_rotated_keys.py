@@ -1,0 +1,124 @@
+"""What rotate-at-read costs in a whole step: the same engine over caches that are read plainly.
+
+`RotatedAtWrite` is the conventional cache: queries and keys are turned by the step's angles before
+the cache sees them, and keys stay as they were written. `NotRotated` turns nothing: its answers
+are another model's, its time is what no cache can be below. Both read with the kernel that serves,
+told that the layer does not rotate. Angles are taken once a step, on the device; nothing is copied
+to the host, so a step may be captured in a graph.
+
+Only for models whose heads rotate whole, in half-split pairs, without log-n.
+
+Shapes: T = flat tokens of a step, S = sequences in it, P = rotated pairs, H = query heads, K = key
+heads, D = head dimensions, V = value dimensions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from model_runtime.attention import AttentionCall, LayerPlan, PagedStep, Step
+from model_runtime.batch import Batch
+from model_runtime.model_runner import ModelRunner
+from model_runtime.rope_tables import LayerTables
+from rope import Angles, rotate
+
+
+class NotRotated(ModelRunner):
+    """A model runner that turns neither queries nor keys. One thread at a time."""
+
+    num_asked = 0  # how often its own step was built; 0 after a run: it measured something else
+
+    def _step(self, batch: Batch) -> Step:
+        self.num_asked += 1
+        return PagedStep(batch, self._store, self._tables, self._plain_plans, self._backend)
+
+    @cached_property
+    def _plain_plans(self) -> Mapping[int, LayerPlan]:
+        return {index: replace(plan, layer_type=None) for index, plan in self._plans.items()}
+
+
+class RotatedAtWrite(NotRotated):
+    """A model runner whose cache holds rotated keys. One thread at a time."""
+
+    def _step(self, batch: Batch) -> Step:
+        return RotatedStep(batch, self._rotating, super()._step(batch))
+
+    @property
+    def _rotating(self) -> LayerTables:
+        tables = self._tables.layer(self._layer_type)
+        if any(tables.logn_len):
+            raise ValueError("log-n is not measured here")
+        return tables
+
+    @cached_property
+    def _layer_type(self) -> str:
+        """That of all layers. Raises ValueError for a model that is not measured here."""
+        (plan,) = set(self._plans.values())
+        if plan.layer_type is None or plan.interleaved or plan.rotary_dim != plan.key_dim:
+            raise ValueError(f"not a model that rotates whole heads in half-split pairs: {plan}")
+        return plan.layer_type
+
+
+@dataclass(slots=True)
+class RotatedStep:
+    """Turns the step's queries and keys, then hands them to a step that does not."""
+
+    batch: Batch
+    tables: LayerTables
+    read: Step
+    _angles_TP: Angles | None = None
+
+    def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
+        """The attention's output, [1, T, H, V]."""
+        if self._angles_TP is None:
+            self._angles_TP = _angles(self.tables, self.batch)
+        query_1HTD, key_1KTD = _turned(call.query_1HTD, call.key_1KTD, self._angles_TP)
+        return self.read.attend(layer_idx, replace(call, query_1HTD=query_1HTD, key_1KTD=key_1KTD))
+
+
+def _angles(tables: LayerTables, batch: Batch) -> Angles:
+    """Of every token, [T, P], times the attention factor, which queries and keys have alike."""
+    start_cos, start_sin, offset_cos, offset_sin, _, _, squares_S, _ = tables.device_tensors
+    position_T = batch.position_ids_1T[0]
+    slot_T = batch.table_slot_S
+    if len(slot_T) != len(position_T):
+        lengths_S = batch.query_start_S1.diff()
+        # Told how many there are, it does not wait to count them.
+        slot_T = slot_T.repeat_interleave(lengths_S, output_size=len(position_T))
+    page_size = offset_cos.shape[1]
+    page_T, offset_T = position_T // page_size, position_T % page_size
+    angles = Angles(start_cos[slot_T, page_T], start_sin[slot_T, page_T]).plus(
+        Angles(offset_cos[slot_T, offset_T], offset_sin[slot_T, offset_T])
+    )
+    factor_T1 = squares_S[slot_T].sqrt()[:, None]
+    return Angles(angles.cos * factor_T1, angles.sin * factor_T1)
+
+
+def _turned(query_1HTD: Tensor, key_1KTD: Tensor, angles_TP: Angles) -> tuple[Tensor, Tensor]:
+    """Both, in the dtype they came in: on a GPU by one kernel."""
+    query_THD, key_TKD = query_1HTD[0].transpose(0, 1), key_1KTD[0].transpose(0, 1)
+    if query_THD.is_cuda:
+        from benchmarks.gpu_rotation import turned  # noqa: PLC0415  # triton is optional
+
+        query_THD, key_TKD = turned(query_THD, key_TKD, angles_TP)
+    else:
+        angles_T1P = Angles(angles_TP.cos[:, None], angles_TP.sin[:, None])
+        query_THD, key_TKD = (
+            rotate(each.float(), angles_T1P).to(each.dtype) for each in (query_THD, key_TKD)
+        )
+    return query_THD.transpose(0, 1)[None], key_TKD.transpose(0, 1)[None]
+
+
+KINDS: Mapping[str, type[ModelRunner]] = {
+    "read": ModelRunner,
+    "write": RotatedAtWrite,
+    "none": NotRotated,
+}
+
+
+def check_measured(kind: str, runner: ModelRunner) -> None:
+    """Whether it was this kind's own step that ran. Raises RuntimeError."""
+    if isinstance(runner, NotRotated) and not runner.num_asked:
+        raise RuntimeError(f"the engine never asked for the step of kind {kind!r}")

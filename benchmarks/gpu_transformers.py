@@ -1,0 +1,165 @@
+"""transformers beside our engine, on the same weights: `generate`, and its continuous batching.
+
+All take prompts of one length and answer each with exactly so many greedy tokens.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from transformers import GenerationConfig, LlamaForCausalLM
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from benchmarks.gpu_engine import free_memory
+
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """How long answers took."""
+
+    seconds: float  # from sending to the last token of all
+    step_s: float | None = None  # median from a token to the next, where it is told
+
+
+class Contender(Protocol):
+    """Something that answers prompts."""
+
+    def answer(self, prompts: Prompts, num_output: int) -> Answered:
+        """All of them together. Raises RuntimeError if an answer is not as asked."""
+
+    def close(self) -> None:
+        """Give its memory back; the weights stay."""
+
+
+def _greedy(num_output: int, **more: Any) -> GenerationConfig:
+    return GenerationConfig(
+        max_new_tokens=num_output, do_sample=False, eos_token_id=None, pad_token_id=0, **more
+    )
+
+
+class Generating:
+    """`model.generate`: one padded batch; `cache`: dynamic, or static, which is compiled."""
+
+    def __init__(self, model: LlamaForCausalLM, cache: str) -> None:
+        self._model = model
+        self._cache = cache
+
+    @torch.inference_mode()
+    def answer(self, prompts: Prompts, num_output: int) -> Answered:
+        """See Contender."""
+        device = self._model.device
+        begin = _now(device)
+        ids = torch.tensor(prompts, device=device)
+        config = _greedy(num_output, cache_implementation=self._cache)
+        answers = self._model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=config
+        )
+        took = _now(device) - begin
+        num_new = answers.shape[1] - ids.shape[1]
+        if num_new != num_output:
+            raise RuntimeError(f"generate gave {num_new} tokens, {num_output} were asked for")
+        return Answered(took)
+
+    def close(self) -> None:
+        """See Contender."""
+        if "_compiled_call" in vars(self._model):  # what generate leaves behind
+            delattr(self._model, "_compiled_call")
+        torch.compiler.reset()
+        free_memory()
+
+
+class Batching:
+    """`model.generate_batch`: continuous batching, with a manager that is kept between calls.
+
+    `more`: fields of transformers' ContinuousBatchingConfig; the others stay as they are by
+    default, but for a cache of a fixed size, so that others find memory, too.
+    """
+
+    def __init__(
+        self, model: LlamaForCausalLM, attention: str, num_cached: int, **more: Any
+    ) -> None:
+        self._model = model
+        # The size of a block has had two names; its default has not changed.
+        block = ContinuousBatchingConfig()
+        size: int = getattr(block, "page_size", None) or block.block_size
+        self._config = ContinuousBatchingConfig(
+            num_blocks=2 + -(-num_cached // size), max_batch_tokens=8192, **more
+        )
+        self._attention = attention
+        self.used_attention = ""  # which attention answered
+
+    def answer(self, prompts: Prompts, num_output: int) -> Answered:
+        """See Contender. The first call also warms up, and is not to be counted."""
+        with _attending(self._model, self._attention):
+            if not self.used_attention:
+                self.used_attention = self._chosen_attention()
+            answers: Mapping[str, Any] = self._model.generate_batch(
+                [list(each) for each in prompts],
+                generation_config=_greedy(num_output),
+                continuous_batching_config=self._config,
+                record_timestamps=True,
+                persistent_manager=True,
+            )
+        found = list(answers.values())
+        lengths = [len(each.generated_tokens) for each in found]
+        errors = [each.error for each in found if each.error]
+        if errors or lengths != [num_output] * len(prompts):
+            raise RuntimeError(
+                f"generate_batch answered {len(lengths)} of {len(prompts)} prompts, with "
+                f"{sorted(set(lengths))} tokens; {errors[:1]}"
+            )
+        # By its own clock, so that starting and ending its thread are not counted.
+        begin = min(each.created_time for each in found)
+        end = max(each.lifespan[1] for each in found)
+        gaps = [later - earlier for each in found for earlier, later in pairwise(each.timestamps)]
+        return Answered(end - begin, median(gaps))
+
+    def _chosen_attention(self) -> str:
+        """What it takes in the place of the attention it was given."""
+        self._model.init_continuous_batching(_greedy(1), self._config)
+        chosen: str = self._model.config._attn_implementation  # noqa: SLF001  # as below
+        self._model.set_attn_implementation(self._attention)
+        return chosen
+
+    def close(self) -> None:
+        """See Contender."""
+        self._model.destroy_cached_continuous_batching_manager()
+        free_memory()
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def _attending(model: LlamaForCausalLM, attention: str) -> Iterator[None]:
+    before = model.config._attn_implementation  # noqa: SLF001  # there is no other way to read it
+    model.set_attn_implementation(attention)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def contenders(
+    model: Callable[[], LlamaForCausalLM], num_cached: int
+) -> Mapping[str, Callable[[], Contender]]:
+    """Name -> how to make it.
+
+    `model`: another model over the same weights at every call, since one keeps its manager.
+    `num_cached`: tokens that continuous batching holds.
+    """
+    return {
+        "generate": lambda: Generating(model(), "dynamic"),
+        "continuous": lambda: Batching(model(), "sdpa", num_cached),
+        "continuous, graphs": lambda: Batching(model(), "sdpa", num_cached, use_cuda_graph=True),
+    }
