@@ -8,7 +8,10 @@ BIN := .venv/bin
 # For a machine with a GPU and its own Python: make gpu-check GPU_PYTHON=python3. No network needed.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: setup serve test check fix fuzz soak train gpu-check gpu-bench image clean
+# Where gpu-bench-model writes.
+GPU_OUT ?= build
+
+.PHONY: setup serve test check fix fuzz soak train gpu-check gpu-bench gpu-bench-model image clean
 
 setup: .venv/installed
 
@@ -52,6 +55,10 @@ gpu-check:  ## the kernels on the GPU against float64, and the embedded model se
 gpu-bench:  ## the attention's speed on the GPU beside the machine's own; tables as Markdown
 	mkdir -p build
 	$(GPU_PYTHON) -m benchmarks.gpu_attention --tune --record build/gpu.jsonl \
+		--commit "$$(git describe --always --dirty 2>/dev/null || echo unknown)"
+
+gpu-bench-model:  ## a whole model there, beside transformers and a conventional cache
+	$(GPU_PYTHON) -m benchmarks.gpu_model --out $(GPU_OUT) \
 		--commit "$$(git describe --always --dirty 2>/dev/null || echo unknown)"
 
 fix: setup

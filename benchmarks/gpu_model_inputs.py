@@ -29,6 +29,7 @@ class ServerSizes:
     concurrencies: tuple[int, ...]  # a run of the load for each
     num_requests: int  # a length; at least as many as are in flight
     output_tokens: int
+    most_s: float  # not begun with less time left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,7 @@ class ModelSizes:
     num_steps: int  # timed in each of these
     crossed_ceiling: int  # of the tier that a growing sequence leaves
     server: ServerSizes
+    compile_s: float  # transformers' compiling is not begun with less time left
     copy_bytes: int
     matrix: int
     repeats: int
@@ -118,7 +120,9 @@ LLAMA_3_8B = ModelSizes(
         concurrencies=(1, 8),
         num_requests=4,
         output_tokens=64,
+        most_s=150.0,
     ),
+    compile_s=90.0,
     copy_bytes=4 * 2**30,
     matrix=8192,
     repeats=20,
@@ -148,7 +152,9 @@ TINY = ModelSizes(
         concurrencies=(2,),
         num_requests=2,
         output_tokens=4,
+        most_s=0.0,
     ),
+    compile_s=0.0,
     copy_bytes=2**16,
     matrix=64,
     repeats=1,

@@ -263,6 +263,9 @@ def server(bench: Bench) -> Iterator[Row]:
     if missing:
         yield left_out("the server", f"not installed: {', '.join(missing)}")
         return
+    if not bench.has_time(bench.sizes.server.most_s):
+        yield left_out("the server", "no time was left")
+        return
     try:
         yield from serve_and_load(bench.sizes, bench.device)
     except ServerError as error:
@@ -277,6 +280,9 @@ def compiled(bench: Bench) -> Iterator[Row]:
         yield left_out(name, "transformers compiles on a GPU only")
         return
     for batch in sizes.batches:
+        if not bench.has_time(sizes.compile_s):
+            yield left_out(f"{name}, {batch} at once", "no time was left")
+            continue
         with ExitStack() as stack:
             try:
                 # Compiled for the length of the cache, so the warm-up has the whole one.

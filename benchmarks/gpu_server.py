@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -81,18 +81,19 @@ def _running(sizes: ModelSizes, folder: str, device: torch.device) -> Iterator[s
         *(("--kv-cache-tokens", str(sizes.cache_tokens)) if device.type == "cpu" else ()),
     ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: S603  # our own
+    assert process.stderr is not None
     lines: list[str] = []
     found = threading.Event()
 
-    def read() -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            lines.append(line)
-            if "listening on" in line:
-                found.set()
+    def read(told: IO[str]) -> None:
+        with told:
+            for line in told:
+                lines.append(line)
+                if "listening on" in line:
+                    found.set()
         found.set()  # it has ended
 
-    reader = threading.Thread(target=read, daemon=True)
+    reader = threading.Thread(target=read, args=(process.stderr,), daemon=True)
     reader.start()
     try:
         found.wait(_START_S)

@@ -6,7 +6,8 @@ All take prompts of one length and answer each with exactly so many greedy token
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from itertools import pairwise
 from statistics import median
 from typing import Any, Protocol
@@ -82,17 +83,15 @@ class Batching:
     default, but for a cache of a fixed size, so that others find memory, too.
     """
 
-    def __init__(
-        self, model: LlamaForCausalLM, attention: str, num_cached: int, **more: Any
-    ) -> None:
+    def __init__(self, model: LlamaForCausalLM, num_cached: int, **more: Any) -> None:
         self._model = model
         # The size of a block has had two names; its default has not changed.
         block = ContinuousBatchingConfig()
         size: int = getattr(block, "page_size", None) or block.block_size
+        self._attention, switch = _attention()
         self._config = ContinuousBatchingConfig(
-            num_blocks=2 + -(-num_cached // size), max_batch_tokens=8192, **more
+            num_blocks=2 + -(-num_cached // size), max_batch_tokens=8192, **switch, **more
         )
-        self._attention = attention
         self.used_attention = ""  # which attention answered
 
     def answer(self, prompts: Prompts, num_output: int) -> Answered:
@@ -134,6 +133,18 @@ class Batching:
         free_memory()
 
 
+def _attention() -> tuple[str, dict[str, Any]]:
+    """What batching begins with: it takes flash attention where that is installed.
+
+    Where it is not, transformers would look for a kernel to download; there is no network.
+    """
+    if find_spec("flash_attn") or find_spec("flash_attn_interface"):
+        return "sdpa", {}
+    if any(field.name == "auto_switch_to_flash" for field in fields(ContinuousBatchingConfig)):
+        return "sdpa", {"auto_switch_to_flash": False}
+    return "paged|sdpa", {}  # the same, as releases before that switch have it
+
+
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -160,6 +171,6 @@ def contenders(
     """
     return {
         "generate": lambda: Generating(model(), "dynamic"),
-        "continuous": lambda: Batching(model(), "sdpa", num_cached),
-        "continuous, graphs": lambda: Batching(model(), "sdpa", num_cached, use_cuda_graph=True),
+        "continuous": lambda: Batching(model(), num_cached),
+        "continuous, graphs": lambda: Batching(model(), num_cached, use_cuda_graph=True),
     }

@@ -1,0 +1,182 @@
+"""The benchmark of whole models, at sizes that a CPU gets through in seconds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaForCausalLM
+
+pytest.importorskip("triton", reason="triton is for Linux on x86-64")
+
+from benchmarks import gpu_model
+from benchmarks.gpu_engine import Served, Step
+from benchmarks.gpu_model_inputs import (
+    LLAMA_3_8B,
+    TINY,
+    Prompts,
+    llama_config,
+    random_model,
+    taken_over,
+    twin,
+)
+from benchmarks.gpu_model_parts import PARTS
+from benchmarks.gpu_model_report import report
+
+CPU = torch.device("cpu")
+
+
+def run(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
+    """The rows on disk, and the report on disk."""
+    ended = CliRunner().invoke(
+        gpu_model.main,
+        ["--tiny", "--out", str(folder), "--commit", "abc123", *arguments],
+        catch_exceptions=False,
+    )
+    assert ended.exit_code == 0, ended.stderr
+    text = (folder / "gpu_model.md").read_text()
+    assert text in ended.stdout
+    lines = (folder / "gpu_model.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], text
+
+
+def test_a_run_measures_every_part_and_reports_it(tmp_path: Path) -> None:
+    """all but the server; what a CPU cannot do is left out with its reason"""
+    rows, text = run(tmp_path, "--parts", ",".join(name for name in PARTS if name != "server"))
+    by_part: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_part.setdefault(row["part"], []).append(row)
+    decodes = {(row["sequences"], row["who"]): row for row in by_part["decode"]}
+    assert {(1, "ropewalk"), (1, "generate"), (3, "ropewalk"), (3, "generate")} <= set(decodes)
+    ours = decodes[3, "ropewalk"]
+    assert ours["tokens_s"] == pytest.approx(3 * TINY.output_len / ours["seconds"])
+    assert 0 < ours["step_s"] < ours["seconds"]
+    assert {row["chunk"] for row in by_part["prefill"]} == set(TINY.chunk_lens)
+    assert {row["context"] for row in by_part["first_token"]} == set(TINY.contexts)
+    (growth,) = by_part["growth"]
+    assert growth["ceiling"] == 128
+    assert growth["crossing_s"] > 0
+    rotation = {(row["context"], row["sequences"], row["kind"]) for row in by_part["rotation"]}
+    assert rotation == {(*size, kind) for size in TINY.steps for kind in ("read", "write", "none")}
+    # Whether transformers' batching runs on a CPU is its own affair, but it is told.
+    left_out = {row["what"] for row in by_part["left_out"]}
+    for name in ("continuous", "continuous, graphs"):
+        assert (3, name) in decodes or f"{name}, 3 at once" in left_out
+    assert "generate, compiled" in left_out
+    for needed in ("commit `abc123`", "| 3 | generate |", "### A tier change", "### Left out"):
+        assert needed in text
+    assert (tmp_path / "gpu_first_token.png").stat().st_size > 1000
+
+
+def test_the_server_is_measured_by_its_clients_and_by_its_metrics(tmp_path: Path) -> None:
+    """a process of its own, the load of `ropewalk bench`, histograms by context"""
+    rows, text = run(tmp_path, "--parts", "server")
+    assert not [row for row in rows if row["part"] == "left_out"]
+    clients = [row for row in rows if row["part"] == "server_bench"]
+    assert [row["context"] for row in clients] == list(TINY.server.context_lens)
+    assert all(row["first_token_p50_s"] > 0 for row in clients)
+    told = [row for row in rows if row["part"] == "server_metrics"]
+    # A warm-up of one, and two that are measured.
+    num_firsts = {row["context_bucket"]: row["first_token_count"] for row in told}
+    assert (num_firsts["32"], num_firsts["128"]) == (3, 3)
+    num_gaps = sum(row["next_token_count"] for row in told)
+    assert num_gaps == 2 * 3 * (TINY.server.output_tokens - 1)
+    assert "from /metrics" in text
+
+
+def test_what_there_is_no_time_for_is_told(tmp_path: Path) -> None:
+    """and nothing is begun"""
+    rows, text = run(tmp_path, "--seconds", "1e-9")
+    assert {row["what"] for row in rows if row["part"] == "left_out"} == set(PARTS)
+    assert text.count("no time was left") == len(PARTS)
+
+
+def test_unknown_parts_are_refused(tmp_path: Path) -> None:
+    """before anything is measured"""
+    ended = CliRunner().invoke(gpu_model.main, ["--out", str(tmp_path), "--parts", "decode,walk"])
+    assert ended.exit_code == 2
+    assert "walk is none of decode" in ended.stderr
+
+
+def test_the_counts_are_those_of_the_model() -> None:
+    """bytes by its own parameters, operations by torch's counter"""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama_config(LLAMA_3_8B.shape, 8192, torch.bfloat16))
+    read = sum(weight.numel() for weight in model.parameters())
+    read -= model.model.embed_tokens.weight.numel()
+    assert 2 * read == LLAMA_3_8B.step_bytes == pytest.approx(15.01e9, rel=1e-3)
+
+    tiny = random_model(TINY.shape, TINY.native_len, TINY.dtype, CPU)
+    tiny.set_attn_implementation("eager")
+    counter, num_tokens = FlopCounterMode(display=False), 40
+    with counter, torch.no_grad():
+        tiny(torch.arange(num_tokens)[None], logits_to_keep=1)
+    shape = TINY.shape
+    pair = 4 * shape.layers * shape.heads * shape.head_dim
+    hidden_pairs = num_tokens * (num_tokens - 1) // 2  # eager attention multiplies them, too
+    counted = counter.get_total_flops() - pair * hidden_pairs
+    assert counted == TINY.prefill_operations(num_tokens)
+
+
+def test_a_twin_is_another_model_over_the_same_memory() -> None:
+    """taken over, it answers; the other one stays as it was"""
+    shape = TINY.shape
+    model = random_model(shape, TINY.native_len, TINY.dtype, CPU)
+    other = twin(model, shape, TINY.native_len)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(one.data_ptr() == two.data_ptr() for one, two in pairs)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        checkpoint = taken_over(other)
+        assert checkpoint.report.difference <= checkpoint.report.threshold
+        assert torch.equal(model(ids).logits, before)
+
+
+def test_weights_are_made_in_their_own_dtype() -> None:
+    """on their device, from a fixed seed; answers are as spread as a real model's"""
+    one, two = (random_model(TINY.shape, TINY.native_len, torch.bfloat16, CPU) for _ in range(2))
+    assert {weight.dtype for weight in one.parameters()} == {torch.bfloat16}
+    assert all(map(torch.equal, one.parameters(), two.parameters()))
+    with torch.no_grad():
+        assert 1 < float(one(torch.arange(20)[None]).logits.float().std()) < 4
+
+
+def test_no_prompt_begins_like_another() -> None:
+    """so no prefix cache has seen it"""
+    prompts = Prompts(2048)
+    starts = {tuple(ids[:8]) for _ in range(5) for ids in prompts.of(20, 10)}
+    assert len(starts) == 50
+
+
+def test_only_pure_steps_count_as_decoding() -> None:
+    """those without a first token, without a crossing, with everybody"""
+    steps = (
+        Step(9.0, 2, 2, 0),
+        Step(1.0, 2, 0, 0),
+        Step(5.0, 2, 0, 1),
+        Step(3.0, 2, 0, 0),
+        Step(7.0, 1, 0, 0),
+    )
+    served = Served(25.0, 9.0, steps)
+    assert served.decode_s(2) == [1.0, 3.0]
+    assert served.decode_median_s(2) == 2.0
+    assert served.crossing_s() == 5.0
+    with pytest.raises(ValueError, match="decoded 3 sequences"):
+        served.decode_median_s(3)
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    """medians of them, not ratios of medians"""
+    machine = dict.fromkeys(("date", "commit", "device", "torch", "triton"), "x")
+    rows: list[dict[str, Any]] = [
+        {"part": "machine", **machine, "transformers": "x", "python": "x"}
+    ]
+    for number, (ours, theirs) in enumerate(((100.0, 50.0), (10.0, 2.0), (30.0, 10.0))):
+        for who, rate in (("ropewalk", ours), ("continuous", theirs)):
+            row = {"part": "decode", "sequences": 64, "round": number, "who": who}
+            rows.append({**row, "seconds": 1.0, "tokens_s": rate})
+    assert "| 64 | continuous | 3 | 10 | 3.00 |" in report(rows, [])
