@@ -145,6 +145,7 @@ def _config(settings: ServeSettings, facts: ModelFacts, max_model_len: int) -> E
         max_model_len=max_model_len,
         page_size=settings.page_size,
         max_num_seqs=settings.max_num_seqs,
+        enforce_eager=settings.enforce_eager,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         step_target_s=settings.step_target_seconds or None,
         max_num_logit_rows=settings.max_num_logit_rows,

@@ -136,6 +136,12 @@ class CacheSettings(Section):
     )
     page_size: int = setting(64, "A page of the KV cache.", unit="tokens", ge=4, le=256)
     max_num_seqs: int = setting(32, "Sequences served at once.", unit="sequences", ge=1, le=4096)
+    enforce_eager: bool = setting(
+        default=False,
+        text="On a GPU decode steps are recorded at start, by number of sequences (CUDA graphs). "
+        "This leaves it out: a sooner start, slower decoding. On a CPU nothing is recorded.",
+        unit="switch",
+    )
     max_num_batched_tokens: int = setting(
         2048,
         "Most that is computed in one step: one token for each sequence that decodes, the rest "
