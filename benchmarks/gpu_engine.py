@@ -11,12 +11,11 @@ from statistics import median
 
 import torch
 
-from benchmarks.gpu_rotated_keys import KINDS, check_measured
-from model_runtime.build_engine import build_engine, build_runner
+from model_runtime.build_engine import build_engine
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import EngineConfig
 from model_runtime.deployment import Deployment, RopeRequest
-from model_runtime.engine import Engine
+from model_runtime.model_runner import ModelRunner
 from model_runtime.request import FinishReason, OnOutput, Output, Request, SamplingParams
 
 _WAIT_S = 300  # for a step to end
@@ -99,23 +98,20 @@ class _Watch:
 
 
 class Measured:
-    """One engine over a checkpoint, with a kind of cache."""
+    """One engine over a checkpoint; `make`: with which kind of cache."""
 
     def __init__(
-        self, checkpoint: Checkpoint, deployment: Deployment, config: EngineConfig, kind: str
+        self,
+        checkpoint: Checkpoint,
+        deployment: Deployment,
+        config: EngineConfig,
+        make: type[ModelRunner],
     ) -> None:
         self._deployment = deployment
-        self._kind = kind
         self._ids = itertools.count()
         self._watch = _Watch(0)
         profiles = [tier.profile for tier in deployment.own_tiers]
-        self._runner = None
-        if kind == "read":
-            self._engine = build_engine(checkpoint, config, None, profiles)
-        else:
-            self._runner = build_runner(checkpoint, config, profiles, KINDS[kind])
-            ends = checkpoint.eos_token_ids
-            self._engine = Engine(self._runner, checkpoint.tokenizer, config, ends)
+        self._engine = build_engine(checkpoint, config, None, profiles, make)
         self._engine.start(after_step=self._mark)
 
     def _mark(self) -> None:
@@ -136,8 +132,6 @@ class Measured:
                 raise RuntimeError(f"an answer ended early: {fault}")
         while sum(tokens for _, tokens, _, _ in watch.marks) < len(prompts) * num_output:
             time.sleep(1e-4)  # the last answer is there before its step is over
-        if self._runner is not None:
-            check_measured(self._kind, self._runner)
         return _served(begin, watch.marks)
 
     def _request(self, prompt: Sequence[int], num_output: int) -> Request:
@@ -163,10 +157,13 @@ def _served(begin: float, marks: Sequence[tuple[float, int, int, int]]) -> Serve
 
 @contextmanager
 def measured(
-    checkpoint: Checkpoint, deployment: Deployment, config: EngineConfig, kind: str = "read"
+    checkpoint: Checkpoint,
+    deployment: Deployment,
+    config: EngineConfig,
+    make: type[ModelRunner] = ModelRunner,
 ) -> Iterator[Measured]:
     """An engine until the block ends; then its memory is free again."""
-    engine = Measured(checkpoint, deployment, config, kind)
+    engine = Measured(checkpoint, deployment, config, make)
     try:
         yield engine
     finally:

@@ -85,14 +85,20 @@ class ModelSizes:
         attention = 4 * shape.layers * shape.heads * shape.head_dim * seen
         return 2 * self.layer_weights * num_tokens + attention + 2 * shape.vocab * shape.hidden
 
-    def config(self, num_prefill_tokens: int) -> EngineConfig:
-        """An engine's limits, with chunks of that many tokens of prompts."""
+    def config(
+        self, num_prefill_tokens: int, num_sequences: int, *, records: bool = True
+    ) -> EngineConfig:
+        """An engine's limits, with chunks of that many tokens of prompts.
+
+        `records`: whether decode steps are recorded and replayed, on a GPU.
+        """
         return EngineConfig(
             kv_cache_tokens=self.cache_tokens,
             max_model_len=self.longest,
             page_size=PAGE_SIZE,
-            max_num_seqs=max(*self.batches, *(count for _, count in self.steps)),
+            max_num_seqs=num_sequences,
             max_num_batched_tokens=num_prefill_tokens,
+            enforce_eager=not records,
         )
 
 

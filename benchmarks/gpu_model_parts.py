@@ -28,6 +28,7 @@ from benchmarks.gpu_server import ServerError, missing_packages, serve_and_load
 from benchmarks.gpu_transformers import Batching, Contender, Generating, contenders
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.deployment import Deployment
+from model_runtime.model_runner import ModelRunner
 
 Row = dict[str, Any]
 OURS = "ropewalk"
@@ -72,10 +73,19 @@ class Bench:
         """Whether so much is left."""
         return time.monotonic() + seconds < self.end
 
-    def engine(self, stack: ExitStack, num_prefill_tokens: int, kind: str = "read") -> Measured:
+    def engine(
+        self,
+        stack: ExitStack,
+        num_sequences: int,
+        *,
+        chunk_len: int | None = None,
+        records: bool = True,
+        make: type[ModelRunner] = ModelRunner,
+    ) -> Measured:
         """Ours; it ends with the stack."""
-        config = self.sizes.config(num_prefill_tokens)
-        return stack.enter_context(measured(self.checkpoint, self.deployment, config, kind))
+        chunk_len = chunk_len or self.sizes.chunk_len
+        config = self.sizes.config(chunk_len, num_sequences, records=records)
+        return stack.enter_context(measured(self.checkpoint, self.deployment, config, make))
 
 
 def left_out(what: str, why: str) -> Row:
@@ -87,9 +97,13 @@ def decode(bench: Bench) -> Iterator[Row]:
     """Short prompts, long answers: ours and transformers' on the same prompts, in turns."""
     sizes = bench.sizes
     with ExitStack() as stack:
-        ours = bench.engine(stack, sizes.chunk_len)
+        ours = {
+            name: bench.engine(stack, max(sizes.batches), records=records)
+            for name, records in ((OURS, True), (f"{OURS}, not recorded", False))
+        }
         for batch in sizes.batches:
-            ours.serve(bench.prompts.of(sizes.prompt_len, batch), _WARM_UP_LEN)
+            for engine in ours.values():
+                engine.serve(bench.prompts.of(sizes.prompt_len, batch), _WARM_UP_LEN)
             with ExitStack() as others:
                 running: dict[str, Contender] = {}
                 num_cached = batch * (sizes.prompt_len + sizes.output_len + 256)
@@ -128,7 +142,7 @@ def _started(
 
 
 def _rounds(
-    bench: Bench, batch: int, ours: Measured | None, running: Mapping[str, Contender]
+    bench: Bench, batch: int, ours: Mapping[str, Measured], running: Mapping[str, Contender]
 ) -> Iterator[Row]:
     """In each round everybody answers the same new prompts."""
     sizes = bench.sizes
@@ -141,12 +155,12 @@ def _rounds(
         begin = time.monotonic()
         prompts = bench.prompts.of(sizes.prompt_len, batch)
         row = {"part": "decode", "sequences": batch, "round": number}
-        if ours is not None:
-            served = ours.serve(prompts, sizes.output_len)
+        for name, engine in ours.items():
+            served = engine.serve(prompts, sizes.output_len)
             step_s = served.decode_median_s(batch)
             yield {
                 **row,
-                "who": OURS,
+                "who": name,
                 "seconds": served.seconds,
                 "tokens_s": num_tokens / served.seconds,
                 "step_s": step_s,
@@ -169,7 +183,7 @@ def prefill(bench: Bench) -> Iterator[Row]:
     operations = sizes.prefill_operations(sizes.prefill_len)
     for chunk_len in sizes.chunk_lens:
         with ExitStack() as stack:
-            engine = bench.engine(stack, chunk_len)
+            engine = bench.engine(stack, 1, chunk_len=chunk_len, records=False)
             engine.serve(bench.prompts.of(sizes.prefill_len), 1)
             for number in range(sizes.rounds):
                 served = engine.serve(bench.prompts.of(sizes.prefill_len), 1)
@@ -182,7 +196,7 @@ def prefill(bench: Bench) -> Iterator[Row]:
                     "share_of_matrix": operations / served.first_token_s / bench.matrix_flop_s,
                 }
     with ExitStack() as stack:
-        engine = bench.engine(stack, sizes.chunk_len)
+        engine = bench.engine(stack, 1, records=False)
         engine.serve(bench.prompts.of(2 * sizes.chunk_len), 1)
         yield from _first_tokens(bench, engine)
 
@@ -209,7 +223,7 @@ def growth(bench: Bench) -> Iterator[Row]:
     answer_len = sizes.num_steps + 1
     (prompt,) = bench.prompts.of(sizes.crossed_ceiling - answer_len // 2)
     with ExitStack() as stack:
-        engine = bench.engine(stack, sizes.chunk_len)
+        engine = bench.engine(stack, 1)
         for number in range(sizes.rounds + 1):
             if not bench.has_time():
                 yield left_out(f"growth, round {number}", "no time was left")
@@ -233,7 +247,8 @@ def rotation(bench: Bench) -> Iterator[Row]:
     """Whole decode steps over the three kinds of cache, one after the other at every size."""
     sizes = bench.sizes
     with ExitStack() as stack:
-        engines = {kind: bench.engine(stack, sizes.chunk_len, kind) for kind in KINDS}
+        most = max(count for _, count in sizes.steps)
+        engines = {kind: bench.engine(stack, most, make=make) for kind, make in KINDS.items()}
         warmed: set[str] = set()
         for context, count in sizes.steps:
             for kind, engine in engines.items():
@@ -296,7 +311,7 @@ def compiled(bench: Bench) -> Iterator[Row]:
             except _NotRunningError as error:
                 yield left_out(f"{name}, {batch} at once", str(error))
                 continue
-            yield from _rounds(bench, batch, None, {name: contender})
+            yield from _rounds(bench, batch, {}, {name: contender})
 
 
 PARTS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {

@@ -30,12 +30,14 @@ def build_engine(
     config: EngineConfig,
     observer: Observer | None = None,
     profiles: Iterable[Profile] = (),
+    make: type[ModelRunner] = ModelRunner,
 ) -> Engine:
     """Allocate the cache and wire the parts together; the caller starts it.
 
     Rotation tables of `profiles` are made now, others when a request first needs them.
+    `make`: another kind of model runner, for comparisons.
     """
-    runner = build_runner(checkpoint, config, profiles)
+    runner = build_runner(checkpoint, config, profiles, make)
     if _records(checkpoint, config):
         _record_decodes(runner, config, checkpoint.device)
     return Engine(runner, checkpoint.tokenizer, config, checkpoint.eos_token_ids, observer)
