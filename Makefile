@@ -50,7 +50,8 @@ train: setup  ## the embedded model again, from Python's own library, into build
 
 # Each in less than ten minutes; benchmarks/gpu.md says what they need.
 gpu-check:  ## the kernels on the GPU against float64, and the embedded model served there
-	$(GPU_PYTHON) -m pytest -W default tests/gpu tests/model_runtime/test_attention_triton.py
+	$(GPU_PYTHON) -m pytest -W default tests/gpu tests/model_runtime/test_attention_triton.py \
+		tests/benchmarks/test_gpu_rotated_keys.py
 
 gpu-bench:  ## the attention's speed on the GPU beside the machine's own; tables as Markdown
 	mkdir -p build

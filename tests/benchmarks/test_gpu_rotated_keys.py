@@ -1,30 +1,40 @@
-"""The caches that rotate-at-read is compared to: they must do what they are named for."""
+"""The caches that rotate-at-read is compared to: they must do what they are named for.
+
+On a GPU where there is one, as in `make gpu-check`.
+"""
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_model_inputs import TINY, random_model, taken_over
-from benchmarks.gpu_rotated_keys import KINDS
-from model_runtime.batch import Span
+from benchmarks.gpu_model_inputs import PAGE_SIZE, TINY, random_model, taken_over
+from benchmarks.gpu_rotated_keys import KINDS, RotatedStep
+from model_runtime.attention import AttentionCall
+from model_runtime.batch import Span, build_batch
 from model_runtime.build_engine import build_runner
 from model_runtime.checkpoint import Checkpoint
-from rope import Angles, Profile, Yarn, rotate
+from model_runtime.decode_graphs import cuda_recorder
+from model_runtime.rope_tables import RopeTables
+from rope import Angles, Profile, Yarn, native_rope, rotate
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SCALED = Profile(Yarn(factor=4.0, original_max_position_embeddings=64))
 LONGER = Profile(Yarn(factor=8.0, original_max_position_embeddings=64))
+CONFIG = TINY.config(64, 2)
 
 
 @pytest.fixture(scope="module")
 def checkpoint() -> Checkpoint:
     """A tiny model, taken over."""
-    model = random_model(TINY.shape, TINY.native_len, TINY.dtype, torch.device("cpu"))
-    return taken_over(model)
+    return taken_over(random_model(TINY.shape, TINY.native_len, TINY.dtype, DEVICE))
 
 
-def logits(checkpoint: Checkpoint, kind: str) -> Tensor:
+def logits(checkpoint: Checkpoint, kind: str, *, is_recorded: bool = False) -> Tensor:
     """Two sequences under two tables: a prompt in two chunks, and steps of one token each."""
-    runner = build_runner(checkpoint, TINY.config(64, 2), [SCALED, LONGER], KINDS[kind])
+    runner = build_runner(checkpoint, CONFIG, [SCALED, LONGER], KINDS[kind])
+    if is_recorded:
+        limits = CONFIG.max_model_len, CONFIG.max_num_seqs, CONFIG.num_pages
+        runner.record_decodes(*limits, cuda_recorder(DEVICE))
     ids = torch.arange(300).mul(37).remainder(2048).tolist()
     slots = [runner.table_slot(SCALED), runner.table_slot(LONGER)]
 
@@ -34,9 +44,10 @@ def logits(checkpoint: Checkpoint, kind: str) -> Tensor:
         return Span(known[first:end], first, pages, slots[which], range(end - first))
 
     rows = [
-        runner.run([span(0, 0, 50), span(1, 0, 70)]),
-        runner.run([span(0, 50, 90), span(1, 70, 71)]),
-        runner.run([span(0, 90, 91), span(1, 71, 72)]),
+        runner.run([span(0, 0, 50), span(1, 0, 70)]).clone(),
+        runner.run([span(0, 50, 90), span(1, 70, 71)]).clone(),
+        runner.run([span(0, 90, 91), span(1, 71, 72)]).clone(),
+        runner.run([span(1, 72, 73)]).clone(),
     ]
     return torch.cat(rows)
 
@@ -45,9 +56,43 @@ def test_keys_rotated_at_the_write_answer_as_keys_rotated_at_the_read(
     checkpoint: Checkpoint,
 ) -> None:
     """while nobody crosses; attention factors and mixed batches included"""
-    read_TV, write_TV, none_TV = (logits(checkpoint, kind) for kind in ("read", "write", "none"))
+    read_TV, write_TV, none_TV = (logits(checkpoint, kind) for kind in KINDS)
     assert float((write_TV - read_TV).abs().max()) < 1e-3
     assert float((none_TV - read_TV).abs().max()) > 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="torch finds no CUDA device here")
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_recorded_steps_are_those_of_their_kind(checkpoint: Checkpoint, kind: str) -> None:
+    """replayed, each answers as it does kernel by kernel"""
+    recorded_TV = logits(checkpoint, kind, is_recorded=True)
+    assert float((recorded_TV - logits(checkpoint, kind)).abs().max()) < 1e-3
+
+
+class Nowhere:
+    """Answers attention without looking."""
+
+    def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
+        """What it was asked."""
+        return call.query_1HTD
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (3, 1)])
+def test_turning_asks_the_device_for_nothing(lengths: tuple[int, int]) -> None:
+    """on torch's `meta` device, where asking for a number raises; else it could not be recorded"""
+    meta = torch.device("meta")
+    native = native_rope({"max_position_embeddings": 64, "head_dim": 16, "rope_theta": 5e5})
+    tables = RopeTables(native, PAGE_SIZE, 256, meta)
+    slot = tables.slot(SCALED)
+    spans = [Span([0] * count, 5, [0], slot, range(count)) for count in lengths]
+    batch = build_batch(spans, PAGE_SIZE, meta)
+    query_1HTD, key_1KTD = (
+        torch.empty(1, count, sum(lengths), 16, device=meta) for count in (4, 2)
+    )
+    call = AttentionCall(query_1HTD, key_1KTD, key_1KTD, 0.25, None, None, None)
+    asked_1HTD = RotatedStep(batch, tables.layer("all"), Nowhere()).attend(0, call)
+    assert asked_1HTD.shape == query_1HTD.shape
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
@@ -56,10 +101,9 @@ def test_the_kernel_turns_as_the_formula_does(heads: tuple[int, int]) -> None:
     pytest.importorskip("triton", reason="triton is for Linux on x86-64")
     from benchmarks.gpu_rotation import turned
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    joined = torch.randn(7, sum(heads), 2, 20, device=device)
+    joined = torch.randn(7, sum(heads), 2, 20, device=DEVICE)
     query_THD, key_TKD = joined[:, :, 1].split(heads, dim=1)
-    angle_TP = torch.rand(7, 10, device=device) * 6
+    angle_TP = torch.rand(7, 10, device=DEVICE) * 6
     angles = Angles(1.3 * angle_TP.cos(), 1.3 * angle_TP.sin())
     per_head = Angles(angles.cos[:, None], angles.sin[:, None])
     for got, given in zip(turned(query_THD, key_TKD, angles), (query_THD, key_TKD), strict=True):
