@@ -95,7 +95,7 @@ def measure(
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0, min_open=True),
-    default=500,
+    default=480,
     show_default=True,
     help="No new measurement begins after so long.",
 )

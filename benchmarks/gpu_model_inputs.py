@@ -46,6 +46,7 @@ class ModelSizes:
     prompt_len: int
     output_len: int
     rounds: int
+    most_decode_s: float  # no further round of a batch is begun after so long
     prefill_len: int
     chunk_lens: tuple[int, ...]  # tried for that prompt
     contexts: tuple[int, ...]  # for the time to the first token
@@ -113,6 +114,7 @@ LLAMA_3_8B = ModelSizes(
     prompt_len=128,
     output_len=256,
     rounds=3,
+    most_decode_s=120.0,
     prefill_len=32_768,
     chunk_lens=(2048, 8192, 32_768),
     contexts=tuple(1024 * 2**power for power in range(8)),
@@ -145,6 +147,7 @@ TINY = ModelSizes(
     prompt_len=12,
     output_len=6,
     rounds=1,
+    most_decode_s=20.0,
     prefill_len=96,
     chunk_lens=(32, 96),
     contexts=(16, 64, 256),

@@ -147,12 +147,12 @@ def _rounds(
     """In each round everybody answers the same new prompts."""
     sizes = bench.sizes
     num_tokens = batch * sizes.output_len
-    took = 0.0
+    took, first = 0.0, time.monotonic()
     for number in range(sizes.rounds):
-        if not bench.has_time(took):
+        begin = time.monotonic()
+        if begin - first > sizes.most_decode_s or not bench.has_time(took):
             yield left_out(f"decode, {batch} at once, round {number}", "no time was left")
             return
-        begin = time.monotonic()
         prompts = bench.prompts.of(sizes.prompt_len, batch)
         row = {"part": "decode", "sequences": batch, "round": number}
         for name, engine in ours.items():
