@@ -234,12 +234,20 @@ def _server_curves(rows: Sequence[Row]) -> list[list[_Curve]]:
 def _draw(path: Path, panels: Sequence[Sequence[_Curve]], ylabels: Sequence[str]) -> None:
     # Optional, and slow to import.
     from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.ticker import LogLocator  # noqa: PLC0415
 
     figure = Figure(figsize=(8, 1 + 3 * len(panels)), layout="constrained")
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, curves, ylabel in zip(all_axes, panels, ylabels, strict=True):
         _draw_panel(axes, curves)
         axes.set_ylabel(ylabel)
+    # First tokens take from milliseconds to many seconds; gaps differ less.
+    all_axes[0].set_yscale("log")
+    all_axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    all_axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    all_axes[0].minorticks_off()
+    for axes in all_axes[1:]:
+        axes.set_ylim(bottom=0)
     all_axes[-1].set_xlabel("context length (tokens)")
     figure.savefig(path, dpi=150)
 
@@ -252,7 +260,6 @@ def _draw_panel(axes: "Axes", curves: Sequence[_Curve]) -> None:
         axes.plot(contexts, times, "o-", color=COLOURS[index % len(COLOURS)], label=label)
         ticks.update(contexts)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     places = sorted(ticks)
     axes.set_xticks(places, [f"{each:,.0f}" for each in places])
     tidy(axes)
