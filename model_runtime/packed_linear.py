@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
+from model_runtime.joined_linear import SharedInput, joined_weight
 from model_runtime.row_products import MOST_ROWS, PackedWeight, RowProducts, find_chain
 
 _PACKED_FOR_ROWS = 8  # any number above one chooses the layout that is good for several rows
@@ -85,9 +86,8 @@ class PackedProduct:
 
     def __init__(self, linears: Sequence[nn.Linear], tried: dict[Shape, Tried]) -> None:
         """`tried`: by shape, added to."""
-        weight = torch.cat([linear.weight.detach() for linear in linears])
+        weight, self._bias = joined_weight(linears)
         self.out_features, self.in_features = weight.shape
-        self._bias = _joined_bias(linears)
         self._packed = _OPS._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         self._product = _OPS._linear_pointwise.default
         self._num_threads = torch.get_num_threads()
@@ -158,16 +158,6 @@ class PackedProduct:
         return out
 
 
-def _joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
-    if all(linear.bias is None for linear in linears):
-        return None
-    biases = [
-        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
-        for linear in linears
-    ]
-    return torch.cat([bias.detach() for bias in biases])
-
-
 class PackedLinear(nn.Module):
     """A linear whose weight is laid out once for the processor; the original is let go."""
 
@@ -183,26 +173,6 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], each row as if it were alone."""
         return self.product(x)
-
-
-class SharedInput:
-    """The product of linears that read one tensor, until the last of them has read it."""
-
-    def __init__(self, product: PackedProduct, widths: Sequence[int]) -> None:
-        """`widths`: outputs of each linear, in the order of their calls."""
-        self._product = product
-        self._widths = list(widths)
-        self._input: Tensor | None = None
-        self._parts: Sequence[Tensor] = ()
-
-    def part(self, x: Tensor, index: int) -> Tensor:
-        """What one of the linears makes of x, computed for all of them when x is new."""
-        if self._input is not x:
-            self._input, self._parts = x, self._product(x).split_with_sizes(self._widths, dim=-1)
-        out = self._parts[index]
-        if index == len(self._widths) - 1:
-            self._input, self._parts = None, ()
-        return out
 
 
 class PackedPart(PackedLinear):

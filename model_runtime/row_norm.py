@@ -1,15 +1,17 @@
-"""Root-mean-square norms on a CPU, in one pass over a row instead of seven over the tensor.
+"""Root-mean-square norms in one pass over a row instead of seven over the tensor.
 
 Every architecture has a class of its own for the same formula, so a norm is recognised by what it
 answers: x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight). What answers anything else is left.
 
-A row is computed by the same code whatever stands beside it, so its bits do not depend on the
-batch. Sums are taken in float32; a bf16 result is rounded once, where some models round twice.
+On a CPU a row is computed by the same code whatever stands beside it, so its bits do not depend on
+the batch. On a GPU it is torch's own kernel, one instead of eight. Sums are taken in float32; a
+bf16 result is rounded once, where some models round twice.
 
 Shapes: R = rows, D = dimensions of a row.
 """
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -59,17 +61,40 @@ class RowNorm(nn.Module):
         return as_tensor(out, x.dtype)
 
 
+class TorchNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, by torch."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm, same shape and dtype."""
+        return nn.functional.rms_norm(x, (len(self.weight),), self.weight, self._eps)
+
+
 @torch.inference_mode()
 def replace_norms(model: nn.Module) -> None:
-    """Put a RowNorm in the place of every module that answers as one, in place."""
+    """Put one of these in the place of every module that answers as one, in place."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            norm = _as_row_norm(child)
+            norm = _as_norm(child)
             if norm is not None:
                 setattr(module, name, norm)
 
 
-def _as_row_norm(module: nn.Module) -> RowNorm | None:
+def _candidates(weight: nn.Parameter, eps: float) -> Iterator[tuple[nn.Module, Tensor]]:
+    """What the norm may be on the weight's device, and what it multiplies a row by."""
+    wide_D = weight.detach().float()
+    if weight.device.type != "cpu":
+        yield TorchNorm(weight, eps), wide_D
+        return
+    for scale_D in (wide_D, 1.0 + wide_D):
+        yield RowNorm(weight, scale_D, eps), scale_D
+
+
+def _as_norm(module: nn.Module) -> nn.Module | None:
     """The same norm, or None where the module is something else."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -85,15 +110,14 @@ def _as_row_norm(module: nn.Module) -> RowNorm | None:
         return None
     generator = torch.Generator().manual_seed(0)
     noise_RD = torch.randn(len(_TRIAL_SCALES), len(weight), generator=generator) + _TRIAL_SHIFT
-    x_RD = (noise_RD * torch.tensor(_TRIAL_SCALES)[:, None]).to(weight.dtype)
+    x_RD = (noise_RD * torch.tensor(_TRIAL_SCALES)[:, None]).to(weight.device, weight.dtype)
     try:
         expected_RD = module(x_RD)
     except Exception:  # noqa: BLE001  # code of a checkpoint; what cannot take rows is no row norm
         return None
     if expected_RD.shape != x_RD.shape or expected_RD.dtype != x_RD.dtype:
         return None
-    for scale_D in (weight.detach().float(), 1.0 + weight.detach().float()):
-        norm = RowNorm(weight, scale_D, eps)
+    for norm, scale_D in _candidates(weight, eps):
         if _are_alike(norm(x_RD), expected_RD, scale_D):
             return norm
     return None

@@ -93,6 +93,13 @@ def test_the_embedded_model_passes_its_self_check(on_gpu: Checkpoint) -> None:
     assert on_gpu.report.difference <= on_gpu.report.threshold
 
 
+def test_norms_and_products_are_fewer_kernels(on_gpu: Checkpoint) -> None:
+    """none is left as the model had it"""
+    kinds = {type(module).__name__ for module in on_gpu.model.modules()}
+    assert {"TorchNorm", "JoinedPart"} <= kinds
+    assert "LlamaRMSNorm" not in kinds
+
+
 def test_the_engine_serves_as_on_a_cpu(on_gpu: Checkpoint, engines: EngineFactory) -> None:
     """prompts of several lengths together, past the native length, sampled and greedy"""
     answers: list[list[Result]] = []

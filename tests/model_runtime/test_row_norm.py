@@ -9,7 +9,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from model_runtime.row_norm import RowNorm, replace_norms
+from model_runtime.row_norm import RowNorm, TorchNorm, replace_norms
 
 ROWS = (1, 2, 3, 7, 8, 33, 200)
 
@@ -54,6 +54,19 @@ def test_the_same_norm(make: Any, width: int, dtype: torch.dtype) -> None:
     assert whole.dtype == dtype
     assert torch.allclose(whole.double(), exact, rtol=rounding, atol=1e-6)
     assert torch.allclose(whole.float(), expected.float(), rtol=2 * rounding, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_own_is_the_same_norm(dtype: torch.dtype) -> None:
+    """what stands in the place of Llama's on a GPU"""
+    original = LlamaRMSNorm(384, eps=1e-5).to(dtype)
+    nn.init.uniform_(original.weight, 0.5, 1.5)
+    x = (torch.randn(5, 384) * torch.tensor([1e-3, 1.0, 3.0, 30.0, 1e3])[:, None]).to(dtype)
+    with torch.inference_mode():
+        got, expected = TorchNorm(original.weight, 1e-5)(x), original(x)
+    assert got.dtype == dtype
+    rounding = 1e-5 if dtype == torch.float32 else 2**-7
+    assert torch.allclose(got.float(), expected.float(), rtol=rounding, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
