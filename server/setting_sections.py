@@ -125,14 +125,24 @@ class CacheSettings(Section):
 
     kv_cache_gib: float | None = setting(
         None,
-        "Size of the KV cache. Left out: a quarter of the memory (of a GPU: 80 percent of what is "
-        "free), but no more than max_num_seqs longest contexts.",
+        "Size of the KV cache. Left out: a quarter of the memory (on a GPU: what "
+        "gpu_memory_utilization leaves), but no more than max_num_seqs longest contexts.",
         unit="GiB",
         gt=0,
         allow_inf_nan=False,
     )
     kv_cache_tokens: int | None = setting(
         None, "Size of the KV cache, instead of kv_cache_gib.", unit="tokens", ge=1
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "Of a GPU's memory, what everything on it may take together where the cache's size is "
+        "left out: the largest step that the limits allow is run at start, and the cache gets "
+        "the rest. Not used on a CPU.",
+        unit="share",
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
     )
     page_size: int = setting(64, "A page of the KV cache.", unit="tokens", ge=4, le=256)
     max_num_seqs: int = setting(32, "Sequences served at once.", unit="sequences", ge=1, le=4096)
