@@ -75,6 +75,8 @@ class Backend(Protocol):
     """The cache's reads and writes on one kind of device, in one step."""
 
     row_keys: ClassVar[bool]  # how it wants keys in memory: kv_store.py
+    # Whether a step of single tokens is the same calls of kernels for any numbers in the batch.
+    is_recordable: ClassVar[bool]
 
     def __init__(self, batch: Batch) -> None:
         """What the step's layers share is prepared here."""

@@ -25,6 +25,7 @@ class CpuAttention:
 
     # Sixteen keys are scored at once, a dimension at a time.
     row_keys: ClassVar[bool] = False
+    is_recordable: ClassVar[bool] = False
 
     def __init__(self, batch: Batch) -> None:
         self._places_S = batch.places_S

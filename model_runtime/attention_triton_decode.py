@@ -67,7 +67,7 @@ def _decode(
     begins, ends, positions,
     start_cos, start_sin, offset_cos, offset_sin, tile_cos, tile_sin, factors, log_lens,
     out, levels,
-    scaling, softcap, num_starts, table_width, tiles_per_share,
+    scaling, softcap, num_starts, table_width,
     query_t, query_h, out_row, out_head, out_share,
     KEY_N: tl.constexpr, KEY_K: tl.constexpr, KEY_O: tl.constexpr, KEY_D: tl.constexpr,
     VALUE_N: tl.constexpr, VALUE_K: tl.constexpr, VALUE_O: tl.constexpr, VALUE_V: tl.constexpr,
@@ -115,8 +115,13 @@ def _decode(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, VALUES_2], tl.float32)
-    tile_begin = begin // TILE + share * tiles_per_share
-    tile_end = tl.minimum(tile_begin + tiles_per_share, (end + TILE - 1) // TILE)
+    # A sequence's own tiles in equal shares, whatever the others are: a recorded step has as many
+    # shares as the longest context needs.
+    first_tile, last_tile = begin // TILE, (end + TILE - 1) // TILE
+    num_shares = tl.num_programs(2)
+    tiles_per_share = (last_tile - first_tile + num_shares - 1) // num_shares
+    tile_begin = first_tile + share * tiles_per_share
+    tile_end = tl.minimum(tile_begin + tiles_per_share, last_tile)
     tile_end = tl.where(begin < end, tile_end, tile_begin)
     for tile in range(tile_begin, tile_end):
         start = tile * TILE
@@ -180,7 +185,6 @@ def _decode(
     target = out + line * out_row + heads[:, None] * out_head + share * out_share + v[None, :]
     tl.store(target, total, mask=is_row & (v < VALUES)[None, :])
     if not DIRECT:
-        num_shares = tl.num_programs(2)
         num_heads = tl.num_programs(1) * GROUP
         level = (top + tl.log2(tl.where(weight > 0, weight, 1.0))) * 0.6931471805599453
         level = tl.where(weight > 0, level, float("-inf"))
@@ -322,7 +326,7 @@ def _launch(
         *read.tables.device_tensors,
         out, levels,
         read.scaling * (1.0 if softcap else LOG2_E), softcap,
-        read.tables.starts.cos.shape[1], batch.page_table_SN.shape[1], -(-num_tiles // shares),
+        read.tables.starts.cos.shape[1], batch.page_table_SN.shape[1],
         *query_THD.stride()[:2], *strides, *key_strides(read.keys_NKDO), *read.values_NKOV.stride(),
         GROUP=group, PAIRS=pairs, REST=rest, VALUES=value_dim, PAGE=page_size,
         ROWS=padded(group), PAIRS_2=padded(pairs), REST_2=padded(rest), VALUES_2=padded(value_dim),

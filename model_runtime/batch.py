@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model_runtime.transfer import on_device
+
 
 class Span(NamedTuple):
     """Consecutive tokens of one sequence that one step computes."""
@@ -111,8 +113,8 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
     columns, offsets = np.divmod(numbers[num_tokens : 2 * num_tokens], page_size)
     table_SN = _page_table(spans, max(each.stop - 1 for each in positions) // page_size + 1)
     pages = table_SN[np.repeat(np.arange(len(spans)), num_tokens_S), columns]
-    joined = torch.from_numpy(np.concatenate((numbers, pages, offsets), dtype=np.int64))
-    split = joined.to(device).split_with_sizes([*sizes, num_tokens, num_tokens])
+    joined = on_device(np.concatenate((numbers, pages, offsets), dtype=np.int64), device)
+    split = joined.split_with_sizes([*sizes, num_tokens, num_tokens])
     token_ids_T, position_ids_T, query_start_S1, first_position_S, table_slot_S, *rest = split
     logit_rows_R, single_B, page_T, offset_T = rest
     return Batch(
@@ -120,7 +122,7 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
         position_ids_T[None],
         page_T,
         offset_T,
-        torch.from_numpy(table_SN).to(device),
+        on_device(table_SN, device),
         query_start_S1,
         first_position_S,
         table_slot_S,

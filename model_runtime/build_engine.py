@@ -1,15 +1,18 @@
 """A checked checkpoint and its limits -> an engine, with its cache sized and allocated."""
 
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import structlog
 import torch
 
-from model_runtime.backends import new_store
+from model_runtime.backends import backend_for, new_store
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import EngineConfig
+from model_runtime.decode_graphs import cuda_recorder
 from model_runtime.engine import Engine
 from model_runtime.errors import ModelError
 from model_runtime.model_runner import ModelRunner
@@ -17,6 +20,7 @@ from model_runtime.observer import Observer
 from model_runtime.rope_tables import RopeTables
 from rope import Profile
 
+_log = structlog.get_logger(__name__)
 _CPU_SHARE = 0.25  # of the memory there is
 _STEP_SHARE = 0.1  # a guess: of what weights leave on a GPU, what a step's tensors take
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -33,6 +37,8 @@ def build_engine(
     Rotation tables of `profiles` are made now, others when a request first needs them.
     """
     runner = build_runner(checkpoint, config, profiles)
+    if records_decodes(checkpoint, config):
+        _record_decodes(runner, config, checkpoint.device)
     return Engine(runner, checkpoint.tokenizer, config, checkpoint.eos_token_ids, observer)
 
 
@@ -48,8 +54,10 @@ def build_runner(
     """
     page_size = config.page_size
     try:
+        # One page more for what pads a recorded step.
+        num_pages = config.num_pages + (1 if records_decodes(checkpoint, config) else 0)
         store = new_store(
-            checkpoint.plans, config.num_pages, page_size, checkpoint.dtype, checkpoint.device
+            checkpoint.plans, num_pages, page_size, checkpoint.dtype, checkpoint.device
         )
     except RuntimeError as error:  # torch's word for no memory, on a CPU and on a GPU
         raise ModelError(
@@ -59,6 +67,25 @@ def build_runner(
     for profile in profiles:
         tables.slot(profile)
     return make(checkpoint.model, checkpoint.plans, store, tables, page_size)
+
+
+def records_decodes(checkpoint: Checkpoint, config: EngineConfig) -> bool:
+    """Whether the engine's decode steps are recorded (decode_graphs.py)."""
+    return backend_for(checkpoint.device).is_recordable and not config.enforce_eager
+
+
+def _record_decodes(runner: ModelRunner, config: EngineConfig, device: torch.device) -> None:
+    """Takes seconds; what cannot be recorded is queued kernel by kernel, as without."""
+    began = time.monotonic()
+    try:
+        runner.record_decodes(
+            config.max_model_len, config.max_num_seqs, config.num_pages, cuda_recorder(device)
+        )
+    except RuntimeError as error:  # the forward asks the device for something, or memory is full
+        _log.warning("decode_not_recorded", error=str(error), remedy="enforce_eager skips this")
+        return
+    seconds = round(time.monotonic() - began, 1)
+    _log.info("decode_recorded", most_sequences=config.max_num_seqs, seconds=seconds)
 
 
 def sized(

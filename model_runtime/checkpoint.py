@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from model_runtime import packed_linear, row_norm
+from model_runtime import gated_mlp, packed_linear, row_norm
 from model_runtime.attention import LayerPlan
 from model_runtime.errors import ModelError
 from model_runtime.outline import from_pretrained, read_outline
@@ -82,6 +82,7 @@ def adopt(
     plans = take_over(model, native)
     if parameter.device.type == "cpu" and packed_linear.is_available():
         packed_linear.pack(model, shared_inputs(model))
+        gated_mlp.fuse(model)
         row_norm.replace_norms(model)
     report = check(model, plans, native, expected)
     vocab_size = text_config(model).vocab_size

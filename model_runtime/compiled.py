@@ -18,6 +18,7 @@ SOURCES = (
     "attention_page",
     "bfloat16",
     "compiled",
+    "gated_mlp",
     "lane_tiles",
     "lanes",
     "row_norm",

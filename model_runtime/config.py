@@ -44,6 +44,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # tokens in one step: decodes plus prefill chunks
     step_target_s: float | None = None  # what a step with prefill should take; None: whatever
     max_num_logit_rows: int = 256  # prompt positions in one step whose logprobs are wanted
+    enforce_eager: bool = False  # on a GPU: no recorded decode steps
     max_queued_requests: int = 256  # requests waiting to start
     max_queued_prompt_tokens: int | None = None  # tokens of their prompts; None: no limit
     limits: SamplingLimits = SamplingLimits()

@@ -135,7 +135,8 @@ fma = _operation(emit_fma, arguments=3)  # a * b + c, rounded once
 add = _operation(lambda builder, a, b: builder.fadd(a, b), arguments=2)
 subtract = _operation(lambda builder, a, b: builder.fsub(a, b), arguments=2)
 multiply = _operation(lambda builder, a, b: builder.fmul(a, b), arguments=2)
-larger = _operation(_larger, arguments=2)  # of numbers; of NaN, any
+divide = _operation(lambda builder, a, b: builder.fdiv(a, b), arguments=2)
+larger = _operation(_larger, arguments=2)  # the second where either is NaN
 spread = _operation(emit_spread, arguments=1)  # a float32 in every lane
 exp = _operation(_exp, arguments=1)  # for numbers up to 87; NaN stays NaN
 largest = _operation(_largest, arguments=1, returns=types.float32)  # of numbers; of NaN, any

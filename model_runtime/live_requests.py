@@ -81,6 +81,10 @@ class LiveRequests:
         """One of them; None if it is over."""
         return self._live.get(request_id)
 
+    def is_live(self, live: Live) -> bool:
+        """Whether it still is one of them."""
+        return self._live.get(live.sequence.request.request_id) is live
+
     def of(self, sequence: TokenSequence) -> Live:
         """The request whose sequence it is. It is live."""
         return self._live[sequence.request.request_id]

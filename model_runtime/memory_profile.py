@@ -2,7 +2,8 @@
 
 The cache gets what weights, such a step and everything outside torch's allocator leave of a share
 of the device. Logits, logprobs and sampling are part of the step: with a large vocabulary they are
-its largest tensors.
+its largest tensors. Where decode steps are recorded as graphs, which happens after the cache is
+there and keeps tensors in a pool of their own, what they will take is added.
 
 Shapes: R = rows of logits, V = vocabulary.
 """
@@ -10,24 +11,26 @@ Shapes: R = rows of logits, V = vocabulary.
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 
 from model_runtime.batch import Span
-from model_runtime.build_engine import build_runner
+from model_runtime.build_engine import build_runner, records_decodes
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import EngineConfig
+from model_runtime.decode_graphs import recorded_sizes
 from model_runtime.errors import ModelError
 from model_runtime.kv_store import bytes_per_token
 from model_runtime.model_runner import ModelRunner
 from model_runtime.request import SamplingParams
-from model_runtime.sampler import MAX_LOGPROBS, SamplingRow, logprobs, sample
+from model_runtime.sampler import MAX_LOGPROBS, SamplingRow, choose, logprobs, rows_at
 from rope import Profile
 
-# Kept back for decode steps captured as graphs: they come after the cache, and keep their tensors
-# in a pool of their own. Not measured yet.
-GRAPH_BYTES = 512 * 2**20
+# Of one recorded step: its launches, and what is left over in the blocks of the pool. A guess, not
+# measured yet.
+GRAPH_BYTES = 8 * 2**20
 # All that makes the sampler's tensors: a copy of the logits for the bias, and ranks for top_p.
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, logit_bias=((0, 0.0),))
 
@@ -91,17 +94,22 @@ class MemoryProfile:
     outside_bytes: int  # see Reading.outside; with what the step brought in
     weight_bytes: int  # tensors that were there before the step
     step_bytes: int  # most that the step's tensors took beside them
+    graph_bytes: int  # what recorded decode steps will keep; 0 where none are recorded
 
     def cache_bytes(self, utilization: float) -> int:
         """What is left for the cache of `utilization` of the device; negative if nothing is."""
-        taken = self.outside_bytes + self.weight_bytes + self.step_bytes + GRAPH_BYTES
+        taken = self.outside_bytes + self.weight_bytes + self.step_bytes + self.graph_bytes
         return int(self.total_bytes * utilization) - taken
 
 
-def profile_between(before: Reading, after: Reading) -> MemoryProfile:
-    """The profile that two readings around a step come to; the peak was reset at the first."""
-    step_bytes = after.peak - before.allocated
-    return MemoryProfile(after.total, after.outside, before.allocated, step_bytes)
+def graphs_bytes(working_bytes: int, config: EngineConfig, vocab_size: int) -> int:
+    """What all recorded decode steps keep: one's tensors, which the others use in turn.
+
+    Beside these each has float32 logits and a page table (int32) of its own.
+    """
+    sizes = recorded_sizes(config.max_num_seqs)
+    num_pages = -(-config.max_model_len // config.page_size)
+    return working_bytes + sum(sizes) * 4 * (vocab_size + num_pages) + len(sizes) * GRAPH_BYTES
 
 
 def profile_memory(
@@ -126,39 +134,48 @@ def profile_memory(
     tried = replace(config, kv_cache_tokens=config.page_size, max_model_len=context_len)
     try:
         runner = build_runner(checkpoint, tried, profiles)
-        run_largest_step(runner, tried, profiles[-1], checkpoint.vocab_size)
+        slot = runner.table_slot(profiles[-1])
+        run_step(runner, largest_step(tried, slot, checkpoint.vocab_size))
+        after = meter.read()
+        graph_bytes = 0
+        if records_decodes(checkpoint, config):
+            meter.reset()
+            begun = meter.read()
+            runner.run(decode_step(tried, slot, checkpoint.vocab_size))  # sampling is not recorded
+            working_bytes = meter.read().peak - begun.allocated
+            graph_bytes = graphs_bytes(working_bytes, tried, checkpoint.vocab_size)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"a step of {config.max_num_batched_tokens} tokens with {config.max_num_logit_rows} "
             f"scored positions and {config.max_num_seqs} sequences finds no memory beside the "
             f"weights, lower max_num_batched_tokens, max_num_logit_rows or max_num_seqs: {error}"
         ) from error
-    after = meter.read()
     del runner
     gc.collect()
     meter.reset()
-    return profile_between(before, after)
+    return MemoryProfile(
+        after.total, after.outside, before.allocated, after.peak - before.allocated, graph_bytes
+    )
 
 
 @torch.inference_mode()
-def run_largest_step(
-    runner: ModelRunner, config: EngineConfig, profile: Profile, vocab_size: int
-) -> None:
-    """A forward with as many tokens and rows of logits as `config` allows, and what follows it.
+def run_step(runner: ModelRunner, spans: Sequence[Span]) -> None:
+    """A forward and what `step_outcome.py` makes of its logits; the answers mean nothing.
 
-    As in `step_outcome.py`: prompts are scored first, then all sequences get a token, with its
-    logprobs. The answers mean nothing.
+    Every sequence gets a token, all rows are scored as a prompt's are, then those that were chosen.
     """
-    spans = largest_step(config, runner.table_slot(profile), vocab_size)
-    # Sequences have overwritten each other's keys; sampling takes finite logits only.
-    logits_RV = runner.run(spans).nan_to_num_()
-    num_rows = len(logits_RV)
-    logprobs(logits_RV, [0] * num_rows, [MAX_LOGPROBS] * num_rows)
-    # A copy, as where only some of the rows are sampled.
-    chosen_RV = logits_RV[list(range(num_rows - len(spans), num_rows))]
-    rows = [SamplingRow(_SAMPLING, 0, frozenset()) for _ in spans]
-    token_ids = sample(chosen_RV, rows)
-    logprobs(chosen_RV, token_ids, [MAX_LOGPROBS] * len(spans))
+    logits_RV = runner.run(spans)
+    places = [end - 1 for end in accumulate(len(span.logit_rows) for span in spans)]
+    choose(logits_RV, places, [SamplingRow(_SAMPLING, 0, frozenset()) for _ in spans])
+    for rows_RV in (logits_RV, rows_at(logits_RV, places)):
+        num_rows = len(rows_RV)
+        logprobs(rows_RV, [0] * num_rows, [MAX_LOGPROBS] * num_rows)
+
+
+def decode_step(config: EngineConfig, table_slot: int, vocab_size: int) -> list[Span]:
+    """One token of max_num_seqs sequences."""
+    decodes = replace(config, max_num_batched_tokens=config.max_num_seqs, max_num_logit_rows=1)
+    return largest_step(decodes, table_slot, vocab_size)
 
 
 def largest_step(config: EngineConfig, table_slot: int, vocab_size: int) -> list[Span]:

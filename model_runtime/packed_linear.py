@@ -126,6 +126,12 @@ class PackedProduct:
         out = products[0] if len(products) == 1 else torch.cat(products)
         return out[:num_rows].reshape(*x.shape[:-1], self.out_features)
 
+    def few(self, num_rows: int) -> RowProducts | None:
+        """What multiplies so few rows; None: the call itself does, whatever the number."""
+        if torch.get_num_threads() != self._num_threads or not 0 < num_rows <= MOST_ROWS:
+            return None
+        return self._few
+
     def _try(self, packed: PackedWeight) -> Tried:
         """The sizes of blocks, and the chain of sums, that give the bits of small blocks."""
         dtype = self._packed.dtype
@@ -168,7 +174,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, product: PackedProduct | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._product = product or PackedProduct([linear], {})
+        self.product = product or PackedProduct([linear], {})
         # Model code may ask a weight for its dtype, never for its numbers.
         weight = torch.empty_like(linear.weight, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -176,7 +182,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], each row as if it were alone."""
-        return self._product(x)
+        return self.product(x)
 
 
 class SharedInput:

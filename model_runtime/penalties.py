@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from model_runtime.request import SamplingParams
+from model_runtime.transfer import on_device
 
 
 def has_penalty(params: SamplingParams) -> bool:
@@ -65,14 +66,14 @@ def penalise(
 
     def spread(numbers: Sequence[float]) -> Tensor:
         """A row's number, for each of its tokens."""
-        return torch.from_numpy(np.repeat(np.array(numbers, np.float32), sizes)).to(device)
+        return on_device(np.repeat(np.array(numbers, np.float32), sizes), device)
 
     device = logits_RV.device
     where = (
-        torch.from_numpy(np.repeat(np.array(rows), sizes)).to(device),
-        torch.from_numpy(np.concatenate([each.ids_E for each in seen])).to(device),
+        on_device(np.repeat(np.array(rows), sizes), device),
+        on_device(np.concatenate([each.ids_E for each in seen]), device),
     )
-    count_E = torch.from_numpy(np.concatenate([each.counts_E for each in seen])).to(device)
+    count_E = on_device(np.concatenate([each.counts_E for each in seen]), device)
     repetition_E = spread([each.repetition_penalty for each in params])
     frequency_E = spread([each.frequency_penalty for each in params])
     presence_E = spread([each.presence_penalty for each in params])

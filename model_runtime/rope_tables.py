@@ -117,9 +117,14 @@ class RopeTables:
         self._native = native
         self._page_size = page_size
         self._num_pages = -(-max_len // page_size)
-        self._device = device
+        self.device = device
         self._slots: dict[Profile, int] = {}
         self._layers: dict[str | None, LayerTables] = {}
+
+    @property
+    def num_slots(self) -> int:
+        """How many profiles have one. With a new one, all tables move in memory."""
+        return len(self._slots)
 
     def slot(self, profile: Profile) -> int:
         """The profile's slot, made on first use."""
@@ -138,7 +143,7 @@ class RopeTables:
     def _make(self, layer_type: str | None, profile: Profile) -> LayerTables:
         """One slot."""
         table = self._frequencies(layer_type, profile)
-        inv_freq_P = table.inv_freq_P.to(self._device)
+        inv_freq_P = table.inv_freq_P.to(self.device)
         starts = page_start_angles(inv_freq_P, self._num_pages, self._page_size)
         offsets = offset_angles(inv_freq_P, self._page_size)
         is_scaled = layer_type == self._native.scaled_layer_type

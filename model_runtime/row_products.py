@@ -200,8 +200,12 @@ class RowProducts:
         weight = self._weight
         assert x.dtype == weight.packed.dtype, "the kernel reads bits"
         # Shapes are numpy's business here: torch takes twice as long for each of these calls.
-        x_RK = as_numpy(x).reshape(-1, weight.num_inputs)
-        out_RN = np.empty((len(x_RK), weight.num_outputs), self._packed_Q.dtype)
+        out_RN = self.multiply(as_numpy(x).reshape(-1, weight.num_inputs))
+        return as_tensor(out_RN.reshape(*x.shape[:-1], weight.num_outputs), x.dtype)
+
+    def multiply(self, x_RK: Any) -> Any:
+        """[R, K] -> [R, N], numpy's arrays of float32 or of bf16's bits."""
+        out_RN = np.empty((len(x_RK), self._weight.num_outputs), self._packed_Q.dtype)
         arguments = (x_RK, self._packed_Q, self._bias_N, out_RN, self._num_packed, self._chain)
         run_shares(lambda share: self._kernel(*arguments, *share), self._shares)
-        return as_tensor(out_RN.reshape(*x.shape[:-1], weight.num_outputs), x.dtype)
+        return out_RN

@@ -3,7 +3,7 @@
 A row's random number comes from its request's seed and the count of tokens it has generated, not
 from a generator that rows share: a seed gives the same tokens in any batch.
 
-Shapes: R = rows, V = vocabulary.
+Shapes: R = rows, V = vocabulary, A = a token and its alternatives.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from model_runtime.penalties import SeenTokens, penalise
 from model_runtime.request import SamplingParams, TokenLogprob
+from model_runtime.transfer import on_device
 
 MAX_LOGPROBS = 20  # alternatives per token; always computed, so that ties fall the same way
 GREEDY_BELOW = 1e-5  # temperatures below this are 0: dividing by them overflows
@@ -61,42 +62,76 @@ def uniform(seed: int, step: int) -> float:
     return (int.from_bytes(digest, "big") >> 11) / 2**53
 
 
+def choose(
+    logits_RV: Tensor, places: Sequence[int], rows: Sequence[SamplingRow]
+) -> tuple[list[bool], list[int]]:
+    """Whether each of the logits' rows is finite, and a token id for those at `places`.
+
+    What is chosen from a row that is not finite means nothing.
+    """
+    chosen_RV = logits_RV
+    if list(places) != list(range(len(logits_RV))):
+        chosen_RV = rows_at(logits_RV, places)
+    if logits_RV.device.type == "cpu":
+        return finite_rows(logits_RV), sample(chosen_RV, rows)
+    return in_one_transfer(logits_RV, chosen_RV, rows)
+
+
+def in_one_transfer(
+    logits_RV: Tensor, chosen_RV: Tensor, rows: Sequence[SamplingRow]
+) -> tuple[list[bool], list[int]]:
+    """`choose` on a device, which is waited for once."""
+    # In one pass: a sum is finite if all its terms are (they would have to be 1e33 to overflow).
+    is_finite_R = logits_RV.sum(dim=-1).isfinite().long()
+    told: list[int] = torch.cat((is_finite_R, _sampled(chosen_RV, rows))).tolist()
+    return [one == 1 for one in told[: len(logits_RV)]], told[len(logits_RV) :]
+
+
+def finite_rows(logits_RV: Tensor) -> list[bool]:
+    """Whether all of a row's logits are finite; on a CPU."""
+    if not logits_RV.shape[0]:
+        return []
+    # One pass. Torch's isfinite takes eighteen times as long as its extremes, which take two.
+    are_finite: list[bool] = np.isfinite(logits_RV.numpy()).all(axis=-1).tolist()
+    return are_finite
+
+
 def sample(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """One token id a row."""
+    token_ids: list[int] = _sampled(logits_RV, rows).tolist()
+    return token_ids
+
+
+def _sampled(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """One token id a row, int64 [R]; nothing is read back from a device."""
+    if not rows:
+        return torch.empty(0, dtype=torch.int64, device=logits_RV.device)
     logits_RV = adjusted(logits_RV, rows)
     drawn = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
     if len(drawn) == len(rows):
         return _draw(logits_RV, rows)
-    token_ids = _likeliest(logits_RV)
+    token_R = _likeliest(logits_RV)
     if drawn:
-        chosen = _draw(logits_RV[drawn], [rows[index] for index in drawn])
-        for index, token_id in zip(drawn, chosen, strict=True):
-            token_ids[index] = token_id
-    return token_ids
+        chosen_R = _draw(rows_at(logits_RV, drawn), [rows[index] for index in drawn])
+        token_R[_index(drawn, token_R.device)] = chosen_R
+    return token_R
 
 
-def finite_rows(logits_RV: Tensor) -> list[bool]:
-    """Whether all of a row's logits are finite."""
-    if not logits_RV.shape[0]:
-        return []
-    if logits_RV.device.type == "cpu":
-        # One pass. Torch's isfinite takes eighteen times as long as its extremes, which take two.
-        of_cpu: list[bool] = np.isfinite(logits_RV.numpy()).all(axis=-1).tolist()
-        return of_cpu
-    # A NaN is greatest and least.
-    ends_2R = torch.stack((logits_RV.amax(dim=-1), logits_RV.amin(dim=-1)))
-    are_finite: list[bool] = ends_2R.isfinite().all(dim=0).tolist()
-    return are_finite
-
-
-def _likeliest(logits_RV: Tensor) -> list[int]:
+def _likeliest(logits_RV: Tensor) -> Tensor:
     """The first of the greatest in each row."""
     if logits_RV.device.type == "cpu":
         # A tenth of the time that torch's takes.
-        of_cpu: list[int] = logits_RV.numpy().argmax(axis=-1).tolist()
-        return of_cpu
-    token_ids: list[int] = logits_RV.argmax(dim=-1).tolist()
-    return token_ids
+        return torch.from_numpy(logits_RV.numpy().argmax(axis=-1))
+    return logits_RV.argmax(dim=-1)
+
+
+def _index(places: Sequence[int], device: torch.device) -> Tensor:
+    return on_device(np.array(places, dtype=np.int64), device)
+
+
+def rows_at(rows_RV: Tensor, places: Sequence[int]) -> Tensor:
+    """Some of a device's rows, a copy; without waiting for it."""
+    return rows_RV[_index(places, rows_RV.device)]
 
 
 def adjusted(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -118,7 +153,8 @@ def adjusted(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         penalise(logits_RV, penalised)
     if constrained:
         allowed_RV = _allowed(logits_RV, [rows[index].allowed or b"" for index in constrained])
-        logits_RV[constrained] = logits_RV[constrained].masked_fill(~allowed_RV, -torch.inf)
+        masked_RV = rows_at(logits_RV, constrained).masked_fill(~allowed_RV, -torch.inf)
+        logits_RV[_index(constrained, logits_RV.device)] = masked_RV
     return logits_RV
 
 
@@ -127,10 +163,10 @@ def _add(logits_RV: Tensor, edits: Sequence[tuple[int, Any, Any]]) -> None:
     rows = np.repeat([row for row, _, _ in edits], [len(ids) for _, ids, _ in edits])
     device = logits_RV.device
     where = (
-        torch.from_numpy(rows).to(device),
-        torch.from_numpy(np.concatenate([ids for _, ids, _ in edits])).to(device),
+        on_device(rows, device),
+        on_device(np.concatenate([ids for _, ids, _ in edits]), device),
     )
-    values = torch.from_numpy(np.concatenate([values for _, _, values in edits])).to(device)
+    values = on_device(np.concatenate([values for _, _, values in edits]), device)
     logits_RV.index_put_(where, values, accumulate=True)
 
 
@@ -142,14 +178,14 @@ def _allowed(logits_RV: Tensor, masks: Sequence[bytes]) -> Tensor:
     packed_RB = np.frombuffer(packed, np.uint8).reshape(len(masks), num_bytes)
     # numpy's is ten times as fast as shifting in torch.
     allowed_RV = np.unpackbits(packed_RB, axis=1, bitorder="little", count=vocabulary)
-    return torch.from_numpy(allowed_RV).to(logits_RV.device).bool()
+    return on_device(allowed_RV.view(np.bool_), logits_RV.device)
 
 
 def _column(logits_RV: Tensor, numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float32, device=logits_RV.device)[:, None]
+    return on_device(np.array(numbers, dtype=np.float32)[:, None], logits_RV.device)
 
 
-def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Temperature, then one token by its row's random number, which points into the sum so far.
 
     The sum runs over token ids, and over ranks where top_k, top_p or min_p cut the tail off.
@@ -159,14 +195,13 @@ def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     scaled_RV = relative_RV / _column(logits_RV, [row.params.temperature for row in rows])
     cut = [index for index, row in enumerate(rows) if _cuts(row.params)]
     if len(cut) == len(rows):
-        of_ranks: list[int] = _draw_ranked(scaled_RV, rows).tolist()
-        return of_ranks
+        return _draw_ranked(scaled_RV, rows)
     # Sorting a row takes ten times as long as all the rest, so rows that need none have none.
-    chosen_R = _pointed_at(scaled_RV.softmax(dim=-1), rows)[:, 0]
+    chosen_R = _pointedrows_at(scaled_RV.softmax(dim=-1), rows)[:, 0]
     if cut:
-        chosen_R[cut] = _draw_ranked(scaled_RV[cut], [rows[index] for index in cut])
-    token_ids: list[int] = chosen_R.tolist()
-    return token_ids
+        ranked_R = _draw_ranked(rows_at(scaled_RV, cut), [rows[index] for index in cut])
+        chosen_R[_index(cut, chosen_R.device)] = ranked_R
+    return chosen_R
 
 
 def _cuts(params: SamplingParams) -> bool:
@@ -189,18 +224,20 @@ def _draw_ranked(scaled_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     least_R1 = probability_RV[:, :1] * _column(scaled_RV, [each.min_p for each in params])
     dropped_RV = (dropped_RV | (probability_RV < least_R1)) & (rank_V > 0)
     probability_RV = probability_RV.masked_fill(dropped_RV, 0.0)
-    return token_RV.gather(1, _pointed_at(probability_RV, rows))[:, 0]
+    return token_RV.gather(1, _pointedrows_at(probability_RV, rows))[:, 0]
 
 
-def _pointed_at(probability_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _pointedrows_at(probability_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Which column each row's random number points at, [R, 1]; one that has a probability."""
     cumulated_RV = probability_RV.double().cumsum(dim=-1)
     draws = [uniform(row.params.seed, row.num_generated) for row in rows]
-    target_R1 = torch.tensor(draws, dtype=torch.float64, device=probability_RV.device)[:, None]
+    target_R1 = on_device(np.array(draws, dtype=np.float64)[:, None], probability_RV.device)
     total_R1 = cumulated_RV[:, -1:].contiguous()
     index_R1 = torch.searchsorted(cumulated_RV, target_R1 * total_R1, right=True)
     # The last that adds to the sum, should rounding point behind it.
-    return torch.minimum(index_R1, torch.searchsorted(cumulated_RV, total_R1))
+    last_R1 = torch.searchsorted(cumulated_RV, total_R1)
+    # NaN is behind all columns: a row of it must not be what stops the device.
+    return torch.minimum(index_R1, last_R1).clamp(max=cumulated_RV.shape[-1] - 1)
 
 
 def logprobs(
@@ -218,15 +255,18 @@ def _logprobs(
     logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprob]:
     logprob_RV = logits_RV.log_softmax(dim=-1)
-    ids_R1 = torch.tensor(token_ids, device=logits_RV.device)[:, None]
-    chosen = logprob_RV.gather(1, ids_R1)[:, 0].tolist()
+    chosen_R1 = logprob_RV.gather(1, _index(token_ids, logits_RV.device)[:, None])
     top = logprob_RV.topk(min(MAX_LOGPROBS, logits_RV.shape[-1]), dim=-1)
-    top_values, top_ids = top.values.tolist(), top.indices.tolist()
+    # In one transfer: numbers as the integers that have their bits.
+    bits_RA = torch.cat((chosen_R1, top.values), dim=1).view(torch.int32)
+    told_RA = torch.cat((bits_RA, top.indices.int()), dim=1).cpu()
+    values_RA, ids_RA = told_RA.split_with_sizes([bits_RA.shape[1], top.indices.shape[1]], dim=1)
+    values, top_ids = values_RA.contiguous().view(torch.float32).tolist(), ids_RA.tolist()
     return [
         TokenLogprob(
             token_id,
-            chosen[row],
-            tuple(zip(top_ids[row][:count], top_values[row][:count], strict=True)),
+            values[row][0],
+            tuple(zip(top_ids[row][:count], values[row][1 : 1 + count], strict=True)),
         )
         for row, (token_id, count) in enumerate(zip(token_ids, num_top, strict=True))
     ]

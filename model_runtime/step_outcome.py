@@ -4,7 +4,8 @@ Shapes: R = rows of logits, V = vocabulary.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import structlog
 from torch import Tensor
@@ -14,7 +15,7 @@ from model_runtime.errors import GrammarError
 from model_runtime.live_requests import Live, LiveRequests
 from model_runtime.observer import Observer
 from model_runtime.request import FinishReason, Output, PromptProgress, TokenLogprob
-from model_runtime.sampler import finite_rows, logprobs, sample
+from model_runtime.sampler import choose, logprobs, rows_at
 from model_runtime.scheduler import Chunk, Scheduler
 from model_runtime.step_clock import StepClock
 
@@ -35,10 +36,13 @@ class StepOutcome:
     def settle(self, computed: Sequence[tuple[Chunk, Live, int]], logits_RV: Tensor) -> None:
         """`computed`: what the step computed, and how many of the rows are whose, in order."""
         self._clock.switch("sample")
-        is_finite_R = finite_rows(logits_RV)
+        choosing, endings = self._choosing(computed)
+        is_finite_R, token_ids = choose(
+            logits_RV,
+            [place for place, _ in choosing],
+            [live.sampling_row() for _, live in choosing],
+        )
         self._clock.switch("schedule")
-        ended: list[Live] = []
-        choosing: list[tuple[Live, int]] = []  # who gets a token, from which row
         row = 0
         for chunk, live, num_rows in computed:
             rows = slice(row, row + num_rows)
@@ -52,48 +56,43 @@ class StepOutcome:
                 self._clock.switch("sample")
                 _score_prompt(chunk, live.answer, logits_RV[rows])
                 self._clock.switch("schedule")
-            if chunk.is_last and chunk.sequence.request.sampling.max_tokens == 0:
-                ended.append(live)
-            elif chunk.is_last:
-                choosing.append((live, row - 1))
             self._scheduler.computed(chunk)
             if chunk.sequence.request.wants_progress and not chunk.sequence.num_generated:
                 self._requests.deliver(live, Output(progress=_progress(live)))
-        for live in ended:
-            self._requests.deliver(live, live.answer.end_without_tokens())
+        # Those that are no longer live had logits that are not finite.
+        for live, end in endings:
+            if self._requests.is_live(live):
+                self._requests.deliver(live, end())
         self._clock.switch("sample")
-        choosing = [each for each in choosing if self._may_go_on(each[0])]
-        if choosing:
-            chosen_rows = [at for _, at in choosing]
-            if chosen_rows != list(range(len(logits_RV))):
-                logits_RV = logits_RV[chosen_rows]
-            self._choose(logits_RV, [live for live, _ in choosing])
+        chosen = [
+            (place, live, token_id)
+            for (place, live), token_id in zip(choosing, token_ids, strict=True)
+            if self._requests.is_live(live)
+        ]
+        self._add_tokens(chosen, logits_RV)
 
-    def _may_go_on(self, live: Live) -> bool:
-        """Find what the answer's grammar lets follow; False if the answer has ended with that."""
-        if live.constraint is None:
-            return True
-        try:
-            if live.constraint.look():
-                return True
-            output = live.answer.complete()
-        except GrammarError as error:
-            output = _fault_of_grammar(live, error)
-        self._requests.deliver(live, output)
-        return False
+    def _choosing(
+        self, computed: Sequence[tuple[Chunk, Live, int]]
+    ) -> tuple[list[tuple[int, Live]], list[tuple[Live, Callable[[], Output]]]]:
+        """(from which row, who) gets a token, and (whose, how) answers end without one."""
+        choosing: list[tuple[int, Live]] = []
+        endings: list[tuple[Live, Callable[[], Output]]] = []
+        row = 0
+        for chunk, live, num_rows in computed:
+            row += num_rows
+            if not chunk.is_last:
+                continue
+            end = _end_before(live)
+            if end is None:
+                choosing.append((row - 1, live))
+            else:
+                endings.append((live, end))
+        return choosing, endings
 
-    def _choose(self, logits_RV: Tensor, lives: Sequence[Live]) -> None:
-        """One new token for each, and its logprob where it was asked for."""
-        params = [live.sequence.request.sampling for live in lives]
-        token_ids = sample(logits_RV, [live.sampling_row() for live in lives])
-        reported: dict[int, TokenLogprob] = {}
-        wanted = [index for index, each in enumerate(params) if each.logprobs is not None]
-        if wanted:
-            chosen = [token_ids[index] for index in wanted]
-            num_top = [params[index].logprobs or 0 for index in wanted]
-            found = logprobs(logits_RV[wanted], chosen, num_top)
-            reported = dict(zip(wanted, found, strict=True))
-        for index, (live, token_id) in enumerate(zip(lives, token_ids, strict=True)):
+    def _add_tokens(self, chosen: Sequence[tuple[int, Live, int]], logits_RV: Tensor) -> None:
+        """(row, whose, new token), with its logprob where it was asked for."""
+        reported = _reported_logprobs(chosen, logits_RV)
+        for place, live, token_id in chosen:
             self._clock.switch("deliver")
             live.add_token(token_id)
             self._requests.note_token(live)
@@ -101,7 +100,7 @@ class StepOutcome:
             try:
                 constraint = live.constraint
                 is_complete = constraint is not None and constraint.advance(token_id)
-                output = live.answer.add(token_id, reported.get(index), is_complete=is_complete)
+                output = live.answer.add(token_id, reported.get(place), is_complete=is_complete)
             except GrammarError as error:
                 output = _fault_of_grammar(live, error)
             except Exception as error:  # noqa: BLE001  # a tokenizer's fault ends its request only
@@ -109,6 +108,37 @@ class StepOutcome:
                 text = f"{type(error).__name__} while decoding a token"
                 output = Output(finish_reason=FinishReason.ERROR, error=text)
             self._requests.deliver(live, output)
+
+
+def _end_before(live: Live) -> Callable[[], Output] | None:
+    """How the answer ends without a further token; None if it goes on.
+
+    Finds what the answer's grammar lets follow.
+    """
+    if live.sequence.request.sampling.max_tokens == 0:
+        return live.answer.end_without_tokens
+    if live.constraint is None:
+        return None
+    try:
+        return None if live.constraint.look() else live.answer.complete
+    except GrammarError as error:
+        return partial(_fault_of_grammar, live, error)
+
+
+def _reported_logprobs(
+    chosen: Sequence[tuple[int, Live, int]], logits_RV: Tensor
+) -> dict[int, TokenLogprob]:
+    """By row, for those that asked."""
+    asking = [
+        (place, token_id, most)
+        for place, live, token_id in chosen
+        if (most := live.sequence.request.sampling.logprobs) is not None
+    ]
+    if not asking:
+        return {}
+    places, token_ids, num_top = zip(*asking, strict=True)
+    found = logprobs(rows_at(logits_RV, places), token_ids, num_top)
+    return dict(zip(places, found, strict=True))
 
 
 def _fault_of_grammar(live: Live, error: GrammarError) -> Output:

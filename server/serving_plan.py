@@ -9,7 +9,7 @@ from model_runtime.chat_template import MAX_TEMPLATE_STOPS
 from model_runtime.config import EngineConfig, SamplingLimits
 from model_runtime.deployment import Deployment
 from model_runtime.make_deployment import make_deployment
-from model_runtime.memory_profile import GRAPH_BYTES, MemoryProfile
+from model_runtime.memory_profile import MemoryProfile
 from rope import NativeRope, Profile, RopeConfigError
 from server.metrics import default_context_buckets
 from server.setting_sections import DeploymentEntry, DeploymentSettings
@@ -115,8 +115,8 @@ def _taken(memory: MemoryProfile) -> str:
     """What there is beside the cache."""
     return (
         f"{size_text(memory.weight_bytes)} weights, {size_text(memory.step_bytes)} for a step "
-        f"(measured), {size_text(GRAPH_BYTES)} for graphs, {size_text(memory.outside_bytes)} "
-        f"outside torch, of {size_text(memory.total_bytes)}"
+        f"(measured), {size_text(memory.graph_bytes)} for graphs, "
+        f"{size_text(memory.outside_bytes)} outside torch, of {size_text(memory.total_bytes)}"
     )
 
 
@@ -169,6 +169,7 @@ def _config(
         max_model_len=max_model_len,
         page_size=settings.page_size,
         max_num_seqs=settings.max_num_seqs,
+        enforce_eager=settings.enforce_eager,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         step_target_s=settings.step_target_seconds or None,
         max_num_logit_rows=settings.max_num_logit_rows,

@@ -136,16 +136,20 @@ class CacheSettings(Section):
     )
     gpu_memory_utilization: float = setting(
         0.9,
-        "Of a GPU's memory, what everything on it may take together where the cache's size is "
-        "left out: the largest step that the limits allow is run at start, and the cache gets "
-        "the rest. Not used on a CPU.",
+        "Of a GPU's memory, what all on it may take where the cache's size is left out: a step "
+        "as large as the limits allow is run at start, the cache gets the rest. Not for a CPU.",
         unit="share",
         gt=0,
         le=1,
-        allow_inf_nan=False,
     )
     page_size: int = setting(64, "A page of the KV cache.", unit="tokens", ge=4, le=256)
     max_num_seqs: int = setting(32, "Sequences served at once.", unit="sequences", ge=1, le=4096)
+    enforce_eager: bool = setting(
+        default=False,
+        text="On a GPU decode steps are recorded at start, by number of sequences (CUDA graphs). "
+        "This leaves it out: a sooner start, slower decoding. On a CPU nothing is recorded.",
+        unit="switch",
+    )
     max_num_batched_tokens: int = setting(
         2048,
         "Most that is computed in one step: one token for each sequence that decodes, the rest "
@@ -157,8 +161,7 @@ class CacheSettings(Section):
         0.1,
         "What a step should take that reads prompts: the longest that an answer pauses for them, "
         "and that a new request waits; three times that while no answer is being written. Chunks "
-        "follow what the last steps took. 0: they are as "
-        "large as max_num_batched_tokens allows.",
+        "follow what the last steps took. 0: they are as large as max_num_batched_tokens allows.",
         unit="seconds",
         ge=0,
     )

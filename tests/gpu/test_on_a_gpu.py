@@ -18,6 +18,7 @@ from model_runtime.attention_triton import TritonAttention
 from model_runtime.backends import backend_for
 from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
 from model_runtime.memory_profile import CudaMeter
+from model_runtime.model_runner import ModelRunner
 from model_runtime.request import FinishReason
 from server.model_facts import facts_of
 from server.serving_plan import plan_serving
@@ -128,11 +129,11 @@ def test_a_cache_sized_by_a_step_leaves_room_for_any(
     meter = CudaMeter(on_gpu.device)
     meter.reset()
     before = meter.read()
-    share = (before.total - before.free + 4 * 2**30) / before.total
+    share = (before.total - before.free + 2 * 2**30) / before.total
     settings = load_settings(
         {
             "gpu_memory_utilization": f"{share:.4f}",
-            "max_num_seqs": "4096",
+            "max_num_seqs": "512",
             "max_num_batched_tokens": "8192",
             "max_queued_requests": "2000",
         }
@@ -142,7 +143,7 @@ def test_a_cache_sized_by_a_step_leaves_room_for_any(
     # What the step had is given back; what libraries keep of it is less.
     assert meter.read().allocated < plan.memory.weight_bytes + plan.memory.step_bytes // 2
     # The share is what bounds this cache, not the contexts: so it is full.
-    assert 2**30 < plan.cache_bytes < 4096 * 2048 * plan.token_bytes
+    assert 2**29 < plan.cache_bytes < 512 * 2048 * plan.token_bytes
     meter.reset()
     config = {each.name: getattr(plan.config, each.name) for each in fields(plan.config)}
     engine = engines.over(on_gpu, **config)
@@ -165,6 +166,46 @@ def test_a_cache_sized_by_a_step_leaves_room_for_any(
     after = meter.read()
     assert plan.cache_bytes < after.peak
     assert after.outside + after.peak <= settings.gpu_memory_utilization * after.total
+
+
+@pytest.mark.parametrize("num_requests", [1, 3, 7])
+def test_recorded_steps_answer_as_others(
+    on_gpu: Checkpoint, engines: EngineFactory, num_requests: int
+) -> None:
+    """contexts on several tiers, padded to the next recorded size, tokens and their logprobs"""
+    deployment = deployment_of(on_gpu)
+    requests = [
+        request(
+            deployment,
+            [(11 * at + index) % 900 + 5 for at in range(20 + 150 * index)],
+            max_tokens=40,
+            ignore_eos=True,
+            logprobs=2,
+        )
+        for index in range(num_requests)
+    ]
+    recorded, queued = (
+        answer(engines.over(on_gpu, enforce_eager=enforce_eager), *requests)
+        for enforce_eager in (False, True)
+    )
+    for got, expected in zip(recorded, queued, strict=True):
+        alike = [one == other for one, other in zip(got.token_ids, expected.token_ids, strict=True)]
+        # Sums in other shares round otherwise, and from where a near tie falls the other way on
+        # the answers are different texts.
+        same = alike.index(False) if False in alike else len(alike)
+        assert same >= 1
+        ours, theirs = (
+            torch.tensor([entry.logprob for entry in each.logprobs[:same]])
+            for each in (got, expected)
+        )
+        assert float((ours - theirs).abs().max()) < (1e-3 if on_gpu.dtype == torch.float32 else 0.2)
+
+
+def test_decodes_are_recorded(on_gpu: Checkpoint, engines: EngineFactory) -> None:
+    """not given up at a warning"""
+    runner = engines.over(on_gpu, max_num_seqs=3)._core._runner
+    assert isinstance(runner, ModelRunner)
+    assert runner._graphs is not None
 
 
 def test_the_reference_reads_on_a_gpu_too() -> None:

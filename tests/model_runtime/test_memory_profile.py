@@ -22,8 +22,8 @@ from model_runtime.memory_profile import (
     CudaMeter,
     MemoryProfile,
     Reading,
+    graphs_bytes,
     largest_step,
-    profile_between,
     profile_memory,
 )
 from model_runtime.model_runner import ModelRunner
@@ -105,16 +105,43 @@ def profiles(checkpoint: Checkpoint) -> Sequence[Profile]:
     return [tier.profile for tier in deployment_of(checkpoint).own_tiers]
 
 
-def test_the_cache_gets_what_the_rest_leaves_of_the_share() -> None:
-    """weights, a step beside them, what torch does not know of, room for graphs"""
-    before = Reading(total=100 * GIB, free=80 * GIB, reserved=19 * GIB, allocated=15 * GIB, peak=0)
-    after = Reading(
-        total=100 * GIB, free=70 * GIB, reserved=28 * GIB, allocated=16 * GIB, peak=22 * GIB
-    )
-    profile = profile_between(before, after)
-    assert profile == MemoryProfile(100 * GIB, 2 * GIB, 15 * GIB, 7 * GIB)
-    assert profile.cache_bytes(0.5) == 50 * GIB - (2 + 15 + 7) * GIB - GRAPH_BYTES
+class ScriptedMeter:
+    """Readings one after the other, in GiB: total, free, reserved, allocated, peak."""
+
+    def __init__(self, *readings: tuple[int, int, int, int, int]) -> None:
+        self._left = [Reading(*(number * GIB for number in each)) for each in readings]
+        self.calls: list[str] = []
+
+    def reset(self) -> None:
+        """Noted."""
+        self.calls.append("reset")
+
+    def read(self) -> Reading:
+        """The next."""
+        self.calls.append("read")
+        return self._left.pop(0)
+
+
+def test_the_cache_gets_what_the_rest_leaves_of_the_share(
+    embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """weights, a step beside them, what torch does not know of after it, recorded steps"""
+    steps = sizes_of_runs(monkeypatch)
+    monkeypatch.setattr(memory_profile, "records_decodes", lambda *_: True)
+    before, after, begun = (100, 80, 19, 15, 15), (100, 70, 28, 16, 22), (100, 70, 28, 16, 16)
+    meter = ScriptedMeter(before, after, begun, (100, 60, 30, 16, 19))
+    profile = measured(embedded, CONFIG, meter)
+    graph_bytes = graphs_bytes(3 * GIB, CONFIG, embedded.vocab_size)
+    assert profile == MemoryProfile(100 * GIB, 2 * GIB, 15 * GIB, 7 * GIB, graph_bytes)
+    assert profile.cache_bytes(0.5) == 50 * GIB - (2 + 15 + 7) * GIB - graph_bytes
     assert profile.cache_bytes(0.2) < 0
+    assert meter.calls == ["reset", "read", "read", "reset", "read", "read", "reset"]
+    assert steps == [(150, 5, 74), (5, 5, 5)]
+
+
+def test_recorded_steps_share_all_but_logits_and_page_tables() -> None:
+    """of 1, 2, 4 and 5 sequences; 200 positions are 13 pages"""
+    assert graphs_bytes(1000, CONFIG, 2048) == 1000 + 12 * 4 * (2048 + 13) + 4 * GRAPH_BYTES
 
 
 @pytest.mark.parametrize(
@@ -206,10 +233,10 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
     page_counts: list[int] = []
     scored: list[int] = []
     sampled: list[tuple[int, int]] = []
-    new_store, logprobs, sample = (
+    new_store, logprobs, choose = (
         build_engine.new_store,
         memory_profile.logprobs,
-        memory_profile.sample,
+        memory_profile.choose,
     )
 
     def noted_store(*args: Any) -> KVStore:
@@ -224,19 +251,20 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
         scored.append(len(found))
         return found
 
-    def noted_sample(logits_RV: Tensor, rows: Sequence[Any]) -> list[int]:
+    def noted_choose(logits_RV: Tensor, places: Sequence[int], rows: Sequence[Any]) -> Any:
         assert all(row.params.top_p < 1 for row in rows)
-        token_ids = sample(logits_RV, rows)
+        is_finite_R, token_ids = choose(logits_RV, places, rows)
+        assert all(is_finite_R)
         sampled.append((len(logits_RV), len(token_ids)))
-        return token_ids
+        return is_finite_R, token_ids
 
     monkeypatch.setattr(build_engine, "new_store", noted_store)
     monkeypatch.setattr(memory_profile, "logprobs", noted_logprobs)
-    monkeypatch.setattr(memory_profile, "sample", noted_sample)
+    monkeypatch.setattr(memory_profile, "choose", noted_choose)
     measured(embedded, CONFIG)
     assert sizes == [(150, 5, 74)]
     assert page_counts == [1]
-    assert (scored, sampled) == ([74, 5], [(5, 5)])
+    assert (scored, sampled) == ([74, 5], [(74, 5)])
     assert [store() for store in stores] == [None]
 
 

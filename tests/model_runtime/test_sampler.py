@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from model_runtime.sampler import (
     MAX_LOGPROBS,
     SamplingRow,
     adjusted,
+    choose,
     finite_rows,
+    in_one_transfer,
     logprobs,
     sample,
     uniform,
@@ -217,6 +220,25 @@ def test_rows_that_are_not_finite_are_found() -> None:
     logits[4, 7], logits[4, 8] = torch.inf, torch.nan
     assert finite_rows(logits) == logits.isfinite().all(dim=-1).tolist()
     assert finite_rows(logits[:0]) == []
+
+
+def test_a_device_answers_alike_in_one_transfer() -> None:
+    """flags and tokens, greedy and drawn, cut and not; a row of NaN harms no other"""
+    logits = torch.randn(6, VOCABULARY)
+    logits[2] = torch.nan
+    places = [0, 2, 3, 5]
+    drawn = SamplingParams(temperature=0.8, seed=3)
+    rows = [
+        row_of(SamplingParams(temperature=0.0)),
+        row_of(drawn),
+        row_of(drawn),
+        row_of(replace(drawn, top_p=0.7)),
+    ]
+    told = in_one_transfer(logits, logits[places], rows)
+    expected = choose(logits, places, rows)
+    assert told[0] == expected[0] == [True, True, False, True, True, True]
+    assert [told[1][at] for at in (0, 2, 3)] == [expected[1][at] for at in (0, 2, 3)]
+    assert 0 <= told[1][1] < VOCABULARY
 
 
 def test_the_first_of_equal_logits_is_the_most_likely() -> None:

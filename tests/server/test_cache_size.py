@@ -10,7 +10,7 @@ import torch
 from model_runtime.build_engine import affordable_bytes, total_memory
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import EngineConfig
-from model_runtime.memory_profile import GRAPH_BYTES, CudaMeter, MemoryProfile
+from model_runtime.memory_profile import CudaMeter, MemoryProfile
 from rope import Profile
 from server import model_facts
 from server.model_facts import facts_of
@@ -20,8 +20,8 @@ from server.settings import SettingsError, load_settings
 
 GIB = 2**30
 CUDA = torch.device("cuda:0")
-# 80 GiB, of which 0.9 are 72: the step leaves 3 GiB and what graphs have.
-MEMORY = MemoryProfile(80 * GIB, 2 * GIB, 60 * GIB, 7 * GIB - GRAPH_BYTES)
+# 80 GiB, of which 0.9 are 72: the step and graphs leave 3.
+MEMORY = MemoryProfile(80 * GIB, 2 * GIB, 60 * GIB, 6 * GIB, 1 * GIB)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_measured_step_leaves_the_rest_to_the_cache(embedded: Checkpoint) -> N
     assert set(profiles) == {tier.profile for tier in plan.deployments[0].own_tiers}
     assert describe(plan)[-2:] == [
         "  KV cache         393216 tokens, 3 GiB in 6144 pages of 64",
-        "    beside it      60 GiB weights, 6.5 GiB for a step (measured), 512 MiB for graphs, "
+        "    beside it      60 GiB weights, 6 GiB for a step (measured), 1 GiB for graphs, "
         "2 GiB outside torch, of 80 GiB",
     ]
 
@@ -82,8 +82,8 @@ def test_a_context_is_no_longer_than_the_cache(embedded: Checkpoint) -> None:
 @pytest.mark.parametrize(
     ("step_bytes", "left"),
     [
-        (10 * GIB - GRAPH_BYTES - 1, "1 B are left"),
-        (12 * GIB - GRAPH_BYTES, "2 GiB are missing"),
+        (9 * GIB - 1, "1 B are left"),
+        (11 * GIB, "2 GiB are missing"),
     ],
 )
 def test_no_room_for_a_page_is_told_with_all_numbers(

@@ -1,0 +1,139 @@
+"""Gated feed-forward blocks on a CPU: down(silu(gate(x)) * up(x)), between its products one pass.
+
+A model computes it in a module of its own, with a copy of gate's half, an activation and a product
+for what is one pass over memory, and in a decode step each of these calls costs as much as the
+numbers do. Every architecture has a class of its own for it, so a block is recognised by its parts
+and by what it answers. What answers anything else is left.
+
+A number is computed by the same code whatever stands beside it, so its bits do not depend on the
+batch. Everything between the products is float32; a bf16 result is rounded once, where models
+round twice.
+
+Shapes: R = rows, I = dimensions between the products, G = both halves of them.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from model_runtime.bfloat16 import as_numpy, as_tensor, narrow
+from model_runtime.compiled import jit
+from model_runtime.kernel_threads import run_shares
+from model_runtime.lanes import (
+    WIDTH,
+    add,
+    divide,
+    exp,
+    larger,
+    load,
+    multiply,
+    spread,
+    store,
+    subtract,
+)
+from model_runtime.packed_linear import PackedLinear, PackedPart, PackedProduct, RowwiseActivation
+
+_TRIAL_SCALES = (0.1, 1.0, 30.0)  # other activations, and those that cut large numbers off, show
+_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}  # of the answer's length
+_NUMBERS_PER_SHARE = 1 << 17  # below it a thread costs more than it gives
+
+
+@jit()
+def _gate(both_RG: Any, out_RI: Any, begin: Any, end: Any) -> None:
+    """silu(first half) * second half, of the rows from begin to end.
+
+    silu(x) = x / (1 + e^-x); what is less than -87 is taken for -87, of which 1e-36 is left.
+    """
+    width = out_RI.shape[1]
+    row_I = np.empty(width, np.float32)
+    none, one = spread(np.float32(0.0)), spread(np.float32(1.0))
+    least = spread(np.float32(-87.0))
+    for r in range(begin, end):
+        at = r * 2 * width
+        for i in range(0, width, WIDTH):
+            gate, up = load(both_RG, at + i), load(both_RG, at + width + i)
+            gate = larger(least, gate)
+            below = add(one, exp(subtract(none, gate)))
+            store(row_I, i, multiply(divide(gate, below), up))
+        narrow(row_I, out_RI[r])
+
+
+def gated(both_RG: Any) -> Any:
+    """silu(first half) * second half; float32 or bf16's bits [R, G] -> [R, I], I whole lanes."""
+    num_rows, width = len(both_RG), both_RG.shape[1] // 2
+    out_RI = np.empty((num_rows, width), both_RG.dtype)
+    most = max(1, min(num_rows, num_rows * width // _NUMBERS_PER_SHARE))
+    num_shares = min(torch.get_num_threads(), most)
+    edges = [num_rows * share // num_shares for share in range(num_shares + 1)]
+    run_shares(lambda share: _gate(both_RG, out_RI, *share), list(pairwise(edges)))
+    return out_RI
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are one product."""
+
+    def __init__(self, gate_up: PackedProduct, down: PackedProduct) -> None:
+        super().__init__()
+        self._gate_up = gate_up
+        self._down = down
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], each row as if it were alone."""
+        num_rows = x.numel() // self._gate_up.in_features
+        first, second = self._gate_up.few(num_rows), self._down.few(num_rows)
+        if first is not None and second is not None:
+            x_RK = as_numpy(x.contiguous()).reshape(num_rows, -1)
+            out = as_tensor(second.multiply(gated(first.multiply(x_RK))), x.dtype)
+            return out.view(*x.shape[:-1], self._down.out_features)
+        both = self._gate_up(x)
+        between_RI = gated(as_numpy(both).reshape(-1, self._gate_up.out_features))
+        return self._down(as_tensor(between_RI, x.dtype).view(*x.shape[:-1], -1))
+
+
+@torch.inference_mode()
+def fuse(model: nn.Module) -> None:
+    """Put a GatedMlp in the place of every packed module that answers as one, in place."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            mlp = _as_gated(child)
+            if mlp is not None:
+                setattr(module, name, mlp)
+
+
+def _as_gated(module: nn.Module) -> GatedMlp | None:
+    """The same block, or None where the module is something else."""
+    children = list(module.children())
+    halves = [child for child in children if isinstance(child, PackedPart)]
+    others = [child for child in children if not isinstance(child, PackedPart)]
+    downs = [child for child in others if isinstance(child, PackedLinear)]
+    activations = [child for child in others if isinstance(child, RowwiseActivation)]
+    if (
+        (len(children), len(halves), len(downs), len(activations)) != (4, 2, 1, 1)
+        or halves[0].product is not halves[1].product
+        or halves[0].product.out_features != 2 * downs[0].in_features
+        or downs[0].in_features % WIDTH
+        or any(True for _ in module.parameters(recurse=False))
+        or any(True for _ in module.buffers(recurse=False))
+    ):
+        return None
+    mlp = GatedMlp(halves[0].product, downs[0].product)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1, len(_TRIAL_SCALES), halves[0].in_features, generator=generator)
+    dtype = halves[0].weight.dtype
+    x = (noise * torch.tensor(_TRIAL_SCALES)[:, None]).to(dtype)
+    try:
+        expected = module(x)
+    except Exception:  # noqa: BLE001  # code of a checkpoint; what cannot take rows is no such block
+        return None
+    return mlp if _are_alike(mlp(x), expected) else None
+
+
+def _are_alike(answer: Tensor, expected: Tensor) -> bool:
+    """Whether each row differs by rounding only."""
+    if answer.shape != expected.shape or answer.dtype != expected.dtype:
+        return False
+    apart = (answer.float() - expected.float()).norm(dim=-1)
+    return bool((apart <= _ROUNDING[expected.dtype] * expected.float().norm(dim=-1)).all())
