@@ -21,7 +21,8 @@ from model_runtime.rope_tables import RopeTables
 from rope import Profile
 
 _log = structlog.get_logger(__name__)
-_CPU_SHARE, _GPU_SHARE = 0.25, 0.8  # of the memory there is, of the memory that is free
+_CPU_SHARE = 0.25  # of the memory there is
+_STEP_SHARE = 0.1  # a guess: of what weights leave on a GPU, what a step's tensors take
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -38,7 +39,7 @@ def build_engine(
     `make`: another kind of model runner, for comparisons.
     """
     runner = build_runner(checkpoint, config, profiles, make)
-    if _records(checkpoint, config):
+    if records_decodes(checkpoint, config):
         _record_decodes(runner, config, checkpoint.device)
     return Engine(runner, checkpoint.tokenizer, config, checkpoint.eos_token_ids, observer)
 
@@ -56,7 +57,7 @@ def build_runner(
     page_size = config.page_size
     try:
         # One page more for what pads a recorded step.
-        num_pages = config.num_pages + (1 if _records(checkpoint, config) else 0)
+        num_pages = config.num_pages + (1 if records_decodes(checkpoint, config) else 0)
         store = new_store(
             checkpoint.plans, num_pages, page_size, checkpoint.dtype, checkpoint.device
         )
@@ -70,7 +71,8 @@ def build_runner(
     return make(checkpoint.model, checkpoint.plans, store, tables, page_size)
 
 
-def _records(checkpoint: Checkpoint, config: EngineConfig) -> bool:
+def records_decodes(checkpoint: Checkpoint, config: EngineConfig) -> bool:
+    """Whether the engine's decode steps are recorded (decode_graphs.py)."""
     return backend_for(checkpoint.device).is_recordable and not config.enforce_eager
 
 
@@ -101,14 +103,19 @@ def sized(
     return replace(config, kv_cache_tokens=min(most, affordable_bytes // token_bytes))
 
 
-def affordable_bytes(device: torch.device, num_bytes_to_come: int = 0) -> int:
+def affordable_bytes(
+    device: torch.device, gpu_utilization: float, num_bytes_to_come: int = 0
+) -> int:
     """Memory that a cache may take when nothing is said: a share of what there is.
 
-    `num_bytes_to_come`: weights that are not loaded yet; on a GPU they leave less.
+    On a GPU an estimate of what memory_profile.py measures once weights are loaded: a share of
+    what `gpu_utilization` of the device holds beside what is taken already and
+    `num_bytes_to_come`, the weights that are not loaded yet.
     """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return max(0, int((free - num_bytes_to_come) * _GPU_SHARE))
+        free, total = torch.cuda.mem_get_info(device)
+        left = total * gpu_utilization - (total - free) - num_bytes_to_come
+        return max(0, int(left * (1 - _STEP_SHARE)))
     return int(total_memory() * _CPU_SHARE)
 
 

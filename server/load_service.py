@@ -2,18 +2,18 @@
 
 import torch
 
-from model_runtime.build_engine import affordable_bytes, build_engine
+from model_runtime.build_engine import build_engine
 from model_runtime.chat_template import RESERVED, ChatTemplate
 from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
 from model_runtime.grammar import GrammarCompiler
-from model_runtime.kv_store import bytes_per_token
 from model_runtime.tokenizer import Tokenizer
 from server.errors import rejection_reasons
 from server.http_metrics import HttpMetrics
 from server.limits import ServiceLimits
 from server.metrics import MetricFactory, Metrics
+from server.model_facts import facts_of
 from server.service import Service
-from server.serving_plan import ModelFacts, ServingPlan, describe, plan_serving
+from server.serving_plan import ServingPlan, describe, plan_serving, profiles_of
 from server.settings import ServeSettings, SettingsError
 
 
@@ -31,14 +31,11 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
         trust_remote_code=settings.trust_remote_code,
     )
     chat_template = chat_template_of(settings, checkpoint.tokenizer)
-    token_bytes = bytes_per_token(checkpoint.plans, checkpoint.dtype)
-    facts = ModelFacts(checkpoint.native, token_bytes, affordable_bytes(checkpoint.device))
-    plan = plan_serving(settings, facts)
+    plan = plan_serving(settings, facts_of(checkpoint, settings))
     factory = MetricFactory()
     metrics = _metrics(factory, plan)
-    profiles = {tier.profile: None for each in plan.deployments for tier in each.own_tiers}
     service = Service(
-        engine=build_engine(checkpoint, plan.config, metrics, profiles),
+        engine=build_engine(checkpoint, plan.config, metrics, profiles_of(plan.deployments)),
         tokenizer=checkpoint.tokenizer,
         deployments={deployment.name: deployment for deployment in plan.deployments},
         metrics=metrics,

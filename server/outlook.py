@@ -43,7 +43,7 @@ def outlook_of(settings: ServeSettings) -> Outlook:
     facts = ModelFacts(
         outline.native(),
         bytes_per_token(outline.layers(), outline.dtype),
-        affordable_bytes(outline.device, num_weight_bytes or 0),
+        affordable_bytes(outline.device, settings.gpu_memory_utilization, num_weight_bytes or 0),
     )
     plan = plan_serving(settings, facts)
     if outline.device.type == "cpu":
@@ -66,6 +66,8 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
     memory = f"{weights}, {size_text(plan.cache_bytes)} cache"
     if outline.device.type == "cpu":
         memory += f", of {size_text(total_memory())}"
+    elif settings.kv_cache_gib is None and settings.kv_cache_tokens is None:
+        memory += " (estimated: `serve` runs a step of the model and sizes the cache by that)"
     return [
         f"  model            {settings.model or 'the embedded one'}: {outline.architecture}, "
         f"{outline.device}, {dtype}",

@@ -1,5 +1,6 @@
 """Settings and what is known of a model -> what will be served, in numbers. No weights needed."""
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,7 +9,8 @@ from model_runtime.chat_template import MAX_TEMPLATE_STOPS
 from model_runtime.config import EngineConfig, SamplingLimits
 from model_runtime.deployment import Deployment
 from model_runtime.make_deployment import make_deployment
-from rope import NativeRope, RopeConfigError
+from model_runtime.memory_profile import MemoryProfile
+from rope import NativeRope, Profile, RopeConfigError
 from server.metrics import default_context_buckets
 from server.setting_sections import DeploymentEntry, DeploymentSettings
 from server.settings import ServeSettings, SettingsError
@@ -24,6 +26,8 @@ class ModelFacts:
     native: NativeRope
     token_bytes: int  # of the cache, for one token
     affordable_bytes: int  # for the cache when nothing is said
+    # What measures that better: it runs a step of the loaded model. On a GPU.
+    measure: Callable[[EngineConfig, Sequence[Profile]], MemoryProfile] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class ServingPlan:
     config: EngineConfig
     context_bounds: tuple[int, ...]  # of the metrics' context_bucket
     token_bytes: int
+    memory: MemoryProfile | None = None  # where the cache was sized by it
 
     @property
     def capacity(self) -> int:
@@ -55,7 +60,7 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
     """Decide everything that settings and model decide. Raises SettingsError."""
     entries = _entries(settings)
     deployments = plan_deployments(settings, facts.native)
-    config = _config(settings, facts, max(each.max_len for each in deployments))
+    config, memory = _config(settings, facts, deployments)
     capacity = config.num_pages * config.page_size
     for entry in entries:
         if entry.max_model_len is not None and entry.max_model_len > capacity:
@@ -66,7 +71,12 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
     bounds = settings.context_buckets
     if bounds is None:
         bounds = default_context_buckets(facts.native.native_len, config.max_model_len)
-    return ServingPlan(deployments, config, bounds, facts.token_bytes)
+    return ServingPlan(deployments, config, bounds, facts.token_bytes, memory)
+
+
+def profiles_of(deployments: Iterable[Deployment]) -> tuple[Profile, ...]:
+    """The tables that the deployments' own tiers need, each once."""
+    return tuple({tier.profile: None for each in deployments for tier in each.own_tiers})
 
 
 def describe(plan: ServingPlan) -> list[str]:
@@ -86,6 +96,8 @@ def describe(plan: ServingPlan) -> list[str]:
     pages = f"{plan.config.num_pages} pages of {plan.config.page_size}"
     size = size_text(plan.cache_bytes)
     lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")
+    if plan.memory is not None:
+        lines.append(f"    beside it      {_taken(plan.memory)}")
     return lines
 
 
@@ -97,6 +109,15 @@ def size_text(num_bytes: int) -> str:
             return f"{size:.3g} {unit}"
         size /= 1024
     return f"{size:.3g} GiB" if size < 1000 else f"{size:.0f} GiB"
+
+
+def _taken(memory: MemoryProfile) -> str:
+    """What there is beside the cache."""
+    return (
+        f"{size_text(memory.weight_bytes)} weights, {size_text(memory.step_bytes)} for a step "
+        f"(measured), {size_text(memory.graph_bytes)} for graphs, "
+        f"{size_text(memory.outside_bytes)} outside torch, of {size_text(memory.total_bytes)}"
+    )
 
 
 def _entries(settings: ServeSettings) -> tuple[DeploymentEntry, ...]:
@@ -139,7 +160,10 @@ def _prefix(settings: ServeSettings, entry: DeploymentEntry) -> str:
     return "" if settings.deployments is None else f"deployments: {entry.name}: "
 
 
-def _config(settings: ServeSettings, facts: ModelFacts, max_model_len: int) -> EngineConfig:
+def _config(
+    settings: ServeSettings, facts: ModelFacts, deployments: Sequence[Deployment]
+) -> tuple[EngineConfig, MemoryProfile | None]:
+    max_model_len = max(each.max_len for each in deployments)
     config = EngineConfig(
         kv_cache_tokens=settings.kv_cache_tokens or 0,
         max_model_len=max_model_len,
@@ -160,9 +184,28 @@ def _config(settings: ServeSettings, facts: ModelFacts, max_model_len: int) -> E
             max_logprobs=settings.max_logprobs,
         ),
     )
+    memory = None
     if settings.kv_cache_tokens is None:
-        config = sized(config, facts.token_bytes, facts.affordable_bytes, settings.kv_cache_gib)
+        affordable = facts.affordable_bytes
+        if settings.kv_cache_gib is None and facts.measure is not None:
+            memory = facts.measure(config, profiles_of(deployments))
+            affordable = _left(settings, memory, config.page_size * facts.token_bytes)
+        config = sized(config, facts.token_bytes, affordable, settings.kv_cache_gib)
     capacity = config.num_pages * config.page_size
     if capacity == 0:
         raise SettingsError(f"the KV cache holds no page of {config.page_size} tokens, enlarge it")
-    return replace(config, max_model_len=min(max_model_len, capacity))
+    return replace(config, max_model_len=min(max_model_len, capacity)), memory
+
+
+def _left(settings: ServeSettings, memory: MemoryProfile, page_bytes: int) -> int:
+    """What the cache may take, a page at least. Raises SettingsError."""
+    left = memory.cache_bytes(settings.gpu_memory_utilization)
+    if left >= page_bytes:
+        return left
+    what = f"{size_text(left)} are left" if left >= 0 else f"{size_text(-left)} are missing"
+    raise SettingsError(
+        f"gpu_memory_utilization {settings.gpu_memory_utilization:g} leaves no room for a page of "
+        f"the KV cache ({settings.page_size} tokens, {size_text(page_bytes)}): {what} beside "
+        f"{_taken(memory)}; raise it, or lower max_num_batched_tokens, max_num_logit_rows or "
+        "max_num_seqs"
+    )

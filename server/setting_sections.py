@@ -125,14 +125,22 @@ class CacheSettings(Section):
 
     kv_cache_gib: float | None = setting(
         None,
-        "Size of the KV cache. Left out: a quarter of the memory (of a GPU: 80 percent of what is "
-        "free), but no more than max_num_seqs longest contexts.",
+        "Size of the KV cache. Left out: a quarter of the memory (on a GPU: what "
+        "gpu_memory_utilization leaves), but no more than max_num_seqs longest contexts.",
         unit="GiB",
         gt=0,
         allow_inf_nan=False,
     )
     kv_cache_tokens: int | None = setting(
         None, "Size of the KV cache, instead of kv_cache_gib.", unit="tokens", ge=1
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "Of a GPU's memory, what all on it may take where the cache's size is left out: a step "
+        "as large as the limits allow is run at start, the cache gets the rest. Not for a CPU.",
+        unit="share",
+        gt=0,
+        le=1,
     )
     page_size: int = setting(64, "A page of the KV cache.", unit="tokens", ge=4, le=256)
     max_num_seqs: int = setting(32, "Sequences served at once.", unit="sequences", ge=1, le=4096)
@@ -153,8 +161,7 @@ class CacheSettings(Section):
         0.1,
         "What a step should take that reads prompts: the longest that an answer pauses for them, "
         "and that a new request waits; three times that while no answer is being written. Chunks "
-        "follow what the last steps took. 0: they are as "
-        "large as max_num_batched_tokens allows.",
+        "follow what the last steps took. 0: they are as large as max_num_batched_tokens allows.",
         unit="seconds",
         ge=0,
     )

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import torch
 
-from model_runtime.build_engine import affordable_bytes, build_engine
+from model_runtime.build_engine import build_engine
 from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
 from model_runtime.deployment import Deployment
 from model_runtime.engine import Engine
-from model_runtime.kv_store import bytes_per_token
 from model_runtime.outline import Outline, weight_files
 from model_runtime.tokenizer import Tokenizer
 from rope import NativeRope
 from server.evaluation.cells import TOGETHER
 from server.evaluation.plan import EvalError, EvalPlan, Variant
+from server.model_facts import facts_of
 from server.outlook import outline_of
-from server.serving_plan import EMBEDDED_NAME, ModelFacts, ServingPlan, plan_serving
+from server.serving_plan import EMBEDDED_NAME, ServingPlan, plan_serving
 from server.settings import ServeSettings
 
 
@@ -83,9 +83,7 @@ def plan_variants(plan: EvalPlan, settings: ServeSettings, checkpoint: Checkpoin
             "max_num_batched_tokens": batched_tokens,
         }
     )
-    token_bytes = bytes_per_token(checkpoint.plans, checkpoint.dtype)
-    facts = ModelFacts(checkpoint.native, token_bytes, affordable_bytes(checkpoint.device))
-    serving = plan_serving(own, facts)
+    serving = plan_serving(own, facts_of(checkpoint, own))
     if serving.capacity < plan.longest:
         raise EvalError(
             f"--context-lens must be <= {serving.capacity} tokens, which is what the KV cache "

@@ -4,7 +4,7 @@ The kernels' own cases are in tests/model_runtime/test_attention_triton.py, whic
 where there is one.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -17,7 +17,12 @@ from model_runtime.attention_torch import TorchAttention
 from model_runtime.attention_triton import TritonAttention
 from model_runtime.backends import backend_for
 from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from model_runtime.memory_profile import CudaMeter
 from model_runtime.model_runner import ModelRunner
+from model_runtime.request import FinishReason
+from server.model_facts import facts_of
+from server.serving_plan import plan_serving
+from server.settings import load_settings
 from tests.attention_cases import Case, Laid, relative_error
 from tests.engines import EngineFactory, Result, answer, deployment_of, request
 
@@ -122,6 +127,52 @@ def test_the_engine_serves_as_on_a_cpu(on_gpu: Checkpoint, engines: EngineFactor
         most = 1e-3 if on_gpu.dtype == torch.float32 else 0.1
         assert len(ours) == len(theirs)
         assert not len(ours) or float((ours - theirs).abs().mean()) < most
+
+
+def test_a_cache_sized_by_a_step_leaves_room_for_any(
+    on_gpu: Checkpoint, engines: EngineFactory
+) -> None:
+    """full prompts scored with all alternatives, sampled answers beside them, within the share"""
+    meter = CudaMeter(on_gpu.device)
+    meter.reset()
+    before = meter.read()
+    share = (before.total - before.free + 2 * 2**30) / before.total
+    settings = load_settings(
+        {
+            "gpu_memory_utilization": f"{share:.4f}",
+            "max_num_seqs": "512",
+            "max_num_batched_tokens": "8192",
+            "max_queued_requests": "2000",
+        }
+    )
+    plan = plan_serving(settings, facts_of(on_gpu, settings))
+    assert plan.memory is not None
+    # What the step had is given back; what libraries keep of it is less.
+    assert meter.read().allocated < plan.memory.weight_bytes + plan.memory.step_bytes // 2
+    # The share is what bounds this cache, not the contexts: so it is full.
+    assert 2**29 < plan.cache_bytes < 512 * 2048 * plan.token_bytes
+    meter.reset()
+    config = {each.name: getattr(plan.config, each.name) for each in fields(plan.config)}
+    engine = engines.over(on_gpu, **config)
+    (deployment,) = plan.deployments
+    ids = [(7 * at) % 900 + 5 for at in range(plan.config.max_model_len - 4)]
+    sampling = {"max_tokens": 4, "ignore_eos": True, "temperature": 1.0, "top_p": 0.9}
+    num_failures = torch.cuda.memory_stats(on_gpu.device)["num_ooms"]
+    results = answer(
+        engine,
+        *(
+            request(deployment, ids, prompt_logprobs=20, logprobs=20, seed=seed, **sampling)
+            for seed in range(4)
+        ),
+        *(request(deployment, ids[seed:20], seed=seed, **sampling) for seed in range(16)),
+        *(request(deployment, ids[seed % 50 : 60], seed=seed, **sampling) for seed in range(1000)),
+    )
+    assert all(result.finish_reason is FinishReason.LENGTH for result in results)
+    assert [len(result.prompt_logprobs) for result in results[:4]] == [len(ids)] * 4
+    assert torch.cuda.memory_stats(on_gpu.device)["num_ooms"] == num_failures
+    after = meter.read()
+    assert plan.cache_bytes < after.peak
+    assert after.outside + after.peak <= settings.gpu_memory_utilization * after.total
 
 
 @pytest.mark.parametrize("num_requests", [1, 3, 7])
