@@ -49,16 +49,22 @@ train: setup  ## the embedded model again, from Python's own library, into build
 	OMP_NUM_THREADS=1 $(BIN)/python -m training
 
 # Each in less than ten minutes; benchmarks/gpu.md says what they need.
+# The options of pyproject.toml are strict, and one of its settings is a plugin's that such a machine
+# may lack.
 gpu-check:  ## the kernels on the GPU against float64, and the embedded model served there
-	$(GPU_PYTHON) -m pytest -W default tests/gpu tests/model_runtime/test_attention_triton.py \
+	@$(GPU_PYTHON) -m benchmarks.gpu_needs
+	$(GPU_PYTHON) -m pytest -W default -o addopts=--import-mode=importlib \
+		tests/gpu tests/model_runtime/test_attention_triton.py \
 		tests/benchmarks/test_gpu_rotated_keys.py
 
 gpu-bench:  ## the attention's speed on the GPU beside the machine's own; tables as Markdown
+	@$(GPU_PYTHON) -m benchmarks.gpu_needs
 	mkdir -p build
 	$(GPU_PYTHON) -m benchmarks.gpu_attention --tune --record build/gpu.jsonl \
 		--commit "$$(git describe --always --dirty 2>/dev/null || echo unknown)"
 
 gpu-bench-model:  ## a whole model there, beside transformers and a conventional cache
+	@$(GPU_PYTHON) -m benchmarks.gpu_needs
 	$(GPU_PYTHON) -m benchmarks.gpu_model --out $(GPU_OUT) \
 		--commit "$$(git describe --always --dirty 2>/dev/null || echo unknown)"
 

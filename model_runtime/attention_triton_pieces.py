@@ -28,6 +28,26 @@ def is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def _let_interpreter_count() -> None:
+    """Triton 3.6 asks numpy for the int of an array [1], which numpy refuses from 2.5 on.
+
+    That is how its interpreter runs `range`; its compiler does not. 3.7 asks otherwise.
+    """
+    from triton.runtime import interpreter  # noqa: PLC0415  # nothing that a GPU needs
+
+    patch_tensor = interpreter._patch_lang_tensor  # noqa: SLF001  # sets it anew for every launch
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch  # noqa: SLF001
+
+
+if is_interpreted() and triton.__version__.startswith("3.6."):
+    _let_interpreter_count()
+
+
 def padded(size: int, least: int = _LEAST) -> int:
     """A power of two that holds `size`; what a kernel's blocks are made of."""
     return max(least, int(triton.next_power_of_2(size)))

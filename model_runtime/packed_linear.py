@@ -32,7 +32,10 @@ from transformers.activations import ACT2CLS
 from model_runtime.joined_linear import SharedInput, joined_weight
 from model_runtime.row_products import MOST_ROWS, PackedWeight, RowProducts, find_chain
 
-_PACKED_FOR_ROWS = 8  # any number above one chooses the layout that is good for several rows
+# Any number above one chooses the layout that is good for several rows. But for float32 oneDNN 3.10
+# (torch 2.11) lays nothing out below 128, some widths not below 1,024, and then has other products
+# for few rows than for many.
+_PACKED_FOR_ROWS = {torch.float32: 4096, torch.bfloat16: 8}
 _VECTOR = 64  # a multiple of every vector width in use, in numbers
 _UNSPLIT = 16_384  # numbers; torch gives a thread at least this many of any activation
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -88,7 +91,7 @@ class PackedProduct:
         """`tried`: by shape, added to."""
         weight, self._bias = joined_weight(linears)
         self.out_features, self.in_features = weight.shape
-        self._packed = _OPS._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        self._packed = _OPS._reorder_linear_weight(weight, _PACKED_FOR_ROWS[weight.dtype])
         self._product = _OPS._linear_pointwise.default
         self._num_threads = torch.get_num_threads()
         self._small = _SMALL_SIZES[1 if self.in_features > _WIDEST_SINGLE_ROW else 0 :]
