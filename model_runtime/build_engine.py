@@ -86,6 +86,7 @@ def _record_decodes(runner: ModelRunner, config: EngineConfig, device: torch.dev
     except RuntimeError as error:  # the forward asks the device for something, or memory is full
         _log.warning("decode_not_recorded", error=str(error), remedy="enforce_eager skips this")
         return
+    torch.cuda.empty_cache()  # of what was run before it was recorded, on a stream of its own
     seconds = round(time.monotonic() - began, 1)
     _log.info("decode_recorded", most_sequences=config.max_num_seqs, seconds=seconds)
 

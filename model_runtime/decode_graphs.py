@@ -25,8 +25,12 @@ from model_runtime.transfer import on_device
 Recorder = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
-def recorded_sizes(most: int) -> list[int]:
-    """Numbers of sequences that are recorded, up to `most`; less than half of any is padding."""
+MOST_RECORDED = 256  # sequences; above it, launches no longer are what a step waits for
+
+
+def recorded_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences that are recorded, ascending; less than half of any is padding."""
+    most = min(max_num_seqs, MOST_RECORDED)
     steps = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, most, 32)]
     return [*(size for size in steps if size < most), most]
 
@@ -34,11 +38,12 @@ def recorded_sizes(most: int) -> list[int]:
 def cuda_recorder(device: torch.device) -> Recorder:
     """Records CUDA graphs, which share one pool of memory since only one runs at a time."""
     pool = torch.cuda.graph_pool_handle()
+    with torch.cuda.device(device):
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         with torch.cuda.device(device):
             # Twice before: kernels are compiled, tables made and libraries set up by then.
-            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):
                 work()

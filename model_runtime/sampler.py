@@ -197,7 +197,7 @@ def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if len(cut) == len(rows):
         return _draw_ranked(scaled_RV, rows)
     # Sorting a row takes ten times as long as all the rest, so rows that need none have none.
-    chosen_R = _pointedrows_at(scaled_RV.softmax(dim=-1), rows)[:, 0]
+    chosen_R = _pointed_at(scaled_RV.softmax(dim=-1), rows)[:, 0]
     if cut:
         ranked_R = _draw_ranked(rows_at(scaled_RV, cut), [rows[index] for index in cut])
         chosen_R[_index(cut, chosen_R.device)] = ranked_R
@@ -224,10 +224,10 @@ def _draw_ranked(scaled_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     least_R1 = probability_RV[:, :1] * _column(scaled_RV, [each.min_p for each in params])
     dropped_RV = (dropped_RV | (probability_RV < least_R1)) & (rank_V > 0)
     probability_RV = probability_RV.masked_fill(dropped_RV, 0.0)
-    return token_RV.gather(1, _pointedrows_at(probability_RV, rows))[:, 0]
+    return token_RV.gather(1, _pointed_at(probability_RV, rows))[:, 0]
 
 
-def _pointedrows_at(probability_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _pointed_at(probability_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Which column each row's random number points at, [R, 1]; one that has a probability."""
     cumulated_RV = probability_RV.double().cumsum(dim=-1)
     draws = [uniform(row.params.seed, row.num_generated) for row in rows]
