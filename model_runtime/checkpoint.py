@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from model_runtime import packed_linear, row_norm
+from model_runtime import asked_rows, packed_linear, row_norm
 from model_runtime.attention import LayerPlan
 from model_runtime.errors import ModelError
 from model_runtime.outline import from_pretrained, read_outline
@@ -83,6 +83,7 @@ def adopt(
     if parameter.device.type == "cpu" and packed_linear.is_available():
         packed_linear.pack(model, shared_inputs(model))
         row_norm.replace_norms(model)
+    asked_rows.trim(model, plans)
     report = check(model, plans, native, expected)
     vocab_size = text_config(model).vocab_size
     return Checkpoint(
