@@ -18,7 +18,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from model_runtime.attention import AttentionCall, LayerPlan, PagedStep, Step
+from model_runtime.asked_rows import WritingStep
+from model_runtime.attention import AttentionCall, LayerPlan, PagedStep
 from model_runtime.batch import Batch
 from model_runtime.model_runner import ModelRunner
 from model_runtime.rope_tables import LayerTables
@@ -28,7 +29,7 @@ from rope import Angles, rotate
 class NotRotated(ModelRunner):
     """A model runner that turns neither queries nor keys. One thread at a time."""
 
-    def _step(self, batch: Batch) -> Step:
+    def _step(self, batch: Batch) -> WritingStep:
         return PagedStep(batch, self._store, self._tables, self._plain_plans, self._backend)
 
     @cached_property
@@ -39,7 +40,7 @@ class NotRotated(ModelRunner):
 class RotatedAtWrite(NotRotated):
     """A model runner whose cache holds rotated keys. One thread at a time."""
 
-    def _step(self, batch: Batch) -> Step:
+    def _step(self, batch: Batch) -> WritingStep:
         return RotatedStep(batch, self._rotating, super()._step(batch))
 
     @property
@@ -64,15 +65,22 @@ class RotatedStep:
 
     batch: Batch
     tables: LayerTables
-    read: Step
+    read: WritingStep
     _angles_TP: Angles | None = None
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """The attention's output, [1, T, H, V]."""
+        return self.read.attend(layer_idx, self._turned(call))
+
+    def write(self, layer_idx: int, call: AttentionCall) -> None:
+        """Keys are turned, and written."""
+        self.read.write(layer_idx, self._turned(call))
+
+    def _turned(self, call: AttentionCall) -> AttentionCall:
         if self._angles_TP is None:
             self._angles_TP = _angles(self.tables, self.batch)
         query_1HTD, key_1KTD = _turned(call.query_1HTD, call.key_1KTD, self._angles_TP)
-        return self.read.attend(layer_idx, replace(call, query_1HTD=query_1HTD, key_1KTD=key_1KTD))
+        return replace(call, query_1HTD=query_1HTD, key_1KTD=key_1KTD)
 
 
 def _angles(tables: LayerTables, batch: Batch) -> Angles:

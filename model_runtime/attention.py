@@ -106,19 +106,25 @@ class PagedStep:
         self._plans = plans
         self._backend = backend(batch)
 
-    def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
-        """Write this step's keys and values, then read every page."""
+    def write(self, layer_idx: int, call: AttentionCall) -> None:
+        """Write this step's keys and values."""
         plan = self._plans[layer_idx]
-        query_THD = call.query_1HTD[0].transpose(0, 1)
         key_TKD = call.key_1KTD[0].transpose(0, 1)
         if plan.interleaved:
-            query_THD = half_split_from_interleaved(query_THD, plan.rotary_dim)
             key_TKD = half_split_from_interleaved(key_TKD, plan.rotary_dim)
-        pages = self._store.pages(layer_idx)
-        self._backend.write(*pages, key_TKD, call.value_1KTV[0].transpose(0, 1))
+        value_TKV = call.value_1KTV[0].transpose(0, 1)
+        self._backend.write(*self._store.pages(layer_idx), key_TKD, value_TKV)
+
+    def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
+        """Write this step's keys and values, then read every page."""
+        self.write(layer_idx, call)
+        plan = self._plans[layer_idx]
+        query_THD = call.query_1HTD[0].transpose(0, 1)
+        if plan.interleaved:
+            query_THD = half_split_from_interleaved(query_THD, plan.rotary_dim)
         read = LayerRead(
             query_THD,
-            *pages,
+            *self._store.pages(layer_idx),
             self._tables.layer(plan.layer_type),
             call.scaling,
             call.sliding_window,

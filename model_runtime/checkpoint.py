@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from model_runtime import gated_mlp, joined_linear, packed_linear, row_norm
+from model_runtime import asked_rows, gated_mlp, joined_linear, packed_linear, row_norm
 from model_runtime.attention import LayerPlan
 from model_runtime.errors import ModelError
 from model_runtime.outline import from_pretrained, read_outline
@@ -86,6 +86,7 @@ def adopt(
     elif parameter.device.type != "cpu":
         joined_linear.join(model, shared_inputs(model))
     row_norm.replace_norms(model)
+    asked_rows.trim(model, plans)
     report = check(model, plans, native, expected)
     vocab_size = text_config(model).vocab_size
     return Checkpoint(

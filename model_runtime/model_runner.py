@@ -9,6 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from model_runtime.asked_rows import (
+    AskedStep,
+    WritingStep,
+    asked_rows,
+    asked_spans,
+    trimmed_layer,
+)
 from model_runtime.attention import STEP, LayerPlan, PagedStep, Step
 from model_runtime.backends import backend_for
 from model_runtime.batch import Batch, Span, build_batch
@@ -37,6 +44,7 @@ class ModelRunner:
         self._page_size = page_size
         self._device = next(model.parameters()).device
         self._backend = backend_for(self._device)
+        self._trimmed_layer = trimmed_layer(model)
         self._graphs: DecodeGraphs | None = None
 
     def table_slot(self, profile: Profile) -> int:
@@ -49,11 +57,11 @@ class ModelRunner:
 
         `clock`: switched to `forward` when the batch is built.
         """
-        recorded = self._graphs is not None and self._graphs.takes(spans)
-        if self._graphs is not None and recorded:
+        if self._graphs is not None and self._graphs.takes(spans):
             run = self._graphs.fill(spans)
         else:
-            run = partial(self._forward, build_batch(spans, self._page_size, self._device))
+            batch = build_batch(spans, self._page_size, self._device)
+            run = partial(self._forward, batch, *self._asked_step(spans, batch))
         if clock is not None:
             clock.switch("forward")
         return run()
@@ -67,7 +75,7 @@ class ModelRunner:
         What a model's forward may raise when it cannot be recorded is raised, and nothing changes.
         """
         graphs = DecodeGraphs(
-            self._forward,
+            self._single_tokens,
             self._tables,
             record,
             page_size=self._page_size,
@@ -78,17 +86,31 @@ class ModelRunner:
         graphs.record_all()
         self._graphs = graphs
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _single_tokens(self, batch: Batch) -> Tensor:
+        """The forward of a decode step, which depends on nothing but the batch's tensors."""
+        return self._forward(batch, self._step(batch), batch.logit_rows_R)
+
+    def _forward(self, batch: Batch, step: Step, logit_rows_R: Tensor) -> Tensor:
         answer = self._model(
             input_ids=batch.token_ids_1T,
             position_ids=batch.position_ids_1T,
             use_cache=False,
-            logits_to_keep=batch.logit_rows_R,
-            **{STEP: self._step(batch)},
+            logits_to_keep=logit_rows_R,
+            **{STEP: step},
         )
         logits_RV: Tensor = answer.logits[0].float()
         return logits_RV
 
-    def _step(self, batch: Batch) -> Step:
-        """What answers the attention layers' calls in one forward."""
+    def _asked_step(self, spans: Sequence[Span], batch: Batch) -> tuple[Step, Tensor]:
+        """What answers the layers' calls, and the rows of logits among those that it leaves."""
+        every = self._step(batch)
+        asked = None if self._trimmed_layer is None else asked_spans(spans)
+        if self._trimmed_layer is None or asked is None:
+            return every, batch.logit_rows_R
+        small = build_batch(asked, self._page_size, self._device)
+        step = AskedStep(every, self._step(small), asked_rows(batch), self._trimmed_layer)
+        return step, small.logit_rows_R
+
+    def _step(self, batch: Batch) -> WritingStep:
+        """What answers the attention layers' calls in a forward over a batch."""
         return PagedStep(batch, self._store, self._tables, self._plans, self._backend)

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from model_runtime.attention import AttentionCall, LayerPlan, PagedStep, Step
+from model_runtime.asked_rows import WritingStep
+from model_runtime.attention import AttentionCall, LayerPlan, PagedStep
 from model_runtime.batch import Batch
 from model_runtime.model_runner import ModelRunner
 from model_runtime.rope_tables import LayerTables, RopeTables
@@ -28,7 +29,7 @@ from rope import Angles, half_split_from_interleaved, rotate
 class StaleKeyRunner(ModelRunner):
     """A model runner whose cache holds rotated keys. One thread at a time."""
 
-    def _step(self, batch: Batch) -> Step:
+    def _step(self, batch: Batch) -> WritingStep:
         """Rotation at the write, none at the read."""
         plans = {
             layer_idx: replace(plan, layer_type=None, interleaved=False)
@@ -59,15 +60,22 @@ class StaleKeyStep:
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """The attention's output, [1, T, H, V]."""
+        return self.read.attend(layer_idx, self._rotated(layer_idx, call))
+
+    def write(self, layer_idx: int, call: AttentionCall) -> None:
+        """Keys are rotated, and written."""
+        self.read.write(layer_idx, self._rotated(layer_idx, call))
+
+    def _rotated(self, layer_idx: int, call: AttentionCall) -> AttentionCall:
         plan = self.plans[layer_idx]
         if plan.layer_type is None:
-            return self.read.attend(layer_idx, call)
+            return call
         if plan.layer_type not in self._turns:
             self._turns[plan.layer_type] = _turn(self.tables.layer(plan.layer_type), self.batch)
         turn = self._turns[plan.layer_type]
         query_1HTD = _rotated(call.query_1HTD, plan, turn, turn.query_scale_T11)
         key_1KTD = _rotated(call.key_1KTD, plan, turn, torch.ones_like(turn.query_scale_T11))
-        return self.read.attend(layer_idx, replace(call, query_1HTD=query_1HTD, key_1KTD=key_1KTD))
+        return replace(call, query_1HTD=query_1HTD, key_1KTD=key_1KTD)
 
 
 def _turn(tables: LayerTables, batch: Batch) -> _Turn:
