@@ -11,7 +11,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import structlog
 from model_runtime.errors import ModelError
 from server.bench.command import bench
 from server.evaluation.command import evaluate
+from server.own_version import own_version
 from server.setting_flags import SettingsCommand, given, with_flags
 from server.setting_sections import (
     SECTIONS,
@@ -34,7 +34,7 @@ _USAGE_ERROR, _DIED = 2, 1
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(version("ropewalk"), prog_name="ropewalk")
+@click.version_option(own_version(), prog_name="ropewalk")
 def ropewalk() -> None:
     """Serve language models past their trained length, each request on the rotation that fits."""
 
@@ -66,7 +66,7 @@ def serve(**flags: Any) -> None:
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
         def on_ready(banner: str) -> None:
-            click.echo(f"ropewalk {version('ropewalk')}\n{banner}", err=True)
+            click.echo(f"ropewalk {own_version()}\n{banner}", err=True)
             click.echo(f"  listening on     {url}", err=True)
 
         server = GracefulServer(settings, on_ready)

@@ -1,12 +1,11 @@
 """GET /live, /ready, /health, /version and /metrics: for those who watch."""
 
-from importlib.metadata import version
-
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from server.errors import envelope
+from server.own_version import own_version
 from server.service import Service
 
 
@@ -40,7 +39,7 @@ def health_router(service: Service) -> APIRouter:
 
     @router.get("/version")
     async def get_version() -> dict[str, str]:
-        return {"version": version("ropewalk")}
+        return {"version": own_version()}
 
     @router.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:  # not async: rendering runs off the event loop

@@ -7,7 +7,6 @@ client's string. Every series of the histograms exists from the start, at zero.
 import bisect
 import math
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 
 from prometheus_client import (
     CollectorRegistry,
@@ -23,6 +22,7 @@ from model_runtime.observer import Observer
 from model_runtime.request import FinishReason, Request
 from model_runtime.step_clock import PARTS, Part
 from rope import Tier
+from server.own_version import own_version
 
 MAX_CONTEXT_BUCKETS = 12  # with +Inf; each costs a whole histogram per metric
 # vLLM's bounds, so that panels line up.
@@ -178,7 +178,7 @@ class Metrics(Observer):
         )
         factory.gauge(
             "ropewalk_build_info", "Always 1; the label says what runs.", ["version"]
-        ).labels(version("ropewalk")).set(1)
+        ).labels(own_version()).set(1)
         for reason in rejection_reasons:
             self._rejected.labels(reason)
         for deployment, applicable in deployments.items():

@@ -1,0 +1,27 @@
+"""A release is known by its number, installed or not."""
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from server import own_version
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_sources_that_were_never_installed_know_their_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """as on a machine that gets a checkout and nothing else"""
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(own_version, "version", missing)
+    found = own_version.own_version()
+    command = [sys.executable, "-m", "server", "--version"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert told == f"ropewalk, version {found}\n"
