@@ -70,7 +70,7 @@ def test_the_part_that_is_slow_is_the_one_that_shows_it(
     elif part == "forward":
         script.delay_s = SLOW_S
     elif part == "sample":
-        monkeypatch.setattr(step_outcome, "sample", slowly(step_outcome.sample))
+        monkeypatch.setattr(step_outcome, "choose", slowly(step_outcome.choose))
     elif part == "detokenize":
         monkeypatch.setattr(TokenStream, "push", slowly(TokenStream.push))
     observer = Times()
