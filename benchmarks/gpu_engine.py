@@ -140,8 +140,9 @@ class Measured:
         return Request(f"bench-{next(self._ids)}", tuple(prompt), sampling, placement)
 
     def stop(self) -> None:
-        """End its thread."""
+        """End its thread, and let go of its memory whoever still holds this."""
         self._engine.stop()
+        del self._engine
 
 
 def _served(begin: float, marks: Sequence[tuple[float, int, int, int]]) -> Served:
@@ -168,7 +169,6 @@ def measured(
         yield engine
     finally:
         engine.stop()
-        del engine
         free_memory()
 
 

@@ -23,8 +23,9 @@ from benchmarks.gpu_model_inputs import (
     taken_over,
     twin,
 )
+from benchmarks.gpu_needs import lacks_to_serve
 from benchmarks.gpu_rotated_keys import KINDS
-from benchmarks.gpu_server import ServerError, missing_packages, serve_and_load
+from benchmarks.gpu_server import ServerError, serve_and_load
 from benchmarks.gpu_transformers import Batching, Contender, Generating, contenders
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.deployment import Deployment
@@ -274,7 +275,7 @@ def rotation(bench: Bench) -> Iterator[Row]:
 
 def server(bench: Bench) -> Iterator[Row]:
     """`ropewalk bench` on `ropewalk serve`, and /metrics."""
-    missing = missing_packages()
+    missing = lacks_to_serve()
     if missing:
         yield left_out("the server", f"not installed: {', '.join(missing)}")
         return

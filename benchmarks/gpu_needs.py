@@ -59,16 +59,23 @@ def _numbers(release: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", release.partition("+")[0])))
 
 
+def lacks_to_serve() -> list[str]:
+    """What the server needs beside all else, and is not there."""
+    needed = requirements()
+    return shortcomings({name: needed[name] for name in _SERVING})
+
+
 def main() -> None:
     """Say what is missing; end with code 2 unless it is only for serving."""
     needed = requirements()
-    served = {name: needed.pop(name) for name in _SERVING}
+    for name in _SERVING:
+        del needed[name]
     where = f"{sys.executable} lacks"
     found = shortcomings(needed)
     if found:
         sys.stderr.write(f"{where} {', '.join(found)}. benchmarks/gpu.md says what is needed.\n")
         sys.exit(2)
-    found = shortcomings(served)
+    found = lacks_to_serve()
     if found:
         sys.stderr.write(f"{where} {', '.join(found)}: no server runs with it, all else does.\n")
 

@@ -13,7 +13,6 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +24,6 @@ from benchmarks.gpu_engine import free_memory
 from benchmarks.gpu_model_inputs import ModelSizes, random_model
 from model_runtime.checkpoint import EMBEDDED_MODEL
 
-_NEEDED = ("fastapi", "uvicorn", "pydantic_settings", "httpx", "prometheus_client")
 _START_S, _STOP_S = 180, 30
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _HISTOGRAMS = {
@@ -39,11 +37,6 @@ _SUM = -1.0  # the key of the sum, which is no bound
 
 class ServerError(Exception):
     """The server or its load did not run; the message says why."""
-
-
-def missing_packages() -> list[str]:
-    """What would have to be installed to serve."""
-    return [name for name in _NEEDED if find_spec(name) is None]
 
 
 def serve_and_load(sizes: ModelSizes, device: torch.device) -> Iterator[dict[str, Any]]:

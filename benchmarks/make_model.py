@@ -24,7 +24,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama. Heads are of 64 dimensions, the head's matrix is its own."""
+    """A Llama. Heads are of 64 dimensions if nothing is said, the head's matrix is its own."""
 
     hidden: int
     layers: int

@@ -1,12 +1,10 @@
 """A checked checkpoint and its limits -> an engine, with its cache sized and allocated."""
 
 import os
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import structlog
 import torch
 
 from model_runtime.backends import backend_for, new_store
@@ -20,7 +18,6 @@ from model_runtime.observer import Observer
 from model_runtime.rope_tables import RopeTables
 from rope import Profile
 
-_log = structlog.get_logger(__name__)
 _CPU_SHARE = 0.25  # of the memory there is
 _STEP_SHARE = 0.1  # a guess: of what weights leave on a GPU, what a step's tensors take
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -40,7 +37,13 @@ def build_engine(
     """
     runner = build_runner(checkpoint, config, profiles, make)
     if records_decodes(checkpoint, config):
-        _record_decodes(runner, config, checkpoint.device)
+        runner.record_decodes(
+            config.max_model_len,
+            config.max_num_seqs,
+            config.num_pages,
+            cuda_recorder(checkpoint.device),
+        )
+        torch.cuda.empty_cache()  # of what ran before it was recorded, on a stream of its own
     return Engine(runner, checkpoint.tokenizer, config, checkpoint.eos_token_ids, observer)
 
 
@@ -74,21 +77,6 @@ def build_runner(
 def records_decodes(checkpoint: Checkpoint, config: EngineConfig) -> bool:
     """Whether the engine's decode steps are recorded (decode_graphs.py)."""
     return backend_for(checkpoint.device).is_recordable and not config.enforce_eager
-
-
-def _record_decodes(runner: ModelRunner, config: EngineConfig, device: torch.device) -> None:
-    """Takes seconds; what cannot be recorded is queued kernel by kernel, as without."""
-    began = time.monotonic()
-    try:
-        runner.record_decodes(
-            config.max_model_len, config.max_num_seqs, config.num_pages, cuda_recorder(device)
-        )
-    except RuntimeError as error:  # the forward asks the device for something, or memory is full
-        _log.warning("decode_not_recorded", error=str(error), remedy="enforce_eager skips this")
-        return
-    torch.cuda.empty_cache()  # of what was run before it was recorded, on a stream of its own
-    seconds = round(time.monotonic() - began, 1)
-    _log.info("decode_recorded", most_sequences=config.max_num_seqs, seconds=seconds)
 
 
 def sized(

@@ -10,7 +10,8 @@ Shapes: S = sequences that were recorded, N = pages of the longest sequence, V =
 F = fields of a sequence's token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from model_runtime.batch import Batch, Place, Span
 from model_runtime.rope_tables import RopeTables
-from model_runtime.transfer import on_device
+from model_runtime.transfer import fill
 
 # Runs the work once; the second of what it returns runs it again, and the result is in the first.
 Recorder = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
@@ -35,22 +36,39 @@ def recorded_sizes(max_num_seqs: int) -> list[int]:
     return [*(size for size in steps if size < most), most]
 
 
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Waiting for the device raises RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 def cuda_recorder(device: torch.device) -> Recorder:
-    """Records CUDA graphs, which share one pool of memory since only one runs at a time."""
+    """Records CUDA graphs, which share one pool of memory since only one runs at a time.
+
+    Raises RuntimeError for work that waits for the device, before anything is recorded: torch 2.11
+    does not recover from a recording that breaks off.
+    """
     pool = torch.cuda.graph_pool_handle()
     with torch.cuda.device(device):
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         with torch.cuda.device(device):
-            # Twice before: kernels are compiled, tables made and libraries set up by then.
-            aside.wait_stream(torch.cuda.current_stream())
+            current = torch.cuda.current_stream()
+            aside.wait_stream(current)
             with torch.cuda.stream(aside):
-                work()
-                work()
-            torch.cuda.current_stream().wait_stream(aside)
+                work()  # kernels are compiled, tables made and libraries set up by then
+                with _no_waiting():
+                    work()
+            current.wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # The outer one: a recording that breaks off leaves its own stream the current one.
+            with torch.cuda.stream(current), torch.cuda.graph(graph, pool=pool):
                 result = work()
         return result, graph.replay
 
@@ -62,7 +80,7 @@ class _Recorded:
     """A step of S sequences."""
 
     numbers_FS: Tensor  # int64: token, position, page, offset, table slot
-    page_table_SN: Tensor  # int32
+    batch: Batch  # views of these numbers, and what never changes: kernels read all of it
     logits_SV: Tensor  # float32, where a replay leaves them
     replay: Callable[[], None]
     num_slots: int  # rotation tables there were; with more, all of them are elsewhere
@@ -95,15 +113,15 @@ class DecodeGraphs:
         self._sizes = recorded_sizes(max_num_seqs)
         self._recorded: dict[int, _Recorded] = {}
 
-    def record_all(self) -> None:
-        """Record every size now, the largest first: the others fit into its memory.
+    def record_all(self) -> int:
+        """Record every size now, the largest first: the others fit into its memory. How many.
 
         Before there is a rotation table none can be, and each is when it is first needed.
         """
-        if not self._tables.num_slots:
-            return
-        for size in reversed(self._sizes):
-            self._recorded[size] = self._new(size)
+        if self._tables.num_slots:
+            for size in reversed(self._sizes):
+                self._recorded[size] = self._new(size)
+        return len(self._recorded)
 
     def takes(self, spans: Sequence[Span]) -> bool:
         """Whether the step is one of those that are recorded."""
@@ -111,7 +129,7 @@ class DecodeGraphs:
             len(span.token_ids) == len(span.logit_rows) == 1 for span in spans
         )
 
-    def fill(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
+    def prepared(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
         """Put a step's numbers in their places. What it returns runs it: float32 [S, V].
 
         The logits stand until the next step runs. At least one span.
@@ -121,10 +139,8 @@ class DecodeGraphs:
         if recorded is None or recorded.num_slots != self._tables.num_slots:
             recorded = self._recorded[size] = self._new(size)
         numbers_FS, page_table_SN = self._numbers(spans, size)
-        device = recorded.numbers_FS.device
-        recorded.numbers_FS.copy_(on_device(numbers_FS, device), non_blocking=True)
-        width = page_table_SN.shape[1]
-        recorded.page_table_SN[:, :width] = on_device(page_table_SN, device)
+        fill(recorded.numbers_FS, numbers_FS)
+        fill(recorded.batch.page_table_SN[:, : page_table_SN.shape[1]], page_table_SN)
 
         def run() -> Tensor:
             recorded.replay()
@@ -174,4 +190,4 @@ class DecodeGraphs:
             places_S=tuple(Place(index, 1, self._max_len - 1, 0) for index in range(size)),
         )
         logits_SV, replay = self._record(lambda: self._forward(batch))
-        return _Recorded(numbers_FS, page_table_SN, logits_SV, replay, self._tables.num_slots)
+        return _Recorded(numbers_FS, batch, logits_SV, replay, self._tables.num_slots)

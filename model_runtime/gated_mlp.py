@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from model_runtime.bfloat16 import as_numpy, as_tensor, narrow
 from model_runtime.compiled import jit
+from model_runtime.joined_linear import JoinedPart
 from model_runtime.kernel_threads import run_shares
 from model_runtime.lanes import (
     WIDTH,
@@ -34,7 +35,7 @@ from model_runtime.lanes import (
     store,
     subtract,
 )
-from model_runtime.packed_linear import PackedLinear, PackedPart, PackedProduct, RowwiseActivation
+from model_runtime.packed_linear import PackedLinear, PackedProduct, RowwiseActivation
 
 _TRIAL_SCALES = (0.1, 1.0, 30.0)  # other activations, and those that cut large numbers off, show
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}  # of the answer's length
@@ -90,7 +91,9 @@ class GatedMlp(nn.Module):
             return out.view(*x.shape[:-1], self._down.out_features)
         both = self._gate_up(x)
         between_RI = gated(as_numpy(both).reshape(-1, self._gate_up.out_features))
-        return self._down(as_tensor(between_RI, x.dtype).view(*x.shape[:-1], -1))
+        return self._down(
+            as_tensor(between_RI, x.dtype).view(*x.shape[:-1], self._down.in_features)
+        )
 
 
 @torch.inference_mode()
@@ -106,13 +109,13 @@ def fuse(model: nn.Module) -> None:
 def _as_gated(module: nn.Module) -> GatedMlp | None:
     """The same block, or None where the module is something else."""
     children = list(module.children())
-    halves = [child for child in children if isinstance(child, PackedPart)]
-    others = [child for child in children if not isinstance(child, PackedPart)]
-    downs = [child for child in others if isinstance(child, PackedLinear)]
-    activations = [child for child in others if isinstance(child, RowwiseActivation)]
+    halves = [child for child in children if isinstance(child, JoinedPart)]
+    downs = [child for child in children if isinstance(child, PackedLinear)]
+    activations = [child for child in children if isinstance(child, RowwiseActivation)]
     if (
         (len(children), len(halves), len(downs), len(activations)) != (4, 2, 1, 1)
         or halves[0].product is not halves[1].product
+        or not isinstance(halves[0].product, PackedProduct)
         or halves[0].product.out_features != 2 * downs[0].in_features
         or downs[0].in_features % WIDTH
         or any(True for _ in module.parameters(recurse=False))

@@ -6,6 +6,7 @@ part.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ class SharedInput:
 
     def __init__(self, product: Product, widths: Sequence[int]) -> None:
         """`widths`: outputs of each linear, in the order of their calls."""
-        self._product = product
+        self.product = product
         self._widths = list(widths)
         self._input: Tensor | None = None
         self._parts: Sequence[Tensor] = ()
@@ -26,11 +27,16 @@ class SharedInput:
     def part(self, x: Tensor, index: int) -> Tensor:
         """What one of the linears makes of x, computed for all of them when x is new."""
         if self._input is not x:
-            self._input, self._parts = x, self._product(x).split_with_sizes(self._widths, dim=-1)
+            self._input, self._parts = x, self.product(x).split_with_sizes(self._widths, dim=-1)
         out = self._parts[index]
         if index == len(self._widths) - 1:
             self._input, self._parts = None, ()
         return out
+
+
+def stand_in(weight: Tensor) -> nn.Parameter:
+    """For a weight that is let go: model code may ask for its dtype, never for its numbers."""
+    return nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
 
 
 class JoinedPart(nn.Module):
@@ -42,12 +48,15 @@ class JoinedPart(nn.Module):
     def __init__(self, linear: nn.Linear, shared: SharedInput, index: int) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # Model code may ask a weight for its dtype, never for its numbers.
-        weight = torch.empty_like(linear.weight, device="meta")
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = stand_in(linear.weight)
         self.bias = linear.bias
         self._shared = shared
         self._index = index
+
+    @property
+    def product(self) -> Product:
+        """Of this linear and those beside it."""
+        return self._shared.product
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -70,26 +79,31 @@ def can_join(modules: Sequence[nn.Module]) -> bool:
     """Whether all are plain linears of one dtype, and no two share a weight."""
     linears = [module for module in modules if type(module) is nn.Linear]
     dtypes = {linear.weight.dtype for linear in linears}
-    pointers = {id(linear.weight) for linear in linears}
-    return len(linears) == len(modules) == len(pointers) and len(dtypes) == 1
+    weights = {id(linear.weight) for linear in linears}
+    return len(linears) == len(modules) == len(weights) and len(dtypes) == 1
+
+
+def plain_product(linears: Sequence[nn.Linear]) -> Product:
+    """By torch."""
+    weight, bias = joined_weight(linears)
+    return lambda x: nn.functional.linear(x, weight, bias)
 
 
 @torch.inference_mode()
-def join(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
+def join(
+    model: nn.Module,
+    groups: Sequence[Sequence[str]],
+    product: Callable[[Sequence[nn.Linear]], Product] = plain_product,
+) -> None:
     """Replace each group of linears by parts of one product, in place; the weights are let go.
 
     `groups`: names of linears that read one tensor, in the order of their calls
     (takeover.shared_inputs finds them).
     """
     for names in groups:
-        linears = [model.get_submodule(name) for name in names]
+        linears: list[Any] = [model.get_submodule(name) for name in names]
         if not can_join(linears):
             continue
-        weight, bias = joined_weight(linears)  # type: ignore[arg-type]
-        shared = SharedInput(_linear(weight, bias), [each.out_features for each in linears])  # type: ignore[misc]
+        shared = SharedInput(product(linears), [each.out_features for each in linears])
         for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
-            model.set_submodule(name, JoinedPart(linear, shared, index))  # type: ignore[arg-type]
-
-
-def _linear(weight: Tensor, bias: Tensor | None) -> Product:
-    return lambda x: nn.functional.linear(x, weight, bias)
+            model.set_submodule(name, JoinedPart(linear, shared, index))

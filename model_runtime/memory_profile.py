@@ -31,6 +31,9 @@ from rope import Profile
 # Of one recorded step: its launches, and what is left over in the blocks of the pool. A guess, not
 # measured yet.
 GRAPH_BYTES = 8 * 2**20
+# cuBLAS keeps 32 MiB on a Hopper for each stream that multiplies: where steps are tried, recorded
+# and replayed.
+WORKSPACE_BYTES = 3 * 32 * 2**20
 # All that makes the sampler's tensors: a copy of the logits for the bias, and ranks for top_p.
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, logit_bias=((0, 0.0),))
 
@@ -109,7 +112,8 @@ def graphs_bytes(working_bytes: int, config: EngineConfig, vocab_size: int) -> i
     """
     sizes = recorded_sizes(config.max_num_seqs)
     num_pages = -(-config.max_model_len // config.page_size)
-    return working_bytes + sum(sizes) * 4 * (vocab_size + num_pages) + len(sizes) * GRAPH_BYTES
+    own_bytes = sum(sizes) * 4 * (vocab_size + num_pages) + len(sizes) * GRAPH_BYTES
+    return working_bytes + own_bytes + WORKSPACE_BYTES
 
 
 def profile_memory(
@@ -173,8 +177,9 @@ def run_step(runner: ModelRunner, spans: Sequence[Span]) -> None:
 
 
 def decode_step(config: EngineConfig, table_slot: int, vocab_size: int) -> list[Span]:
-    """One token of max_num_seqs sequences."""
-    decodes = replace(config, max_num_batched_tokens=config.max_num_seqs, max_num_logit_rows=1)
+    """One token of as many sequences as are recorded."""
+    most = recorded_sizes(config.max_num_seqs)[-1]
+    decodes = replace(config, max_num_seqs=most, max_num_batched_tokens=most, max_num_logit_rows=1)
     return largest_step(decodes, table_slot, vocab_size)
 
 

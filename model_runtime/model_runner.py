@@ -3,9 +3,11 @@
 Shapes: R = rows of logits, V = vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import structlog
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +26,8 @@ from model_runtime.kv_store import KVStore
 from model_runtime.rope_tables import RopeTables
 from model_runtime.step_clock import StepClock
 from rope import Profile
+
+_log = structlog.get_logger(__name__)
 
 
 class ModelRunner:
@@ -57,14 +61,30 @@ class ModelRunner:
 
         `clock`: switched to `forward` when the batch is built.
         """
-        if self._graphs is not None and self._graphs.takes(spans):
-            run = self._graphs.fill(spans)
-        else:
+        run = self._recorded(spans)
+        if run is None:
             batch = build_batch(spans, self._page_size, self._device)
             run = partial(self._forward, batch, *self._asked_step(spans, batch))
         if clock is not None:
             clock.switch("forward")
         return run()
+
+    def _recorded(self, spans: Sequence[Span]) -> Callable[[], Tensor] | None:
+        """A recorded step, ready to run; None where there is none for these spans."""
+        if self._graphs is None or not self._graphs.takes(spans):
+            return None
+        try:
+            return self._graphs.prepared(spans)
+        except torch.OutOfMemoryError:  # with a request less it may work
+            raise
+        except RuntimeError as error:
+            self._give_up_recording(error)
+            return None
+
+    def _give_up_recording(self, error: RuntimeError) -> None:
+        """The forward asks the device for something: its kernels are queued one by one."""
+        self._graphs = None
+        _log.warning("decode_not_recorded", error=str(error), remedy="enforce_eager skips this")
 
     @torch.inference_mode()
     def record_decodes(
@@ -72,8 +92,9 @@ class ModelRunner:
     ) -> None:
         """Record decode steps of up to `max_num_seqs` sequences; they are replayed from now on.
 
-        What a model's forward may raise when it cannot be recorded is raised, and nothing changes.
+        Takes seconds. What cannot be recorded is queued kernel by kernel, as without.
         """
+        began = time.monotonic()
         graphs = DecodeGraphs(
             self._single_tokens,
             self._tables,
@@ -83,8 +104,14 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             spare_page=spare_page,
         )
-        graphs.record_all()
+        try:
+            num_recorded = graphs.record_all()
+        except RuntimeError as error:  # or memory is full
+            self._give_up_recording(error)
+            return
         self._graphs = graphs
+        seconds = round(time.monotonic() - began, 1)
+        _log.info("decode_recorded", sizes=num_recorded, seconds=seconds)
 
     def _single_tokens(self, batch: Batch) -> Tensor:
         """The forward of a decode step, which depends on nothing but the batch's tensors."""

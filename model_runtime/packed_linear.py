@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
-from model_runtime.joined_linear import SharedInput, joined_weight
+from model_runtime.joined_linear import join, joined_weight, stand_in
 from model_runtime.row_products import MOST_ROWS, PackedWeight, RowProducts, find_chain
 
 # Any number above one chooses the layout that is good for several rows. But for float32 oneDNN 3.10
@@ -168,32 +168,12 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.product = product or PackedProduct([linear], {})
-        # Model code may ask a weight for its dtype, never for its numbers.
-        weight = torch.empty_like(linear.weight, device="meta")
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = stand_in(linear.weight)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], each row as if it were alone."""
         return self.product(x)
-
-
-class PackedPart(PackedLinear):
-    """One of several linears that read one tensor; the first that is called computes them all.
-
-    Its answer is a slice, so its rows are not one after the other in memory.
-    """
-
-    def __init__(
-        self, linear: nn.Linear, product: PackedProduct, shared: SharedInput, index: int
-    ) -> None:
-        super().__init__(linear, product)
-        self._shared = shared
-        self._index = index
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], each row as if it were alone."""
-        return self._shared.part(x, self._index)
 
 
 class RowwiseActivation(nn.Module):
@@ -236,8 +216,10 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
     (takeover.shared_inputs finds them).
     """
     tried: dict[Shape, Tried] = {}
-    for names in groups:
-        _pack_group(model, names, tried)
+    packable = [
+        names for names in groups if all(_is_packable(model.get_submodule(name)) for name in names)
+    ]
+    join(model, packable, lambda linears: PackedProduct(linears, tried))
     activations = _activation_classes()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -245,18 +227,6 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
                 setattr(module, name, PackedLinear(child, PackedProduct([child], tried)))
             elif isinstance(child, activations) and not list(child.parameters()):
                 setattr(module, name, RowwiseActivation(child))
-
-
-def _pack_group(model: nn.Module, names: Sequence[str], tried: dict[Shape, Tried]) -> None:
-    modules = [model.get_submodule(name) for name in names]
-    linears = [module for module in modules if _is_packable(module)]
-    dtypes = {linear.weight.dtype for linear in linears}
-    if len(linears) < len(modules) or len(dtypes) > 1:
-        return
-    product = PackedProduct(linears, tried)
-    shared = SharedInput(product, [linear.out_features for linear in linears])
-    for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
-        model.set_submodule(name, PackedPart(linear, product, shared, index))
 
 
 def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:

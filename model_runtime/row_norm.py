@@ -4,8 +4,8 @@ Every architecture has a class of its own for the same formula, so a norm is rec
 answers: x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight). What answers anything else is left.
 
 On a CPU a row is computed by the same code whatever stands beside it, so its bits do not depend on
-the batch. On a GPU it is torch's own kernel, one instead of eight. Sums are taken in float32; a
-bf16 result is rounded once, where some models round twice.
+the batch. On a GPU the first of the two is torch's own kernel, one instead of eight; the second is
+left. Sums are taken in float32; a bf16 result is rounded once, where some models round twice.
 
 Shapes: R = rows, D = dimensions of a row.
 """

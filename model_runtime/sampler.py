@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model_runtime.penalties import SeenTokens, penalise
 from model_runtime.request import SamplingParams, TokenLogprob
-from model_runtime.transfer import on_device
+from model_runtime.transfer import on_device, wait_for
 
 MAX_LOGPROBS = 20  # alternatives per token; always computed, so that ties fall the same way
 GREEDY_BELOW = 1e-5  # temperatures below this are 0: dividing by them overflows
@@ -74,6 +74,10 @@ def choose(
         chosen_RV = rows_at(logits_RV, places)
     if logits_RV.device.type == "cpu":
         return finite_rows(logits_RV), sample(chosen_RV, rows)
+    if not len(logits_RV):
+        # Part of a prompt: nothing to read, but steps must not pile up, nor their times be lost.
+        wait_for(logits_RV.device)
+        return [], []
     return in_one_transfer(logits_RV, chosen_RV, rows)
 
 

@@ -16,3 +16,15 @@ def on_device(numbers: Any, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def fill(target: Tensor, numbers: Any) -> None:
+    """The same into a tensor that is there."""
+    tensor = torch.from_numpy(numbers)
+    target.copy_(tensor.pin_memory() if target.is_cuda else tensor, non_blocking=True)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until all that was queued on the current stream is done; a CPU queues nothing."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -18,7 +18,7 @@ from server.evaluation.cells import TOGETHER
 from server.evaluation.plan import EvalError, EvalPlan, Variant
 from server.model_facts import facts_of
 from server.outlook import outline_of
-from server.serving_plan import EMBEDDED_NAME, ServingPlan, plan_serving
+from server.serving_plan import EMBEDDED_NAME, ServingPlan, plan_serving, profiles_of
 from server.settings import ServeSettings
 
 
@@ -64,7 +64,7 @@ def load_subject(settings: ServeSettings, plan: EvalPlan) -> Subject:
         dtype,
         str(checkpoint.device),
         checkpoint.tokenizer,
-        build_engine(checkpoint, serving.config),
+        build_engine(checkpoint, serving.config, profiles=profiles_of(serving.deployments)),
         dict(zip(plan.variants, serving.deployments, strict=True)),
     )
 

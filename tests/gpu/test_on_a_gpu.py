@@ -16,13 +16,13 @@ from benchmarks.gpu_inputs import LLAMA_3_8B
 from model_runtime.attention_torch import TorchAttention
 from model_runtime.attention_triton import TritonAttention
 from model_runtime.backends import backend_for
+from model_runtime.build_engine import build_engine
 from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from model_runtime.config import EngineConfig
+from model_runtime.decode_graphs import recorded_sizes
 from model_runtime.memory_profile import CudaMeter
 from model_runtime.model_runner import ModelRunner
 from model_runtime.request import FinishReason
-from server.model_facts import facts_of
-from server.serving_plan import plan_serving
-from server.settings import load_settings
 from tests.attention_cases import Case, Laid, relative_error
 from tests.engines import EngineFactory, Result, answer, deployment_of, request
 
@@ -133,6 +133,12 @@ def test_a_cache_sized_by_a_step_leaves_room_for_any(
     on_gpu: Checkpoint, engines: EngineFactory
 ) -> None:
     """full prompts scored with all alternatives, sampled answers beside them, within the share"""
+    for package in ("pydantic_settings", "prometheus_client"):
+        pytest.importorskip(package, reason="settings are the server's")
+    from server.model_facts import facts_of
+    from server.serving_plan import plan_serving
+    from server.settings import load_settings
+
     meter = CudaMeter(on_gpu.device)
     meter.reset()
     before = meter.read()
@@ -208,11 +214,14 @@ def test_recorded_steps_answer_as_others(
         assert float((ours - theirs).abs().max()) < (1e-3 if on_gpu.dtype == torch.float32 else 0.2)
 
 
-def test_decodes_are_recorded(on_gpu: Checkpoint, engines: EngineFactory) -> None:
-    """not given up at a warning"""
-    runner = engines.over(on_gpu, max_num_seqs=3)._core._runner
+def test_decodes_are_recorded(on_gpu: Checkpoint) -> None:
+    """every size at start, not given up at a warning"""
+    config = EngineConfig(kv_cache_tokens=4096, max_model_len=2048, max_num_seqs=3)
+    profiles = [tier.profile for tier in deployment_of(on_gpu).own_tiers]
+    runner = build_engine(on_gpu, config, profiles=profiles)._core._runner
     assert isinstance(runner, ModelRunner)
     assert runner._graphs is not None
+    assert sorted(runner._graphs._recorded) == recorded_sizes(3) == [1, 2, 3]
 
 
 def test_the_reference_reads_on_a_gpu_too() -> None:

@@ -4,7 +4,10 @@ Without a GPU a recording is the forward called again: it then reads what stands
 places, and knows as little of the step's numbers as a CUDA graph does. Kernels are interpreted.
 """
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -16,14 +19,15 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 from model_runtime import backends, model_runner
 from model_runtime.attention import STEP, AttentionCall
 from model_runtime.attention_triton import TritonAttention
-from model_runtime.batch import Span
+from model_runtime.batch import Batch, Span
 from model_runtime.build_engine import build_runner
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import EngineConfig
-from model_runtime.decode_graphs import MOST_RECORDED, recorded_sizes
+from model_runtime.decode_graphs import MOST_RECORDED, DecodeGraphs, recorded_sizes
 from model_runtime.deployment import Deployment
 from model_runtime.kv_store import KVStore
 from model_runtime.model_runner import ModelRunner
+from model_runtime.rope_tables import RopeTables
 from model_runtime.takeover import read_native_rope, take_over
 from rope import Profile
 from tests.engines import deployment_of, tiny_checkpoint
@@ -149,6 +153,47 @@ def test_a_table_made_later_is_found(checkpoint: Checkpoint) -> None:
     expected, got = talk.step({1: 1, 0: 1})
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert record.num_recorded == before + 1
+
+
+def test_what_kernels_read_is_kept(checkpoint: Checkpoint) -> None:
+    """a graph knows addresses only: every tensor of its batch must live as long as it does"""
+    tables = RopeTables(checkpoint.native, 16, 256, torch.device("cpu"))
+    tables.slot(profiles_of(deployment_of(checkpoint))[0])
+    kept: list[weakref.ref[Tensor]] = []
+
+    def forward(batch: Batch) -> Tensor:
+        tensors = [getattr(batch, each.name) for each in fields(batch)]
+        kept.extend(weakref.ref(each) for each in tensors if isinstance(each, Tensor))
+        return torch.empty(0)
+
+    def record(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        return work(), lambda: None
+
+    graphs = DecodeGraphs(
+        forward, tables, record, page_size=16, max_len=256, max_num_seqs=2, spare_page=9
+    )
+    assert graphs.record_all() == 2
+    gc.collect()
+    assert len(kept) > 2 * 8
+    assert all(tensor() is not None for tensor in kept)
+
+
+@pytest.mark.parametrize("are_tables_known", [False, True])
+def test_what_cannot_be_recorded_is_queued(
+    checkpoint: Checkpoint, *, are_tables_known: bool
+) -> None:
+    """at start, or at the first step that finds a table; the step is answered all the same"""
+
+    def never(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    (profile, *_) = profiles_of(deployment_of(checkpoint))
+    runner = build_runner(checkpoint, CONFIG, [profile] if are_tables_known else [])
+    runner.record_decodes(CONFIG.max_model_len, CONFIG.max_num_seqs, 0, never)
+    one = Span([1], 0, [0], runner.table_slot(profile), range(1))
+    for _ in range(2):
+        assert runner.run([one]).isfinite().all()
+    assert runner._graphs is None
 
 
 def test_other_steps_are_not_replayed(checkpoint: Checkpoint) -> None:
