@@ -83,6 +83,7 @@ def adopt(
     if parameter.device.type == "cpu" and packed_linear.is_available():
         packed_linear.pack(model, shared_inputs(model))
         gated_mlp.fuse(model)
+        _leave_file(model)
     elif parameter.device.type != "cpu":
         joined_linear.join(model, shared_inputs(model))
     row_norm.replace_norms(model)
@@ -101,6 +102,17 @@ def adopt(
         parameter.device,
         report,
     )
+
+
+def _leave_file(model: nn.Module) -> None:
+    """Copy what is left of the loaded weights, in place.
+
+    They are views of the file, mapped into memory as a whole: while one of them lives, so do the
+    pages of all that have been packed.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
 
 
 def _load_model(source: str | Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
