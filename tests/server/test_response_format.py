@@ -182,13 +182,7 @@ def test_hostile_schemas_do_not_keep_others_waiting(server: Server) -> None:
     """all at once: each is answered, and meanwhile /health is"""
 
     def ask(schema: Any) -> int:
-        body = {
-            "messages": MESSAGES,
-            "max_tokens": 20,
-            # The same words each time: some that could be drawn make a matcher give up, a 503.
-            "temperature": 0,
-            "response_format": asked(schema),
-        }
+        body = {"messages": MESSAGES, "max_tokens": 20, "response_format": asked(schema)}
         url = f"{server.url}/v1/chat/completions"
         return httpx.post(url, json=body, timeout=60).status_code
 
@@ -200,7 +194,8 @@ def test_hostile_schemas_do_not_keep_others_waiting(server: Server) -> None:
             assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
             slowest = max(slowest, time.monotonic() - began)
             time.sleep(0.02)
-    assert {each.result() for each in answers} == {200, 400}
+    # 503: a matcher that gave up in the midst of its answer, which depends on what was drawn.
+    assert {200, 400} <= {each.result() for each in answers} <= {200, 400, 503}
     assert slowest < QUICK_S
 
 
