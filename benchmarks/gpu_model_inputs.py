@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from benchmarks.make_model import Shape, fill
+from benchmarks.make_model import Shape, fill, llama_config
 from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, adopt
 from model_runtime.config import EngineConfig
 from model_runtime.deployment import Deployment
@@ -170,25 +170,6 @@ TINY = ModelSizes(
 )
 
 
-def llama_config(shape: Shape, native_len: int, dtype: torch.dtype) -> LlamaConfig:
-    """Without end tokens, so that every answer is as long as asked for."""
-    return LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=native_len,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        dtype=dtype,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )
-
-
 def random_model(
     shape: Shape, native_len: int, dtype: torch.dtype, device: torch.device
 ) -> LlamaForCausalLM:
@@ -214,7 +195,7 @@ def twin(model: LlamaForCausalLM, shape: Shape, native_len: int) -> LlamaForCaus
 def _hollow(shape: Shape, native_len: int, dtype: torch.dtype) -> LlamaForCausalLM:
     """Names and shapes, no numbers."""
     with torch.device("meta"):
-        model = LlamaForCausalLM(llama_config(shape, native_len, dtype))
+        model = LlamaForCausalLM(llama_config(shape, native_len, dtype=dtype))
     return model.to(dtype)
 
 

@@ -43,22 +43,7 @@ SHAPES = {
 
 def build(shape: Shape, tokenizer: Tokenizer) -> LlamaForCausalLM:
     """The model in float32; the same weights each time."""
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=shape.vocab,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            max_position_embeddings=_NATIVE_LEN,
-            tie_word_embeddings=False,
-            bos_token_id=BOS_ID,
-            eos_token_id=EOS_ID,
-            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        )
-    )
+    model = LlamaForCausalLM(llama_config(shape, _NATIVE_LEN, bos_id=BOS_ID, eos_id=EOS_ID))
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID)
     fill(model, shape, torch.Generator().manual_seed(_SEED))
     # Greedy answers then have whole characters only. Servers hold a token back while it is none,
@@ -66,6 +51,32 @@ def build(shape: Shape, tokenizer: Tokenizer) -> LlamaForCausalLM:
     with torch.no_grad():
         model.lm_head.weight[_unspeakable(tokenizer, shape.vocab)] = 0
     return model.eval()
+
+
+def llama_config(
+    shape: Shape,
+    native_len: int,
+    *,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> LlamaConfig:
+    """Without an end token every answer is as long as asked for."""
+    return LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=native_len,
+        tie_word_embeddings=False,
+        bos_token_id=bos_id,
+        eos_token_id=eos_id,
+        dtype=dtype,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    )
 
 
 def fill(model: nn.Module, shape: Shape, seeded: torch.Generator) -> None:

@@ -111,7 +111,8 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
     numbers = np.fromiter(chain.from_iterable(host), np.int64, sum(sizes))
     num_tokens = begin_S1[-1]
     columns, offsets = np.divmod(numbers[num_tokens : 2 * num_tokens], page_size)
-    table_SN = _page_table(spans, max(each.stop - 1 for each in positions) // page_size + 1)
+    width = max(each.stop - 1 for each in positions) // page_size + 1
+    table_SN = page_table(spans, (len(spans), width), padding=0)
     pages = table_SN[np.repeat(np.arange(len(spans)), num_tokens_S), columns]
     joined = on_device(np.concatenate((numbers, pages, offsets), dtype=np.int64), device)
     split = joined.split_with_sizes([*sizes, num_tokens, num_tokens])
@@ -132,10 +133,10 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
     )
 
 
-def _page_table(spans: Sequence[Span], width: int) -> Any:
-    """int32 [S, N], padded with 0."""
-    table_SN = np.zeros((len(spans), width), dtype=np.int32)
-    for row_N, span in zip(table_SN, spans, strict=True):
-        used = span.pages[:width]
+def page_table(spans: Sequence[Span], shape: tuple[int, int], *, padding: int) -> Any:
+    """int32 [S, N], with `padding` where a span has no page, and behind the spans."""
+    table_SN = np.full(shape, padding, dtype=np.int32)
+    for row_N, span in zip(table_SN, spans, strict=False):
+        used = span.pages[: len(row_N)]
         row_N[: len(used)] = used
     return table_SN

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_runtime.batch import Batch, Place, Span
+from model_runtime.batch import Batch, Place, Span, page_table
 from model_runtime.rope_tables import RopeTables
 from model_runtime.transfer import fill
 
@@ -157,10 +157,8 @@ class DecodeGraphs:
         positions_S[:num_there] = [span.first_position for span in spans]
         slots_S[:num_there] = [span.table_slot for span in spans]
         columns_S, offsets_S[:] = np.divmod(positions_S, self._page_size)
-        table_SN = np.full((size, columns_S.max() + 1), self._spare_page, dtype=np.int32)
-        for row_N, span in zip(table_SN, spans, strict=False):
-            used = span.pages[: len(row_N)]
-            row_N[: len(used)] = used
+        shape = size, int(columns_S.max()) + 1
+        table_SN = page_table(spans, shape, padding=self._spare_page)
         pages_S[:] = table_SN[np.arange(size), columns_S]
         return numbers_FS, table_SN
 

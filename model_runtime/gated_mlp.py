@@ -35,6 +35,7 @@ from model_runtime.lanes import (
     store,
     subtract,
 )
+from model_runtime.module_swap import swap_modules
 from model_runtime.packed_linear import PackedLinear, PackedProduct, RowwiseActivation
 
 _TRIAL_SCALES = (0.1, 1.0, 30.0)  # other activations, and those that cut large numbers off, show
@@ -99,11 +100,7 @@ class GatedMlp(nn.Module):
 @torch.inference_mode()
 def fuse(model: nn.Module) -> None:
     """Put a GatedMlp in the place of every packed module that answers as one, in place."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            mlp = _as_gated(child)
-            if mlp is not None:
-                setattr(module, name, mlp)
+    swap_modules(model, _as_gated)
 
 
 def _as_gated(module: nn.Module) -> GatedMlp | None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
 from model_runtime.joined_linear import join, joined_weight, stand_in
+from model_runtime.module_swap import swap_modules
 from model_runtime.row_products import MOST_ROWS, PackedWeight, RowProducts, find_chain
 
 # Any number above one chooses the layout that is good for several rows. But for float32 oneDNN 3.10
@@ -109,8 +110,7 @@ class PackedProduct:
         """[..., in] -> [..., out], each row as if it were alone."""
         num_rows = x.numel() // self.in_features
         few, sizes = self._few, self._sizes
-        if torch.get_num_threads() != self._num_threads:
-            # What was tried holds for other threads only.
+        if not self._holds():
             few, sizes = None, self._small + (_LARGE_SIZES if self._is_float32 else ())
         if few is not None and 0 < num_rows <= MOST_ROWS:
             return few(x.contiguous())
@@ -131,9 +131,11 @@ class PackedProduct:
 
     def few(self, num_rows: int) -> RowProducts | None:
         """What multiplies so few rows; None: the call itself does, whatever the number."""
-        if torch.get_num_threads() != self._num_threads or not 0 < num_rows <= MOST_ROWS:
-            return None
-        return self._few
+        return self._few if 0 < num_rows <= MOST_ROWS and self._holds() else None
+
+    def _holds(self) -> bool:
+        """Whether threads are as many as when it was tried: what was found holds for no others."""
+        return torch.get_num_threads() == self._num_threads
 
     def _try(self, packed: PackedWeight) -> Tried:
         """The sizes of blocks, and the chain of sums, that give the bits of small blocks."""
@@ -221,12 +223,15 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
     ]
     join(model, packable, lambda linears: PackedProduct(linears, tried))
     activations = _activation_classes()
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if _is_packable(child):
-                setattr(module, name, PackedLinear(child, PackedProduct([child], tried)))
-            elif isinstance(child, activations) and not list(child.parameters()):
-                setattr(module, name, RowwiseActivation(child))
+
+    def other(module: nn.Module) -> nn.Module | None:
+        if _is_packable(module):
+            return PackedLinear(module, PackedProduct([module], tried))
+        if isinstance(module, activations) and not list(module.parameters()):
+            return RowwiseActivation(module)
+        return None
+
+    swap_modules(model, other)
 
 
 def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:

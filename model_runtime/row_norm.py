@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from model_runtime.bfloat16 import as_numpy, as_tensor, narrow, widen
 from model_runtime.compiled import jit
+from model_runtime.module_swap import swap_modules
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _TRIAL_SCALES = (1e-3, 1.0, 30.0)  # the smallest shows a wrong eps
@@ -77,11 +78,7 @@ class TorchNorm(nn.Module):
 @torch.inference_mode()
 def replace_norms(model: nn.Module) -> None:
     """Put one of these in the place of every module that answers as one, in place."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            norm = _as_norm(child)
-            if norm is not None:
-                setattr(module, name, norm)
+    swap_modules(model, _as_norm)
 
 
 def _candidates(weight: nn.Parameter, eps: float) -> Iterator[tuple[nn.Module, Tensor]]:

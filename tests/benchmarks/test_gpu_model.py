@@ -18,13 +18,13 @@ from benchmarks.gpu_model_inputs import (
     LLAMA_3_8B,
     TINY,
     Prompts,
-    llama_config,
     random_model,
     taken_over,
     twin,
 )
 from benchmarks.gpu_model_parts import PARTS
 from benchmarks.gpu_model_report import report
+from benchmarks.make_model import llama_config
 
 CPU = torch.device("cpu")
 
@@ -105,7 +105,7 @@ def test_unknown_parts_are_refused(tmp_path: Path) -> None:
 def test_the_counts_are_those_of_the_model() -> None:
     """bytes by its own parameters, operations by torch's counter"""
     with torch.device("meta"):
-        model = LlamaForCausalLM(llama_config(LLAMA_3_8B.shape, 8192, torch.bfloat16))
+        model = LlamaForCausalLM(llama_config(LLAMA_3_8B.shape, 8192, dtype=torch.bfloat16))
     read = sum(weight.numel() for weight in model.parameters())
     read -= model.model.embed_tokens.weight.numel()
     assert 2 * read == LLAMA_3_8B.step_bytes == pytest.approx(15.01e9, rel=1e-3)
