@@ -45,9 +45,9 @@ class AskedStep:
         self, every: WritingStep, asked: WritingStep, rows_R: Tensor, last_layer: int
     ) -> None:
         """`rows_R`: where the tokens of `asked` are among those of `every`."""
-        self._every = every
-        self._asked = asked
-        self._last_layer = last_layer
+        self.every = every
+        self.asked = asked
+        self.last_layer = last_layer
         self._is_written = False
         self.rows_R = rows_R
 
@@ -56,15 +56,15 @@ class AskedStep:
         if self._is_written:
             # Told before the cache is: a compiled kernel would write where there are no tokens.
             num_rows = call.query_1HTD.shape[2]
-            if layer_idx != self._last_layer or num_rows != len(self.rows_R):
+            if layer_idx != self.last_layer or num_rows != len(self.rows_R):
                 raise ModelError(
                     f"layer {layer_idx} reads {num_rows} rows. Asked for: layer "
-                    f"{self._last_layer}, {len(self.rows_R)} rows"
+                    f"{self.last_layer}, {len(self.rows_R)} rows"
                 )
-            return self._asked.attend(layer_idx, call)
-        if layer_idx != self._last_layer:
-            return self._every.attend(layer_idx, call)
-        self._every.write(layer_idx, call)
+            return self.asked.attend(layer_idx, call)
+        if layer_idx != self.last_layer:
+            return self.every.attend(layer_idx, call)
+        self.every.write(layer_idx, call)
         self._is_written = True
         raise _WrittenError
 

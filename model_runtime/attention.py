@@ -101,37 +101,37 @@ class PagedStep:
         plans: Mapping[int, LayerPlan],
         backend: type[Backend],
     ) -> None:
-        self._store = store
-        self._tables = tables
-        self._plans = plans
-        self._backend = backend(batch)
+        self.store = store
+        self.tables = tables
+        self.plans = plans
+        self.backend = backend(batch)
 
     def write(self, layer_idx: int, call: AttentionCall) -> None:
         """Write this step's keys and values."""
-        plan = self._plans[layer_idx]
+        plan = self.plans[layer_idx]
         key_TKD = call.key_1KTD[0].transpose(0, 1)
         if plan.interleaved:
             key_TKD = half_split_from_interleaved(key_TKD, plan.rotary_dim)
         value_TKV = call.value_1KTV[0].transpose(0, 1)
-        self._backend.write(*self._store.pages(layer_idx), key_TKD, value_TKV)
+        self.backend.write(*self.store.pages(layer_idx), key_TKD, value_TKV)
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """Write this step's keys and values, then read every page."""
         self.write(layer_idx, call)
-        plan = self._plans[layer_idx]
+        plan = self.plans[layer_idx]
         query_THD = call.query_1HTD[0].transpose(0, 1)
         if plan.interleaved:
             query_THD = half_split_from_interleaved(query_THD, plan.rotary_dim)
         read = LayerRead(
             query_THD,
-            *self._store.pages(layer_idx),
-            self._tables.layer(plan.layer_type),
+            *self.store.pages(layer_idx),
+            self.tables.layer(plan.layer_type),
             call.scaling,
             call.sliding_window,
             call.softcap,
             call.sinks_H,
         )
-        return self._backend.read(read).to(call.query_1HTD.dtype)[None]
+        return self.backend.read(read).to(call.query_1HTD.dtype)[None]
 
 
 def paged_attention(

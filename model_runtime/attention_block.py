@@ -10,10 +10,13 @@ P = rotated pairs, R = rows of a tile, B = rows of a block, L = lanes.
 
 from typing import Any
 
-from model_runtime.attention_page import soften, turn_back
+from model_runtime.attention_page import soften
+from model_runtime.attention_products import Products
 from model_runtime.compiled import jit
-from model_runtime.lane_tiles import add_products, load_sums, no_sums, store_sums
+from model_runtime.lane_tiles import load_sums, no_sums, store_sums
 from model_runtime.lanes import WIDTH
+
+BLOCK = 8  # rows of the largest block
 
 
 @jit(inline=True)
@@ -30,28 +33,30 @@ def seen(
     return begin, min(page_size, behind)
 
 
-def _products(num_rows: int, columns: int) -> tuple[Any, Any]:
+def _multiplier(products: Products, num_rows: int, columns: int) -> tuple[Any, Any]:
     """Scores and weighing of so many rows, `columns` registers of each at a time."""
+    add, step = products.add, products.step
 
-    @jit()
-    def score(back_BD: Any, keys_DO: Any, scores_BO: Any) -> None:
+    @jit(borrows=True)
+    def score(query_BD: Any, keys_DO: Any, scores_BO: Any) -> None:
         """Queries times a page's keys."""
         dim, width = keys_DO.shape
         at = 0
         while at + columns * WIDTH <= width:
             sums = no_sums(num_rows, columns)
-            for d in range(dim):
-                sums = add_products(sums, back_BD, d, dim, keys_DO, d * width + at, columns)
+            for d in range(0, dim, step):
+                key = d * width + at * step
+                sums = add(sums, query_BD, d, dim, keys_DO, key, columns)
             store_sums(scores_BO, at, width, sums, columns)
             at += columns * WIDTH
         while at < width:
             rest = no_sums(num_rows, 1)
-            for d in range(dim):
-                rest = add_products(rest, back_BD, d, dim, keys_DO, d * width + at, 1)
+            for d in range(0, dim, step):
+                rest = add(rest, query_BD, d, dim, keys_DO, d * width + at * step, 1)
             store_sums(scores_BO, at, width, rest, 1)
             at += WIDTH
 
-    @jit()
+    @jit(borrows=True)
     def weigh(
         shares_BO: Any, place: int, values_OV: Any, begin: int, end: int, row: int, sum_RV: Any
     ) -> None:
@@ -62,63 +67,105 @@ def _products(num_rows: int, columns: int) -> tuple[Any, Any]:
         while at + columns * WIDTH <= width:
             start = row * width + at
             sums = load_sums(sum_RV, start, width, num_rows, columns)
-            for o in range(begin, end):
-                value = o * width + at
-                sums = add_products(sums, shares_BO, share + o, stride, values_OV, value, columns)
+            for o in range(begin, end, step):
+                value = o * width + at * step
+                sums = add(sums, shares_BO, share + o, stride, values_OV, value, columns)
             store_sums(sum_RV, start, width, sums, columns)
             at += columns * WIDTH
         while at < width:
             start = row * width + at
             rest = load_sums(sum_RV, start, width, num_rows, 1)
-            for o in range(begin, end):
-                value = o * width + at
-                rest = add_products(rest, shares_BO, share + o, stride, values_OV, value, 1)
+            for o in range(begin, end, step):
+                value = o * width + at * step
+                rest = add(rest, shares_BO, share + o, stride, values_OV, value, 1)
             store_sums(sum_RV, start, width, rest, 1)
             at += WIDTH
 
     return score, weigh
 
 
-_, _weigh_row = _products(1, 4)
-
-
-def block_reader(num_rows: int, columns: int) -> Any:
+def _block_reader(products: Products, num_rows: int, columns: int) -> Any:
     """Compiled: so many rows, from `row` on, read one page.
 
     `num_rows` x `columns` registers hold sums; with one or two for what they are made of, they
     should fit into a processor's 32.
     """
-    score, weigh = _products(num_rows, columns)
+    score, weigh = _multiplier(products, num_rows, columns)
+    weigh_row = products.row_weigher(_multiplier(products, 1, 4)[1])
+    turn_query, step = products.turn_query, products.step
 
-    @jit()
+    @jit(borrows=True)
     def read(
         row: int, position: int, group: int, start: int, window: int, softcap: Any,
         slot: int, page: int, start_cos: Any, start_sin: Any,
         turned_RD: Any, keys_DO: Any, values_OV: Any,
-        back_BD: Any, scores_BO: Any, top_R: Any, weight_RL: Any, sum_RV: Any,
+        back_BD: Any, query_BD: Any, scores_BO: Any, shares_BO: Any,
+        top_R: Any, weight_RL: Any, sum_RV: Any,
     ) -> None:  # fmt: skip
         page_size = values_OV.shape[0]
         for place in range(num_rows):
-            turn_back(turned_RD, row + place, start_cos, start_sin, slot, page, back_BD, place)
-        score(back_BD, keys_DO, scores_BO)
+            turn_query(
+                turned_RD, row + place, start_cos, start_sin, slot, page, back_BD, query_BD, place
+            )  # fmt: skip
+        score(query_BD, keys_DO, scores_BO)
         # Keys that all rows see are weighed for all together, the others row by row: what a row
         # does not see is not even multiplied by zero, for it may be NaN. Later rows see from later
         # keys on, and up to later ones.
         _, all_end = seen(row, position, group, start, window, page_size)
-        all_begin, _ = seen(row + num_rows - 1, position, group, start, window, page_size)
-        all_end = max(all_begin, all_end)
+        all_begin, any_end = seen(row + num_rows - 1, position, group, start, window, page_size)
+        all_begin += all_begin % step
+        all_end = max(all_begin, all_end - all_end % step)
         for place in range(num_rows):
             r = row + place
             begin, end = seen(r, position, group, start, window, page_size)
             if begin < end:
-                soften(scores_BO, place, begin, end, softcap, r, top_R, weight_RL, sum_RV)
+                soften(
+                    scores_BO, place, begin, end, softcap, shares_BO, r, top_R, weight_RL, sum_RV
+                )  # fmt: skip
                 if begin < all_begin:
-                    _weigh_row(scores_BO, place, values_OV, begin, min(end, all_begin), r, sum_RV)
-        weigh(scores_BO, 0, values_OV, all_begin, all_end, row, sum_RV)
+                    weigh_row(shares_BO, place, values_OV, begin, min(end, all_begin), r, sum_RV)
+        weigh(shares_BO, 0, values_OV, all_begin, all_end, row, sum_RV)
+        if any_end <= all_end:
+            return
         for place in range(num_rows):
             r = row + place
             begin, end = seen(r, position, group, start, window, page_size)
             if all_end < end:
-                _weigh_row(scores_BO, place, values_OV, max(begin, all_end), end, r, sum_RV)
+                weigh_row(shares_BO, place, values_OV, max(begin, all_end), end, r, sum_RV)
 
     return read
+
+
+def rows_reader(products: Products) -> Any:
+    """Compiled: all rows of a tile read one page, block by block."""
+    shapes = ((BLOCK, 2), (4, 4), (1, 4))
+    read_8, read_4, read_1 = (_block_reader(products, *shape) for shape in shapes)
+
+    @jit(borrows=True)
+    def read_rows(
+        num_rows: int, position: int, group: int, start: int, window: int, softcap: Any,
+        slot: int, page: int, start_cos: Any, start_sin: Any,
+        turned_RD: Any, keys_DO: Any, values_OV: Any,
+        back_BD: Any, query_BD: Any, scores_BO: Any, shares_BO: Any,
+        top_R: Any, weight_RL: Any, sum_RV: Any,
+    ) -> None:  # fmt: skip
+        row = 0
+        while row < num_rows:
+            arguments = (
+                row, position, group, start, window, softcap,
+                slot, page, start_cos, start_sin,
+                turned_RD, keys_DO, values_OV,
+                back_BD, query_BD, scores_BO, shares_BO, top_R, weight_RL, sum_RV,
+            )  # fmt: skip
+            left = num_rows - row
+            if left >= 8:
+                read_8(*arguments)
+                row += 8
+            elif left >= 2:
+                read_4(*arguments)
+                row += 4
+            else:
+                read_1(*arguments)
+                row += 1
+
+    return read_rows

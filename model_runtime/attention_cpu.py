@@ -1,7 +1,8 @@
 """The cache on a CPU: deals a layer's work out to threads that run the compiled kernel.
 
-Shapes: T = flat query tokens, H = query heads, K = key heads, D = key dimensions, V = value
-dimensions, S = sequences, N = pages, O = offsets in a page, W = work items.
+Shapes: T = flat query tokens, C = columns that hold head beside head, H = query heads, K = key
+heads, D = key dimensions, V = value dimensions, S = sequences, N = pages, O = offsets in a page,
+W = work items.
 """
 
 from typing import Any, ClassVar
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from model_runtime.attention import LayerRead
-from model_runtime.attention_kernel import TILE, attend, put
+from model_runtime.attention_kernel import TILE, attend, attend_in_pairs, put
+from model_runtime.attention_products import can_pair
 from model_runtime.batch import Batch
 from model_runtime.bfloat16 import as_numpy
 from model_runtime.kernel_threads import MOST_THREADS, run_shares
 
 _SERIAL_WORK = 200_000  # query-key-dimension products below which threads cost more than they give
-_NO_SINKS = np.empty(0, np.float32)
+NO_SINKS = np.empty(0, np.float32)
 
 
 class CpuAttention:
@@ -29,8 +31,8 @@ class CpuAttention:
 
     def __init__(self, batch: Batch) -> None:
         self._places_S = batch.places_S
-        self._destinations = batch.page_T.numpy(), batch.offset_T.numpy()
-        self._sequences = (
+        self.destinations = batch.page_T.numpy(), batch.offset_T.numpy()
+        self.sequences = (
             batch.page_table_SN.numpy(),
             batch.query_start_S1.numpy(),
             batch.first_position_S.numpy(),
@@ -42,38 +44,52 @@ class CpuAttention:
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
     ) -> None:
         """Put the step's keys and values where the batch says."""
-        put(
-            as_numpy(key_TKD.contiguous()),
-            as_numpy(value_TKV.contiguous()),
-            *self._destinations,
-            as_numpy(keys_NKDO),
-            as_numpy(values_NKOV),
-        )
+        key_TC, value_TC = (each.flatten(1).contiguous() for each in (key_TKD, value_TKV))
+        pages = as_numpy(keys_NKDO), as_numpy(values_NKOV)
+        put(as_numpy(key_TC), 0, as_numpy(value_TC), 0, *self.destinations, *pages)
 
     def read(self, read: LayerRead) -> Tensor:
         """Attention of one layer; float32 [T, H, V]."""
-        query_THD = as_numpy(read.query_THD.float().contiguous())
-        num_tokens, num_heads, dim = query_THD.shape
-        values_NKOV = as_numpy(read.values_NKOV)
-        out_THV = np.empty((num_tokens, num_heads, values_NKOV.shape[-1]), np.float32)
+        num_tokens, num_heads, _ = read.query_THD.shape
         sinks_H = read.sinks_H
-        arguments: tuple[Any, ...] = (
-            query_THD,
-            as_numpy(read.keys_NKDO),
-            values_NKOV,
-            *self._sequences,
-            read.tables.kernel_arrays,
-            np.float32(read.scaling),
-            np.int64(read.sliding_window or 0),
-            np.float32(read.softcap or 0.0),
-            _NO_SINKS if sinks_H is None else sinks_H.detach().float().numpy(),
-            out_THV,
+        out_TC = self.attend(
+            as_numpy(read.query_THD.flatten(1).float().contiguous()),
+            num_heads,
+            (as_numpy(read.keys_NKDO), as_numpy(read.values_NKOV)),
+            (
+                read.tables.kernel_arrays,
+                np.float32(read.scaling),
+                np.int64(read.sliding_window or 0),
+                np.float32(read.softcap or 0.0),
+                NO_SINKS if sinks_H is None else sinks_H.detach().float().numpy(),
+            ),
         )
-        shares = self._dealt(num_heads, dim, values_NKOV.shape[1])
-        run_shares(lambda share: attend(share, *arguments), shares)
-        return torch.from_numpy(out_THV)
+        return torch.from_numpy(out_TC).view(num_tokens, num_heads, -1)
 
-    def _dealt(self, num_heads: int, dim: int, num_key_heads: int) -> list[Any]:
+    def write_joined(self, joined_TC: Any, num_heads: int, pages: tuple[Any, Any]) -> None:
+        """The write, of keys and values that stand behind their queries in one array of numpy."""
+        _, num_key_heads, dim, _ = pages[0].shape
+        key_at = num_heads * dim
+        value_at = key_at + num_key_heads * dim
+        put(joined_TC, key_at, joined_TC, value_at, *self.destinations, *pages)
+
+    def attend(
+        self, query_TC: Any, num_heads: int, pages: tuple[Any, Any], how: tuple[Any, ...]
+    ) -> Any:
+        """The read, of queries in the first columns of an array of numpy; head by head.
+
+        `how`: tables, scaling, window, soft cap and sinks as the kernel takes them.
+        """
+        _, num_key_heads, dim, _ = pages[0].shape
+        out_TC = np.empty((len(query_TC), num_heads * pages[1].shape[3]), query_TC.dtype)
+        group = num_heads // num_key_heads
+        arguments = (query_TC, group, *pages, *self.sequences, *how, out_TC)
+        shares = self.dealt(num_heads, dim, num_key_heads)
+        kernel = attend_in_pairs if can_pair(pages[0]) else attend
+        run_shares(lambda share: kernel(share, *arguments), shares)
+        return out_TC
+
+    def dealt(self, num_heads: int, dim: int, num_key_heads: int) -> list[Any]:
         """The work, dealt out card by card to as many threads as it can feed.
 
         A card is (sequence, key head, first query of a tile); int64 [W, 3] a thread.

@@ -1,4 +1,4 @@
-"""The compiled kernel, one page: keys and queries turned, values widened, scores softened.
+"""The compiled kernel, one page: keys and queries turned, scores softened.
 
 Scores and keys are taken sixteen offsets of a page at once (`lanes.py`), which is why a page's keys
 are stored by dimension; sums sixteen dimensions of the values at once.
@@ -31,7 +31,7 @@ from model_runtime.lanes import (
 )
 
 
-@jit(inline=True)
+@jit(inline=True, borrows=True)
 def turn_back(
     turned_RD: Any, row: int, cos_SNP: Any, sin_SNP: Any, slot: int, page: int,
     back_BD: Any, place: int,
@@ -57,18 +57,24 @@ def turn_back(
         back_BD[place, d] = turned_RD[row, d]
 
 
-@jit()
-def turn_keys(
-    keys_NKDO: Any, values_NKOV: Any, page_id: int, next_id: int, head: int,
-    cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,
-) -> None:  # fmt: skip
-    """Turn a page's keys by their offsets, and ask for the page that is read next, -1: none.
+def keys_turner(put_turned: Any, put_rest: Any, step: int) -> Any:
+    """Compiled: turns the keys of pages that are whole lanes.
 
-    Pages lie anywhere in memory, so the processor cannot guess which one follows.
+    `put_turned` puts the two outputs of a rotation, `put_rest` what does not rotate, `step`
+    dimensions at once.
     """
-    _, num_heads, dim, page_size = keys_NKDO.shape
-    pairs = cos_SPO.shape[1]
-    if page_size % WIDTH == 0:
+
+    @jit(borrows=True)
+    def turn_keys(
+        keys_NKDO: Any, values_NKOV: Any, page_id: int, next_id: int, head: int,
+        cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,  # noqa: ARG001
+    ) -> None:  # fmt: skip
+        """Turn a page's keys by their offsets, and ask for the page that is read next, -1: none.
+
+        Pages lie anywhere in memory, so the processor cannot guess which one follows.
+        """
+        _, num_heads, dim, page_size = keys_NKDO.shape
+        pairs = cos_SPO.shape[1]
         base = (page_id * num_heads + head) * dim * page_size
         table = slot * pairs * page_size
         half = pairs * page_size
@@ -77,16 +83,31 @@ def turn_keys(
         for at in range(0, half, WIDTH):
             first, second = load(keys_NKDO, base + at), load(keys_NKDO, base + half + at)
             cos, sin = load(cos_SPO, table + at), load(sin_SPO, table + at)
-            store(keys_DO, at, subtract(multiply(first, cos), multiply(second, sin)))
-            store(keys_DO, half + at, fma(second, cos, multiply(first, sin)))
+            put_turned(
+                keys_DO, at, half,
+                subtract(multiply(first, cos), multiply(second, sin)),
+                fma(second, cos, multiply(first, sin)),
+            )  # fmt: skip
             if next_id >= 0:
                 ask_for(keys_NKDO, next_keys + at)
                 ask_for(keys_NKDO, next_keys + half + at)
                 ask_for(values_NKOV, next_values + 2 * at)
                 ask_for(values_NKOV, next_values + 2 * at + WIDTH)
-        for at in range(2 * half, dim * page_size, WIDTH):
-            store(keys_DO, at, load(keys_NKDO, base + at))
-        return
+        for row in range(2 * half, dim * page_size, step * page_size):
+            for o in range(0, page_size, WIDTH):
+                put_rest(keys_DO, row, o, keys_NKDO, base, page_size)
+
+    return turn_keys
+
+
+@jit()
+def turn_keys_singly(
+    keys_NKDO: Any, page_id: int, head: int,
+    cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,
+) -> None:  # fmt: skip
+    """Turn a page's keys by their offsets, number by number."""
+    _, _, dim, page_size = keys_NKDO.shape
+    pairs = cos_SPO.shape[1]
     for d in range(dim):
         widen(keys_NKDO[page_id, head, d], keys_DO[d, :page_size])
     for p in range(pairs):
@@ -98,22 +119,9 @@ def turn_keys(
             keys_DO[p + pairs, o] = second * cos + first * sin
 
 
-@jit()
-def values_in_lanes(
-    values_NKOV: Any, page_id: int, head: int, num_keys: int, scratch_OV: Any
-) -> Any:
-    """A page's first values, each in whole lanes: where they are, or padded in `scratch_OV`."""
-    dim = values_NKOV.shape[3]
-    if dim == scratch_OV.shape[1]:
-        return values_NKOV[page_id, head]
-    for o in range(num_keys):
-        scratch_OV[o, :dim] = values_NKOV[page_id, head, o]
-    return scratch_OV
-
-
-@jit(inline=True)
+@jit(inline=True, borrows=True)
 def soften(
-    scores_BO: Any, place: int, begin: int, end: int, softcap: Any,
+    scores_BO: Any, place: int, begin: int, end: int, softcap: Any, shares_BO: Any,
     row: int, top_R: Any, weight_RL: Any, sum_RV: Any,
 ) -> None:  # fmt: skip
     """Scores of one page -> shares, and the row's running softmax brought to their level."""
@@ -141,5 +149,5 @@ def soften(
     for at in range(first, behind, WIDTH):
         share = exp(subtract(load(scores_BO, at), spread(top)))
         weight = add(weight, share)
-        store(scores_BO, at, share)
+        store(shares_BO, at, share)
     store(weight_RL, row * WIDTH, weight)

@@ -13,7 +13,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from model_runtime import asked_rows, gated_mlp, joined_linear, packed_linear, row_norm
+from model_runtime import (
+    asked_rows,
+    decoder_layers,
+    gated_mlp,
+    joined_linear,
+    packed_linear,
+    row_norm,
+)
 from model_runtime.attention import LayerPlan
 from model_runtime.errors import ModelError
 from model_runtime.outline import from_pretrained, read_outline
@@ -88,7 +95,10 @@ def adopt(
         joined_linear.join(model, shared_inputs(model))
     row_norm.replace_norms(model)
     asked_rows.trim(model, plans)
-    report = check(model, plans, native, expected)
+    simpler = None
+    if parameter.device.type == "cpu":
+        simpler = decoder_layers.recognised(model, plans)
+    report = check(model, plans, native, expected, simpler)
     vocab_size = text_config(model).vocab_size
     return Checkpoint(
         model,

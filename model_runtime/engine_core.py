@@ -86,7 +86,7 @@ class EngineCore:
         self._clock.switch("schedule")
         plan = self.scheduler.schedule(
             starts_waiting=not self._is_retrying,
-            num_prefill_tokens=self._pacing.num_tokens(is_answering=self.scheduler.is_answering),
+            num_prefill_tokens=self._pacing.num_tokens(self.scheduler.num_decodes),
         )
         chunks = list(plan.chunks.values())
         self._note_plan(plan)
@@ -97,7 +97,7 @@ class EngineCore:
                 self._is_retrying = False
                 is_done = True
             except _OutOfMemoryError:
-                self._pacing.note_failure()
+                self._pacing.note_failure(plan.num_prefill_tokens)
                 self._is_retrying = not self._is_retrying and self._make_room()
                 if not self._is_retrying:
                     self._fail(chunks, "out of memory in a step of the engine")

@@ -44,7 +44,7 @@ _NUMBERS_PER_SHARE = 1 << 17  # below it a thread costs more than it gives
 
 
 @jit()
-def _gate(both_RG: Any, out_RI: Any, begin: Any, end: Any) -> None:
+def gate(both_RG: Any, out_RI: Any, begin: Any, end: Any) -> None:
     """silu(first half) * second half, of the rows from begin to end.
 
     silu(x) = x / (1 + e^-x); what is less than -87 is taken for -87, of which 1e-36 is left.
@@ -56,10 +56,10 @@ def _gate(both_RG: Any, out_RI: Any, begin: Any, end: Any) -> None:
     for r in range(begin, end):
         at = r * 2 * width
         for i in range(0, width, WIDTH):
-            gate, up = load(both_RG, at + i), load(both_RG, at + width + i)
-            gate = larger(least, gate)
-            below = add(one, exp(subtract(none, gate)))
-            store(row_I, i, multiply(divide(gate, below), up))
+            x, up = load(both_RG, at + i), load(both_RG, at + width + i)
+            x = larger(least, x)
+            below = add(one, exp(subtract(none, x)))
+            store(row_I, i, multiply(divide(x, below), up))
         narrow(row_I, out_RI[r])
 
 
@@ -70,7 +70,7 @@ def gated(both_RG: Any) -> Any:
     most = max(1, min(num_rows, num_rows * width // _NUMBERS_PER_SHARE))
     num_shares = min(torch.get_num_threads(), most)
     edges = [num_rows * share // num_shares for share in range(num_shares + 1)]
-    run_shares(lambda share: _gate(both_RG, out_RI, *share), list(pairwise(edges)))
+    run_shares(lambda share: gate(both_RG, out_RI, *share), list(pairwise(edges)))
     return out_RI
 
 
@@ -79,22 +79,18 @@ class GatedMlp(nn.Module):
 
     def __init__(self, gate_up: PackedProduct, down: PackedProduct) -> None:
         super().__init__()
-        self._gate_up = gate_up
-        self._down = down
+        self.gate_up = gate_up
+        self.down = down
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], each row as if it were alone."""
-        num_rows = x.numel() // self._gate_up.in_features
-        first, second = self._gate_up.few(num_rows), self._down.few(num_rows)
-        if first is not None and second is not None:
-            x_RK = as_numpy(x.contiguous()).reshape(num_rows, -1)
-            out = as_tensor(second.multiply(gated(first.multiply(x_RK))), x.dtype)
-            return out.view(*x.shape[:-1], self._down.out_features)
-        both = self._gate_up(x)
-        between_RI = gated(as_numpy(both).reshape(-1, self._gate_up.out_features))
-        return self._down(
-            as_tensor(between_RI, x.dtype).view(*x.shape[:-1], self._down.in_features)
-        )
+        x_RK = as_numpy(x.contiguous()).reshape(-1, self.gate_up.in_features)
+        out_RN = self.multiply(x_RK)
+        return as_tensor(out_RN, x.dtype).view(*x.shape[:-1], self.down.out_features)
+
+    def multiply(self, x_RK: Any) -> Any:
+        """[R, in] -> [R, out], numpy's arrays of float32 or of bf16's bits."""
+        return self.down.multiply(gated(self.gate_up.multiply(x_RK)))
 
 
 @torch.inference_mode()

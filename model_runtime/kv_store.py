@@ -4,10 +4,14 @@ Shapes: N = pages, K = key heads, O = offsets in a page, D = key dimensions, V =
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from model_runtime.bfloat16 import as_numpy
 
 
 class LayerShape(Protocol):
@@ -60,6 +64,17 @@ class KVStore:
                 keys.transpose(2, 3) if row_keys else keys,
                 torch.zeros(*pages, page_size, layer.value_dim, dtype=dtype, device=device),
             )
+
+    @cached_property
+    def arrays(self) -> dict[int, tuple[Any, Any]]:
+        """The same as numpy's arrays, by layer; bfloat16 as its bits. On a CPU."""
+        return {index: (as_numpy(k), as_numpy(v)) for index, (k, v) in self._pages.items()}
+
+    @cached_property
+    def addresses_L2(self) -> Any:
+        """Where each layer's keys and values begin, int64, layers in their order. On a CPU."""
+        arrays = [self.arrays[index] for index in sorted(self.arrays)]
+        return np.array([[each.ctypes.data for each in pair] for pair in arrays], np.int64)
 
     def pages(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """A layer's keys [N, K, D, O] and values [N, K, O, V]."""

@@ -10,7 +10,6 @@ of an enclosing function.
 
 from typing import Any
 
-from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -25,25 +24,6 @@ from model_runtime.lanes import (
     emit_spread,
     emit_store,
 )
-
-
-class _Bfloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bfloat)
-
-    def __hash__(self) -> int:
-        return hash(_Bfloat)
-
-
-_INT = ir.IntType(32)
-_PAIRS, _HALVES = ir.VectorType(_INT, WIDTH), ir.VectorType(_Bfloat(), 2 * WIDTH)
-_PAIR_PRODUCTS = "llvm.x86.avx512bf16.dpbf16ps.512"
-HAS_PAIR_PRODUCTS: bool = binding.get_host_cpu_features().get("avx512bf16", False)
 
 
 def _tile(rows: Any, columns: Any) -> Any:
@@ -84,7 +64,7 @@ def store_sums(
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         places = _places(context, builder, array, values, sums, columns.literal_value)
         for place, lanes in zip(places, cgutils.unpack_tuple(builder, values[3]), strict=True):
-            emit_store(builder, place, lanes)
+            emit_store(builder, array, place, lanes)
         return context.get_dummy_value()
 
     return types.none(array, at, stride, sums, columns), code
@@ -105,13 +85,13 @@ def add_products(
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         loaded = [
             emit_load(builder, numbers, address_of(context, builder, numbers, values[4], place))
-            for place in _steps(builder, values[5], WIDTH, num_columns)
+            for place in steps(builder, values[5], WIDTH, num_columns)
         ]
 
         def spread(address: Any) -> Any:
             return emit_spread(builder, builder.load(address))
 
-        places = _factors(context, builder, factors, values, sums.count // num_columns)
+        places = factor_places(context, builder, factors, values, sums.count // num_columns)
         before = cgutils.unpack_tuple(builder, values[0])
         after = [
             emit_fma(builder, row, loaded[c], before[r * num_columns + c])
@@ -123,57 +103,7 @@ def add_products(
     return sums(sums, factors, factor, stride, numbers, number, columns), code
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def add_pair_products(
-    typingctx: Any,  # noqa: ARG001
-    sums: Any, factors: Any, factor: Any, stride: Any, numbers: Any, number: Any, columns: Any,
-) -> Any:  # fmt: skip
-    """Two bfloat16 factors of each row times pairs of numbers, added to the row's sums.
-
-    A register of numbers holds sixteen pairs: first factor's, second factor's, and so on. One
-    instruction of processors with AVX512_BF16 (HAS_PAIR_PRODUCTS), which rounds in its own way.
-    """
-    num_columns = columns.literal_value
-
-    def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        loaded = [
-            builder.load(
-                builder.bitcast(
-                    address_of(context, builder, numbers, values[4], place), _PAIRS.as_pointer()
-                ),
-                align=2,
-            )
-            for place in _steps(builder, values[5], 2 * WIDTH, num_columns)
-        ]
-        kind = ir.FunctionType(emit_constant(0.0).type, [emit_constant(0.0).type, _HALVES, _HALVES])
-        function = cgutils.get_or_insert_function(builder.module, kind, _PAIR_PRODUCTS)
-
-        def spread(address: Any) -> Any:
-            pair = builder.load(builder.bitcast(address, _INT.as_pointer()), align=2)
-            first = builder.insert_element(ir.Constant(_PAIRS, ir.Undefined), pair, _INT(0))
-            nothing = ir.Constant(_PAIRS, ir.Undefined)
-            return builder.shuffle_vector(first, nothing, ir.Constant(_PAIRS, [0] * WIDTH))
-
-        places = _factors(context, builder, factors, values, sums.count // num_columns)
-        before = cgutils.unpack_tuple(builder, values[0])
-        after = [
-            builder.call(
-                function,
-                [
-                    before[r * num_columns + c],
-                    builder.bitcast(row, _HALVES),
-                    builder.bitcast(loaded[c], _HALVES),
-                ],
-            )
-            for r, row in enumerate(map(spread, places))
-            for c in range(num_columns)
-        ]
-        return context.make_tuple(builder, sums, after)
-
-    return sums(sums, factors, factor, stride, numbers, number, columns), code
-
-
-def _factors(context: Any, builder: Any, array: Any, values: Any, num_rows: int) -> list[Any]:
+def factor_places(context: Any, builder: Any, array: Any, values: Any, num_rows: int) -> list[Any]:
     """The address of each row's factor; `values` are sums, factors, factor, stride, ..."""
     _, memory, place, stride = values[:4]
     addresses = []
@@ -184,7 +114,7 @@ def _factors(context: Any, builder: Any, array: Any, values: Any, num_rows: int)
     return addresses
 
 
-def _steps(builder: Any, start: Any, step: int, count: int) -> list[Any]:
+def steps(builder: Any, start: Any, step: int, count: int) -> list[Any]:
     """start, start + step, ..."""
     return [builder.add(start, start.type(index * step)) for index in range(count)]
 
@@ -200,6 +130,6 @@ def _places(
             at = builder.add(at, stride)
         places += [
             address_of(context, builder, array, memory, place)
-            for place in _steps(builder, at, WIDTH, num_columns)
+            for place in steps(builder, at, WIDTH, num_columns)
         ]
     return places

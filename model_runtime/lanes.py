@@ -6,7 +6,8 @@ instruction on it, in the order written: nothing is reassociated, so results do 
 stands around an operation.
 
 Arrays are contiguous; `at` counts numbers from the array's first, whatever its shape. uint16 arrays
-hold bfloat16 as its bits, and are widened as they are loaded.
+hold bfloat16 as its bits, and are widened as they are loaded; numbers stored there are rounded to
+nearest even, which only processors with AVX512_BF16 do here (`lane_pairs.HAS_PAIR_PRODUCTS`).
 """
 
 from collections.abc import Callable
@@ -22,6 +23,20 @@ WIDTH = 16
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _LANES, _INT_LANES = ir.VectorType(_FLOAT, WIDTH), ir.VectorType(_INT, WIDTH)
+HALVES = ir.VectorType(ir.IntType(16), WIDTH)
+
+
+class Bfloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bfloat)
+
+    def __hash__(self) -> int:
+        return hash(Bfloat)
 
 
 class LanesType(types.Type):  # type: ignore[misc]
@@ -148,15 +163,24 @@ def emit_load(builder: Any, array: Any, pointer: Any) -> Any:
     """Sixteen numbers of an array from an address on; `array` is its numba type."""
     if array.dtype != types.uint16:
         return builder.load(builder.bitcast(pointer, _LANES.as_pointer()), align=4)
-    halves = ir.VectorType(ir.IntType(16), WIDTH)
-    loaded = builder.load(builder.bitcast(pointer, halves.as_pointer()), align=2)
+    loaded = builder.load(builder.bitcast(pointer, HALVES.as_pointer()), align=2)
     wide = builder.zext(loaded, _INT_LANES)
     return builder.bitcast(builder.shl(wide, ir.Constant(_INT_LANES, [16] * WIDTH)), _LANES)
 
 
-def emit_store(builder: Any, pointer: Any, lanes: Any) -> None:
-    """Put sixteen float32 numbers at an address."""
-    builder.store(lanes, builder.bitcast(pointer, _LANES.as_pointer()), align=4)
+def emit_rounded(builder: Any, lanes: Any) -> Any:
+    """Lanes as the bits of bfloat16."""
+    rounded = builder.fptrunc(lanes, ir.VectorType(Bfloat(), WIDTH))
+    return builder.bitcast(rounded, HALVES)
+
+
+def emit_store(builder: Any, array: Any, pointer: Any, lanes: Any) -> None:
+    """Put sixteen numbers at an address of an array; `array` is its numba type."""
+    if array.dtype == types.uint16:
+        rounded = emit_rounded(builder, lanes)
+        builder.store(rounded, builder.bitcast(pointer, HALVES.as_pointer()), align=2)
+    else:
+        builder.store(lanes, builder.bitcast(pointer, _LANES.as_pointer()), align=4)
 
 
 def address_of(context: Any, builder: Any, array: Any, memory: Any, at: Any) -> Any:
@@ -177,10 +201,10 @@ def load(typingctx: Any, array: Any, at: Any) -> Any:  # noqa: ARG001
 
 @intrinsic  # type: ignore[untyped-decorator]
 def store(typingctx: Any, array: Any, at: Any, lanes: Any) -> Any:  # noqa: ARG001
-    """Put sixteen numbers into a float32 `array` from `at` on."""
+    """Put sixteen numbers into `array` from `at` on."""
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        emit_store(builder, address_of(context, builder, array, *values[:2]), values[2])
+        emit_store(builder, array, address_of(context, builder, array, *values[:2]), values[2])
         return context.get_dummy_value()
 
     return types.none(array, at, lanes), code

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
+from model_runtime.bfloat16 import as_numpy, as_tensor
 from model_runtime.joined_linear import join, joined_weight, stand_in
 from model_runtime.module_swap import swap_modules
 from model_runtime.row_products import MOST_ROWS, PackedWeight, RowProducts, find_chain
@@ -128,6 +129,13 @@ class PackedProduct:
         ]
         out = products[0] if len(products) == 1 else torch.cat(products)
         return out[:num_rows].reshape(*x.shape[:-1], self.out_features)
+
+    def multiply(self, x_RK: Any) -> Any:
+        """[R, in] -> [R, out], numpy's arrays of float32 or of bf16's bits."""
+        few = self.few(len(x_RK))
+        if few is not None:
+            return few.multiply(x_RK)
+        return as_numpy(self(as_tensor(x_RK, self._packed.dtype)))
 
     def few(self, num_rows: int) -> RowProducts | None:
         """What multiplies so few rows; None: the call itself does, whatever the number."""

@@ -7,7 +7,7 @@ On a CPU a row is computed by the same code whatever stands beside it, so its bi
 the batch. On a GPU the first of the two is torch's own kernel, one instead of eight; the second is
 left. Sums are taken in float32; a bf16 result is rounded once, where some models round twice.
 
-Shapes: R = rows, D = dimensions of a row.
+Shapes: R = rows, D = dimensions of a row or of one head, C = columns that hold head beside head.
 """
 
 import inspect
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from model_runtime.bfloat16 import as_numpy, as_tensor, narrow, widen
 from model_runtime.compiled import jit
+from model_runtime.lanes import WIDTH, add, fma, load, spread, total
 from model_runtime.module_swap import swap_modules
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -28,18 +29,61 @@ _TRIAL_SHIFT = 0.5  # a norm that takes the mean away shows
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative
 
 
-@jit(reorder=True)
-def _normalize(x_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
+@jit()
+def _scale(row_D: Any, scale_D: Any, eps: Any) -> None:
+    """The norm of one row of float32, in place; in an order that no compiler chooses."""
+    dim = row_D.shape[0]
+    in_lanes = dim - dim % (4 * WIDTH)
+    first = second = third = fourth = spread(np.float32(0.0))
+    for d in range(0, in_lanes, 4 * WIDTH):
+        x0, x1 = load(row_D, d), load(row_D, d + WIDTH)
+        x2, x3 = load(row_D, d + 2 * WIDTH), load(row_D, d + 3 * WIDTH)
+        first, second = fma(x0, x0, first), fma(x1, x1, second)
+        third, fourth = fma(x2, x2, third), fma(x3, x3, fourth)
+    squares = total(add(add(first, second), add(third, fourth)))
+    for d in range(in_lanes, dim):
+        squares += row_D[d] * row_D[d]
+    factor = np.float32(1.0) / np.sqrt(squares / np.float32(dim) + eps)
+    for d in range(dim):
+        row_D[d] = row_D[d] * factor * scale_D[d]
+
+
+@jit()
+def normalize(x_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
+    """The norm of each row; out may be x."""
     row_D = np.empty(x_RD.shape[1], np.float32)
     for r in range(x_RD.shape[0]):
         widen(x_RD[r], row_D)
-        total = np.float32(0.0)
-        for d in range(row_D.shape[0]):
-            total += row_D[d] * row_D[d]
-        factor = np.float32(1.0) / np.sqrt(total / np.float32(row_D.shape[0]) + eps)
-        for d in range(row_D.shape[0]):
-            row_D[d] = row_D[d] * factor * scale_D[d]
+        _scale(row_D, scale_D, eps)
         narrow(row_D, out_RD[r])
+
+
+@jit()
+def add_and_normalize(x_RD: Any, other_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
+    """Add to x in place, and the norm of the sum."""
+    row_D = np.empty(x_RD.shape[1], np.float32)
+    other_D = np.empty(x_RD.shape[1], np.float32)
+    for r in range(x_RD.shape[0]):
+        widen(x_RD[r], row_D)
+        widen(other_RD[r], other_D)
+        for d in range(row_D.shape[0]):
+            row_D[d] += other_D[d]
+        narrow(row_D, x_RD[r])
+        widen(x_RD[r], row_D)  # rounded, as a model does
+        _scale(row_D, scale_D, eps)
+        narrow(row_D, out_RD[r])
+
+
+@jit()
+def normalize_heads(x_RC: Any, at: int, num_heads: int, scale_D: Any, eps: Any) -> None:
+    """The norm of each head of each row, in place; heads are side by side from column `at` on."""
+    dim = scale_D.shape[0]
+    row_D = np.empty(dim, np.float32)
+    for r in range(x_RC.shape[0]):
+        for begin in range(at, at + num_heads * dim, dim):
+            widen(x_RC[r, begin : begin + dim], row_D)
+            _scale(row_D, scale_D, eps)
+            narrow(row_D, x_RC[r, begin : begin + dim])
 
 
 class RowNorm(nn.Module):
@@ -48,17 +92,16 @@ class RowNorm(nn.Module):
     def __init__(self, weight: nn.Parameter, scale_D: Tensor, eps: float) -> None:
         super().__init__()
         self.weight = weight  # model code may ask for its dtype
-        self._dim = len(scale_D)
-        self._scale_D = scale_D.float().numpy()
-        self._eps = np.float32(eps)
+        self.scale_D = scale_D.float().numpy()
+        self.eps = np.float32(eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm, same shape and dtype."""
         # Shapes are numpy's business here: torch takes twice as long for each of these calls.
         numbers = as_numpy(x.contiguous())
         out = np.empty_like(numbers)
-        rows = (-1, self._dim)
-        _normalize(numbers.reshape(rows), self._scale_D, self._eps, out.reshape(rows))
+        rows = (-1, len(self.scale_D))
+        normalize(numbers.reshape(rows), self.scale_D, self.eps, out.reshape(rows))
         return as_tensor(out, x.dtype)
 
 

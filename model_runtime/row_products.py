@@ -22,14 +22,8 @@ from torch import Tensor
 from model_runtime.bfloat16 import as_numpy, as_tensor, narrow, widen
 from model_runtime.compiled import jit
 from model_runtime.kernel_threads import run_shares
-from model_runtime.lane_tiles import (
-    HAS_PAIR_PRODUCTS,
-    add_pair_products,
-    add_products,
-    load_sums,
-    no_sums,
-    store_sums,
-)
+from model_runtime.lane_pairs import HAS_PAIR_PRODUCTS, add_pair_products
+from model_runtime.lane_tiles import add_products, load_sums, no_sums, store_sums
 from model_runtime.lanes import ask_for
 
 MOST_ROWS = 16
@@ -115,8 +109,8 @@ def _multiplier(add: Any, step: int) -> Any:
     return multiply
 
 
-_multiply = _multiplier(add_products, 1)
-_multiply_pairs = _multiplier(add_pair_products, 2)
+multiply_numbers = _multiplier(add_products, 1)
+multiply_pairs = _multiplier(add_pair_products, 2)
 
 
 def is_available() -> bool:
@@ -180,17 +174,17 @@ class RowProducts:
     def __init__(self, weight: PackedWeight, chain: int) -> None:
         """`chain`: inputs of a chain of sums (`find_chain`)."""
         is_float32 = weight.packed.dtype == torch.float32
-        self._weight, self._chain = weight, chain  # the weight keeps its memory alive
-        self._num_packed = weight.num_packed
-        self._kernel = _multiply if is_float32 else _multiply_pairs
+        self._weight, self.chain = weight, chain  # the weight keeps its memory alive
+        self.num_packed = weight.num_packed
+        self._kernel = multiply_numbers if is_float32 else multiply_pairs
         pointer = ctypes.cast(
             torch.ops.mkldnn.data_ptr(weight.packed),
             ctypes.POINTER(ctypes.c_float if is_float32 else ctypes.c_uint16),
         )
         num_numbers = weight.num_bytes // weight.packed.dtype.itemsize
-        self._packed_Q = np.ctypeslib.as_array(pointer, (num_numbers,))
+        self.packed_Q = np.ctypeslib.as_array(pointer, (num_numbers,))
         bias_N = weight.bias_N
-        self._bias_N = np.empty(0, self._packed_Q.dtype) if bias_N is None else as_numpy(bias_N)
+        self.bias_N = np.empty(0, self.packed_Q.dtype) if bias_N is None else as_numpy(bias_N)
         num_shares = max(1, min(torch.get_num_threads(), weight.num_bytes // _BYTES_PER_SHARE))
         edges = [weight.num_panels * share // num_shares for share in range(num_shares + 1)]
         self._shares = list(pairwise(edges))
@@ -205,7 +199,7 @@ class RowProducts:
 
     def multiply(self, x_RK: Any) -> Any:
         """[R, K] -> [R, N], numpy's arrays of float32 or of bf16's bits."""
-        out_RN = np.empty((len(x_RK), self._weight.num_outputs), self._packed_Q.dtype)
-        arguments = (x_RK, self._packed_Q, self._bias_N, out_RN, self._num_packed, self._chain)
+        out_RN = np.empty((len(x_RK), self._weight.num_outputs), self.packed_Q.dtype)
+        arguments = (x_RK, self.packed_Q, self.bias_N, out_RN, self.num_packed, self.chain)
         run_shares(lambda share: self._kernel(*arguments, *share), self._shares)
         return out_RN

@@ -113,9 +113,9 @@ class Scheduler:
         return plan
 
     @property
-    def is_answering(self) -> bool:
-        """Whether any sequence is past its prompt."""
-        return any(sequence.is_decoding for sequence in self.running)
+    def num_decodes(self) -> int:
+        """Sequences that are past their prompts."""
+        return sum(sequence.is_decoding for sequence in self.running)
 
     def computed(self, chunk: Chunk) -> None:
         """A step has computed this chunk; its full pages may be shared from now on."""

@@ -151,14 +151,14 @@ def take_over(model: nn.Module, native: NativeRope) -> Mapping[int, LayerPlan]:
 def _probe(
     model: nn.Module, rotaries: list[IdentityRotary], native: NativeRope
 ) -> dict[int, LayerPlan]:
-    unturned = _record(model)
+    unturned = recorded_calls(model)
     types = sorted({name for rotary in rotaries for name in rotary.constants})
     plans: dict[int, LayerPlan] = {}
     for layer_type in types:
         with _constants(rotaries, layer_type, (0.0, 0.0)):
-            zeroed = _record(model)
+            zeroed = recorded_calls(model)
         with _constants(rotaries, layer_type, (0.0, 1.0)):
-            turned = _record(model)
+            turned = recorded_calls(model)
         table = layer_type if layer_type in native.tables else ALL_LAYERS
         for index, call in unturned.items():
             plan = _plan(index, table, call, zeroed[index], turned[index])
@@ -242,7 +242,7 @@ def shared_inputs(model: nn.Module) -> list[list[str]]:
             if type(module) is nn.Linear:
                 hook = module.register_forward_pre_hook(watch(name))
                 stack.callback(hook.remove)
-        _record(model)
+        recorded_calls(model)
     num_calls = Counter(name for name, _ in calls)
     groups: list[list[str]] = []
     before: Tensor | None = None
@@ -259,15 +259,16 @@ def shared_inputs(model: nn.Module) -> list[list[str]]:
 
 def _spare_rotation(model: nn.Module, plans: Mapping[int, LayerPlan]) -> None:
     """Let layers leave the identity rotation out, if that changes nothing they ask for."""
-    rotated = _record(model)
+    rotated = recorded_calls(model)
     layers = [each for each in model.modules() if getattr(each, "layer_idx", None) in plans]
     spared = spare_rotation(layers)
-    unrotated = _record(model)
-    if not all(_are_equal(call, unrotated[index]) for index, call in rotated.items()):
+    unrotated = recorded_calls(model)
+    if not all(are_equal(call, unrotated[index]) for index, call in rotated.items()):
         restore_rotation(spared)
 
 
-def _are_equal(call: AttentionCall, other: AttentionCall) -> bool:
+def are_equal(call: AttentionCall, other: AttentionCall) -> bool:
+    """Whether a layer asks for the same queries and keys, to the bit."""
     return torch.equal(call.query_1HTD, other.query_1HTD) and torch.equal(
         call.key_1KTD, other.key_1KTD
     )
@@ -288,15 +289,17 @@ def _constants(
 
 
 @torch.inference_mode()
-def _record(model: nn.Module) -> dict[int, AttentionCall]:
-    """Every attention layer's call for a short prompt."""
+def recorded_calls(model: nn.Module, first_position: int = 0) -> dict[int, AttentionCall]:
+    """Every attention layer's call for a short prompt. Raises ModelError if there is none."""
     device = next(model.parameters()).device
     vocabulary = text_config(model).vocab_size
     probe = _Probe({})
     try:
         model(
             input_ids=torch.arange(1, 1 + _PROBE_LEN, device=device)[None] % vocabulary,
-            position_ids=torch.arange(_PROBE_LEN, device=device)[None],
+            position_ids=torch.arange(first_position, first_position + _PROBE_LEN, device=device)[
+                None
+            ],
             use_cache=False,
             **{STEP: probe},
         )

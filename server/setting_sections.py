@@ -159,9 +159,9 @@ class CacheSettings(Section):
     )
     step_target_seconds: float = setting(
         0.1,
-        "What a step should take that reads prompts: the longest that an answer pauses for them, "
-        "and that a new request waits; three times that while no answer is being written. Chunks "
-        "follow what the last steps took. 0: they are as large as max_num_batched_tokens allows.",
+        "What a step should take that reads prompts, within a factor of 1.4: how long an answer "
+        "pauses for them, and a new request waits; three times that while no answer is written. "
+        "Chunks follow what the last steps took. 0: as large as max_num_batched_tokens allows.",
         unit="seconds",
         ge=0,
     )

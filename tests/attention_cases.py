@@ -129,16 +129,7 @@ class Laid:
 
     def logits(self, index: int, query_THD: Tensor, at_T: Tensor, at_C: Tensor) -> Tensor:
         """Of sequence `index` with its query and keys at these positions, [H, T, C]."""
-        profile = PROFILES[index % 3]
-        query_THD = query_THD.double().cpu()
-        key_CKD = self.keys[index][: len(at_C)]
-        if self.case.rotary_share is not None:
-            table = profile.scaling.frequencies(self.native.rotary)
-            query_THD = _turned(query_THD, at_T, table)
-            key_CKD = _turned(key_CKD, at_C, table)
-            if profile.logn_len is not None:
-                scale_T = ((at_T + 1).double().log() / math.log(LOGN_LEN)).clamp(min=1.0)
-                query_THD = query_THD * scale_T[:, None, None]
+        query_THD, key_CKD = rotated(self, index, query_THD, at_T, at_C)
         group = query_THD.shape[1] // key_CKD.shape[1]
         key_CHD = key_CKD.repeat_interleave(group, 1)
         logits_HTC = torch.einsum("thd,chd->htc", query_THD, key_CHD) * self.read.scaling
@@ -159,6 +150,23 @@ class Laid:
             for weight in weights
         ]
         return torch.stack(parts).sum(0)
+
+
+def rotated(
+    case: Laid, index: int, query_THD: Tensor, at_T: Tensor, at_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A sequence's query, with log-n, and its keys at these positions, float64."""
+    profile = PROFILES[index % 3]
+    query_THD = query_THD.double().cpu()
+    key_CKD = case.keys[index][: len(at_C)]
+    if case.case.rotary_share is not None:
+        table = profile.scaling.frequencies(case.native.rotary)
+        query_THD = _turned(query_THD, at_T, table)
+        key_CKD = _turned(key_CKD, at_C, table)
+        if profile.logn_len is not None:
+            scale_T = ((at_T + 1).double().log() / math.log(LOGN_LEN)).clamp(min=1.0)
+            query_THD = query_THD * scale_T[:, None, None]
+    return query_THD, key_CKD
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from model_runtime.batch import Span
 from model_runtime.build_engine import build_runner
 from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import EngineConfig
+from model_runtime.decoder_layers import restore
 from model_runtime.model_runner import ModelRunner
 from rope import Profile
 from server.evaluation.stale_keys import StaleKeyRunner
@@ -60,6 +61,7 @@ def test_few_rows_say_what_they_say_among_all(architecture: str) -> None:
     """Two sequences, one of them in chunks; then a decode step over what was written."""
     checkpoint = tiny_checkpoint(architecture)
     assert asked_rows.trimmed_layer(checkpoint.model) == 3, "the model does not bear it"
+    restore(checkpoint.model)
     long_ids, short_ids = ids(LONG, 1), ids(SHORT, 2)
 
     def run(*, asks_all: bool) -> list[Tensor]:
@@ -95,6 +97,7 @@ def test_few_rows_say_what_they_say_among_all(architecture: str) -> None:
 def test_the_last_layer_computes_what_is_asked_for(rows: range, computed: int) -> None:
     """catches rows that are computed and thrown away; none is one, for a layer needs some"""
     checkpoint = tiny_checkpoint("llama")
+    restore(checkpoint.model)
     runner = runner_of(checkpoint)
     widths = Widths(checkpoint)
     logits_RV = runner.run([span(ids(LONG, 1), 0, PAGES, rows)])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model_runtime import attention_products
 from model_runtime.attention import LayerRead
 from model_runtime.attention_cpu import CpuAttention
 from model_runtime.attention_torch import TorchAttention
@@ -147,8 +148,9 @@ def test_page_size_changes_nothing_but_rounding(page_size: int) -> None:
     assert torch.allclose(CpuAttention(case.batch).read(case.read()), expected, atol=1e-5)
 
 
-def test_bfloat16_pages_are_read_exactly() -> None:
-    """their bits are widened; sums are float32"""
+def test_bfloat16_pages_are_read_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """their bits are widened where a processor has no products of pairs; sums are float32"""
+    monkeypatch.setattr(attention_products, "HAS_PAIR_PRODUCTS", False)
     case = Case(dtype=torch.bfloat16)
     expected = TorchAttention(case.batch).read(case.read())
     assert torch.allclose(CpuAttention(case.batch).read(case.read()), expected, atol=1e-5)
@@ -172,9 +174,10 @@ def test_a_layer_without_rotation_ignores_the_profile() -> None:
     assert torch.allclose(got[1, 0], plain, atol=1e-5)
 
 
-def test_what_lies_behind_the_last_token_is_never_read() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_behind_the_last_token_is_never_read(dtype: torch.dtype) -> None:
     """poisoned pages and offsets do not reach any row"""
-    case = Case()
+    case = Case(dtype=dtype)
     clean = CpuAttention(case.batch).read(case.read())
     used = torch.zeros(case.keys.shape[0], case.page_size, dtype=torch.bool)
     for (context, _), span in zip(case.contexts, case.spans, strict=True):
@@ -185,9 +188,10 @@ def test_what_lies_behind_the_last_token_is_never_read() -> None:
     assert torch.equal(CpuAttention(case.batch).read(case.read()), clean)
 
 
-def test_rows_have_the_same_bits_alone_and_on_any_number_of_threads() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_have_the_same_bits_alone_and_on_any_number_of_threads(dtype: torch.dtype) -> None:
     """what promise 2 needs of attention"""
-    case = Case()
+    case = Case(dtype=dtype)
     whole = CpuAttention(case.batch).read(case.read())
     threads = torch.get_num_threads()
     try:

@@ -19,6 +19,7 @@ from rope import Profile, Yarn, native_rope
 
 CPU = torch.device("cpu")
 CONTEXT = 77
+DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [  # heads for a key head, key dimensions, value dimensions, positions in a page
     (1, 64, 64, 64),
     (2, 32, 32, 16),
@@ -34,8 +35,14 @@ SHAPES = [  # heads for a key head, key dimensions, value dimensions, positions 
 class Sequence:
     """One sequence over shuffled pages, any part of whose tokens may be read."""
 
-    def __init__(
-        self, group: int, key_dim: int, value_dim: int, page_size: int, window: int | None
+    def __init__(  # noqa: PLR0917
+        self,
+        group: int,
+        key_dim: int,
+        value_dim: int,
+        page_size: int,
+        window: int | None,
+        dtype: torch.dtype,
     ) -> None:
         native = native_rope({"max_position_embeddings": 32, "head_dim": key_dim})
         tables = RopeTables(native, page_size, 512, CPU)
@@ -43,9 +50,9 @@ class Sequence:
         self.slot = tables.slot(Profile(scaling))
         self.page_size, self.window, self.tables = page_size, window, tables.layer("all")
         self.pages = torch.randperm(-(-CONTEXT // page_size)).tolist()
-        self.keys = torch.randn(len(self.pages), 2, key_dim, page_size)
-        self.values = torch.randn(len(self.pages), 2, page_size, value_dim)
-        self.query = torch.randn(CONTEXT, 2 * group, key_dim)
+        self.keys = torch.randn(len(self.pages), 2, key_dim, page_size).to(dtype)
+        self.values = torch.randn(len(self.pages), 2, page_size, value_dim).to(dtype)
+        self.query = torch.randn(CONTEXT, 2 * group, key_dim).to(dtype)
 
     def read(self, first: int, behind: int, backend: Any = CpuAttention) -> Tensor:
         """The rows of tokens first ... behind - 1, as one chunk."""
@@ -64,16 +71,18 @@ class Sequence:
         return found
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 11])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_chunk_has_the_bits_of_its_tokens(
-    shape: tuple[int, int, int, int], window: int | None
+    shape: tuple[int, int, int, int], window: int | None, dtype: torch.dtype
 ) -> None:
     """in any cut, and is what the reference says"""
-    sequence = Sequence(*shape, window)
+    sequence = Sequence(*shape, window, dtype)
     whole = sequence.read(0, CONTEXT)
     reference = sequence.read(0, CONTEXT, TorchAttention)
-    assert torch.allclose(whole, reference, atol=2e-5)
+    # Where bfloat16 is multiplied, of numbers about 1: test_attention_products.py looks closer.
+    assert torch.allclose(whole, reference, atol=2e-5 if dtype == torch.float32 else 5e-2)
     for at in range(CONTEXT):
         assert torch.equal(sequence.read(at, at + 1)[0], whole[at]), at
     for cut in (1, 16, 30, 70):
@@ -81,12 +90,15 @@ def test_a_chunk_has_the_bits_of_its_tokens(
         assert torch.equal(torch.cat(parts), whole)
 
 
-@pytest.mark.parametrize("window", [None, 11])
-def test_a_token_that_is_nan_reaches_no_earlier_row(window: int | None) -> None:
-    """nor one whose window has left it behind, though their block loads it"""
-    sequence = Sequence(3, 64, 64, 64, window)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 10, 11])
+@pytest.mark.parametrize("ill", [37, 38, 63, 64])
+def test_a_token_that_is_nan_reaches_no_earlier_row(
+    ill: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """nor one whose window has left it behind, though their block loads it, or its pair"""
+    sequence = Sequence(3, 64, 64, 64, window, dtype)
     clean = sequence.read(0, CONTEXT)
-    ill = 38
     sequence.values[sequence.pages[ill // 64], :, ill % 64] = torch.nan
     got = sequence.read(0, CONTEXT)
     behind = CONTEXT if window is None else ill + window

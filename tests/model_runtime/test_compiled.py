@@ -1,13 +1,19 @@
 """Machine code that is kept across starts is never older than its sources."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from model_runtime import compiled
+from model_runtime import compiled, decode_kernel
+from model_runtime.attention_kernel import attend, attend_in_pairs
 from model_runtime.compiled import SOURCES, jit
+from model_runtime.row_products import multiply_numbers, multiply_pairs
 
 FOLDER = Path(compiled.__file__).parent
 
@@ -40,3 +46,35 @@ def test_code_is_kept_until_a_source_changes(
     monkeypatch.setattr(compiled, "_FINGERPRINT", "another")
     assert hits() == 0
     assert hits() == 1
+
+
+def test_kernels_made_of_kernels_are_found_again_by_another_process(tmp_path: Path) -> None:
+    """numba's own key of those is another one in each process"""
+    code = (
+        "import numpy as np; from model_runtime.row_products import multiply_numbers as multiply;"
+        "row, none = np.ones((1, 64), np.float32), np.empty(0, np.float32);"
+        "multiply(row, np.ones(64 * 64, np.float32), none, np.empty_like(row), 64, 64, 0, 1);"
+        "print(sum(multiply.stats.cache_hits.values()))"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    hits = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            cwd=FOLDER.parent,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        ).stdout.strip()
+        for _ in range(2)
+    ]
+    assert hits == ["0", "1"]
+
+
+def test_variants_of_a_kernel_have_names_of_their_own() -> None:
+    """by which their symbols are found, and their files"""
+    kernels: list[Any] = [attend, attend_in_pairs, multiply_numbers, multiply_pairs]
+    kernels += [decode_kernel._run_float32, decode_kernel._run_bfloat16]
+    kernels += [decode_kernel._run_in_pairs]
+    assert len({kernel.py_func.__qualname__ for kernel in kernels}) == len(kernels)

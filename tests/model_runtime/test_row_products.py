@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from model_runtime import row_products
-from model_runtime.lane_tiles import HAS_PAIR_PRODUCTS
+from model_runtime.lane_pairs import HAS_PAIR_PRODUCTS
 from model_runtime.packed_linear import PackedProduct, is_available
 from model_runtime.row_products import MOST_ROWS
 

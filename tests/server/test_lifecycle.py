@@ -17,7 +17,7 @@ from tests.processes import command
 
 pytestmark = pytest.mark.alone
 
-LONG = {"prompt": [7] * 20, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+LONG = {"prompt": [7] * 20, "max_tokens": 1800, "ignore_eos": True, "temperature": 0}
 ENDLESS = {"prompt": [7] * 20, "max_tokens": 2000, "ignore_eos": True, "n": 16}
 
 
