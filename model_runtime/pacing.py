@@ -14,7 +14,7 @@ import math
 
 _SMALLEST_SHARE = 64  # of the largest chunk: slower than this, long prompts would hardly move
 _LARGEST_CHANGE = 2.0  # from one step to the next: a single step may be slow for another reason
-_PATIENCE = 3  # targets that a step may take while only prompts wait for its end
+_PATIENCE = 4  # targets that a step may take while only prompts wait for its end
 _SMALLEST_BLOCK = 16  # rows
 
 

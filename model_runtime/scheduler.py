@@ -1,8 +1,8 @@
 """Which tokens the next step computes. Plain Python: it can be tested in milliseconds.
 
-Decodes go first, one token each; what is left of the token budget goes to prefill in chunks. Half
-of that is the oldest prompt's, so that the longest is read to its end; the other half goes to the
-prompts that have least left to read, so that a short one does not wait for a long one's end.
+Decodes go first, one token each; what is left of the token budget goes to prefill in chunks, to
+the prompts that have least left to read, so that a short one does not wait for a long one's end. A
+quarter is the oldest prompt's in any case, so that the longest is read to its end.
 
 Pages are taken as they are needed. When there are none left, the running sequence that arrived last
 gives up all of its own, so that one which arrived earlier can go on; it waits at its old place and
@@ -18,6 +18,8 @@ from model_runtime.page_pool import PagePool
 from model_runtime.prefix_index import Key, PrefixIndex
 from model_runtime.sequence import Sequence
 from rope import Tier
+
+_SHARE_OF_OLDEST = 0.25  # of a step's prefill, whatever shorter prompts wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +193,10 @@ class Scheduler:
             return
         oldest, *others = reading
         others.sort(key=lambda sequence: (sequence.num_uncomputed, sequence.arrival))
-        of_others = min(tokens_left // 2, sum(each.num_uncomputed for each in others))
+        needed = (each.num_uncomputed for each in others)
+        of_others = sum(each for each in needed if each < oldest.num_uncomputed)
+        kept_back = min(of_others, int(tokens_left * (1 - _SHARE_OF_OLDEST)))
         rows_left = self._config.max_num_logit_rows
-        kept_back = of_others
         for sequence in (oldest, *others):
             if sequence not in self.running:
                 continue  # preempted for one before it

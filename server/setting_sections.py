@@ -160,7 +160,7 @@ class CacheSettings(Section):
     step_target_seconds: float = setting(
         0.1,
         "What a step should take that reads prompts, within a factor of 1.4: how long an answer "
-        "pauses for them, and a new request waits; three times that while no answer is written. "
+        "pauses for them, and a new request waits; four times that while no answer is written. "
         "Chunks follow what the last steps took. 0: as large as max_num_batched_tokens allows.",
         unit="seconds",
         ge=0,

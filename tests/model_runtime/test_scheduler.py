@@ -77,21 +77,35 @@ def test_decodes_come_first_and_prefill_takes_the_rest() -> None:
 
 
 def test_short_prompts_do_not_wait_for_the_end_of_a_long_one() -> None:
-    """half of the budget is the oldest's, the rest goes to those with least left to read"""
+    """a quarter of the budget is the oldest's, the rest goes to those with least left to read"""
     plan = scheduler(kv_cache_tokens=800)
     long, middle, short = sequence(100), sequence(30, salt="m"), sequence(6, salt="s")
     for each in (long, middle, short):
         plan.add(each)
     step = plan.schedule()
     assert {each: chunk.num_tokens for each, chunk in step.chunks.items()} == {
-        long: 8,
+        long: 4,
         short: 6,
-        middle: 2,
+        middle: 6,
     }
 
 
+def test_a_prompt_is_not_overtaken_by_one_that_is_no_shorter() -> None:
+    """than what it has left itself"""
+    plan = scheduler(kv_cache_tokens=800)
+    first, second = sequence(40, salt="first"), sequence(40, salt="second")
+    for each in (first, second):
+        plan.add(each)
+    order = []
+    while not second.is_decoding:
+        step = plan.schedule()
+        computed(plan, step)
+        order.append([(each, chunk.num_tokens) for each, chunk in step.chunks.items()])
+    assert order[:3] == [[(first, 16)], [(first, 16)], [(first, 8), (second, 8)]]
+
+
 def test_the_oldest_prompt_is_read_on_however_many_short_ones_arrive() -> None:
-    """at half the speed at worst"""
+    """at a quarter of the speed at worst"""
     plan = scheduler(kv_cache_tokens=800)
     long = sequence(96, salt="long")
     plan.add(long)
@@ -106,7 +120,8 @@ def test_the_oldest_prompt_is_read_on_however_many_short_ones_arrive() -> None:
             if each is not long and each.num_generated:
                 plan.remove(each)
         steps += 1
-    assert steps == 96 // (16 // 2)
+    # A quarter of 16 each step, until it has no more left than one of the others.
+    assert steps == (96 - 8) // 4 + 1
     assert plan.waiting
 
 
