@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model_runtime.attention import LayerRead
 from model_runtime.attention_kernel import TILE, attend, attend_in_pairs, put
-from model_runtime.attention_products import can_pair
+from model_runtime.attention_products import uses_pairs
 from model_runtime.batch import Batch
 from model_runtime.bfloat16 import as_numpy
 from model_runtime.kernel_threads import MOST_THREADS, run_shares
@@ -85,7 +85,7 @@ class CpuAttention:
         group = num_heads // num_key_heads
         arguments = (query_TC, group, *pages, *self.sequences, *how, out_TC)
         shares = self.dealt(num_heads, dim, num_key_heads)
-        kernel = attend_in_pairs if can_pair(pages[0]) else attend
+        kernel = attend_in_pairs if uses_pairs(pages[0]) else attend
         run_shares(lambda share: kernel(share, *arguments), shares)
         return out_TC
 

@@ -1,10 +1,10 @@
 """How the compiled kernel multiplies: float32 numbers one by one, or bfloat16 numbers in pairs.
 
 Scores are products of turned keys and queries, sums those of shares and values, and everything
-else is float32. Where the cache is bfloat16 and the processor multiplies pairs (`lane_pairs.py`), a
-product takes two dimensions of a key, or two offsets' values, at once, for which keys, queries and
-shares are rounded to bfloat16 when they are turned and softened; elsewhere they stay float32, and
-values are widened as they are loaded.
+else is float32. Where the cache is bfloat16 and the processor is fast with pairs
+(`lane_pairs.py`), a product takes two dimensions of a key, or two offsets' values, at once, for
+which keys, queries and shares are rounded to bfloat16 when they are turned and softened; elsewhere
+they stay float32, and values are widened as they are loaded.
 
 In scratch arrays pairs are two numbers side by side: of keys and queries the two dimensions that
 rotate together, p and p + P, and two neighbours of those that do not rotate; of values and shares
@@ -24,7 +24,7 @@ from model_runtime.bfloat16 import narrow
 from model_runtime.compiled import jit
 from model_runtime.lane_pairs import (
     FIRST,
-    HAS_PAIR_PRODUCTS,
+    PAIRS_PAY,
     SECOND,
     add_half_products,
     add_pair_products,
@@ -47,15 +47,10 @@ class Products(NamedTuple):
     row_weigher: Any  # what weighs whole steps of a row -> what weighs any of its offsets
 
 
-def can_pair(keys_NKDO: Any) -> bool:
-    """Whether this cache, and this processor, multiply in pairs."""
+def uses_pairs(keys_NKDO: Any) -> bool:
+    """Whether this cache can be multiplied in pairs, and this processor gains by it."""
     dim, page_size = keys_NKDO.shape[2:]
-    return (
-        HAS_PAIR_PRODUCTS
-        and keys_NKDO.dtype == np.uint16
-        and dim % 2 == 0
-        and page_size % WIDTH == 0
-    )
+    return PAIRS_PAY and keys_NKDO.dtype == np.uint16 and dim % 2 == 0 and page_size % WIDTH == 0
 
 
 @jit(inline=True, borrows=True)

@@ -21,7 +21,7 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from model_runtime.attention_kernel import attend, attend_in_pairs, put
-from model_runtime.attention_products import can_pair
+from model_runtime.attention_products import uses_pairs
 from model_runtime.compiled import jit
 from model_runtime.gated_mlp import gate
 from model_runtime.kernel_meeting import meet
@@ -157,6 +157,6 @@ _run_in_pairs = _runner(multiply_pairs, attend_in_pairs)
 
 def runner_for(keys_NKDO: Any) -> Any:
     """The one for a cache and a model of its numbers."""
-    if can_pair(keys_NKDO):
+    if uses_pairs(keys_NKDO):
         return _run_in_pairs
     return _run_float32 if keys_NKDO.dtype == np.float32 else _run_bfloat16

@@ -16,13 +16,21 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from model_runtime import attention_cpu, attention_products
 from model_runtime.attention_cpu import CpuAttention
-from model_runtime.attention_products import can_pair
+from model_runtime.attention_products import uses_pairs
 from model_runtime.bfloat16 import as_numpy
 from model_runtime.lane_pairs import HAS_PAIR_PRODUCTS
 from tests.attention_cases import Case, Laid, cases, relative_error, rotated
 
 CASES = {name: case for name, case in cases().items() if not name.endswith("16")}
-needs_pairs = pytest.mark.skipif(not HAS_PAIR_PRODUCTS, reason="no products of pairs here")
+needs_pairs = pytest.mark.usefixtures("in_pairs")
+
+
+@pytest.fixture
+def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not they are fast."""
+    if not HAS_PAIR_PRODUCTS:
+        pytest.skip("no products of pairs here")
+    monkeypatch.setattr(attention_products, "PAIRS_PAY", True)
 
 
 def laid(case: Case, dtype: torch.dtype = torch.bfloat16) -> Laid:
@@ -45,10 +53,10 @@ def row_errors(got_THV: Tensor, expected_THV: Tensor) -> Tensor:
 def test_one_by_one_every_row_is_float32(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
-    """a cache of bfloat16 too, where the processor does not multiply pairs"""
-    monkeypatch.setattr(attention_products, "HAS_PAIR_PRODUCTS", False)
+    """a cache of bfloat16 too, where pairs would not be faster"""
+    monkeypatch.setattr(attention_products, "PAIRS_PAY", False)
     case = laid(CASES[name], dtype)
-    assert not can_pair(as_numpy(case.read.keys_NKDO))
+    assert not uses_pairs(as_numpy(case.read.keys_NKDO))
     assert float(row_errors(answer(case), case.expected()).max()) < 2e-5
 
 
@@ -128,11 +136,12 @@ def test_arrays_are_let_go(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) 
     assert all(reference() is None for reference in handed)
 
 
+@needs_pairs
 @pytest.mark.parametrize(
     ("dim", "page_size", "dtype", "is_expected"),
     [
-        (64, 64, np.uint16, HAS_PAIR_PRODUCTS),
-        (24, 16, np.uint16, HAS_PAIR_PRODUCTS),
+        (64, 64, np.uint16, True),
+        (24, 16, np.uint16, True),
         (64, 64, np.float32, False),
         (63, 64, np.uint16, False),
         (64, 24, np.uint16, False),
@@ -142,4 +151,4 @@ def test_which_caches_are_multiplied_in_pairs(
     dim: int, page_size: int, dtype: type, *, is_expected: bool
 ) -> None:
     """bfloat16, an even number of dimensions, and pages of whole registers"""
-    assert can_pair(np.empty((1, 1, dim, page_size), dtype)) == is_expected
+    assert uses_pairs(np.empty((1, 1, dim, page_size), dtype)) == is_expected
