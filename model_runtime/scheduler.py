@@ -197,14 +197,18 @@ class Scheduler:
         of_others = sum(each for each in needed if each < oldest.num_uncomputed)
         kept_back = min(of_others, int(tokens_left * (1 - _SHARE_OF_OLDEST)))
         rows_left = self._config.max_num_logit_rows
-        for sequence in (oldest, *others):
-            if sequence not in self.running:
-                continue  # preempted for one before it
-            chunk = self._prefill_chunk(sequence, tokens_left - kept_back, rows_left)
+        # What the others leave, for there are only so many rows of logits, is the oldest's again.
+        for sequence in (oldest, *others, oldest):
+            if sequence not in self.running or not tokens_left:
+                continue  # preempted for one before it, or too late
+            given = plan.chunks.get(sequence)
+            tokens, rows = (given.num_tokens, given.num_logit_rows) if given else (0, 0)
+            most = tokens + tokens_left - kept_back
+            chunk = self._prefill_chunk(sequence, most, rows + rows_left)
             kept_back = 0
             if self._take(chunk, plan):
-                tokens_left -= chunk.num_tokens
-                rows_left -= chunk.num_logit_rows
+                tokens_left -= chunk.num_tokens - tokens
+                rows_left -= chunk.num_logit_rows - rows
 
     def _prefill_chunk(self, sequence: Sequence, tokens_left: int, rows_left: int) -> Chunk:
         first = sequence.num_computed

@@ -195,7 +195,7 @@ def test_no_step_of_an_engine_is_larger(
             request(deployment, each, max_tokens=20, ignore_eos=True, prompt_logprobs=number % 3)
             for number, each in enumerate(ids)
         ),
-        *(request(deployment, each[50:], max_tokens=30, ignore_eos=True) for each in ids),
+        *(request(deployment, each[50:] * 3, max_tokens=30, ignore_eos=True) for each in ids),
     )
     spans = largest_step(replace(CONFIG, **limits), 0, 2048)
     largest = size_of(spans)

@@ -104,6 +104,19 @@ def test_a_prompt_is_not_overtaken_by_one_that_is_no_shorter() -> None:
     assert order[:3] == [[(first, 16)], [(first, 16)], [(first, 8), (second, 8)]]
 
 
+def test_what_shorter_prompts_cannot_use_is_the_oldests() -> None:
+    """one whose logprobs are asked for takes a row of logits for each token"""
+    plan = scheduler(kv_cache_tokens=800, max_num_logit_rows=3)
+    long, scored = sequence(100), sequence(30, salt="s", prompt_logprobs=1)
+    for each in (long, scored):
+        plan.add(each)
+    assert {each: chunk.num_tokens for each, chunk in plan.schedule().chunks.items()} == {
+        long: 13,
+        scored: 3,
+    }
+    plan.check_integrity()
+
+
 def test_the_oldest_prompt_is_read_on_however_many_short_ones_arrive() -> None:
     """at a quarter of the speed at worst"""
     plan = scheduler(kv_cache_tokens=800)
