@@ -15,8 +15,12 @@ from model_runtime.attention_products import Products
 from model_runtime.compiled import jit
 from model_runtime.lane_tiles import load_sums, no_sums, store_sums
 from model_runtime.lanes import WIDTH
+from model_runtime.processor import vectors
 
-BLOCK = 8  # rows of the largest block
+# Rows of a block and registers of each, the largest block first: together with one or two for
+# what they are made of, sums should fit into a processor's registers.
+_SHAPES = ((8, 2), (4, 4), (1, 4)) if vectors().num_registers >= 32 else ((6, 2), (4, 2), (1, 4))
+BLOCK = _SHAPES[0][0]
 
 
 @jit(inline=True)
@@ -85,11 +89,7 @@ def _multiplier(products: Products, num_rows: int, columns: int) -> tuple[Any, A
 
 
 def _block_reader(products: Products, num_rows: int, columns: int) -> Any:
-    """Compiled: so many rows, from `row` on, read one page.
-
-    `num_rows` x `columns` registers hold sums; with one or two for what they are made of, they
-    should fit into a processor's 32.
-    """
+    """Compiled: so many rows, from `row` on, read one page; sums are `columns` registers a row."""
     score, weigh = _multiplier(products, num_rows, columns)
     weigh_row = products.row_weigher(_multiplier(products, 1, 4)[1])
     turn_query, step = products.turn_query, products.step
@@ -138,8 +138,7 @@ def _block_reader(products: Products, num_rows: int, columns: int) -> Any:
 
 def rows_reader(products: Products) -> Any:
     """Compiled: all rows of a tile read one page, block by block."""
-    shapes = ((BLOCK, 2), (4, 4), (1, 4))
-    read_8, read_4, read_1 = (_block_reader(products, *shape) for shape in shapes)
+    read_block, read_4, read_1 = (_block_reader(products, *shape) for shape in _SHAPES)
 
     @jit(borrows=True)
     def read_rows(
@@ -158,9 +157,9 @@ def rows_reader(products: Products) -> Any:
                 back_BD, query_BD, scores_BO, shares_BO, top_R, weight_RL, sum_RV,
             )  # fmt: skip
             left = num_rows - row
-            if left >= 8:
-                read_8(*arguments)
-                row += 8
+            if left >= BLOCK:
+                read_block(*arguments)
+                row += BLOCK
             elif left >= 2:
                 read_4(*arguments)
                 row += 4

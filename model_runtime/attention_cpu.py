@@ -25,7 +25,7 @@ NO_SINKS = np.empty(0, np.float32)
 class CpuAttention:
     """One step's reads and writes; what layers share is prepared once."""
 
-    # Sixteen keys are scored at once, a dimension at a time.
+    # A register of keys is scored at once, a dimension at a time.
     row_keys: ClassVar[bool] = False
     is_recordable: ClassVar[bool] = False
 

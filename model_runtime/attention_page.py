@@ -1,7 +1,7 @@
 """The compiled kernel, one page: keys and queries turned, scores softened.
 
-Scores and keys are taken sixteen offsets of a page at once (`lanes.py`), which is why a page's keys
-are stored by dimension; sums sixteen dimensions of the values at once.
+Scores and keys are taken a register of a page's offsets at once (`lanes.py`), which is why a page's
+keys are stored by dimension; sums a register of the values' dimensions at once.
 
 Shapes: K = key heads, D = key dimensions, V = value dimensions, S = table slots, N = pages,
 O = offsets in a page, P = rotated pairs, R = rows of a tile, B = rows of a block, L = lanes. In
@@ -29,6 +29,8 @@ from model_runtime.lanes import (
     store,
     subtract,
 )
+
+_LINE = 16  # float32 numbers of a cache line
 
 
 @jit(inline=True, borrows=True)
@@ -88,11 +90,11 @@ def keys_turner(put_turned: Any, put_rest: Any, step: int) -> Any:
                 subtract(multiply(first, cos), multiply(second, sin)),
                 fma(second, cos, multiply(first, sin)),
             )  # fmt: skip
-            if next_id >= 0:
+            if next_id >= 0 and at % _LINE == 0:
                 ask_for(keys_NKDO, next_keys + at)
                 ask_for(keys_NKDO, next_keys + half + at)
                 ask_for(values_NKOV, next_values + 2 * at)
-                ask_for(values_NKOV, next_values + 2 * at + WIDTH)
+                ask_for(values_NKOV, next_values + 2 * at + _LINE)
         for row in range(2 * half, dim * page_size, step * page_size):
             for o in range(0, page_size, WIDTH):
                 put_rest(keys_DO, row, o, keys_NKDO, base, page_size)

@@ -24,7 +24,6 @@ from model_runtime.bfloat16 import narrow
 from model_runtime.compiled import jit
 from model_runtime.lane_pairs import (
     FIRST,
-    PAIRS_PAY,
     SECOND,
     add_half_products,
     add_pair_products,
@@ -33,6 +32,7 @@ from model_runtime.lane_pairs import (
 )
 from model_runtime.lane_tiles import add_products
 from model_runtime.lanes import WIDTH, load, store
+from model_runtime.packed_product import pairs_pay
 
 
 class Products(NamedTuple):
@@ -48,9 +48,10 @@ class Products(NamedTuple):
 
 
 def uses_pairs(keys_NKDO: Any) -> bool:
-    """Whether this cache can be multiplied in pairs, and this processor gains by it."""
+    """Return whether this cache can be multiplied in pairs, and this processor gains by it."""
     dim, page_size = keys_NKDO.shape[2:]
-    return PAIRS_PAY and keys_NKDO.dtype == np.uint16 and dim % 2 == 0 and page_size % WIDTH == 0
+    can_be = keys_NKDO.dtype == np.uint16 and dim % 2 == 0 and page_size % WIDTH == 0
+    return can_be and pairs_pay()
 
 
 @jit(inline=True, borrows=True)

@@ -87,11 +87,11 @@ def adopt(
     _log.info("self_check", model=type(model).__name__)
     expected = untouched_answers(model, native)
     plans = take_over(model, native)
-    if parameter.device.type == "cpu" and packed_linear.is_available():
+    if parameter.device.type == "cpu":
         packed_linear.pack(model, shared_inputs(model))
         gated_mlp.fuse(model)
         _leave_file(model)
-    elif parameter.device.type != "cpu":
+    else:
         joined_linear.join(model, shared_inputs(model))
     row_norm.replace_norms(model)
     asked_rows.trim(model, plans)

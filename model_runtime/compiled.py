@@ -27,6 +27,7 @@ SOURCES = (
     "lane_pairs",
     "lane_tiles",
     "lanes",
+    "processor",
     "row_norm",
     "row_products",
 )

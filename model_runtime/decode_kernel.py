@@ -14,6 +14,7 @@ C = columns that hold head beside head, G = both halves of a gated block, I = on
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from model_runtime.compiled import jit
 from model_runtime.gated_mlp import gate
 from model_runtime.kernel_meeting import meet
 from model_runtime.row_norm import add_and_normalize, normalize_heads
-from model_runtime.row_products import PANEL, RowProducts, multiply_numbers, multiply_pairs
+from model_runtime.row_products import PANEL, Multiplying, RowProducts
 
 _NUM_PRODUCTS = 4  # of a layer: queries, keys and values; output; gate and up; down
 _PRODUCT_FIELDS = 6
@@ -74,8 +75,10 @@ def _pointer(typingctx: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
     return kind(address, like), code
 
 
-def _runner(multiply: Any, attend: Any) -> Any:
-    """Compiled: a step's layers, by one kind of products and of the read."""
+@cache
+def _runner(multiplying: Multiplying, attend: Any) -> Any:
+    """Compiled: a step's layers, by one way to multiply and one to read."""
+    _, _, rows_for, multiply = multiplying
 
     @jit()
     def product(
@@ -89,7 +92,7 @@ def _runner(multiply: Any, attend: Any) -> Any:
         num_panels = packed_Q.shape[0] // (num_packed * PANEL)
         first = num_panels * thread // num_threads
         behind = num_panels * (thread + 1) // num_threads
-        multiply(x_RK, packed_Q, bias_N, out_RN, num_packed, chain, first, behind)
+        multiply(rows_for(x_RK), packed_Q, bias_N, out_RN, num_packed, chain, first, behind)
 
     @jit()
     def run(
@@ -150,13 +153,6 @@ def _runner(multiply: Any, attend: Any) -> Any:
     return run
 
 
-_run_float32 = _runner(multiply_numbers, attend)
-_run_bfloat16 = _runner(multiply_pairs, attend)
-_run_in_pairs = _runner(multiply_pairs, attend_in_pairs)
-
-
-def runner_for(keys_NKDO: Any) -> Any:
-    """The one for a cache and a model of its numbers."""
-    if uses_pairs(keys_NKDO):
-        return _run_in_pairs
-    return _run_float32 if keys_NKDO.dtype == np.float32 else _run_bfloat16
+def runner_for(multiplying: Multiplying, keys_NKDO: Any) -> Any:
+    """The one for a cache, and a model whose products are of one kind."""
+    return _runner(multiplying, attend_in_pairs if uses_pairs(keys_NKDO) else attend)

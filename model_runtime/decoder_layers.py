@@ -32,8 +32,10 @@ from model_runtime.gated_mlp import GatedMlp
 from model_runtime.joined_linear import JoinedPart
 from model_runtime.kernel_meeting import OVER
 from model_runtime.kernel_threads import MOST_THREADS, run_team
-from model_runtime.packed_linear import PackedLinear, PackedProduct
+from model_runtime.packed_linear import PackedLinear
+from model_runtime.packed_product import PackedProduct
 from model_runtime.row_norm import RowNorm, add_and_normalize, normalize, normalize_heads
+from model_runtime.row_products import Multiplying
 from model_runtime.takeover import are_equal, recorded_calls
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -96,6 +98,7 @@ class DecoderLayers:
         self._eps, self._kind, self._plans = final_norm.eps, kind, plans
         self._dtype = next(model.parameters()).dtype
         self._num_bytes = 0  # of weights that the kernel reads
+        self._multiplying: Multiplying | None = None
         self._fields_LW = self._fields()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -171,7 +174,8 @@ class DecoderLayers:
             backend.destinations,
         )  # fmt: skip
         rest = (backend.sequences, self._how(step))
-        run = runner_for(pages[0])
+        assert self._multiplying is not None
+        run = runner_for(self._multiplying, pages[0])
 
         def work(thread: int) -> None:
             own = (hidden_RE, normal_RE)
@@ -210,8 +214,10 @@ class DecoderLayers:
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
             products = (layer.joined, layer.output, layer.block.gate_up, layer.block.down)
             few = [each for each in (product.few(1) for product in products) if each is not None]
-            if len(few) < len(products):
+            kinds = {each.multiplying for each in few} | {self._multiplying} - {None}
+            if len(few) < len(products) or len(kinds) > 1:
                 return None
+            (self._multiplying,) = kinds
             self._num_bytes += sum(each.packed_Q.nbytes for each in few)
             norms = (layer.block_norm, next_norm, *layer.head_norms)
             fields.append(layer_fields(few, [norm.scale_D for norm in norms]))

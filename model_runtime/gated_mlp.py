@@ -36,7 +36,8 @@ from model_runtime.lanes import (
     subtract,
 )
 from model_runtime.module_swap import swap_modules
-from model_runtime.packed_linear import PackedLinear, PackedProduct, RowwiseActivation
+from model_runtime.packed_linear import PackedLinear, RowwiseActivation
+from model_runtime.packed_product import PackedProduct
 
 _TRIAL_SCALES = (0.1, 1.0, 30.0)  # other activations, and those that cut large numbers off, show
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}  # of the answer's length

@@ -9,19 +9,16 @@ uint16 arrays hold bfloat16 as its bits; the two numbers of a pair lie side by s
 
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from model_runtime.lane_tiles import factor_places, steps
 from model_runtime.lanes import HALVES, LANES, WIDTH, Bfloat, address_of, emit_rounded
+from model_runtime.processor import target_features
 
-HAS_PAIR_PRODUCTS: bool = binding.get_host_cpu_features().get("avx512bf16", False)
-# As long as a product of single numbers on AMD's processors since the fourth generation (measured:
-# attention 1.5 times faster), four times as long on Intel's that have AMX for it (measured on the
-# fifth Xeon generation: 1.5 times slower).
-PAIRS_PAY = HAS_PAIR_PRODUCTS and binding.get_host_cpu_name().startswith("znver")
+HAS_PAIR_PRODUCTS = {"avx512bf16", "avx512vl"} <= target_features()
 FIRST, SECOND = 0x0000_FFFF, 0xFFFF_0000  # a pair's bits, of which one number is kept
 
 

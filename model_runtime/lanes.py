@@ -1,13 +1,14 @@
-"""Sixteen float32 numbers at once, for numba: what its own loops do not keep in registers.
+"""A vector register of float32 numbers, for numba: what its own loops do not keep in registers.
 
 numba compiles a loop that sums into an array as loads and stores of that array. A `Lanes` value is
-one vector register (two or four, where registers are narrower), and every operation below is one
-instruction on it, in the order written: nothing is reassociated, so results do not depend on what
-stands around an operation.
+one vector register of WIDTH numbers: 16 with AVX-512, 8 with AVX2, 4 with NEON (`processor.py`).
+Every operation below is one instruction on it, in the order written: nothing is reassociated, so
+results do not depend on what stands around an operation. They do depend on WIDTH where lanes are
+summed, so two kinds of processors may differ in the last bit.
 
 Arrays are contiguous; `at` counts numbers from the array's first, whatever its shape. uint16 arrays
 hold bfloat16 as its bits, and are widened as they are loaded; numbers stored there are rounded to
-nearest even, which only processors with AVX512_BF16 do here (`lane_pairs.HAS_PAIR_PRODUCTS`).
+nearest even.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
-WIDTH = 16
+from model_runtime.processor import target_features, vectors
+
+WIDTH = vectors().lanes
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _LANES, _INT_LANES = ir.VectorType(_FLOAT, WIDTH), ir.VectorType(_INT, WIDTH)
@@ -77,6 +80,10 @@ def emit_constant(number: float) -> Any:
     return ir.Constant(_LANES, [number] * WIDTH)
 
 
+def _constant_int(number: int) -> Any:
+    return ir.Constant(_INT_LANES, [number] * WIDTH)
+
+
 def _called(builder: Any, name: str, returns: Any, *values: Any) -> Any:
     """A call of one of LLVM's own functions."""
     kind = ir.FunctionType(returns, [value.type for value in values])
@@ -85,7 +92,9 @@ def _called(builder: Any, name: str, returns: Any, *values: Any) -> Any:
 
 
 def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
+    """a * b + c, rounded once; twice on a processor that has no such instruction."""
+    if not vectors().has_fma:
+        return builder.fadd(builder.fmul(a, b), c)  # LLVM would call a function for each number
     return _called(builder, f"llvm.fma.v{WIDTH}f32", _LANES, a, b, c)
 
 
@@ -137,9 +146,7 @@ def _exp(builder: Any, x: Any) -> Any:
     power = emit_constant(_TERMS[0])
     for term in _TERMS[1:]:
         power = emit_fma(builder, power, rest, emit_constant(term))
-    exponent = builder.shl(
-        builder.bitcast(shifted, _INT_LANES), ir.Constant(_INT_LANES, [23] * WIDTH)
-    )
+    exponent = builder.shl(builder.bitcast(shifted, _INT_LANES), _constant_int(23))
     scaled = builder.bitcast(builder.add(builder.bitcast(power, _INT_LANES), exponent), _LANES)
     is_small = builder.fcmp_ordered("<", x, emit_constant(_LEAST))
     is_nan = builder.fcmp_unordered("uno", x, x)
@@ -160,22 +167,32 @@ total = _operation(_total, arguments=1, returns=types.float32)
 
 
 def emit_load(builder: Any, array: Any, pointer: Any) -> Any:
-    """Sixteen numbers of an array from an address on; `array` is its numba type."""
+    """WIDTH numbers of an array from an address on; `array` is its numba type."""
     if array.dtype != types.uint16:
         return builder.load(builder.bitcast(pointer, _LANES.as_pointer()), align=4)
     loaded = builder.load(builder.bitcast(pointer, HALVES.as_pointer()), align=2)
     wide = builder.zext(loaded, _INT_LANES)
-    return builder.bitcast(builder.shl(wide, ir.Constant(_INT_LANES, [16] * WIDTH)), _LANES)
+    return builder.bitcast(builder.shl(wide, _constant_int(16)), _LANES)
 
 
 def emit_rounded(builder: Any, lanes: Any) -> Any:
-    """Lanes as the bits of bfloat16."""
-    rounded = builder.fptrunc(lanes, ir.VectorType(Bfloat(), WIDTH))
-    return builder.bitcast(rounded, HALVES)
+    """Lanes as the bits of bfloat16; with AVX512_BF16 one instruction."""
+    if "avx512bf16" in target_features():
+        rounded = builder.fptrunc(lanes, ir.VectorType(Bfloat(), WIDTH))
+        return builder.bitcast(rounded, HALVES)
+    bits = builder.bitcast(lanes, _INT_LANES)
+    upper = builder.lshr(bits, _constant_int(16))
+    odd = builder.and_(upper, _constant_int(1))
+    even = builder.lshr(
+        builder.add(builder.add(bits, _constant_int(0x7FFF)), odd), _constant_int(16)
+    )
+    is_nan = builder.fcmp_unordered("uno", lanes, lanes)
+    quiet = builder.or_(upper, _constant_int(0x40))
+    return builder.trunc(builder.select(is_nan, quiet, even), HALVES)
 
 
 def emit_store(builder: Any, array: Any, pointer: Any, lanes: Any) -> None:
-    """Put sixteen numbers at an address of an array; `array` is its numba type."""
+    """Put WIDTH numbers at an address of an array; `array` is its numba type."""
     if array.dtype == types.uint16:
         rounded = emit_rounded(builder, lanes)
         builder.store(rounded, builder.bitcast(pointer, HALVES.as_pointer()), align=2)
@@ -191,7 +208,7 @@ def address_of(context: Any, builder: Any, array: Any, memory: Any, at: Any) -> 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def load(typingctx: Any, array: Any, at: Any) -> Any:  # noqa: ARG001
-    """Sixteen numbers of `array` from `at` on."""
+    """WIDTH numbers of `array` from `at` on."""
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         return emit_load(builder, array, address_of(context, builder, array, *values))
@@ -201,7 +218,7 @@ def load(typingctx: Any, array: Any, at: Any) -> Any:  # noqa: ARG001
 
 @intrinsic  # type: ignore[untyped-decorator]
 def store(typingctx: Any, array: Any, at: Any, lanes: Any) -> Any:  # noqa: ARG001
-    """Put sixteen numbers into `array` from `at` on."""
+    """Put WIDTH numbers into `array` from `at` on."""
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         emit_store(builder, array, address_of(context, builder, array, *values[:2]), values[2])

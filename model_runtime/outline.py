@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
-from model_runtime import packed_linear
 from model_runtime.errors import ModelError
 from rope import NativeRope, RopeConfigError, native_rope
 
@@ -81,7 +80,7 @@ class Outline:
 
     @property
     def _packs_linears(self) -> bool:
-        return self.device.type == "cpu" and packed_linear.is_available()
+        return self.device.type == "cpu"
 
     def _number(self, name: str) -> int:
         value = getattr(self._text_config, name, None)

@@ -150,7 +150,7 @@ def test_page_size_changes_nothing_but_rounding(page_size: int) -> None:
 
 def test_bfloat16_pages_are_read_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """their bits are widened where pairs would not be faster; sums are float32"""
-    monkeypatch.setattr(attention_products, "PAIRS_PAY", False)
+    monkeypatch.setattr(attention_products, "pairs_pay", lambda: False)
     case = Case(dtype=torch.bfloat16)
     expected = TorchAttention(case.batch).read(case.read())
     assert torch.allclose(CpuAttention(case.batch).read(case.read()), expected, atol=1e-5)

@@ -30,7 +30,7 @@ def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether or not they are fast."""
     if not HAS_PAIR_PRODUCTS:
         pytest.skip("no products of pairs here")
-    monkeypatch.setattr(attention_products, "PAIRS_PAY", True)
+    monkeypatch.setattr(attention_products, "pairs_pay", lambda: True)
 
 
 def laid(case: Case, dtype: torch.dtype = torch.bfloat16) -> Laid:
@@ -54,7 +54,7 @@ def test_one_by_one_every_row_is_float32(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
     """a cache of bfloat16 too, where pairs would not be faster"""
-    monkeypatch.setattr(attention_products, "PAIRS_PAY", False)
+    monkeypatch.setattr(attention_products, "pairs_pay", lambda: False)
     case = laid(CASES[name], dtype)
     assert not uses_pairs(as_numpy(case.read.keys_NKDO))
     assert float(row_errors(answer(case), case.expected()).max()) < 2e-5

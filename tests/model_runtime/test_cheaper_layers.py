@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model_runtime import packed_linear
 from model_runtime.attention import LayerPlan
 from model_runtime.backends import new_store
 from model_runtime.batch import Span
@@ -15,7 +14,7 @@ from model_runtime.checkpoint import adopt
 from model_runtime.decoder_layers import restore
 from model_runtime.gated_mlp import GatedMlp
 from model_runtime.model_runner import ModelRunner
-from model_runtime.packed_linear import PackedProduct
+from model_runtime.packed_product import PackedProduct
 from model_runtime.rope_tables import RopeTables
 from model_runtime.row_norm import RowNorm
 from model_runtime.row_products import RowProducts
@@ -24,9 +23,6 @@ from rope import NativeRope, Profile
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
-pytestmark = pytest.mark.skipif(
-    not packed_linear.is_available(), reason="torch without packed products"
-)
 LAYERS, PROMPT = 4, 40
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_runtime import attention_cpu, decoder_layers, packed_linear
+from model_runtime import attention_cpu, decoder_layers
 from model_runtime.asked_rows import trimmed_layer
 from model_runtime.batch import Span
 from model_runtime.build_engine import build_runner
@@ -22,9 +22,6 @@ from rope import Profile, Yarn
 from tests.engines import checkpoint_of, tiny_checkpoint
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
-pytestmark = pytest.mark.skipif(
-    not packed_linear.is_available(), reason="torch without packed products"
-)
 CONFIG = EngineConfig(kv_cache_tokens=4096, max_model_len=512, page_size=16)
 PLAIN = ["llama", "qwen2", "qwen3", "mistral", "seed_oss"]
 OTHERS = ["cohere", "gemma2", "gemma3_text", "glm4", "gpt_neox", "granite", "olmo2", "qwen3_moe"]

@@ -13,10 +13,6 @@ from model_runtime.gated_mlp import GatedMlp, fuse, gated
 from model_runtime.takeover import read_native_rope, shared_inputs, take_over
 from tests.tiny_models import tiny_model
 
-pytestmark = pytest.mark.skipif(
-    not packed_linear.is_available(), reason="this build of torch has no oneDNN"
-)
-
 
 def exact(both: Tensor) -> Tensor:
     """silu(first half) * second half in float64."""
