@@ -3,7 +3,10 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 PORT ?= 8000
+# An older processor that this one plays in tests: avx2 or sse4.2; tests/processors.py.
+ISA ?=
 BIN := .venv/bin
+AS_OLDER := $(if $(ISA),$(BIN)/python -m tests.processors $(ISA))
 
 # For a machine with a GPU and its own Python: make gpu-check GPU_PYTHON=python3. No network needed.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
@@ -31,9 +34,9 @@ check: setup
 	$(BIN)/mypy
 
 # Two at a time, a thread each: threads of two tests on the same cores wait for each other.
-test: check  ## formatter, linter, types, and the whole suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
-	$(BIN)/python -m pytest -m alone
+test: check  ## formatter, linter, types, and the whole suite; ISA=avx2: as an older processor
+	OMP_NUM_THREADS=1 $(AS_OLDER) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
+	$(AS_OLDER) $(BIN)/python -m pytest -m alone
 
 # Both take their lengths and seeds from the environment; docs/reliability.md.
 fuzz: setup  ## hostile requests, ten times as many as in the suite

@@ -8,12 +8,14 @@ import torch
 from model_runtime.attention import Backend
 from model_runtime.attention_cpu import CpuAttention
 from model_runtime.attention_torch import TorchAttention
+from model_runtime.kernel_trial import kernel_fault
 from model_runtime.kv_store import KVStore, LayerShape
+from model_runtime.processor import vectors
 
 
 def backend_for(device: torch.device) -> type[Backend]:
-    """The compiled kernels; plain torch on a device that is neither a CPU nor served by triton."""
-    if device.type == "cpu":
+    """The compiled kernels; plain torch on a device that is served by neither numba nor triton."""
+    if device.type == "cpu" and kernel_fault() is None:
         return CpuAttention
     if device.type == "cuda" and find_spec("triton") is not None:
         from model_runtime.attention_triton import TritonAttention  # noqa: PLC0415  # optional
@@ -32,3 +34,14 @@ def new_store(
     """An empty cache for the attention that serves the device."""
     row_keys = backend_for(device).row_keys
     return KVStore(layers, num_pages, page_size, dtype, device, row_keys=row_keys)
+
+
+def described(device: torch.device) -> str:
+    """The attention that serves a device, as the banner says it."""
+    backend = backend_for(device)
+    if backend is TorchAttention:
+        fault = kernel_fault() if device.type == "cpu" else None
+        return "torch" if fault is None else f"torch, slow (compiled kernels fail: {fault})"
+    if backend is CpuAttention:
+        return f"{vectors().name}, {vectors().lanes} lanes"
+    return "Triton"

@@ -13,6 +13,7 @@ from model_runtime.config import EngineConfig
 from model_runtime.decode_graphs import cuda_recorder
 from model_runtime.engine import Engine
 from model_runtime.errors import ModelError
+from model_runtime.load_faults import faults_of
 from model_runtime.model_runner import ModelRunner
 from model_runtime.observer import Observer
 from model_runtime.rope_tables import RopeTables
@@ -33,8 +34,19 @@ def build_engine(
     """Allocate the cache and wire the parts together; the caller starts it.
 
     Rotation tables of `profiles` are made now, others when a request first needs them.
-    `make`: another kind of model runner, for comparisons.
+    `make`: another kind of model runner, for comparisons. Raises ModelError.
     """
+    with faults_of(type(checkpoint.model).__name__, checkpoint.dtype, checkpoint.device):
+        return _built(checkpoint, config, observer, profiles, make)
+
+
+def _built(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    observer: Observer | None,
+    profiles: Iterable[Profile],
+    make: type[ModelRunner],
+) -> Engine:
     runner = build_runner(checkpoint, config, profiles, make)
     if records_decodes(checkpoint, config):
         runner.record_decodes(

@@ -22,8 +22,12 @@ from model_runtime import (
     row_norm,
 )
 from model_runtime.attention import LayerPlan
+from model_runtime.attention_cpu import CpuAttention
+from model_runtime.backends import backend_for
 from model_runtime.errors import ModelError
+from model_runtime.load_faults import faults_of
 from model_runtime.outline import from_pretrained, read_outline
+from model_runtime.packed_product import choose_way
 from model_runtime.self_check import Report, check, untouched_answers
 from model_runtime.takeover import read_native_rope, shared_inputs, take_over, text_config
 from model_runtime.tokenizer import Tokenizer, load_tokenizer
@@ -50,6 +54,7 @@ class Checkpoint:
     dtype: torch.dtype
     device: torch.device
     report: Report  # of the self-check
+    products: str  # how weights are laid out and multiplied
 
 
 def load_checkpoint(
@@ -63,16 +68,21 @@ def load_checkpoint(
     outline = read_outline(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     where = outline.device
     _log.info("loading_weights", model=str(source), dtype=str(outline.dtype), device=str(where))
-    model = _load_model(source, outline.dtype, trust_remote_code=trust_remote_code)
-    model = model.to(where).eval()
-    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-    generation = _generation_defaults(source, outline.config)
-    return adopt(
-        model,
-        tokenizer,
-        _eos_token_ids(generation, tokenizer),
-        {name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None},
-    )
+    with faults_of(str(source), outline.dtype, where):
+        model = _load_model(source, outline.dtype, trust_remote_code=trust_remote_code)
+        model = model.to(where).eval()
+        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+        generation = _generation_defaults(source, outline.config)
+        return adopt(
+            model,
+            tokenizer,
+            _eos_token_ids(generation, tokenizer),
+            {
+                name: generation[name]
+                for name in SAMPLING_DEFAULTS
+                if generation.get(name) is not None
+            },
+        )
 
 
 def adopt(
@@ -87,17 +97,18 @@ def adopt(
     _log.info("self_check", model=type(model).__name__)
     expected = untouched_answers(model, native)
     plans = take_over(model, native)
-    if parameter.device.type == "cpu":
+    has_kernels = backend_for(parameter.device) is CpuAttention
+    products = expected_products(parameter.device, parameter.dtype)
+    if has_kernels:
         packed_linear.pack(model, shared_inputs(model))
+        products = packed_linear.described(packed_linear.ways_of(model), parameter.dtype)
         gated_mlp.fuse(model)
         _leave_file(model)
     else:
         joined_linear.join(model, shared_inputs(model))
     row_norm.replace_norms(model)
     asked_rows.trim(model, plans)
-    simpler = None
-    if parameter.device.type == "cpu":
-        simpler = decoder_layers.recognised(model, plans)
+    simpler = decoder_layers.recognised(model, plans) if has_kernels else None
     report = check(model, plans, native, expected, simpler)
     vocab_size = text_config(model).vocab_size
     return Checkpoint(
@@ -111,7 +122,15 @@ def adopt(
         parameter.dtype,
         parameter.device,
         report,
+        products,
     )
+
+
+def expected_products(device: torch.device, dtype: torch.dtype) -> str:
+    """How weights will be laid out and multiplied, before there are any."""
+    if backend_for(device) is not CpuAttention:
+        return "torch"
+    return packed_linear.described([choose_way(dtype, torch.get_num_threads())], dtype)
 
 
 def _leave_file(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ SOURCES = (
     "decode_kernel",
     "gated_mlp",
     "kernel_meeting",
+    "kernel_trial",
     "lane_pairs",
     "lane_tiles",
     "lanes",

@@ -5,7 +5,7 @@ the last bit near the end of each thread's part, unless the part is a multiple o
 Padded blocks too small for two threads have no such end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeGuard
 
@@ -15,7 +15,7 @@ from transformers.activations import ACT2CLS
 
 from model_runtime.joined_linear import join, stand_in
 from model_runtime.module_swap import swap_modules
-from model_runtime.packed_product import DTYPES, PackedProduct, Workshop
+from model_runtime.packed_product import DTYPES, PackedProduct, Way, Workshop
 
 _VECTOR = 64  # a multiple of every vector width in use, in numbers
 _UNSPLIT = 16_384  # numbers; torch gives a thread at least this many of any activation
@@ -90,6 +90,18 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
         return None
 
     swap_modules(model, other)
+
+
+def described(ways: Iterable[Way], dtype: torch.dtype) -> str:
+    """How weights of a dtype are laid out and multiplied, as the banner says it."""
+    name = str(dtype).removeprefix("torch.")
+    return " and ".join(way.value.format(name) for way in sorted(set(ways), key=list(Way).index))
+
+
+def ways_of(model: nn.Module) -> set[Way]:
+    """The ways of all products of a packed model."""
+    products = (getattr(module, "product", None) for module in model.modules())
+    return {product.way for product in products if isinstance(product, PackedProduct)}
 
 
 def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,13 +168,34 @@ def check(file: str) -> None:
 
 @contextmanager
 def _sentences() -> Iterator[None]:
-    """What cannot be served ends the command with code 2 and a line for each mistake."""
+    """End the command with code 2 and a line for each mistake if something cannot be served.
+
+    An error that nobody foresaw is a sentence too, and ends it with code 1. If ROPEWALK_TRACEBACK
+    is set, both are followed by the traceback.
+    """
     try:
         yield
     except (ModelError, SettingsError) as error:
         for line in str(error).splitlines():
             click.echo(f"ropewalk: {line}", err=True)
+        _tell_traceback()
         sys.exit(_USAGE_ERROR)
+    except click.exceptions.ClickException:
+        raise
+    except Exception as error:  # noqa: BLE001  # a fault of ours
+        first_line = str(error).strip().partition("\n")[0]
+        click.echo(f"ropewalk: unexpected {type(error).__name__}: {first_line}", err=True)
+        if not _tell_traceback():
+            click.echo("ropewalk: set ROPEWALK_TRACEBACK=1 to see where it came from", err=True)
+        sys.exit(_DIED)
+
+
+def _tell_traceback() -> bool:
+    """Print the traceback of the error that is being handled, if the operator asked for it."""
+    is_asked = bool(os.environ.get("ROPEWALK_TRACEBACK"))
+    if is_asked:
+        click.echo(traceback.format_exc(), err=True)
+    return is_asked
 
 
 def _bound_socket(settings: ServeSettings) -> socket.socket:

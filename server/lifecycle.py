@@ -10,11 +10,9 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-import structlog
 import uvicorn
 from fastapi import FastAPI
 
-from model_runtime.errors import ModelError
 from server.app import create_app
 from server.connections import ConnectionLimits, limited_protocol
 from server.door import Door
@@ -24,7 +22,6 @@ from server.service import Service
 from server.settings import ServeSettings, SettingsError
 
 _FAREWELL_S = 5.0  # for the error events of those that did not finish
-_log = structlog.get_logger(__name__)
 
 
 class GracefulServer(uvicorn.Server):
@@ -77,8 +74,6 @@ class GracefulServer(uvicorn.Server):
             service, banner = load_service(self._settings)
             app = create_app(service, gate_of(self._settings))
         except Exception as error:  # noqa: BLE001  # the main thread tells it
-            if not isinstance(error, ModelError | SettingsError):
-                _log.exception("loading_failed")
             self.failure = error
             self.should_exit = True
             return

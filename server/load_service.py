@@ -2,6 +2,7 @@
 
 import torch
 
+from model_runtime.backends import described
 from model_runtime.build_engine import build_engine
 from model_runtime.chat_template import RESERVED, ChatTemplate
 from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
@@ -93,6 +94,7 @@ def _metrics(factory: MetricFactory, plan: ServingPlan) -> Metrics:
 def _banner(checkpoint: Checkpoint, plan: ServingPlan) -> str:
     """What an operator should know before the first request."""
     exact = "to the bit" if checkpoint.report.bitwise else "within rounding"
+    bits = "same in any batch" if checkpoint.report.bitwise else "depend on the batch"
     where = f"{checkpoint.device}, {str(checkpoint.dtype).removeprefix('torch.')}"
     if checkpoint.device.type == "cpu":
         where += f", {torch.get_num_threads()} threads"
@@ -100,6 +102,8 @@ def _banner(checkpoint: Checkpoint, plan: ServingPlan) -> str:
         [
             f"  model            {type(checkpoint.model).__name__}, {where}",
             *describe(plan),
+            f"  products         {checkpoint.products}; "
+            f"attention: {described(checkpoint.device)}; bits: {bits}",
             f"  self-check       passed; answers are the same in any batch {exact}",
         ]
     )

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from model_runtime.backends import described
 from model_runtime.build_engine import affordable_bytes, total_memory
-from model_runtime.checkpoint import EMBEDDED_MODEL
+from model_runtime.checkpoint import EMBEDDED_MODEL, expected_products
 from model_runtime.kv_store import bytes_per_token
 from model_runtime.outline import Outline, read_outline
 from model_runtime.tokenizer import load_tokenizer
@@ -72,6 +73,8 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         f"  model            {settings.model or 'the embedded one'}: {outline.architecture}, "
         f"{outline.device}, {dtype}",
         *describe(plan),
+        f"  products         {expected_products(outline.device, outline.dtype)}; "
+        f"attention: {described(outline.device)}; bits: the self-check tells",
         f"  memory           {memory}",
         f"  would listen on  {settings.host}, port {settings.port}",
         "  not checked      whether the address is free, and whether the architecture can be taken "

@@ -80,3 +80,10 @@ def tiny_model(architecture: str, seed: int = 0, **overrides: Any) -> PreTrained
                 # Large enough that attention is sharp and decides what comes out.
                 parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
     return model.eval()
+
+
+def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with weights of a dtype; its rotary tables stay float32, as in a loaded one."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model

@@ -13,7 +13,7 @@ import pytest
 from model_runtime import compiled, decode_kernel
 from model_runtime.attention_kernel import attend, attend_in_pairs
 from model_runtime.compiled import SOURCES, jit
-from model_runtime.row_products import multiply_numbers, multiply_pairs
+from model_runtime.row_products import FLOAT32, IN_PAIRS, WIDENED
 
 FOLDER = Path(compiled.__file__).parent
 
@@ -51,7 +51,8 @@ def test_code_is_kept_until_a_source_changes(
 def test_kernels_made_of_kernels_are_found_again_by_another_process(tmp_path: Path) -> None:
     """numba's own key of those is another one in each process"""
     code = (
-        "import numpy as np; from model_runtime.row_products import multiply_numbers as multiply;"
+        "import numpy as np; from model_runtime.row_products import FLOAT32;"
+        "multiply = FLOAT32.multiply;"
         "row, none = np.ones((1, 64), np.float32), np.empty(0, np.float32);"
         "multiply(row, np.ones(64 * 64, np.float32), none, np.empty_like(row), 64, 64, 0, 1);"
         "print(sum(multiply.stats.cache_hits.values()))"
@@ -74,7 +75,10 @@ def test_kernels_made_of_kernels_are_found_again_by_another_process(tmp_path: Pa
 
 def test_variants_of_a_kernel_have_names_of_their_own() -> None:
     """by which their symbols are found, and their files"""
-    kernels: list[Any] = [attend, attend_in_pairs, multiply_numbers, multiply_pairs]
-    kernels += [decode_kernel._run_float32, decode_kernel._run_bfloat16]
-    kernels += [decode_kernel._run_in_pairs]
+    kernels: list[Any] = [attend, attend_in_pairs, FLOAT32.multiply, IN_PAIRS.multiply]
+    kernels += [
+        decode_kernel._runner(multiplying, read)
+        for multiplying in (FLOAT32, WIDENED, IN_PAIRS)
+        for read in (attend, attend_in_pairs)
+    ]
     assert len({kernel.py_func.__qualname__ for kernel in kernels}) == len(kernels)

@@ -17,10 +17,10 @@ from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import EngineConfig
 from model_runtime.decoder_layers import DecoderLayers, restore
 from model_runtime.model_runner import ModelRunner
-from model_runtime.row_products import MOST_ROWS
+from model_runtime.row_products import FLOAT32, MOST_ROWS
 from rope import Profile, Yarn
 from tests.engines import checkpoint_of, tiny_checkpoint
-from tests.tiny_models import VOCAB_SIZE, tiny_model
+from tests.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
 
 CONFIG = EngineConfig(kv_cache_tokens=4096, max_model_len=512, page_size=16)
 PLAIN = ["llama", "qwen2", "qwen3", "mistral", "seed_oss"]
@@ -41,10 +41,7 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def plain(architecture: str, dtype: torch.dtype = torch.float32) -> Checkpoint:
     """A checkpoint that is recognised."""
     window: dict[str, Any] = {"sliding_window": None} if architecture == "mistral" else {}
-    model = tiny_model(architecture, **window)
-    for parameter in model.parameters():  # not the rotary tables
-        parameter.data = parameter.data.to(dtype)
-    return checkpoint_of(model)
+    return checkpoint_of(in_dtype(tiny_model(architecture, **window), dtype))
 
 
 def forward_of(checkpoint: Checkpoint) -> Any:
@@ -120,8 +117,8 @@ def test_a_thread_that_fails_does_not_leave_the_others_waiting(
     expected = answers(checkpoint)
     original = decoder_layers.runner_for
 
-    def failing(keys_NKDO: Any) -> Any:
-        run = original(keys_NKDO)
+    def failing(*kind: Any) -> Any:
+        run = original(*kind)
 
         def call(thread: int, *arguments: Any) -> None:
             if thread == 1:
@@ -192,19 +189,19 @@ def test_a_mistake_shows_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_decode_step_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """of all layers, up to as many rows as have products of their own"""
+    """A step of few rows is one compiled call for all layers."""
     checkpoint = plain("llama")
     forward = forward_of(checkpoint)
     if forward._fields_LW is None:
         pytest.skip("this processor's products have no kernel for few rows")
     calls = []
-    run = decoder_layers.runner_for(np.empty((1, 2, 16, 16), np.float32))
+    run = decoder_layers.runner_for(FLOAT32, np.empty((1, 2, 16, 16), np.float32))
 
     def counted(thread: int, num_threads: int, *arguments: Any) -> None:
         calls.append((thread, num_threads, len(arguments[1])))
         run(thread, num_threads, *arguments)
 
-    monkeypatch.setattr(decoder_layers, "runner_for", lambda _: counted)
+    monkeypatch.setattr(decoder_layers, "runner_for", lambda *_: counted)
     runner: ModelRunner = build_runner(checkpoint, CONFIG)
     slot = native_slot(runner, checkpoint)
     for num_rows in (1, MOST_ROWS, MOST_ROWS + 1):
