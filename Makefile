@@ -14,7 +14,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # Where gpu-bench-model writes.
 GPU_OUT ?= build
 
-.PHONY: setup serve test check fix fuzz soak train gpu-check gpu-bench gpu-bench-model image clean
+.PHONY: setup serve test test-arm check fix fuzz soak train gpu-check gpu-bench gpu-bench-model image clean
 
 setup: .venv/installed
 
@@ -37,6 +37,10 @@ check: setup
 test: check  ## formatter, linter, types, and the whole suite; ISA=avx2: as an older processor
 	OMP_NUM_THREADS=1 $(AS_OLDER) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
 	$(AS_OLDER) $(BIN)/python -m pytest -m alone
+
+# CONTRIBUTING.md says what it needs, and what was seen.
+test-arm: setup  ## the kernels, the self-check and one completion on an aarch64 that qemu plays
+	$(BIN)/python -m tests.arm_machine $(or $(ARM_FOLDER),build/arm) $(ARM_TESTS)
 
 # Both take their lengths and seeds from the environment; docs/reliability.md.
 fuzz: setup  ## hostile requests, ten times as many as in the suite

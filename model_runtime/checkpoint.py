@@ -27,10 +27,10 @@ from model_runtime.backends import backend_for
 from model_runtime.errors import ModelError
 from model_runtime.load_faults import faults_of
 from model_runtime.outline import from_pretrained, read_outline
-from model_runtime.packed_product import choose_way
 from model_runtime.self_check import Report, check, untouched_answers
 from model_runtime.takeover import read_native_rope, shared_inputs, take_over, text_config
 from model_runtime.tokenizer import Tokenizer, load_tokenizer
+from model_runtime.way_trial import choose_way
 from rope import NativeRope
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded_model"

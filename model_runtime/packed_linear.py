@@ -16,6 +16,7 @@ from transformers.activations import ACT2CLS
 from model_runtime.joined_linear import join, stand_in
 from model_runtime.module_swap import swap_modules
 from model_runtime.packed_product import DTYPES, PackedProduct, Way, Workshop
+from model_runtime.way_trial import choose_way
 
 _VECTOR = 64  # a multiple of every vector width in use, in numbers
 _UNSPLIT = 16_384  # numbers; torch gives a thread at least this many of any activation
@@ -27,7 +28,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, product: PackedProduct | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.product = product or PackedProduct([linear])
+        self.product = product or PackedProduct([linear], workshop_for(linear.weight.dtype))
         self.weight = stand_in(linear.weight)
         self.bias = linear.bias
 
@@ -75,21 +76,34 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
     `groups`: names of linears that read one tensor, in the order of their calls
     (takeover.shared_inputs finds them).
     """
-    workshop = Workshop()
+    workshops = {dtype: workshop_for(dtype) for dtype in _dtypes(model)}
+
+    def product(linears: Sequence[nn.Linear]) -> PackedProduct:
+        return PackedProduct(linears, workshops[linears[0].weight.dtype])
+
     packable = [
         names for names in groups if all(_is_packable(model.get_submodule(name)) for name in names)
     ]
-    join(model, packable, lambda linears: PackedProduct(linears, workshop))
+    join(model, packable, product)
     activations = _activation_classes()
 
     def other(module: nn.Module) -> nn.Module | None:
         if _is_packable(module):
-            return PackedLinear(module, PackedProduct([module], workshop))
+            return PackedLinear(module, product([module]))
         if isinstance(module, activations) and not list(module.parameters()):
             return RowwiseActivation(module)
         return None
 
     swap_modules(model, other)
+
+
+def workshop_for(dtype: torch.dtype) -> Workshop:
+    """A workshop for weights of a number type, in the way that suits this processor."""
+    return Workshop(choose_way(dtype, torch.get_num_threads()))
+
+
+def _dtypes(model: nn.Module) -> set[torch.dtype]:
+    return {module.weight.dtype for module in model.modules() if _is_packable(module)}
 
 
 def described(ways: Iterable[Way], dtype: torch.dtype) -> str:

@@ -2,8 +2,8 @@
 
 torch's own linear picks another kernel for one row than for several, which flips near-ties between
 tokens, and then a request's text depends on its neighbours. Here a weight is laid out in one of
-three ways, and `choose_way` finds by trial which of them this processor and this build of torch
-bear, and which is fastest. No way is chosen by a processor's name.
+three ways, and `way_trial.py` finds which of them this processor and this build of torch bear, and
+which is fastest.
 
 - `ONEDNN`: packed by oneDNN in the model's number type; up to 16 rows are multiplied over the same
   memory by `row_products.py`, at the speed at which memory gives the weight.
@@ -28,21 +28,16 @@ part):
 """
 
 import enum
-import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model_runtime import onednn
 from model_runtime.bfloat16 import as_numpy, as_tensor
 from model_runtime.joined_linear import joined_weight
-from model_runtime.lane_pairs import HAS_PAIR_PRODUCTS
 from model_runtime.onednn import OneDnnWeight
 from model_runtime.row_products import (
     FLOAT32,
@@ -57,17 +52,12 @@ from model_runtime.row_products import (
 
 DTYPES = (torch.float32, torch.bfloat16)
 _WIDEST_SINGLE_ROW = 1024  # inputs of a product whose one row may go alone
-_SMALL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # rows of a block
-_LARGE_SIZES = (64, 128, 256, 512)  # where they give the same bits
+SMALL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # rows of a block
+LARGE_SIZES = (64, 128, 256, 512)  # where they give the same bits
 # bf16 hides what sums differ in: another order of them shows in about one number of 10,000.
 _TRIAL_NUMBERS = 1 << 18
 _CHAINS = (512, 1024, 2048, 4096)  # inputs of a chain; to be tried after all of them
 _SCRATCH_BYTES = 1 << 20  # of widened weights: they should stay in a core's second cache
-_PROBE = (448, 1536)  # outputs and inputs of the weight by which a way is chosen
-_PROBE_ROWS = (1, 8, 256)  # whose times decide between two ways
-_PAIR_TRIAL = 1024  # inputs of the panel by which pairs are timed: it stays in the second cache
-_TIMES = 7  # of each trial, of which the shortest counts
-_CLEARLY = 1.15  # times faster; less may be chance, and bits should not change with it
 
 
 class Way(enum.Enum):
@@ -87,17 +77,12 @@ class Tried:
 
 
 class Workshop:
-    """What the products of one model share: the ways chosen, trials by shape, scratch memory."""
+    """What the products of one model share: their way, trials by shape, scratch memory."""
 
-    def __init__(self, way: Way | None = None) -> None:
-        """`way`: for every weight; left out, it is chosen by number type."""
-        self._way = way
+    def __init__(self, way: Way) -> None:
+        self.way = way
         self._tried: dict[tuple[int | bool | torch.dtype, ...], Tried] = {}
         self._scratch: dict[int, OneDnnWeight] = {}
-
-    def way(self, dtype: torch.dtype) -> Way:
-        """The way for weights of a number type."""
-        return self._way or choose_way(dtype, torch.get_num_threads())
 
     def tried(self, product: "PackedProduct", shape: tuple[int | bool | torch.dtype, ...]) -> Tried:
         """What is known of products of this shape, found by the first of them."""
@@ -151,7 +136,7 @@ def _blocks(num_rows: int, sizes: tuple[int, ...], *, are_few_apart: bool) -> tu
     The last block may be larger than its rows, unless up to MOST_ROWS are computed otherwise.
     """
     blocks = []
-    while num_rows >= _SMALL_SIZES[-1]:
+    while num_rows >= SMALL_SIZES[-1]:
         blocks.append(max(size for size in sizes if size <= num_rows))
         num_rows -= blocks[-1]
     while num_rows:
@@ -166,15 +151,14 @@ def _blocks(num_rows: int, sizes: tuple[int, ...], *, are_few_apart: bool) -> tu
 class PackedProduct:
     """The weight of one or several linears with one input, laid out once for the processor."""
 
-    def __init__(self, linears: Sequence[nn.Linear], workshop: Workshop | None = None) -> None:
-        """Lay the weight out. Raises RuntimeError if a way that the workshop was given fails."""
-        workshop = Workshop() if workshop is None else workshop
+    def __init__(self, linears: Sequence[nn.Linear], workshop: Workshop) -> None:
+        """Lay the weight out. Raises RuntimeError if the workshop's way is not possible here."""
         weight_NK, bias_N = joined_weight(linears)
         self.out_features, self.in_features = weight_NK.shape
         self._dtype = weight_NK.dtype
-        self.way = workshop.way(self._dtype)
+        self.way = workshop.way
         self._num_threads = torch.get_num_threads()
-        self._small = _SMALL_SIZES[1 if self.in_features > _WIDEST_SINGLE_ROW else 0 :]
+        self._small = SMALL_SIZES[1 if self.in_features > _WIDEST_SINGLE_ROW else 0 :]
         self._panels: Panels | None
         self._many: Callable[[Tensor], Tensor] | None = None
         if self.way is Way.ONEDNN:
@@ -241,14 +225,14 @@ class PackedProduct:
         generator = torch.Generator().manual_seed(0)
         least = -(-_TRIAL_NUMBERS // self.out_features)
         count = max(MOST_ROWS, least)
-        num_rows = count + _LARGE_SIZES[-1]
+        num_rows = count + LARGE_SIZES[-1]
         rows = torch.randn(num_rows, self.in_features, generator=generator).to(self._dtype)
 
         def by(size: int, count: int) -> Tensor:
             blocks = torch.split(rows[:count], size)
             return torch.cat([self._multiply(block) for block in blocks])
 
-        large: Sequence[int] = _LARGE_SIZES
+        large: Sequence[int] = LARGE_SIZES
         if self.way is Way.ONEDNN and self._dtype != torch.float32:  # there all are always alike
             counts = {size: -(-least // size) * size for size in large}
             expected = by(MOST_ROWS, max(counts.values()))
@@ -286,82 +270,8 @@ class PackedProduct:
 
     def _sizes_of_other_threads(self) -> tuple[int, ...]:
         is_float32 = self._dtype == torch.float32 or self.way is Way.STORED
-        return self._small + (_LARGE_SIZES if is_float32 else ())
+        return self._small + (LARGE_SIZES if is_float32 else ())
 
     def _multiply(self, x_RK: Tensor) -> Tensor:
         assert self._many is not None
         return self._many(x_RK)
-
-
-@cache
-def pairs_pay() -> bool:
-    """Return whether this processor gains by multiplying bfloat16 in pairs.
-
-    The instruction takes as long as a product of single numbers on some processors, and four times
-    as long on others.
-    """
-    if not HAS_PAIR_PRODUCTS:
-        return False
-    x_RK = np.ones((MOST_ROWS, _PAIR_TRIAL), np.uint16)
-    panels = Panels(np.ones(_PAIR_TRIAL * PANEL, np.uint16), _PAIR_TRIAL, PANEL, _PAIR_TRIAL, None)
-    seconds = []
-    for multiplying in (WIDENED, IN_PAIRS):
-        products = RowProducts(panels, _PAIR_TRIAL, multiplying)
-        seconds.append(_shortest(partial(products.multiply, x_RK)))
-    return seconds[1] * _CLEARLY < seconds[0]
-
-
-def is_possible(way: Way, dtype: torch.dtype) -> bool:
-    """Return whether products with a small weight can be computed that way here."""
-    return _probe(way, dtype) is not None
-
-
-@cache
-def choose_way(dtype: torch.dtype, num_threads: int) -> Way:  # noqa: ARG001  # what is found holds for it
-    """Find how weights of a number type are laid out on this processor."""
-    native = _probe(Way.ONEDNN, dtype)
-    if dtype == torch.float32:  # if the order of sums is unknown, so is whether rows are alike
-        return Way.OWN if native is None or native.few(1) is None else Way.ONEDNN
-    stored = _probe(Way.STORED, dtype)
-    if stored is None or stored.way is not Way.STORED:
-        return Way.OWN if native is None else Way.ONEDNN
-    if native is None:
-        return Way.STORED
-    ratios = [_seconds(native, count) / _seconds(stored, count) for count in _PROBE_ROWS]
-    return Way.STORED if math.prod(ratios) ** (1 / len(ratios)) > _CLEARLY else Way.ONEDNN
-
-
-def _probe(way: Way, dtype: torch.dtype) -> PackedProduct | None:
-    """A product laid out that way, whose rows do not depend on the batch; None: there is none."""
-    if way is not Way.OWN and not onednn.is_available():
-        return None
-    linear = nn.Linear(_PROBE[1], _PROBE[0], bias=False).requires_grad_(requires_grad=False)
-    generator = torch.Generator().manual_seed(0)
-    linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator))
-    try:
-        product = PackedProduct([linear.to(dtype)], Workshop(way))
-        x_RK = torch.randn(_LARGE_SIZES[0] + 1, _PROBE[1], generator=generator).to(dtype)
-        whole_RN = product(x_RK)
-        is_invariant = all(
-            torch.equal(product(x_RK[:count]), whole_RN[:count])
-            for count in (*_SMALL_SIZES, _LARGE_SIZES[0])
-        )
-    except (RuntimeError, NotImplementedError):  # no such operator, or not for this processor
-        return None
-    return product if is_invariant else None
-
-
-def _seconds(product: PackedProduct, num_rows: int) -> float:
-    """A product's time for so many rows."""
-    x_RK = torch.ones(num_rows, product.in_features).to(torch.bfloat16)
-    return _shortest(partial(product, x_RK))
-
-
-def _shortest(work: Callable[[], object]) -> float:
-    """The shortest of several times, in seconds; the first call may compile."""
-    times = []
-    for _ in range(_TIMES):
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
-    return min(times)

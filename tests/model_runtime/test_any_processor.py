@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from model_runtime import backends, packed_linear, row_norm
+from model_runtime import backends, checkpoint, packed_linear, row_norm
 from model_runtime.attention_torch import TorchAttention
 from model_runtime.decoder_layers import DecoderLayers
 from model_runtime.errors import ModelError
 from model_runtime.load_faults import faults_of
-from model_runtime.packed_product import Way, Workshop, is_possible
+from model_runtime.make_deployment import make_deployment
+from model_runtime.packed_product import Way, Workshop
 from model_runtime.processor import vectors
-from tests.engines import checkpoint_of
+from model_runtime.way_trial import is_possible
+from tests.engines import EngineFactory, answer, checkpoint_of, request
 from tests.processors import OLDER
 from tests.tiny_models import in_dtype, tiny_model
 
@@ -31,7 +33,7 @@ def test_a_model_has_the_same_bits_in_any_batch_with_every_way_to_multiply(
     """The self-check compares them, and the compiled forward of all layers is taken."""
     if (dtype, way) == (torch.float32, Way.STORED) or not is_possible(way, dtype):
         pytest.skip(f"no {way.name} of {dtype} on this processor or with this torch")
-    monkeypatch.setattr(packed_linear, "Workshop", lambda: Workshop(way))
+    monkeypatch.setattr(packed_linear, "workshop_for", lambda _: Workshop(way))
     adopted = checkpoint_of(in_dtype(tiny_model("llama"), dtype))
     assert adopted.report.bitwise
     assert adopted.products == way.value.format(str(dtype).removeprefix("torch."))
@@ -96,3 +98,24 @@ def test_an_older_processor_is_played_in_all_three_libraries(name: str) -> None:
     isa = [line for line in ended.stdout.splitlines() if "info,cpu,isa:" in line]
     assert isa, "oneDNN tells nothing"
     assert isa[0].endswith(older.isa)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_embedded_model_says_the_same_on_every_processor(
+    engines: EngineFactory, dtype: torch.dtype
+) -> None:
+    """Within its length and at twice of it, where the table is scaled."""
+    loaded = checkpoint.load_checkpoint(
+        checkpoint.EMBEDDED_MODEL, dtype=str(dtype).removeprefix("torch.")
+    )
+    deployment = make_deployment("demo", loaded.native)
+    encode = loaded.tokenizer.encode
+    definition = encode("PORT_4821 = 93175\n")
+    filler = encode(
+        "".join(f"def step_{n}(items):\n    return items[{n}]\n\n\n" for n in range(40))
+    )
+    question = encode("\nprint(PORT_4821)  # -> ")
+    prompts = ([*definition, *filler[:150], *question], [*definition, *filler[:350], *question])
+    engine = engines.over(loaded)
+    results = answer(engine, *(request(deployment, each, max_tokens=5) for each in prompts))
+    assert [result.text for result in results] == ["93175", "93175"]

@@ -10,7 +10,8 @@ from transformers.activations import ACT2FN
 from model_runtime import onednn, packed_product
 from model_runtime.onednn import OneDnnWeight
 from model_runtime.packed_linear import PackedLinear, RowwiseActivation, pack
-from model_runtime.packed_product import PackedProduct, Way, Workshop, choose_way, is_possible
+from model_runtime.packed_product import PackedProduct, Way, Workshop
+from model_runtime.way_trial import choose_way, is_possible
 
 ROWS = (1, 2, 3, 7, 8, 16, 31, 32, 33, 64, 65, 100, 128, 257, 512)
 WAYS = [(dtype, way) for dtype in (torch.float32, torch.bfloat16) for way in Way]

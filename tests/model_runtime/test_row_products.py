@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from model_runtime import onednn, packed_product, row_products
-from model_runtime.packed_product import PackedProduct, Way, Workshop, is_possible
+from model_runtime.packed_product import PackedProduct, Way, Workshop
 from model_runtime.row_products import MOST_ROWS
+from model_runtime.way_trial import is_possible
 
 
 def product_of(linear: nn.Linear, way: Way = Way.ONEDNN) -> PackedProduct:

@@ -109,8 +109,9 @@ def test_config_check_says_what_serve_says(server: Server, tmp_path: Path) -> No
     file.write_text("max_num_seqs: 32\n")
     ended = run_to_end("config", "check", str(file))
     assert ended.returncode == 0, ended.stderr
-    start, end = "  deployment ", "  self-check"
+    start, end = "  deployment ", "; bits: "
     banner = server.banner[server.banner.index(start) : server.banner.index(end)]
+    assert "  products  " in banner
     assert banner in ended.stdout
 
 
