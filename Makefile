@@ -33,10 +33,18 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+PYTEST := $(BIN)/python -m pytest
+# What another processor could break, in two minutes; all of it with ISA=avx2.
+OLDER_PART := $(addprefix tests/model_runtime/test_,lanes.py row_products.py any_processor.py \
+	attention_products.py decoder_layers.py)
+
 # Two at a time, a thread each: threads of two tests on the same cores wait for each other.
 test: check  ## formatter, linter, types, and the whole suite; ISA=avx2: as an older processor
-	OMP_NUM_THREADS=1 $(AS_OLDER) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
-	$(AS_OLDER) $(BIN)/python -m pytest -m alone
+	$(AS_OLDER) $(BIN)/python -m tests.warm_kernels
+	OMP_NUM_THREADS=1 $(AS_OLDER) $(PYTEST) -n 2 --dist loadfile --durations=25 -m "not alone"
+	$(AS_OLDER) $(PYTEST) --durations=10 -m alone
+	$(if $(ISA),,OMP_NUM_THREADS=1 $(BIN)/python -m tests.processors --if-newer avx2 \
+		$(PYTEST) -n 2 --dist loadfile $(OLDER_PART))
 
 # CONTRIBUTING.md says what it needs, and what was seen.
 test-arm: setup  ## the kernels, the self-check and one completion on an aarch64 that qemu plays

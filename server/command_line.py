@@ -11,7 +11,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from server.setting_sections import (
     ModelSettings,
     SourceSettings,
 )
-from server.settings import ServeSettings, SettingsError, load_settings
+from server.settings import TRACEBACK_VARIABLE, ServeSettings, SettingsError, load_settings
 
 _USAGE_ERROR, _DIED = 2, 1
 
@@ -55,13 +55,13 @@ def serve(**flags: Any) -> None:
     Flags beat the environment, which beats the file.
     """
     _log_to_stderr()
-    with _sentences():
+    with _sentences(), ExitStack() as stack:
         settings = load_settings(given(flags))
         from server.gate import gate_of
         from server.lifecycle import GracefulServer
 
         gate_of(settings)  # what is wrong there is told before anything is loaded
-        listener = _bound_socket(settings)
+        listener = stack.enter_context(_bound_socket(settings))
         host, port = listener.getsockname()[:2]
         scheme = "http" if settings.ssl_certfile is None else "https"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -186,13 +186,13 @@ def _sentences() -> Iterator[None]:
         first_line = str(error).strip().partition("\n")[0]
         click.echo(f"ropewalk: unexpected {type(error).__name__}: {first_line}", err=True)
         if not _tell_traceback():
-            click.echo("ropewalk: set ROPEWALK_TRACEBACK=1 to see where it came from", err=True)
+            click.echo(f"ropewalk: set {TRACEBACK_VARIABLE}=1 to see where it came from", err=True)
         sys.exit(_DIED)
 
 
 def _tell_traceback() -> bool:
     """Print the traceback of the error that is being handled, if the operator asked for it."""
-    is_asked = bool(os.environ.get("ROPEWALK_TRACEBACK"))
+    is_asked = bool(os.environ.get(TRACEBACK_VARIABLE))
     if is_asked:
         click.echo(traceback.format_exc(), err=True)
     return is_asked

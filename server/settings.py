@@ -26,6 +26,7 @@ from server.setting_sections import (
 )
 
 _ENV_PREFIX = "ROPEWALK_"
+TRACEBACK_VARIABLE = f"{_ENV_PREFIX}TRACEBACK"  # no setting: it is read where errors are told
 
 
 class SettingsError(ValueError):
@@ -86,7 +87,7 @@ def _file_values(path: Path) -> dict[str, Any]:
 
 
 def _refuse_unknown_variables() -> None:
-    known = {variable_of(name) for name in ServeSettings.model_fields}
+    known = {variable_of(name) for name in ServeSettings.model_fields} | {TRACEBACK_VARIABLE}
     for name in sorted(os.environ):
         if name.upper().startswith(_ENV_PREFIX) and name not in known:
             raise SettingsError(

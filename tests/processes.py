@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from click.testing import CliRunner
+
+from server.command_line import ropewalk
+
 _START_S = 120
 _STOP_S = 30
 
@@ -29,12 +33,20 @@ def command(*arguments: str, module: str = "server") -> list[str]:
     return [sys.executable, "-m", module, *arguments]
 
 
+def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself, in this process: imports take most of a new one's time."""
+    result = CliRunner().invoke(ropewalk, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
+
+
 def run_to_end(
-    *arguments: str, env: dict[str, str] | None = None
+    *arguments: str, env: dict[str, str] | None = None, module: str = "server"
 ) -> subprocess.CompletedProcess[str]:
-    """A command that is expected to end by itself."""
+    """A command that ends by itself, in a process of its own."""
     return subprocess.run(
-        command(*arguments),
+        command(*arguments, module=module),
         capture_output=True,
         text=True,
         timeout=_START_S,

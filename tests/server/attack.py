@@ -12,7 +12,7 @@ from tests.processes import Server
 from tests.server.raw_http import Reply
 from tests.server.test_metrics import value
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "4000"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "1500"))
 SEED = int(os.environ.get("FUZZ_SEED", "20260117"))
 FIRST = int(os.environ.get("FUZZ_FIRST", "0"))
 MOST_ERROR_BYTES = 10_000  # of an answer that refuses

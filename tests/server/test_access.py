@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.processes import Server, run_to_end, running_server
+from tests.processes import Server, run_here, running_server
 
 ROUTES = [
     ("GET", "/v1/models"),
@@ -153,7 +153,7 @@ def test_a_wrong_access_setting_ends_before_anything_is_loaded(
     arguments: list[str], message: str
 ) -> None:
     """with a sentence and code 2"""
-    ended = run_to_end("serve", "--port", "0", *arguments)
+    ended = run_here("serve", "--port", "0", *arguments)
     assert ended.returncode == 2
     assert f"ropewalk: {message}" in ended.stderr
     assert "loading_weights" not in ended.stderr

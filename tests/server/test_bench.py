@@ -22,7 +22,7 @@ from server.bench.command import bench
 from server.bench.plan import BenchError, LoadPlan, choose_context_lens
 from server.bench.report import percentile
 from server.bench.target import IdPrompts, WordPrompts, root_of
-from tests.processes import Server, run_to_end
+from tests.processes import Server, run_here
 
 pytestmark = pytest.mark.alone
 
@@ -68,7 +68,7 @@ def measured(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
         for kind in ("count", "sum")
     ]
     before = {name: samples(server, name) for name in names}
-    ended = run_to_end(
+    ended = run_here(
         "bench", f"{server.url}/v1/", "--context-lens", "2032,64,512",
         "--requests", str(REQUESTS), "--warmup", str(WARMUP), "--output-tokens", str(OUTPUT),
         "--json", str(folder / "out.json"), "--plot", str(folder / "out.png"),

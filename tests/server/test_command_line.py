@@ -12,12 +12,12 @@ from model_runtime.checkpoint import EMBEDDED_MODEL
 from server.command_line import _bound_socket
 from server.load_service import load_service
 from server.settings import ServeSettings, SettingsError, load_settings
-from tests.processes import Server, command, run_to_end
+from tests.processes import Server, command, run_here, run_to_end
 
 
 def test_help_lists_every_setting() -> None:
-    """as a flag and as a variable"""
-    text = run_to_end("serve", "--help").stdout
+    """As a flag and as a variable."""
+    text = run_here("serve", "--help").stdout
     for name in ServeSettings.model_fields:
         if name != "model":
             assert f"--{name.replace('_', '-')} " in text
@@ -88,13 +88,29 @@ def test_what_cannot_be_served_ends_with_a_sentence_and_code_2(
 
 
 def test_a_broken_checkpoint_ends_with_a_sentence_and_code_2(tmp_path: Path) -> None:
-    """through the environment, too"""
+    """The folder may come from the environment."""
     folder = tmp_path / "model"
     shutil.copytree(EMBEDDED_MODEL, folder)
     (folder / "tokenizer.json").unlink()
     ended = run_to_end("serve", env={"ROPEWALK_MODEL": str(folder)})
     assert ended.returncode == 2
     assert f"ropewalk: {folder} has no tokenizer.json" in ended.stderr
+
+
+def test_what_a_library_refuses_while_a_model_is_loaded_is_a_sentence() -> None:
+    """The number type, the device, the reason and another setting; code 2 and no traceback."""
+    ended = run_to_end("serve", "--dtype", "bfloat16", "--port", "0", module="tests.server.unfit")
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    sentence = "cannot be served with dtype bfloat16 on device cpu: RuntimeError: needs avx512bw"
+    assert f"{sentence}; try dtype float32" in ended.stderr
+    shown = run_to_end(
+        *("serve", "--dtype", "bfloat16", "--port", "0"),
+        env={"ROPEWALK_TRACEBACK": "1"},
+        module="tests.server.unfit",
+    )
+    assert "Traceback" in shown.stderr
+    assert "in refuse" in shown.stderr
 
 
 def test_tokens_are_sent_without_nagles_delay() -> None:

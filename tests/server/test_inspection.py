@@ -13,7 +13,7 @@ from model_runtime.errors import ModelError
 from server.load_service import load_service
 from server.outlook import outlook_of
 from server.settings import SettingsError, load_settings
-from tests.processes import Server, run_to_end
+from tests.processes import Server, run_here, run_to_end
 from tests.tiny_models import tiny_model
 
 TWO = """
@@ -30,7 +30,7 @@ port: 9999
 
 def inspect(*arguments: str) -> dict[str, Any]:
     """As JSON."""
-    ended = run_to_end("inspect", "--json", *arguments)
+    ended = run_here("inspect", "--json", *arguments)
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = json.loads(ended.stdout)
     return found
@@ -80,7 +80,7 @@ def test_costs_are_those_of_the_config() -> None:
 
 def test_text_has_a_row_per_pair_and_a_column_per_tier() -> None:
     """with the state's letter"""
-    ended = run_to_end("inspect", "--rope-tiers", "1,2,6", "--rope-policy", "grow")
+    ended = run_here("inspect", "--rope-tiers", "1,2,6", "--rope-policy", "grow")
     lines = ended.stdout.splitlines()
     at = next(index for index, line in enumerate(lines) if line.startswith("pair"))
     assert "256 (1x)" in lines[at]
@@ -97,7 +97,7 @@ def test_a_model_with_tables_by_layer_type_says_which_is_scaled(tmp_path: Path) 
     model = tiny_model("gemma3_text").to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((EMBEDDED_MODEL / "tokenizer.json").read_bytes())
-    ended = run_to_end("inspect", str(tmp_path), "--dtype", "bfloat16")
+    ended = run_here("inspect", str(tmp_path), "--dtype", "bfloat16")
     assert ended.returncode == 0, ended.stderr
     assert "not scaled       layers of type sliding_attention keep their own table" in ended.stdout
     assert "512 bytes a token: 4 layers x 2 heads x (16 + 16) in bfloat16" in ended.stdout
@@ -107,7 +107,7 @@ def test_config_check_says_what_serve_says(server: Server, tmp_path: Path) -> No
     """of the embedded model: the same lines as the banner"""
     file = tmp_path / "ropewalk.yaml"
     file.write_text("max_num_seqs: 32\n")
-    ended = run_to_end("config", "check", str(file))
+    ended = run_here("config", "check", str(file))
     assert ended.returncode == 0, ended.stderr
     start, end = "  deployment ", "; bits: "
     banner = server.banner[server.banner.index(start) : server.banner.index(end)]
@@ -119,7 +119,7 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
     """and what the cache limits"""
     file = tmp_path / "ropewalk.yaml"
     file.write_text(TWO)
-    ended = run_to_end("config", "check", str(file))
+    ended = run_here("config", "check", str(file))
     for line in (
         "deployment       demo",
         "scaling        llama3, pinned",

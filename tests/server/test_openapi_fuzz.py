@@ -111,7 +111,7 @@ def test_what_the_document_describes_is_served_as_described(attacked: Server) ->
                 statuses += generated(operation, _MODES[1], NUM_CASES // 160, session)
             num_cases += statuses.total()
             say(f"{time.monotonic() - began:6.1f} s {operation.label}: {dict(statuses)}")
-    assert num_cases >= 1000, num_cases
+    assert num_cases >= NUM_CASES // 4, num_cases
     assert not any(wait_until_idle(attacked).values())
     assert greedy(attacked) == before
     assert not [line for line in attacked.log[first_line:] if "Traceback" in line]

@@ -24,7 +24,7 @@ from tests.server.test_metrics import samples
 
 pytestmark = pytest.mark.alone
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "75"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "25"))
 SEED = int(os.environ.get("SOAK_SEED", "20260117"))
 OUT = os.environ.get("SOAK_OUT")
 _CLIENTS = 14

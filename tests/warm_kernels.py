@@ -1,0 +1,21 @@
+"""Compile the kernels before tests run beside each other: `python -m tests.warm_kernels`.
+
+Two workers and every server that they start would compile the same code at the same time.
+"""
+
+import sys
+import time
+
+from model_runtime.checkpoint import EMBEDDED_MODEL, load_checkpoint
+from model_runtime.config import EngineConfig
+from tests.engines import EngineFactory, answer, deployment_of, request
+
+if __name__ == "__main__":
+    for dtype in ("float32", "bfloat16"):
+        began = time.monotonic()
+        checkpoint = load_checkpoint(EMBEDDED_MODEL, dtype=dtype)
+        engines = EngineFactory()
+        engine = engines.over(checkpoint, page_size=EngineConfig.page_size)
+        answer(engine, request(deployment_of(checkpoint), list(range(40)), max_tokens=3))
+        engines.stop_all()
+        sys.stdout.write(f"kernels of {dtype}: {time.monotonic() - began:.0f} s\n")
