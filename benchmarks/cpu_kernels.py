@@ -1,0 +1,170 @@
+"""`python -m benchmarks.cpu_kernels`: products and attention on one core, beside what it can do.
+
+The core's own rates come first: multiply-adds whose operands stay in registers, in vectors as wide
+as the kernels use, and reading memory. Each kernel's number is a share of one of them, measured in
+the same minute. `python -m tests.processors avx2` before it makes a newer processor play an older.
+
+Shapes: K = key heads, V = value dimensions, T = flat query tokens, H = query heads.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+import torch
+from torch import nn
+
+from model_runtime.attention import LayerRead
+from model_runtime.attention_cpu import CpuAttention
+from model_runtime.backends import new_store
+from model_runtime.batch import Span, build_batch
+from model_runtime.compiled import jit
+from model_runtime.lanes import WIDTH, add, fma, load, spread, total
+from model_runtime.outline import KVShape
+from model_runtime.packed_linear import described, workshop_for
+from model_runtime.packed_product import PackedProduct
+from model_runtime.processor import vectors
+from model_runtime.rope_tables import RopeTables
+from rope import Profile, Unscaled, native_rope
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_SHAPES = ((2048, 768), (768, 2048), (32_000, 768))  # outputs and inputs, of `medium`
+_ROWS = (1, 4, 8, 16, 64, 256, 1024)
+_HEADS, _KEY_HEADS, _DIM, _PAGE = 12, 4, 64, 64  # of `medium`
+_READS = ((8192, 1), (2048, 256), (8192, 256))  # keys, and query tokens at their end
+_PEAK_ROUNDS = 1 << 16
+_READ_BYTES = 256 << 20
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    what: str
+    dtype: str
+    rate: str
+    share: str
+
+
+@jit()
+def _multiply_adds(rounds: int) -> Any:
+    """Twelve chains of multiply-adds, as many as two units with six steps each keep busy."""
+    x, y = spread(np.float32(0.5)), spread(np.float32(0.25))
+    a = b = c = d = e = f = g = h = i = j = k = m = y
+    for _ in range(rounds):
+        a, b, c = fma(a, x, y), fma(b, x, y), fma(c, x, y)
+        d, e, f = fma(d, x, y), fma(e, x, y), fma(f, x, y)
+        g, h, i = fma(g, x, y), fma(h, x, y), fma(i, x, y)
+        j, k, m = fma(j, x, y), fma(k, x, y), fma(m, x, y)
+    return total(add(add(add(a, b), add(c, d)), add(add(e, f), add(g, h)))) + total(
+        add(add(i, j), add(k, m))
+    )
+
+
+@jit()
+def _sum(numbers: Any) -> Any:
+    first = second = third = fourth = spread(np.float32(0.0))
+    for at in range(0, numbers.shape[0], 4 * WIDTH):
+        first = add(first, load(numbers, at))
+        second = add(second, load(numbers, at + WIDTH))
+        third = add(third, load(numbers, at + 2 * WIDTH))
+        fourth = add(fourth, load(numbers, at + 3 * WIDTH))
+    return total(add(add(first, second), add(third, fourth)))
+
+
+def seconds(work: Callable[[], object], least: float = 0.3) -> float:
+    """The median of several times, after one that does not count."""
+    work()
+    times: list[float] = []
+    while len(times) < 5 or sum(times) < least:
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[len(times) // 2]
+
+
+def product_rows(peak: float, bandwidth: float) -> list[Row]:
+    """Products of each shape: many rows against multiply-adds, one row against memory."""
+    rows = []
+    for dtype in _DTYPES:
+        workshop, name = workshop_for(dtype), str(dtype).removeprefix("torch.")
+        for num_outputs, num_inputs in _SHAPES:
+            linear = nn.Linear(num_inputs, num_outputs, bias=False).to(dtype)
+            product = PackedProduct([linear], workshop)
+            num_bytes = num_outputs * num_inputs * dtype.itemsize
+            for count in _ROWS:
+                took = seconds(partial(product, torch.randn(count, num_inputs).to(dtype)))
+                rate = 2 * count * num_outputs * num_inputs / took
+                what = f"{count} x {num_inputs} x {num_outputs}"
+                if count == 1:
+                    share = f"{num_bytes / took / bandwidth:.0%} of reading"
+                else:
+                    share = f"{rate / peak:.0%} of multiply-adds"
+                rows.append(Row(what, name, f"{rate / 1e9:.0f} GFLOP/s", share))
+    return rows
+
+
+def attention_rows(peak: float, bandwidth: float) -> list[Row]:
+    """Attention of one layer, decoding and in a prompt; rotation is not counted as work."""
+    rows = []
+    for dtype in _DTYPES:
+        for num_keys, num_queries in _READS:
+            work, name = _read(dtype, num_keys, num_queries), str(dtype).removeprefix("torch.")
+            took = seconds(work)
+            seen = sum(range(num_keys - num_queries + 1, num_keys + 1))
+            rate = 4 * _HEADS * _DIM * seen / took
+            read = 2 * _KEY_HEADS * _DIM * num_keys * dtype.itemsize / took
+            share = f"{rate / peak:.0%} of multiply-adds"
+            if num_queries == 1:
+                share += f", {read / bandwidth:.0%} of reading"
+            what = f"attention, {num_queries} tokens at {num_keys} keys"
+            rows.append(Row(what, name, f"{rate / 1e9:.0f} GFLOP/s", share))
+    return rows
+
+
+def _read(dtype: torch.dtype, num_keys: int, num_queries: int) -> Callable[[], object]:
+    """A read of random keys by one sequence's last tokens."""
+    cpu, num_pages = torch.device("cpu"), -(-num_keys // _PAGE)
+    native = native_rope({"max_position_embeddings": num_keys, "head_dim": _DIM})
+    tables = RopeTables(native, _PAGE, num_keys, cpu)
+    slot = tables.slot(Profile(Unscaled()))
+    store = new_store({0: KVShape(_KEY_HEADS, _DIM, _DIM)}, num_pages, _PAGE, dtype, cpu)
+    keys_NKDO, values_NKOV = store.pages(0)
+    keys_NKDO.normal_()
+    values_NKOV.normal_()
+    pages = torch.randperm(num_pages).tolist()
+    span = Span([0] * num_queries, num_keys - num_queries, pages, slot, range(0))
+    backend = CpuAttention(build_batch([span], _PAGE, cpu))
+    query_THD = torch.randn(num_queries, _HEADS, _DIM).to(dtype)
+    layer = LayerRead(
+        query_THD, keys_NKDO, values_NKOV, tables.layer("all"), _DIM**-0.5, None, None, None
+    )
+    return partial(backend.read, layer)
+
+
+@click.command(help=__doc__.partition("\n")[0])
+def main() -> None:
+    """Print the table as Markdown."""
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    numbers = np.ones(_READ_BYTES // 4, np.float32)
+    peak = 2 * 12 * WIDTH * _PEAK_ROUNDS / seconds(partial(_multiply_adds, _PEAK_ROUNDS))
+    bandwidth = _READ_BYTES / seconds(partial(_sum, numbers))
+    ways = {dtype: described([workshop_for(dtype).way], dtype) for dtype in _DTYPES}
+    lines = [
+        f"{vectors().name}, {vectors().lanes} lanes; multiply-adds {peak / 1e9:.0f} GFLOP/s, "
+        f"reading {bandwidth / 1e9:.1f} GB/s; {ways[torch.float32]}; {ways[torch.bfloat16]}",
+        "",
+        "| work | dtype | rate | share |",
+        "| --- | --- | ---: | ---: |",
+    ]
+    rows = product_rows(peak, bandwidth) + attention_rows(peak, bandwidth)
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
