@@ -32,7 +32,7 @@ from model_runtime.lane_pairs import (
 )
 from model_runtime.lane_tiles import add_products
 from model_runtime.lanes import WIDTH, load, store
-from model_runtime.way_trial import pairs_pay
+from model_runtime.pair_trial import pairs_pay
 
 
 class Products(NamedTuple):

@@ -130,7 +130,7 @@ def expected_products(device: torch.device, dtype: torch.dtype) -> str:
     """How weights will be laid out and multiplied, before there are any."""
     if backend_for(device) is not CpuAttention:
         return "torch"
-    return packed_linear.described([choose_way(dtype, torch.get_num_threads())], dtype)
+    return packed_linear.described([choose_way(dtype)], dtype)
 
 
 def _leave_file(model: nn.Module) -> None:

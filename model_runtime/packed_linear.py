@@ -99,7 +99,7 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
 
 def workshop_for(dtype: torch.dtype) -> Workshop:
     """A workshop for weights of a number type, in the way that suits this processor."""
-    return Workshop(choose_way(dtype, torch.get_num_threads()))
+    return Workshop(choose_way(dtype))
 
 
 def _dtypes(model: nn.Module) -> set[torch.dtype]:

@@ -171,7 +171,7 @@ def test_pack_replaces_linears_and_activations_everywhere() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_way_that_is_chosen_is_possible(dtype: torch.dtype) -> None:
     """Whatever the processor, there is one."""
-    assert is_possible(choose_way(dtype, torch.get_num_threads()), dtype)
+    assert is_possible(choose_way(dtype), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -180,7 +180,7 @@ def test_without_onednn_every_row_is_multiplied_over_own_panels(
 ) -> None:
     """A build of torch may lack the library."""
     monkeypatch.setattr(onednn, "is_available", lambda: False)
-    assert choose_way.__wrapped__(dtype, 1) is Way.OWN
+    assert choose_way.__wrapped__(dtype) is Way.OWN
 
 
 def test_onednn_that_refuses_a_number_type_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_onednn_that_refuses_a_number_type_is_not_chosen(monkeypatch: pytest.Mon
     monkeypatch.setattr(packed_product, "OneDnnWeight", Refusing)
     can_widen = is_possible(Way.STORED, torch.bfloat16)
     expected = Way.STORED if can_widen else Way.OWN
-    assert choose_way.__wrapped__(torch.bfloat16, 1) is expected
+    assert choose_way.__wrapped__(torch.bfloat16) is expected
 
 
 def test_stored_weights_take_half_the_memory_of_float32() -> None:

@@ -1,0 +1,59 @@
+"""Which of two kernels is faster on this processor, and whether products of pairs are."""
+
+import math
+import time
+from collections.abc import Callable
+from functools import cache, partial
+
+import numpy as np
+
+from model_runtime.lane_pairs import HAS_PAIR_PRODUCTS
+from model_runtime.row_products import (
+    IN_PAIRS,
+    MOST_ROWS,
+    PANEL,
+    WIDENED,
+    Panels,
+    RowProducts,
+)
+
+CLEARLY = 1.15  # times faster; less may be chance
+_TIMES = 9  # of each trial, of which the shortest counts
+_NUM_INPUTS = 1024  # of the panel by which pairs are timed: it stays in the second cache
+_ONE = 0x3F80  # 1.0 in bfloat16; numbers below 2^-126 would slow one of the two down
+
+
+@cache
+def pairs_pay() -> bool:
+    """Return whether this processor gains by multiplying bfloat16 in pairs.
+
+    The instruction takes as long as a product of single numbers on some processors, and four times
+    as long on others.
+    """
+    if not HAS_PAIR_PRODUCTS:
+        return False
+    x_RK = np.full((MOST_ROWS, _NUM_INPUTS), _ONE, np.uint16)
+    packed_Q = np.full(_NUM_INPUTS * PANEL, _ONE, np.uint16)
+    panels = Panels(packed_Q, _NUM_INPUTS, PANEL, _NUM_INPUTS, None)
+    singly, in_pairs = shortest(
+        *(
+            partial(RowProducts(panels, _NUM_INPUTS, multiplying).multiply, x_RK)
+            for multiplying in (WIDENED, IN_PAIRS)
+        )
+    )
+    return in_pairs * CLEARLY < singly
+
+
+def shortest(*works: Callable[[], object]) -> list[float]:
+    """Return the shortest of several times of each, in seconds, taken in turns.
+
+    The first call of each may compile, and does not count.
+    """
+    times = [[math.inf] for _ in works]
+    for attempt in range(_TIMES + 1):
+        for work, found in zip(works, times, strict=True):
+            begin = time.perf_counter()
+            work()
+            if attempt:
+                found.append(time.perf_counter() - begin)
+    return [min(found) for found in times]
