@@ -35,8 +35,8 @@ check: setup
 
 PYTEST := $(BIN)/python -m pytest
 # What another processor could break, in two minutes; all of it with ISA=avx2.
-OLDER_PART := $(addprefix tests/model_runtime/test_,lanes.py row_products.py any_processor.py \
-	attention_products.py decoder_layers.py)
+OLDER_PART := tests/model_runtime/cpu_kernels tests/promises/test_any_processor.py \
+	$(addprefix tests/model_runtime/layers/test_,packed_product.py fused_decoder.py)
 
 # Two at a time, a thread each: threads of two tests on the same cores wait for each other.
 test: check  ## formatter, linter, types, and the whole suite; ISA=avx2: as an older processor
@@ -69,7 +69,7 @@ train: setup  ## the embedded model again, from Python's own library, into build
 gpu-check:  ## the kernels on the GPU against float64, and the embedded model served there
 	@$(GPU_PYTHON) -m benchmarks.gpu_needs
 	$(GPU_PYTHON) -m pytest -W default -o addopts=--import-mode=importlib \
-		tests/gpu tests/model_runtime/test_attention_triton.py \
+		tests/gpu tests/model_runtime/attention/test_triton_backend.py \
 		tests/benchmarks/test_gpu_rotated_keys.py
 
 gpu-bench:  ## the attention's speed on the GPU beside the machine's own; tables as Markdown

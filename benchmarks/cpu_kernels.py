@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from model_runtime.attention import LayerRead
-from model_runtime.attention_cpu import CpuAttention
-from model_runtime.backends import new_store
+from model_runtime.attention.backends import new_store
+from model_runtime.attention.cpu_backend import CpuAttention
+from model_runtime.attention.paged_attention import LayerRead
 from model_runtime.batch import Span, build_batch
-from model_runtime.compiled import jit
-from model_runtime.lanes import WIDTH, add, fma, load, spread, total
-from model_runtime.outline import KVShape
-from model_runtime.packed_linear import described, workshop_for
-from model_runtime.packed_product import PackedProduct
-from model_runtime.processor import vectors
-from model_runtime.rope_tables import RopeTables
+from model_runtime.cache.rope_tables import RopeTables
+from model_runtime.cpu_kernels.jit import jit
+from model_runtime.cpu_kernels.processor import vectors
+from model_runtime.cpu_kernels.simd import WIDTH, add, fma, load, spread, total
+from model_runtime.layers.packed_linear import described, workshop_for
+from model_runtime.layers.packed_product import PackedProduct
+from model_runtime.loading.model_config import KVShape
 from rope import Profile, Unscaled, native_rope
 
 _DTYPES = (torch.float32, torch.bfloat16)

@@ -22,14 +22,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from benchmarks.gpu_clock import Work, copy_rate, matrix_rate, seconds
 from benchmarks.gpu_inputs import LLAMA_3_8B, PAGE_SIZE, TINY, Cache, Sizes, windowed
 from benchmarks.gpu_report import markdown
-from model_runtime.attention_torch import TorchAttention
-from model_runtime.attention_triton import TritonAttention
-from model_runtime.attention_triton_decode import Tuning, decode
-from model_runtime.attention_triton_prefill import prefill
+from model_runtime.attention.key_range import whole_range
+from model_runtime.attention.torch_backend import TorchAttention
+from model_runtime.attention.triton_backend import TritonAttention
+from model_runtime.attention.triton_decode import Tuning, decode
+from model_runtime.attention.triton_prefill import prefill
 from model_runtime.batch import Batch
-from model_runtime.key_range import whole_range
 from rope import offset_angles, page_start_angles, position_angles
-from server.line_file import LineFile
+from server.jsonl_file import LineFile
 
 _MOST_ERROR = 1e-2
 _TUNINGS = tuple(

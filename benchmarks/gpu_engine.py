@@ -11,12 +11,12 @@ from statistics import median
 
 import torch
 
-from model_runtime.build_engine import build_engine
-from model_runtime.checkpoint import Checkpoint
 from model_runtime.config import EngineConfig
 from model_runtime.deployment import Deployment, RopeRequest
-from model_runtime.model_runner import ModelRunner
+from model_runtime.engine.build_engine import build_engine
+from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import FinishReason, OnOutput, Output, Request, SamplingParams
+from model_runtime.runner.model_runner import ModelRunner
 
 _WAIT_S = 300  # for a step to end
 

@@ -9,10 +9,10 @@ from functools import cached_property
 
 import torch
 
-from model_runtime.attention import LayerRead
+from model_runtime.attention.paged_attention import LayerRead
 from model_runtime.batch import Batch, Span, build_batch
-from model_runtime.kv_store import KVStore
-from model_runtime.rope_tables import RopeTables
+from model_runtime.cache.kv_cache import KVStore
+from model_runtime.cache.rope_tables import RopeTables
 from rope import Profile, Yarn, native_rope
 
 PAGE_SIZE = 16

@@ -9,11 +9,11 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from benchmarks.make_model import Shape, fill, llama_config
-from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, adopt
 from model_runtime.config import EngineConfig
 from model_runtime.deployment import Deployment
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, adopt
+from model_runtime.loading.pretrained import load_tokenizer
 from model_runtime.make_deployment import make_deployment
-from model_runtime.tokenizer import load_tokenizer
 
 PAGE_SIZE = 64  # as served when nothing is said
 _SEED = 7

@@ -27,9 +27,9 @@ from benchmarks.gpu_needs import lacks_to_serve
 from benchmarks.gpu_rotated_keys import KINDS
 from benchmarks.gpu_server import ServerError, serve_and_load
 from benchmarks.gpu_transformers import Batching, Contender, Generating, contenders
-from model_runtime.checkpoint import Checkpoint
 from model_runtime.deployment import Deployment
-from model_runtime.model_runner import ModelRunner
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.runner.model_runner import ModelRunner
 
 Row = dict[str, Any]
 OURS = "ropewalk"

@@ -18,11 +18,11 @@ from functools import cached_property
 
 from torch import Tensor
 
-from model_runtime.asked_rows import WritingStep
-from model_runtime.attention import AttentionCall, LayerPlan, PagedStep
+from model_runtime.attention.paged_attention import AttentionCall, LayerPlan, PagedStep
 from model_runtime.batch import Batch
-from model_runtime.model_runner import ModelRunner
-from model_runtime.rope_tables import LayerTables
+from model_runtime.cache.rope_tables import LayerTables
+from model_runtime.layers.last_layer import WritingStep
+from model_runtime.runner.model_runner import ModelRunner
 from rope import Angles, rotate
 
 

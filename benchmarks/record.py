@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from server.line_file import LineFile
+from server.jsonl_file import LineFile
 
 
 class RecordError(Exception):

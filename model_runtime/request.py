@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from model_runtime.deployment import Placement
 from rope import Tier
 
+MAX_LOGPROBS = 20  # alternatives per token; always computed, so that ties fall the same way
+
 if TYPE_CHECKING:  # it brings transformers with it, and settings import this file
-    from model_runtime.grammar import Grammar
+    from model_runtime.text.grammar import Grammar
 
 
 class FinishReason(enum.StrEnum):

@@ -2,9 +2,9 @@
 
 import sys
 
-from server.own_packages import foreign_package
-from server.process_memory import bound_memory
-from server.thread_waiting import wait_briefly
+from server.startup.preflight import foreign_package
+from server.startup.process_memory import bound_memory
+from server.startup.thread_waiting import wait_briefly
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
         sys.exit(2)
     bound_memory()
     wait_briefly()
-    from server.command_line import ropewalk  # noqa: PLC0415  # not before the check
+    from server.cli import ropewalk  # noqa: PLC0415  # not before the check
 
     ropewalk()
 

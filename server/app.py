@@ -7,15 +7,15 @@ from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 
 from server import errors
-from server.access import OPEN_PATHS, ApiKeysMiddleware, RequestIdMiddleware
-from server.body_limits import BodyLimits, BodyLimitsMiddleware
-from server.chat import chat_router
-from server.completions import completions_router
-from server.description import describe
-from server.health import health_router
-from server.http_metrics import HttpMetricsMiddleware
-from server.model_list import model_router
-from server.service import ClientDisconnectedError, Service
+from server.api.chat import chat_router
+from server.api.completions import completions_router
+from server.api.health import health_router
+from server.api.models import model_router
+from server.api.service import ClientDisconnectedError, Service
+from server.middleware.auth import OPEN_PATHS, ApiKeysMiddleware, RequestIdMiddleware
+from server.middleware.body_limits import BodyLimits, BodyLimitsMiddleware
+from server.middleware.http_metrics import HttpMetricsMiddleware
+from server.openapi import describe
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is there to read it but the log
 

@@ -5,7 +5,6 @@ client's string. Every series of the histograms exists from the start, at zero.
 """
 
 import bisect
-import math
 from collections.abc import Mapping, Sequence
 
 from prometheus_client import (
@@ -18,13 +17,12 @@ from prometheus_client import (
 )
 
 from model_runtime.config import EngineConfig
-from model_runtime.observer import Observer
+from model_runtime.engine.observer import Observer
 from model_runtime.request import FinishReason, Request
-from model_runtime.step_clock import PARTS, Part
+from model_runtime.runner.step_timer import PARTS, Part
 from rope import Tier
-from server.own_version import own_version
+from server.version import own_version
 
-MAX_CONTEXT_BUCKETS = 12  # with +Inf; each costs a whole histogram per metric
 # vLLM's bounds, so that panels line up.
 _FIRST_TOKEN_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
@@ -81,14 +79,6 @@ class ByContext:
     def observe(self, context_len: int, seconds: float) -> None:
         """Count a time in the bucket of its context length (upper bounds are inclusive)."""
         self._children[bisect.bisect_left(self._context_bounds, context_len)].observe(seconds)
-
-
-def default_context_buckets(native_len: int, max_len: int) -> tuple[int, ...]:
-    """Fractions of L as well as multiples, so that ordinary traffic is not all in one bucket."""
-    doublings = max(0, math.ceil(math.log2(max_len / native_len)))
-    lowest = max(-7, doublings - MAX_CONTEXT_BUCKETS + 2)
-    bounds = [int(native_len * 2**power) for power in range(min(lowest, 0), doublings + 1)]
-    return tuple(bound for bound in bounds if bound >= 16)[-(MAX_CONTEXT_BUCKETS - 1) :]
 
 
 class Metrics(Observer):

@@ -32,11 +32,11 @@ CPU revision\t: 1
 """  # noqa: E501
 _MIDR = "0x00000000413fd0c1\n"
 _DEFAULT = (
-    "tests/model_runtime/test_lanes.py",
-    "tests/model_runtime/test_any_processor.py",
-    "tests/model_runtime/test_attention_blocks.py",
-    "tests/model_runtime/test_row_norm.py",
-    "tests/model_runtime/test_gated_mlp.py",
+    "tests/model_runtime/cpu_kernels/test_simd.py",
+    "tests/promises/test_any_processor.py",
+    "tests/model_runtime/cpu_kernels/test_attention_block.py",
+    "tests/model_runtime/layers/test_rms_norm.py",
+    "tests/model_runtime/layers/test_gated_mlp.py",
 )
 
 

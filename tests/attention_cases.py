@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_runtime.attention import LayerRead
+from model_runtime.attention.paged_attention import LayerRead
 from model_runtime.batch import Batch, Span, build_batch
-from model_runtime.kv_store import KVStore
-from model_runtime.rope_tables import LayerTables, RopeTables
+from model_runtime.cache.kv_cache import KVStore
+from model_runtime.cache.rope_tables import LayerTables, RopeTables
 from rope import Linear, Profile, Unscaled, Yarn, native_rope
 
 LOGN_LEN = 64

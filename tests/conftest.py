@@ -11,7 +11,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
 from tests.engines import EngineFactory
 from tests.processes import Server, running_server
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from model_runtime.build_engine import build_engine
-from model_runtime.checkpoint import Checkpoint, adopt
 from model_runtime.config import EngineConfig
 from model_runtime.deployment import Deployment, RopeRequest
-from model_runtime.engine import Engine
+from model_runtime.engine.build_engine import build_engine
+from model_runtime.engine.engine import Engine
+from model_runtime.engine.observer import Observer
+from model_runtime.loading.checkpoint import Checkpoint, adopt
 from model_runtime.make_deployment import make_deployment
-from model_runtime.observer import Observer
 from model_runtime.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer

@@ -88,7 +88,7 @@ def _only_compiled(case: str) -> Any:
 
 def main() -> None:
     """Every launch of a write and a read is compiled with the arguments it has, and not run."""
-    from model_runtime.attention_triton import TritonAttention
+    from model_runtime.attention.triton_backend import TritonAttention
 
     driver.set_active(Device())
     for name, case in CASES.items():

@@ -1,6 +1,6 @@
 """docs/models.md, written by taking tiny random models over: `python -m tests.models_page`.
 
-The same outcomes are asserted by tests/model_runtime/test_takeover.py.
+The same outcomes are asserted by tests/model_runtime/loading/test_patch_model.py.
 """
 
 import re
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import structlog
 
-from model_runtime.attention import LayerPlan
-from model_runtime.checkpoint import adopt
+from model_runtime.attention.paged_attention import LayerPlan
 from model_runtime.errors import ModelError
+from model_runtime.loading.checkpoint import adopt
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
@@ -81,7 +81,7 @@ def page(outcomes: list[Outcome]) -> str:
 
 _PAGE = """# Models
 
-Written by `python -m tests.models_page`, which takes a tiny random model of each architecture over (four layers or more, every kind of layer, random norms) and runs the self-check; `tests/model_runtime/test_takeover.py` asserts the same at every run. An architecture that is not listed may well be served: the self-check decides at load, not this list.
+Written by `python -m tests.models_page`, which takes a tiny random model of each architecture over (four layers or more, every kind of layer, random norms) and runs the self-check; `tests/model_runtime/loading/test_patch_model.py` asserts the same at every run. An architecture that is not listed may well be served: the self-check decides at load, not this list.
 
 ## Served
 

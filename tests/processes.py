@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from click.testing import CliRunner
 
-from server.command_line import ropewalk
+from server.cli import ropewalk
 
 _START_S = 120
 _STOP_S = 30

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from model_runtime.batch import Span
-from model_runtime.checkpoint import Checkpoint
-from model_runtime.step_clock import StepClock
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.runner.step_timer import StepClock
 
 
 class Script:

@@ -3,10 +3,10 @@
 `tests/test_docs.py` holds the page to them.
 """
 
-from server.setting_flags import default_text
-from server.setting_sections import SECTIONS
-from server.setting_types import Section, unit_of
-from server.settings import variable_of
+from server.settings.fields import Section, unit_of
+from server.settings.flags import default_text
+from server.settings.load import variable_of
+from server.settings.sections import SECTIONS
 
 
 def table(section: type[Section]) -> str:

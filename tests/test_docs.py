@@ -5,29 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from server.app import create_app
-from server.chat_schema import ChatRequest, Message, TokenLogprobs
-from server.completion_schema import CompletionRequest
-from server.load_service import load_service
-from server.model_schema import (
+from server.api.chat_schema import ChatRequest, Message, TokenLogprobs
+from server.api.completion_schema import CompletionRequest
+from server.api.generation_schema import PromptProgressAnswer, RopeAnswer, RopeField
+from server.api.model_schema import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
     TokenizerInfo,
 )
-from server.schema import PromptProgressAnswer, RopeAnswer, RopeField
-from server.service import Service
-from server.setting_sections import SECTIONS
-from server.setting_types import Section
-from server.settings import load_settings
+from server.api.service import Service
+from server.app import create_app
+from server.settings.fields import Section
+from server.settings.load import load_settings
+from server.settings.sections import SECTIONS
+from server.startup.load_service import load_service
 from tests.settings_page import table
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (
-    *("rope", "model_runtime", "server", "server/bench", "server/evaluation", "training"),
-    "benchmarks",
-)
+PACKAGES = ("rope", "model_runtime", "server")
 
 
 def page(name: str) -> str:
@@ -96,7 +93,9 @@ def test_every_field_and_error_code_is_documented() -> None:
     for model in bodies:
         for name in model.model_fields:
             assert re.search(rf"[`\"]{name}[`\"]", page("api.md")), f"{model.__name__}.{name}"
-    sources = "".join(path.read_text() for path in ROOT.glob("*/*.py"))
+    sources = "".join(
+        path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")
+    )
     codes = set(re.findall(r'code="(\w+)"', sources))
     codes |= set(re.findall(r'_error", "(\w+)", (?:None|\d)', sources))
     assert {"context_length_exceeded", "queue_full", "model_not_found"} <= codes
@@ -104,15 +103,27 @@ def test_every_field_and_error_code_is_documented() -> None:
         assert f"`{code}`" in page("api.md"), code
 
 
-def test_every_file_has_its_line_in_the_architecture() -> None:
-    """and no line is left of a file that is gone"""
-    text = page("architecture.md")
-    for package in PACKAGES:
-        section = text.split(f"### {package}/\n")[1].split("\n### ")[0]
-        cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-        named = set(re.findall(r"`(\w+\.py)`", " ".join(cells)))
-        there = {path.name for path in (ROOT / package).glob("*.py")} - {"__init__.py"}
-        assert named == there
+def test_every_folder_has_its_row_in_the_architecture() -> None:
+    """And no row is left of a folder that is gone."""
+    rows = set(re.findall(r"^\| `([\w/]+)/`", page("architecture.md"), re.MULTILINE))
+    there = {
+        str(path.parent.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("__init__.py")
+    } - {"model_runtime"}  # its root is described above the table
+    assert there <= rows
+    assert all((ROOT / row).is_dir() for row in rows)
+
+
+def test_files_that_pages_name_exist() -> None:
+    """In the map of the code and on the pages beside it, by name or by path."""
+    names = {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    for name in ("architecture.md", "attention.md", "gpu-memory.md", "loading.md", "processors.md"):
+        for path in re.findall(r"`([\w/]+\.py)`", page(name)):
+            assert path.rpartition("/")[2] in names, f"{name}: {path}"
+            assert "/" not in path or any(
+                (ROOT / root / path).is_file() for root in (".", "model_runtime", "server")
+            ), f"{name}: {path}"
 
 
 def test_links_lead_somewhere() -> None:

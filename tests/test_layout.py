@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -21,38 +22,125 @@ MAY_IMPORT = {
 SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def imported(path: Path) -> set[str]:
-    """Top-level names that a file imports."""
+_RUNTIME = ("engine", "loading", "runner", "scheduling", "layers", "attention", "cache", "text")
+# folder -> folders of the same package that its files may import; each may import the root's files
+ROOMS = {
+    "model_runtime": {
+        "cpu_kernels": set(),
+        "text": set(),
+        "cache": {"cpu_kernels"},
+        "attention": {"cache", "cpu_kernels"},
+        "layers": {"attention", "cache", "cpu_kernels"},
+        "scheduling": {"cache"},
+        "runner": {"layers", "attention", "cache", "cpu_kernels"},
+        "loading": {"runner", "layers", "attention", "cache", "text", "cpu_kernels"},
+        "engine": {*_RUNTIME, "cpu_kernels"},
+    },
+    "server": {
+        "bench": set(),
+        "corpus": set(),
+        "middleware": set(),
+        "settings": set(),
+        "api": {"middleware"},
+        "startup": {"api", "middleware", "settings"},
+        "inspection": {"startup", "settings", "corpus"},
+        "policy_eval": {"startup", "settings", "corpus"},
+        "evaluation": {"policy_eval", "startup", "settings", "corpus"},
+    },
+}
+# Deciding is plain Python: no torch in these.
+TORCHLESS = ("model_runtime/scheduling",)
+TORCHLESS_CACHE = ("page_pool.py", "prefix_cache.py")
+MOST_FILES = 15  # of a folder, `__init__` not counted
+
+
+def modules(path: Path) -> set[str]:
+    """Full names of the modules that a file imports, or imports names of."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names.add(str(node.module).partition(".")[0])
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_one_way(path: Path) -> None:
-    """server -> model_runtime -> rope; rope knows torch and the standard library"""
-    names = imported(path)
-    package = path.relative_to(ROOT).parts[0]
-    assert names & set(PACKAGES) <= MAY_IMPORT[package]
-    if package == "rope":
-        assert names <= {"rope", "torch", *sys.stdlib_module_names}
-    if path.name in ("scheduler.py", "page_pool.py", "sequence.py", "request.py"):
-        assert "torch" not in names, "deciding is plain Python"
+def imported(path: Path) -> set[str]:
+    """Top-level names that a file imports."""
+    return {name.partition(".")[0] for name in modules(path)}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
-def test_files_are_short_and_named_for_what_is_in_them(path: Path) -> None:
-    """at most 350 lines; no utils, common, helpers, misc or base"""
-    assert len(path.read_text().splitlines()) <= 350
-    assert path.stem not in {"utils", "common", "helpers", "misc", "base"}
+@pytest.mark.parametrize("package", ROOMS)
+def test_folders_import_what_their_table_says(package: str) -> None:
+    """A file imports its own folder, the package's root and the folders below it."""
+    rooms = ROOMS[package]
+    folders = {path.name for path in (ROOT / package).iterdir() if (path / "__init__.py").is_file()}
+    assert folders == set(rooms)
+    wrong = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        room = path.relative_to(ROOT / package).parts[0]
+        if room not in rooms:
+            continue
+        for name in modules(path):
+            head, _, rest = name.partition(".")
+            other = rest.partition(".")[0]
+            if head == package and other in rooms and other not in {room, *rooms[room]}:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_each_folder_says_what_is_in_it_and_is_small(package: str) -> None:
+    """A reader looks at a dozen names at a time."""
+    for room in ROOMS[package]:
+        folder = ROOT / package / room
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), room
+        assert len(list(folder.glob("*.py"))) - 1 <= MOST_FILES, room
+
+
+def test_deciding_is_plain_python() -> None:
+    """The scheduler, the page pool and the prefix cache know no torch."""
+    paths = [ROOT / "model_runtime/request.py", *(ROOT / TORCHLESS[0]).glob("*.py")]
+    paths += [ROOT / "model_runtime/cache" / name for name in TORCHLESS_CACHE]
+    assert len(paths) > 5
+    assert not [path.name for path in paths if "torch" in imported(path)]
+
+
+def offenders(paths: Iterable[Path], is_wrong: Callable[[Path], bool]) -> list[str]:
+    """Names of the files that break a rule."""
+    return [str(path.relative_to(ROOT)) for path in paths if is_wrong(path)]
+
+
+def test_imports_point_one_way() -> None:
+    """From server to model_runtime to rope; rope knows torch and the standard library."""
+
+    def is_wrong(path: Path) -> bool:
+        names, package = imported(path), path.relative_to(ROOT).parts[0]
+        known = {"rope", "torch", *sys.stdlib_module_names} if package == "rope" else names
+        return not names & set(PACKAGES) <= MAY_IMPORT[package] or not names <= known
+
+    assert not offenders(SOURCES, is_wrong)
+
+
+def test_files_are_short() -> None:
+    """A file has at most 350 lines."""
+    paths = [*SOURCES, *(ROOT / "tests").rglob("*.py")]
+    assert not offenders(paths, lambda path: len(path.read_text().splitlines()) > 350)
+
+
+def test_files_are_named_for_what_is_in_them() -> None:
+    """No file is called utils, common, helpers, misc or base."""
+    vague = {"utils", "common", "helpers", "misc", "base"}
+    paths = [*SOURCES, *(ROOT / "tests").rglob("*.py")]
+    assert not offenders(paths, lambda path: path.stem in vague)
+
+
+def test_nothing_is_unpickled() -> None:
+    """Neither by pickle nor by what rests on it, because loading such data runs code."""
+    unsafe = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+    assert not offenders(
+        SOURCES, lambda path: bool(imported(path) & unsafe) or "torch.load" in path.read_text()
+    )
 
 
 def test_a_foreign_rope_is_noticed(tmp_path: Path) -> None:
@@ -75,11 +163,3 @@ def test_the_public_names_of_rope_are_sorted_and_exist() -> None:
 
     assert rope.__all__ == sorted(rope.__all__, key=lambda name: (not name.isupper(), name))
     assert all(hasattr(rope, name) for name in rope.__all__)
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_is_unpickled(path: Path) -> None:
-    """neither by pickle nor by what rests on it: loading such data runs code"""
-    names = imported(path)
-    assert not names & {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-    assert "torch.load" not in path.read_text()

@@ -6,8 +6,8 @@ Two workers and every server that they start would compile the same code at the 
 import sys
 import time
 
-from model_runtime.checkpoint import EMBEDDED_MODEL, load_checkpoint
 from model_runtime.config import EngineConfig
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL, load_checkpoint
 from tests.engines import EngineFactory, answer, deployment_of, request
 
 if __name__ == "__main__":

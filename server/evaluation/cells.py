@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from model_runtime.deployment import Deployment, Placement, RopeRequest
-from model_runtime.engine import Engine
+from model_runtime.engine.engine import Engine
 from model_runtime.request import FinishReason, Output, Request, SamplingParams
-from model_runtime.tokenizer import Tokenizer
+from model_runtime.text.tokenizer import Tokenizer
 from server.evaluation.haystack import Haystack, Query
 from server.evaluation.plan import EvalError, EvalPlan, Variant
 from server.evaluation.texts import Texts, Window

@@ -9,9 +9,9 @@ import structlog
 from click.core import ParameterSource
 
 from model_runtime.errors import ModelError
-from server.setting_flags import SettingsCommand, given, with_flags
-from server.setting_sections import ModelSettings
-from server.settings import ServeSettings, SettingsError, load_settings
+from server.settings.flags import SettingsCommand, given, with_flags
+from server.settings.load import ServeSettings, SettingsError, load_settings
+from server.settings.sections import ModelSettings
 
 _USAGE_ERROR = 2
 _COUNT = click.IntRange(min=1)
@@ -151,8 +151,8 @@ def evaluate(ctx: click.Context, /, *, policies: bool, **flags: Any) -> None:
     changes while it decodes. Without MODEL, the embedded demonstration model.
     """
     # Only here, so that the other commands do not wait for torch to be imported.
-    from server.evaluation.crossing_windows import CrossingError  # noqa: PLC0415
     from server.evaluation.plan import EvalError  # noqa: PLC0415
+    from server.policy_eval.windows import CrossingError  # noqa: PLC0415
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     own = {name: flags.pop(name) for name in _AGAINST_LENGTH | _ACROSS_TIERS | _BOTH}
@@ -191,9 +191,9 @@ def _against_length(own: dict[str, Any], settings: ServeSettings) -> None:
 
 
 def _across_tiers(own: dict[str, Any], settings: ServeSettings) -> None:
-    from server.evaluation.crossing_run import CrossingOptions, run_crossings  # noqa: PLC0415
     from server.evaluation.plan import parse_lens  # noqa: PLC0415
     from server.evaluation.texts import read_documents  # noqa: PLC0415
+    from server.policy_eval.run import CrossingOptions, run_crossings  # noqa: PLC0415
 
     named = {name: own[name] for name in _ACROSS_TIERS | {"seed", "resumes"}}
     named["num_crossings"] = tuple(parse_lens("--crossings", own["num_crossings"]))

@@ -9,8 +9,8 @@ import itertools
 import random
 from dataclasses import dataclass
 
-from model_runtime.tokenizer import Tokenizer
-from server.evaluation.needles import Needle, random_needles
+from model_runtime.text.tokenizer import Tokenizer
+from server.corpus.needles import Needle, random_needles
 from server.evaluation.plan import ANSWER_TOKENS, EvalError, EvalPlan
 from server.evaluation.texts import Source, Texts
 

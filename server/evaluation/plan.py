@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope import NativeRope
-from server.evaluation.needles import FORMS, Form
-from server.setting_sections import DeploymentEntry
+from server.corpus.needles import FORMS, Form
+from server.settings.sections import DeploymentEntry
 
 UNSCALED = "none"
 # Name -> rope_type and fields beside the factor.

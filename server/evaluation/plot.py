@@ -5,9 +5,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server.evaluation.intervals import Estimate
 from server.evaluation.plan import METHODS, Variant
 from server.evaluation.report import NUM_BINS, Report, Row
+from server.intervals import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

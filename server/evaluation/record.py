@@ -7,7 +7,7 @@ from typing import Any
 
 from server.evaluation.cells import PERPLEXITY, Cell, QueryScore, Score, WindowScore
 from server.evaluation.plan import EvalError
-from server.line_file import LineFile
+from server.jsonl_file import LineFile
 
 FILE = "results.jsonl"
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from server.evaluation.cells import PERPLEXITY, RETRIEVAL, QueryScore, Score, WindowScore
-from server.evaluation.intervals import Estimate, exponential, mean, proportion
 from server.evaluation.plan import EvalPlan, Variant
+from server.intervals import Estimate, exponential, mean, proportion
 
 NUM_BINS = 4  # of depth
 _LN_2 = 0.6931471805599453

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from model_runtime.engine import Engine
+from model_runtime.engine.engine import Engine
 from rope import NativeRope
 from server.evaluation.cells import PERPLEXITY, RETRIEVAL, Grid, make_grid, measure
 from server.evaluation.haystack import choose_haystacks
@@ -32,7 +32,7 @@ from server.evaluation.subject import Subject, load_subject, native_of
 from server.evaluation.suggest import suggestion
 from server.evaluation.table import table
 from server.evaluation.texts import Texts, choose_windows, make_texts, read_documents
-from server.settings import ServeSettings
+from server.settings.load import ServeSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import torch
 
-from model_runtime.build_engine import build_engine
-from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
 from model_runtime.deployment import Deployment
-from model_runtime.engine import Engine
-from model_runtime.outline import Outline, weight_files
-from model_runtime.tokenizer import Tokenizer
+from model_runtime.engine.build_engine import build_engine
+from model_runtime.engine.engine import Engine
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from model_runtime.loading.model_config import Outline, weight_files
+from model_runtime.text.tokenizer import Tokenizer
 from rope import NativeRope
 from server.evaluation.cells import TOGETHER
 from server.evaluation.plan import EvalError, EvalPlan, Variant
-from server.model_facts import facts_of
-from server.outlook import outline_of
-from server.serving_plan import EMBEDDED_NAME, ServingPlan, plan_serving, profiles_of
-from server.settings import ServeSettings
+from server.settings.load import ServeSettings
+from server.startup.dry_run import outline_of
+from server.startup.model_facts import facts_of
+from server.startup.serving_plan import EMBEDDED_NAME, ServingPlan, plan_serving, profiles_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from server.evaluation.intervals import mean, proportion
 from server.evaluation.plan import METHODS, EvalPlan, Variant
 from server.evaluation.report import Report
+from server.intervals import mean, proportion
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ A cell is the number and its 95 % interval.
 
 from collections.abc import Callable
 
-from server.evaluation.intervals import Estimate
 from server.evaluation.report import Report, Row
+from server.intervals import Estimate
 
 _Pick = Callable[[Row], Estimate | None]
 

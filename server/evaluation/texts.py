@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from model_runtime.tokenizer import Tokenizer
-from server.evaluation.held_out import Document, library_documents
+from model_runtime.text.tokenizer import Tokenizer
+from server.corpus.held_out import Document, library_documents
 from server.evaluation.plan import EvalError, EvalPlan
 
 

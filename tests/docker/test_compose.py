@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
+from server.settings.load.load import ServeSettings, load_settings
 
-from server.load_service import load_service
-from server.settings import ServeSettings, load_settings
+from server.startup.load_service import load_service
 from tests.docker.dashboard import DASHBOARD, PANELS, QUERIES, ROOT
 
 DOCKER = ROOT / "docker"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from server.settings.load.load import ServeSettings
 
-from server.settings import ServeSettings
 from tests.docker.dockerfile import Ignored, expand, parse
 from tests.docker.image_steps import Image, build
 

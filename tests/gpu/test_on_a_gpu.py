@@ -1,7 +1,7 @@
 """What only a GPU can show: `make gpu-check`.
 
-The kernels' own cases are in tests/model_runtime/test_attention_triton.py, which runs on the GPU
-where there is one.
+The kernels' own cases are in tests/model_runtime/attention/test_triton_backend.py, which runs on the
+GPU if there is one.
 """
 
 from dataclasses import fields, replace
@@ -13,16 +13,16 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from benchmarks.gpu_attention import angle_errors
 from benchmarks.gpu_inputs import LLAMA_3_8B
-from model_runtime.attention_torch import TorchAttention
-from model_runtime.attention_triton import TritonAttention
-from model_runtime.backends import backend_for
-from model_runtime.build_engine import build_engine
-from model_runtime.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from model_runtime.attention.backends import backend_for
+from model_runtime.attention.torch_backend import TorchAttention
+from model_runtime.attention.triton_backend import TritonAttention
 from model_runtime.config import EngineConfig
-from model_runtime.decode_graphs import recorded_sizes
-from model_runtime.memory_profile import CudaMeter
-from model_runtime.model_runner import ModelRunner
+from model_runtime.engine.build_engine import build_engine
+from model_runtime.engine.memory_profile import CudaMeter
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
 from model_runtime.request import FinishReason
+from model_runtime.runner.cuda_graphs import recorded_sizes
+from model_runtime.runner.model_runner import ModelRunner
 from tests.attention_cases import Case, Laid, relative_error
 from tests.engines import EngineFactory, Result, answer, deployment_of, request
 
@@ -135,9 +135,9 @@ def test_a_cache_sized_by_a_step_leaves_room_for_any(
     """full prompts scored with all alternatives, sampled answers beside them, within the share"""
     for package in ("pydantic_settings", "prometheus_client"):
         pytest.importorskip(package, reason="settings are the server's")
-    from server.model_facts import facts_of
-    from server.serving_plan import plan_serving
-    from server.settings import load_settings
+    from server.settings.load import load_settings
+    from server.startup.model_facts import facts_of
+    from server.startup.serving_plan import plan_serving
 
     meter = CudaMeter(on_gpu.device)
     meter.reset()

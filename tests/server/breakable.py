@@ -25,9 +25,9 @@ _DYING_S = 2.0
 
 def break_on_signals() -> None:
     """Put the faults where a signal can reach them."""
-    from model_runtime.engine_core import EngineCore
-    from model_runtime.model_runner import ModelRunner
-    from server.lifecycle import GracefulServer
+    from model_runtime.engine.engine_core import EngineCore
+    from model_runtime.runner.model_runner import ModelRunner
+    from server.startup.lifecycle import GracefulServer
 
     dies, fails, flows = threading.Event(), threading.Event(), threading.Event()
     flows.set()

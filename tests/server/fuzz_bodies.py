@@ -12,10 +12,10 @@ from typing import Any, get_args
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import BaseModel
 
-from server.chat_schema import ChatRequest, Message, TextPart
-from server.completion_schema import CompletionRequest
-from server.model_schema import DetokenizeRequest, TokenizeRequest
-from server.schema import ResponseFormat, RopeField, StreamOptions
+from server.api.chat_schema import ChatRequest, Message, TextPart
+from server.api.completion_schema import CompletionRequest
+from server.api.generation_schema import ResponseFormat, RopeField, StreamOptions
+from server.api.model_schema import DetokenizeRequest, TokenizeRequest
 
 # path -> (model, a body that is answered at once)
 ROUTES: Mapping[str, tuple[type[BaseModel], Mapping[str, str]]] = {

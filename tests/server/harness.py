@@ -64,7 +64,7 @@ def evaluate(folder: Path, model: str, arguments: dict[str, Any]) -> dict[str, A
 
 def main(folder: Path, url: str) -> None:
     """Both models, in this order: what the harness calls them, and what they are given."""
-    from model_runtime.checkpoint import EMBEDDED_MODEL
+    from model_runtime.loading.checkpoint import EMBEDDED_MODEL
 
     data = folder / "test.jsonl"
     data.write_text("\n".join(json.dumps(each) for each in QUESTIONS))

@@ -9,7 +9,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.metrics import MAX_CONTEXT_BUCKETS, default_context_buckets
+from server.settings.fields import MAX_CONTEXT_BUCKETS
+from server.startup.serving_plan import default_context_buckets
 from tests.processes import Server, running_server
 
 BOUNDS = [16, 32, 64, 128, 256, 512, 1024, 2048]

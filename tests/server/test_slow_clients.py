@@ -12,7 +12,7 @@ from socket import AF_INET, IPPROTO_TCP, SO_RCVBUF, SOCK_STREAM, SOL_SOCKET, TCP
 import httpx
 import pytest
 
-from server.settings import ServeSettings
+from server.settings.load import ServeSettings
 from tests.processes import Server, running_server
 from tests.progress import say
 from tests.server.attack import ask_health, greedy, wait_until_idle

@@ -6,7 +6,7 @@
 from typing import Any
 
 if __name__ == "__main__":
-    from model_runtime import packed_linear
+    from model_runtime.layers import packed_linear
     from server.__main__ import main
 
     def refuse(*_: Any) -> None:

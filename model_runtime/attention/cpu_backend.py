@@ -1,0 +1,117 @@
+"""The cache on a CPU: deals a layer's work out to threads that run the compiled kernel.
+
+Shapes: T = flat query tokens, C = columns that hold head beside head, H = query heads, K = key
+heads, D = key dimensions, V = value dimensions, S = sequences, N = pages, O = offsets in a page,
+W = work items.
+"""
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model_runtime.attention.paged_attention import LayerRead
+from model_runtime.batch import Batch
+from model_runtime.cpu_kernels.attention import TILE, attend, attend_in_pairs, put
+from model_runtime.cpu_kernels.attention_dot import uses_pairs
+from model_runtime.cpu_kernels.bfloat16 import as_numpy
+from model_runtime.cpu_kernels.threads import MOST_THREADS, run_shares
+
+_SERIAL_WORK = 200_000  # query-key-dimension products below which threads cost more than they give
+NO_SINKS = np.empty(0, np.float32)
+
+
+class CpuAttention:
+    """One step's reads and writes; what layers share is prepared once."""
+
+    # A register of keys is scored at once, a dimension at a time.
+    row_keys: ClassVar[bool] = False
+    is_recordable: ClassVar[bool] = False
+
+    def __init__(self, batch: Batch) -> None:
+        self._places_S = batch.places_S
+        self.destinations = batch.page_T.numpy(), batch.offset_T.numpy()
+        self.sequences = (
+            batch.page_table_SN.numpy(),
+            batch.query_start_S1.numpy(),
+            batch.first_position_S.numpy(),
+            batch.table_slot_S.numpy(),
+        )
+        self._shares: dict[tuple[int, ...], list[Any]] = {}  # by a layer's heads and dimensions
+
+    def write(
+        self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
+    ) -> None:
+        """Put the step's keys and values where the batch says."""
+        key_TC, value_TC = (each.flatten(1).contiguous() for each in (key_TKD, value_TKV))
+        pages = as_numpy(keys_NKDO), as_numpy(values_NKOV)
+        put(as_numpy(key_TC), 0, as_numpy(value_TC), 0, *self.destinations, *pages)
+
+    def read(self, read: LayerRead) -> Tensor:
+        """Attention of one layer; float32 [T, H, V]."""
+        num_tokens, num_heads, _ = read.query_THD.shape
+        sinks_H = read.sinks_H
+        out_TC = self.attend(
+            as_numpy(read.query_THD.flatten(1).float().contiguous()),
+            num_heads,
+            (as_numpy(read.keys_NKDO), as_numpy(read.values_NKOV)),
+            (
+                read.tables.kernel_arrays,
+                np.float32(read.scaling),
+                np.int64(read.sliding_window or 0),
+                np.float32(read.softcap or 0.0),
+                NO_SINKS if sinks_H is None else sinks_H.detach().float().numpy(),
+            ),
+        )
+        return torch.from_numpy(out_TC).view(num_tokens, num_heads, -1)
+
+    def write_joined(self, joined_TC: Any, num_heads: int, pages: tuple[Any, Any]) -> None:
+        """The write, of keys and values that stand behind their queries in one array of numpy."""
+        _, num_key_heads, dim, _ = pages[0].shape
+        key_at = num_heads * dim
+        value_at = key_at + num_key_heads * dim
+        put(joined_TC, key_at, joined_TC, value_at, *self.destinations, *pages)
+
+    def attend(
+        self, query_TC: Any, num_heads: int, pages: tuple[Any, Any], how: tuple[Any, ...]
+    ) -> Any:
+        """The read, of queries in the first columns of an array of numpy; head by head.
+
+        `how`: tables, scaling, window, soft cap and sinks as the kernel takes them.
+        """
+        _, num_key_heads, dim, _ = pages[0].shape
+        out_TC = np.empty((len(query_TC), num_heads * pages[1].shape[3]), query_TC.dtype)
+        group = num_heads // num_key_heads
+        arguments = (query_TC, group, *pages, *self.sequences, *how, out_TC)
+        shares = self.dealt(num_heads, dim, num_key_heads)
+        kernel = attend_in_pairs if uses_pairs(pages[0]) else attend
+        run_shares(lambda share: kernel(share, *arguments), shares)
+        return out_TC
+
+    def dealt(self, num_heads: int, dim: int, num_key_heads: int) -> list[Any]:
+        """The work, dealt out card by card to as many threads as it can feed.
+
+        A card is (sequence, key head, first query of a tile); int64 [W, 3] a thread.
+        """
+        shape = (num_heads, dim, num_key_heads, torch.get_num_threads())
+        if shape not in self._shares:
+            items = [
+                (sequence, head, tile)
+                for sequence, place in enumerate(self._places_S)
+                for tile in range(0, place.num_tokens, TILE)
+                for head in range(num_key_heads)
+            ]
+            items_W3 = np.array(items, dtype=np.int64).reshape(-1, 3)
+            products = sum(
+                place.num_tokens * (place.first_position + place.num_tokens)
+                for place in self._places_S
+            )
+            work = products * num_heads * dim
+            num_threads = min(
+                torch.get_num_threads(), MOST_THREADS, len(items), 1 + work // _SERIAL_WORK
+            )
+            self._shares[shape] = [
+                np.ascontiguousarray(items_W3[first::num_threads]) for first in range(num_threads)
+            ]
+        return self._shares[shape]

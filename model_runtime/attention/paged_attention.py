@@ -1,0 +1,170 @@
+"""Where a model's own forward meets the paged cache.
+
+Every attention layer of a taken-over model calls `paged_attention`. It writes the step's keys and
+values, unrotated, to their pages, and reads all pages of each sequence under that sequence's own
+table. What it needs for the step travels in the forward's keyword arguments, not in a global.
+
+Shapes: T = flat query tokens, H = query heads, K = key heads, D = key dimensions, V = value
+dimensions, N = pages, O = offsets in a page.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from model_runtime.batch import Batch
+from model_runtime.cache.kv_cache import KVStore
+from model_runtime.cache.rope_tables import LayerTables, RopeTables
+from model_runtime.errors import ModelError
+from rope import half_split_from_interleaved
+
+IMPLEMENTATION = "ropewalk"  # the name transformers knows this attention by
+STEP = "ropewalk_step"  # the keyword that carries the step through a model's forward
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One layer's call, as the model made it; queries and keys not rotated."""
+
+    query_1HTD: Tensor
+    key_1KTD: Tensor
+    value_1KTV: Tensor
+    scaling: float  # multiplies every logit
+    sliding_window: int | None  # keys that a query sees, itself included; None: all
+    softcap: float | None  # c: logits become c * tanh(logit / c)
+    sinks_H: Tensor | None  # one more logit per head, without a value
+
+
+class Step(Protocol):
+    """What travels in the keyword: it answers each layer's call."""
+
+    def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
+        """The attention's output, [1, T, H, V]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """How one attention layer rotates, found by probing it (see patch_model.py)."""
+
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    layer_type: str | None  # whose table it reads; None: this layer does not rotate
+    rotary_dim: int  # leading dimensions that rotate
+    interleaved: bool  # pairs are (2i, 2i + 1) in the model, (i, i + P) in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRead:
+    """All that the read of one layer needs, beside the batch; handed to a backend."""
+
+    query_THD: Tensor  # unrotated, half-split pairs
+    keys_NKDO: Tensor  # this layer's pages, unrotated; in whichever order in memory
+    values_NKOV: Tensor
+    tables: LayerTables
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks_H: Tensor | None
+
+
+class Backend(Protocol):
+    """The cache's reads and writes on one kind of device, in one step."""
+
+    row_keys: ClassVar[bool]  # how it wants keys in memory: kv_cache.py
+    # Whether a step of single tokens is the same calls of kernels for any numbers in the batch.
+    is_recordable: ClassVar[bool]
+
+    def __init__(self, batch: Batch) -> None:
+        """What the step's layers share is prepared here."""
+
+    def write(
+        self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
+    ) -> None:
+        """Put the step's keys and values of a layer where the batch says."""
+
+    def read(self, read: LayerRead) -> Tensor:
+        """Attention of a layer, [T, H, V]; float32, or the query's dtype."""
+
+
+class PagedStep:
+    """A step over the paged cache. `backend` prepares what all of its layers share."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        store: KVStore,
+        tables: RopeTables,
+        plans: Mapping[int, LayerPlan],
+        backend: type[Backend],
+    ) -> None:
+        self.store = store
+        self.tables = tables
+        self.plans = plans
+        self.backend = backend(batch)
+
+    def write(self, layer_idx: int, call: AttentionCall) -> None:
+        """Write this step's keys and values."""
+        plan = self.plans[layer_idx]
+        key_TKD = call.key_1KTD[0].transpose(0, 1)
+        if plan.interleaved:
+            key_TKD = half_split_from_interleaved(key_TKD, plan.rotary_dim)
+        value_TKV = call.value_1KTV[0].transpose(0, 1)
+        self.backend.write(*self.store.pages(layer_idx), key_TKD, value_TKV)
+
+    def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
+        """Write this step's keys and values, then read every page."""
+        self.write(layer_idx, call)
+        plan = self.plans[layer_idx]
+        query_THD = call.query_1HTD[0].transpose(0, 1)
+        if plan.interleaved:
+            query_THD = half_split_from_interleaved(query_THD, plan.rotary_dim)
+        read = LayerRead(
+            query_THD,
+            *self.store.pages(layer_idx),
+            self.tables.layer(plan.layer_type),
+            call.scaling,
+            call.sliding_window,
+            call.softcap,
+            call.sinks_H,
+        )
+        return self.backend.read(read).to(call.query_1HTD.dtype)[None]
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001  # never built: the pages say who sees what
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature; the step decides what happens."""
+    step: Step | None = arguments.get(STEP)
+    if step is None:
+        raise ModelError(
+            f"{type(module).__name__} does not pass keyword arguments to its attention"
+        )
+    scaling = arguments.get("scaling")
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        arguments.get("sliding_window"),
+        arguments.get("softcap"),
+        arguments.get("s_aux"),
+    )
+    return step.attend(module.layer_idx, call), None  # type: ignore[arg-type]
+
+
+def register() -> None:
+    """Make this attention known to transformers under its name; harmless when repeated.
+
+    No masks are registered under it: then transformers does not look in the positions, in every
+    step, for what a mask would have to say.
+    """
+    AttentionInterface.register(IMPLEMENTATION, paged_attention)

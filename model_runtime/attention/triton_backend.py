@@ -1,0 +1,95 @@
+"""The cache on a GPU: Triton's kernels, and torch's attention where that is faster.
+
+Sequences with one query token go to the decode kernel together, others to the prefill one by one.
+Importing this file imports triton, which torch's CUDA builds bring along.
+
+Shapes: T = flat query tokens, H = query heads, K = key heads, D = key dimensions, V = value
+dimensions, S = sequences, N = pages, O = offsets in a page.
+"""
+
+from typing import ClassVar
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from model_runtime.attention.key_range import KeyRange, whole_range
+from model_runtime.attention.paged_attention import LayerRead
+from model_runtime.attention.triton_decode import decode
+from model_runtime.attention.triton_pieces import jit, key_strides, padded
+from model_runtime.attention.triton_prefill import prefill
+from model_runtime.batch import Batch
+
+
+@jit
+def _put(
+    key, value, page_T, offset_T, keys, values,
+    from_key_t, from_key_k, from_key_d, from_value_t, from_value_k, from_value_v,
+    KEY_N: tl.constexpr, KEY_K: tl.constexpr, KEY_O: tl.constexpr, KEY_D: tl.constexpr,
+    VALUE_N: tl.constexpr, VALUE_K: tl.constexpr, VALUE_O: tl.constexpr, VALUE_V: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
+    HEADS_2: tl.constexpr, DIM_2: tl.constexpr, VALUES_2: tl.constexpr,
+):  # fmt: skip
+    """One token's keys and values to their places, all heads."""
+    token = tl.program_id(0).to(tl.int64)
+    page, offset = tl.load(page_T + token), tl.load(offset_T + token)
+    k = tl.arange(0, HEADS_2)[:, None]
+    d, v = tl.arange(0, DIM_2)[None, :], tl.arange(0, VALUES_2)[None, :]
+    is_key, is_value = (k < HEADS) & (d < DIM), (k < HEADS) & (v < VALUES)
+    one = tl.load(key + token * from_key_t + k * from_key_k + d * from_key_d, mask=is_key)
+    place = keys + page * KEY_N + offset * KEY_O
+    tl.store(place + k * KEY_K + d * KEY_D, one, mask=is_key)
+    source = value + token * from_value_t
+    two = tl.load(source + k * from_value_k + v * from_value_v, mask=is_value)
+    place = values + page * VALUE_N + offset * VALUE_O
+    tl.store(place + k * VALUE_K + v * VALUE_V, two, mask=is_value)
+
+
+class TritonAttention:
+    """One step's reads and writes; what layers share is prepared once."""
+
+    # A key is read and written as one row: whole lines of memory.
+    row_keys: ClassVar[bool] = True
+    is_recordable: ClassVar[bool] = True
+
+    def __init__(self, batch: Batch) -> None:
+        if batch.page_T.is_cuda:
+            torch.cuda.set_device(batch.page_T.device)  # triton launches on the current device
+        self._batch = batch
+        self._ranges: dict[int | None, KeyRange] = {}  # by a layer's window
+
+    def write(
+        self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
+    ) -> None:
+        """Put the step's keys and values where the batch says."""
+        num_tokens, num_heads, dim = key_TKD.shape
+        value_dim = value_TKV.shape[-1]
+        _put[(num_tokens,)](
+            key_TKD, value_TKV, self._batch.page_T, self._batch.offset_T, keys_NKDO, values_NKOV,
+            *key_TKD.stride(), *value_TKV.stride(),
+            *key_strides(keys_NKDO), *values_NKOV.stride(),
+            HEADS=num_heads, DIM=dim, VALUES=value_dim,
+            HEADS_2=padded(num_heads, 1), DIM_2=padded(dim), VALUES_2=padded(value_dim),
+        )  # fmt: skip
+
+    def read(self, read: LayerRead) -> Tensor:
+        """Attention of one layer; [T, H, V] in the query's dtype."""
+        num_tokens, num_heads, _ = read.query_THD.shape
+        out_THV = torch.empty(
+            num_tokens,
+            num_heads,
+            read.values_NKOV.shape[-1],
+            dtype=read.query_THD.dtype,
+            device=read.query_THD.device,
+        )
+        if len(self._batch.single_B):
+            decode(read, self._batch, [self._range(read.sliding_window)], out_THV)
+        for index, place in enumerate(self._batch.places_S):
+            if place.num_tokens > 1:
+                prefill(read, self._batch, index, out_THV)
+        return out_THV
+
+    def _range(self, window: int | None) -> KeyRange:
+        if window not in self._ranges:
+            self._ranges[window] = whole_range(self._batch, window)
+        return self._ranges[window]

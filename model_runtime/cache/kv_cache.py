@@ -1,0 +1,81 @@
+"""The tensors that hold cached keys and values. Keys are stored before rotation, and unscaled.
+
+Shapes: N = pages, K = key heads, O = offsets in a page, D = key dimensions, V = value dimensions.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model_runtime.cpu_kernels.bfloat16 import as_numpy
+
+
+class LayerShape(Protocol):
+    """What the store needs to know of a layer."""
+
+    @property
+    def num_key_heads(self) -> int:
+        """K."""
+
+    @property
+    def key_dim(self) -> int:
+        """D."""
+
+    @property
+    def value_dim(self) -> int:
+        """V."""
+
+
+def bytes_per_token(layers: Mapping[int, LayerShape], dtype: torch.dtype) -> int:
+    """Cache bytes that one position takes over all layers."""
+    numbers = sum(
+        layer.num_key_heads * (layer.key_dim + layer.value_dim) for layer in layers.values()
+    )
+    return numbers * dtype.itemsize
+
+
+class KVStore:
+    """Pages of keys [N, K, D, O] and values [N, K, O, V] for every attention layer.
+
+    `row_keys`: the numbers of one key lie side by side in memory, not those of one dimension. The
+    attention that reads them says which (`Backend.row_keys`); what is seen here is the same.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, LayerShape],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        row_keys: bool,
+    ) -> None:
+        self._pages: dict[int, tuple[Tensor, Tensor]] = {}
+        for index, layer in layers.items():
+            pages = (num_pages, layer.num_key_heads)
+            sides = (page_size, layer.key_dim) if row_keys else (layer.key_dim, page_size)
+            keys = torch.zeros(*pages, *sides, dtype=dtype, device=device)
+            self._pages[index] = (
+                keys.transpose(2, 3) if row_keys else keys,
+                torch.zeros(*pages, page_size, layer.value_dim, dtype=dtype, device=device),
+            )
+
+    @cached_property
+    def arrays(self) -> dict[int, tuple[Any, Any]]:
+        """The same as numpy's arrays, by layer; bfloat16 as its bits. On a CPU."""
+        return {index: (as_numpy(k), as_numpy(v)) for index, (k, v) in self._pages.items()}
+
+    @cached_property
+    def addresses_L2(self) -> Any:
+        """Where each layer's keys and values begin, int64, layers in their order. On a CPU."""
+        arrays = [self.arrays[index] for index in sorted(self.arrays)]
+        return np.array([[each.ctypes.data for each in pair] for pair in arrays], np.int64)
+
+    def pages(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys [N, K, D, O] and values [N, K, O, V]."""
+        return self._pages[layer_idx]

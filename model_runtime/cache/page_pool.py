@@ -1,0 +1,95 @@
+"""Which cache pages are free, in use, or kept for their content. No tensors: those are in kv_store.
+
+A page is used while sequences hold it (several may share it), kept while nobody holds it but the
+prefix index knows it, and free otherwise. Allocation takes free pages first, then evicts kept ones,
+least recently used first.
+"""
+
+from collections.abc import Sequence
+
+from model_runtime.cache.prefix_cache import PrefixIndex
+
+
+class PagePool:
+    """Hands out page ids and takes them back."""
+
+    def __init__(self, num_pages: int, index: PrefixIndex) -> None:
+        self.num_pages = num_pages
+        self._index = index
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._num_holders = [0] * num_pages
+        self._kept: dict[int, None] = {}  # in order of last use, oldest first
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be allocated now, evicting where needed."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that sequences hold."""
+        return self.num_pages - self.num_available
+
+    @property
+    def num_kept(self) -> int:
+        """Pages that nobody holds, but whose content can still be found."""
+        return len(self._kept)
+
+    def allocate(self, num_pages: int) -> list[int]:
+        """That many pages for one holder; the caller has checked `num_available`."""
+        assert num_pages <= self.num_available, "allocate() without a look at num_available"
+        pages = []
+        for _ in range(num_pages):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page = next(iter(self._kept))
+                del self._kept[page]
+                self._index.forget(page)
+            self._num_holders[page] = 1
+            pages.append(page)
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more holder for pages that are used or kept."""
+        for page in pages:
+            assert self._num_holders[page] > 0 or page in self._kept, f"page {page} is free"
+            self._kept.pop(page, None)
+            self._num_holders[page] += 1
+
+    def is_kept(self, page: int) -> bool:
+        """Whether sharing this page takes one from those that can be allocated."""
+        return page in self._kept
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One holder less, for a sequence's pages in order of position.
+
+        The last pages count as used longest ago: a prefix is worth more than what follows it.
+        """
+        for page in reversed(pages):
+            assert self._num_holders[page] > 0, f"page {page} released twice"
+            self._num_holders[page] -= 1
+            if self._num_holders[page] == 0:
+                if self._index.holds(page):
+                    self._kept[page] = None
+                else:
+                    self._free.append(page)
+
+    def drop_kept(self) -> None:
+        """Free every page that is only kept for its content."""
+        for page in self._kept:
+            self._index.forget(page)
+            self._free.append(page)
+        self._kept.clear()
+
+    def check_integrity(self) -> None:
+        """Every page is in exactly one state, none lost. Raises AssertionError."""
+        self._index.check_integrity()
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert not free & self._kept.keys(), "a page is free and kept"
+        for page, num_holders in enumerate(self._num_holders):
+            idle = page in free or page in self._kept
+            assert idle == (num_holders == 0), f"page {page} is lost or idle in use"
+        assert all(self._index.holds(page) for page in self._kept), "a page is kept for nothing"
+        assert not any(self._index.holds(page) for page in free), "a free page can be found"

@@ -1,0 +1,183 @@
+"""The compiled kernel: attention over pages of unrotated keys, on a CPU.
+
+A row is one query token under one query head. Rows are independent of each other: a row walks its
+own pages in ascending order and reduces page by page, so its bits do not depend on the batch, the
+chunking, or the number of threads (design, section 5). `attention_torch` is the reference.
+
+Rotation costs little here. A query is turned to its absolute position once, and back by a page's
+start once a page; keys are turned by the small in-page table once for a tile of queries.
+
+Shapes: T = flat query tokens, C = columns that hold head beside head, H = query heads, K = key
+heads, D = key dimensions, V = value dimensions, S = sequences or table slots, N = pages,
+O = offsets in a page, W = work items, R = rows of a tile, B = rows of a block, L = lanes. In
+scratch arrays O and V are rounded up to whole lanes.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from model_runtime.cpu_kernels.attention_block import BLOCK, rows_reader
+from model_runtime.cpu_kernels.attention_dot import IN_PAIRS, SINGLY, Products
+from model_runtime.cpu_kernels.bfloat16 import narrow, widen
+from model_runtime.cpu_kernels.jit import jit
+from model_runtime.cpu_kernels.simd import WIDTH, load, total
+
+TILE = 32  # query tokens that share one rotation of a page's keys
+
+_LINE = 64  # bytes of the processor's cache
+_SPARE = 2  # rows that the last block of a tile may have too many; what they give is not used
+
+
+@jit(borrows=True)
+def _turn_query(
+    query_D: Any, position: int, page_size: int, slot: int, tables: Any,
+    rotary_scale: Any, scale: Any, out_D: Any,
+) -> None:  # fmt: skip
+    """Turn a query to its absolute position (addition formula) and scale it."""
+    start_cos, start_sin, offset_cos, offset_sin = tables[:4]
+    page, offset = position // page_size, position % page_size
+    pairs = start_cos.shape[2]
+    for p in range(pairs):
+        a, b = start_cos[slot, page, p], start_sin[slot, page, p]
+        c, d = offset_cos[slot, p, offset], offset_sin[slot, p, offset]
+        cos, sin = a * c - b * d, b * c + a * d
+        first, second = query_D[p], query_D[p + pairs]
+        out_D[p] = (first * cos - second * sin) * rotary_scale
+        out_D[p + pairs] = (second * cos + first * sin) * rotary_scale
+    for d in range(2 * pairs, query_D.shape[0]):
+        out_D[d] = query_D[d] * scale
+
+
+@jit(borrows=True)
+def put(
+    key_TC: Any, key_at: int, value_TC: Any, value_at: int, page_T: Any, offset_T: Any,
+    keys_NKDO: Any, values_NKOV: Any,
+) -> None:  # fmt: skip
+    """Put new keys and values into their pages; they begin in columns `key_at` and `value_at`."""
+    _, num_heads, dim, _ = keys_NKDO.shape
+    value_dim = values_NKOV.shape[3]
+    for t in range(key_TC.shape[0]):
+        page, offset = page_T[t], offset_T[t]
+        for head in range(num_heads):
+            for d in range(dim):
+                keys_NKDO[page, head, d, offset] = key_TC[t, key_at + head * dim + d]
+            for v in range(value_dim):
+                value = value_TC[t, value_at + head * value_dim + v]
+                values_NKOV[page, head, offset, v] = value
+
+
+@jit(borrows=True)
+def _start_rows(
+    query_TC: Any, token: int, position: int, head: int, num_rows: int, group: int, slot: int,
+    page_size: int, tables: Any, scaling: Any, sinks_H: Any,
+    query_D: Any, turned_RD: Any, top_R: Any, weight_RL: Any, sum_RV: Any,
+) -> None:  # fmt: skip
+    """Turn and scale the tile's queries; empty their running softmax."""
+    attention_factor, logn = tables[4:]
+    dim = query_D.shape[0]
+    for r in range(num_rows):
+        here = position + r // group
+        h = head * group + r % group
+        scale = scaling
+        if logn[slot] > 0 and np.log(here + 1.0) > logn[slot]:
+            scale = scaling * np.float32(np.log(here + 1.0) / logn[slot])
+        rotary_scale = scale * attention_factor[slot] * attention_factor[slot]
+        widen(query_TC[token + r // group, h * dim : (h + 1) * dim], query_D)
+        _turn_query(
+            query_D, here, page_size, slot, tables, rotary_scale, scale, turned_RD[r]
+        )  # fmt: skip
+        # A sink is a logit of its own that carries no value.
+        has_sink = sinks_H.shape[0] > 0
+        top_R[r] = sinks_H[h] if has_sink else -np.inf
+        weight_RL[r] = 0.0
+        weight_RL[r, 0] = 1.0 if has_sink else 0.0
+        sum_RV[r] = 0.0
+
+
+@jit()
+def _room(num_rows: int, width: int, dtype: Any) -> Any:
+    """Zeros, from the start of a cache line on.
+
+    A register is as long as a line; where arrays begin elsewhere, a load takes two lines, and
+    attention 5 percent longer.
+    """
+    numbers = np.zeros(num_rows * width + _LINE, dtype)
+    at = -numbers.ctypes.data % _LINE // numbers.itemsize
+    return numbers[at : at + num_rows * width].reshape(num_rows, width)
+
+
+def _attention(products: Products) -> Any:
+    """Compiled: the kernel, with one way to multiply."""
+    dtype, turn_keys, place_values = products.dtype, products.turn_keys, products.place_values
+    read_rows = rows_reader(products)
+
+    @jit()
+    def attend(
+        items_W3: Any, query_TC: Any, group: int, keys_NKDO: Any, values_NKOV: Any,
+        page_table_SN: Any, query_start_S1: Any, first_position_S: Any, table_slot_S: Any,
+        tables: Any, scaling: Any, window: int, softcap: Any, sinks_H: Any, out_TC: Any,
+    ) -> None:  # fmt: skip
+        """Compute the work items (sequence, key head, first query of a tile).
+
+        Queries are in the first columns of `query_TC`, `group` heads for each head of keys; the
+        output is head beside head in `out_TC`.
+        """
+        start_cos, start_sin, offset_cos, offset_sin = tables[:4]
+        dim, page_size = keys_NKDO.shape[2:]
+        value_dim = values_NKOV.shape[3]
+        width_O, width_V = -(-page_size // WIDTH) * WIDTH, -(-value_dim // WIDTH) * WIDTH
+        most_rows = TILE * group + _SPARE
+        query_D = np.empty(dim, np.float32)
+        turned_RD = _room(most_rows, dim, np.float32)
+        sum_RV = _room(most_rows, width_V, np.float32)
+        top_R = np.empty(most_rows, np.float32)
+        weight_RL = _room(most_rows, WIDTH, np.float32)
+        back_BD = _room(BLOCK, dim, np.float32)
+        query_BD = _room(BLOCK, dim, dtype)
+        scores_BO = _room(BLOCK, width_O, np.float32)
+        shares_BO = _room(BLOCK, width_O, dtype)
+        keys_DO = _room(dim, width_O, dtype)
+        scratch_OV = _room(page_size, width_V, values_NKOV.dtype)
+        row_O = np.empty(width_O, np.float32)
+        for w in range(items_W3.shape[0]):
+            sequence, head, tile = items_W3[w]
+            slot = table_slot_S[sequence]
+            token = query_start_S1[sequence] + tile
+            num_tokens = min(TILE, query_start_S1[sequence + 1] - token)
+            num_rows = num_tokens * group
+            position = first_position_S[sequence] + tile
+            _start_rows(
+                query_TC, token, position, head, num_rows, group, slot,
+                page_size, tables, scaling, sinks_H,
+                query_D, turned_RD, top_R, weight_RL, sum_RV,
+            )  # fmt: skip
+            last = position + num_tokens - 1
+            first_page = max(0, position - window + 1) // page_size if window > 0 else 0
+            for page in range(first_page, last // page_size + 1):
+                page_id = page_table_SN[sequence, page]
+                start = page * page_size
+                num_keys = min(page_size, last - start + 1)
+                next_id = page_table_SN[sequence, page + 1] if page < last // page_size else -1
+                turn_keys(
+                    keys_NKDO, values_NKOV, page_id, next_id, head, offset_cos, offset_sin, slot,
+                    row_O, keys_DO,
+                )  # fmt: skip
+                values_OV = place_values(values_NKOV, page_id, head, num_keys, scratch_OV)
+                read_rows(
+                    num_rows, position, group, start, window, softcap,
+                    slot, page, start_cos, start_sin,
+                    turned_RD, keys_DO, values_OV,
+                    back_BD, query_BD, scores_BO, shares_BO, top_R, weight_RL, sum_RV,
+                )  # fmt: skip
+            for r in range(num_rows):
+                weight = total(load(weight_RL, r * WIDTH))
+                for v in range(value_dim):
+                    sum_RV[r, v] /= weight
+                at = (head * group + r % group) * value_dim
+                narrow(sum_RV[r, :value_dim], out_TC[token + r // group, at : at + value_dim])
+
+    return attend
+
+
+attend, attend_in_pairs = _attention(SINGLY), _attention(IN_PAIRS)

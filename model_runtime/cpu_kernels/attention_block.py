@@ -1,0 +1,218 @@
+"""The compiled kernel, one block: rows that read a page together.
+
+Rows share what is loaded once and stays in registers (`register_tiles.py`): a page's keys for their
+scores, its values for their sums. Each row's own operations and their order are the same in a block
+of any size, so its bits do not tell how many rows were beside it.
+
+Shapes: D = key dimensions, V = value dimensions, S = table slots, N = pages, O = offsets in a page,
+P = rotated pairs, R = rows of a tile, B = rows of a block, L = lanes.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from model_runtime.cpu_kernels.attention_dot import Products
+from model_runtime.cpu_kernels.jit import jit
+from model_runtime.cpu_kernels.processor import vectors
+from model_runtime.cpu_kernels.register_tiles import load_sums, no_sums, store_sums
+from model_runtime.cpu_kernels.simd import (
+    WIDTH,
+    add,
+    any_above,
+    exp,
+    larger,
+    largest,
+    load,
+    multiply,
+    spread,
+    store,
+    subtract,
+)
+
+
+@jit(inline=True, borrows=True)
+def soften(
+    scores_BO: Any, place: int, begin: int, end: int, softcap: Any, shares_BO: Any,
+    row: int, top_R: Any, weight_RL: Any, sum_RV: Any,
+) -> None:  # fmt: skip
+    """Scores of one page -> shares, and the row's running softmax brought to their level."""
+    width = scores_BO.shape[1]
+    first, behind = place * width, (place + 1) * width
+    if softcap > 0:
+        for o in range(begin, end):
+            scores_BO[place, o] = softcap * np.tanh(scores_BO[place, o] / softcap)
+    for o in range(begin):
+        scores_BO[place, o] = -np.inf
+    for o in range(end, width):
+        scores_BO[place, o] = -np.inf
+    peak = load(scores_BO, first)
+    for at in range(first + WIDTH, behind, WIDTH):
+        peak = larger(peak, load(scores_BO, at))
+    top = top_R[row]
+    if any_above(peak, spread(top)):  # seldom, so that what follows need not wait for the maximum
+        top = largest(peak)
+        keep = spread(np.exp(top_R[row] - top))
+        store(weight_RL, row * WIDTH, multiply(load(weight_RL, row * WIDTH), keep))
+        for at in range(row * sum_RV.shape[1], (row + 1) * sum_RV.shape[1], WIDTH):
+            store(sum_RV, at, multiply(load(sum_RV, at), keep))
+        top_R[row] = top
+    weight = load(weight_RL, row * WIDTH)
+    for at in range(first, behind, WIDTH):
+        share = exp(subtract(load(scores_BO, at), spread(top)))
+        weight = add(weight, share)
+        store(shares_BO, at, share)
+    store(weight_RL, row * WIDTH, weight)
+
+
+# Rows of a block and registers of each, the largest block first: together with one or two for
+# what they are made of, sums should fit into a processor's registers.
+_SHAPES = ((8, 2), (4, 4), (1, 4)) if vectors().num_registers >= 32 else ((6, 2), (4, 2), (1, 4))
+BLOCK = _SHAPES[0][0]
+
+
+@jit(inline=True)
+def seen(
+    row: int, position: int, group: int, start: int, window: int, page_size: int
+) -> tuple[int, int]:
+    """The first offset of a page that a row sees, and the one behind the last.
+
+    Rows are `group` heads of one query token after another; `position` is the first token's,
+    `start` the page's. `window`: keys that a query sees, itself included; 0: all.
+    """
+    behind = position + row // group + 1 - start
+    begin = max(0, behind - window) if window > 0 else 0
+    return begin, min(page_size, behind)
+
+
+def _multiplier(products: Products, num_rows: int, columns: int) -> tuple[Any, Any]:
+    """Scores and weighing of so many rows, `columns` registers of each at a time."""
+    add, step = products.add, products.step
+
+    @jit(borrows=True)
+    def score(query_BD: Any, keys_DO: Any, scores_BO: Any) -> None:
+        """Queries times a page's keys."""
+        dim, width = keys_DO.shape
+        at = 0
+        while at + columns * WIDTH <= width:
+            sums = no_sums(num_rows, columns)
+            for d in range(0, dim, step):
+                key = d * width + at * step
+                sums = add(sums, query_BD, d, dim, keys_DO, key, columns)
+            store_sums(scores_BO, at, width, sums, columns)
+            at += columns * WIDTH
+        while at < width:
+            rest = no_sums(num_rows, 1)
+            for d in range(0, dim, step):
+                rest = add(rest, query_BD, d, dim, keys_DO, d * width + at * step, 1)
+            store_sums(scores_BO, at, width, rest, 1)
+            at += WIDTH
+
+    @jit(borrows=True)
+    def weigh(
+        shares_BO: Any, place: int, values_OV: Any, begin: int, end: int, row: int, sum_RV: Any
+    ) -> None:
+        """Shares times the values of some of a page's keys, added to the rows' sums."""
+        stride, width = shares_BO.shape[1], values_OV.shape[1]
+        share = place * stride
+        at = 0
+        while at + columns * WIDTH <= width:
+            start = row * width + at
+            sums = load_sums(sum_RV, start, width, num_rows, columns)
+            for o in range(begin, end, step):
+                value = o * width + at * step
+                sums = add(sums, shares_BO, share + o, stride, values_OV, value, columns)
+            store_sums(sum_RV, start, width, sums, columns)
+            at += columns * WIDTH
+        while at < width:
+            start = row * width + at
+            rest = load_sums(sum_RV, start, width, num_rows, 1)
+            for o in range(begin, end, step):
+                value = o * width + at * step
+                rest = add(rest, shares_BO, share + o, stride, values_OV, value, 1)
+            store_sums(sum_RV, start, width, rest, 1)
+            at += WIDTH
+
+    return score, weigh
+
+
+def _block_reader(products: Products, num_rows: int, columns: int) -> Any:
+    """Compiled: so many rows, from `row` on, read one page; sums are `columns` registers a row."""
+    score, weigh = _multiplier(products, num_rows, columns)
+    weigh_row = products.row_weigher(_multiplier(products, 1, 4)[1])
+    turn_query, step = products.turn_query, products.step
+
+    @jit(borrows=True)
+    def read(
+        row: int, position: int, group: int, start: int, window: int, softcap: Any,
+        slot: int, page: int, start_cos: Any, start_sin: Any,
+        turned_RD: Any, keys_DO: Any, values_OV: Any,
+        back_BD: Any, query_BD: Any, scores_BO: Any, shares_BO: Any,
+        top_R: Any, weight_RL: Any, sum_RV: Any,
+    ) -> None:  # fmt: skip
+        page_size = values_OV.shape[0]
+        for place in range(num_rows):
+            turn_query(
+                turned_RD, row + place, start_cos, start_sin, slot, page, back_BD, query_BD, place
+            )  # fmt: skip
+        score(query_BD, keys_DO, scores_BO)
+        # Keys that all rows see are weighed for all together, the others row by row: what a row
+        # does not see is not even multiplied by zero, for it may be NaN. Later rows see from later
+        # keys on, and up to later ones.
+        _, all_end = seen(row, position, group, start, window, page_size)
+        all_begin, any_end = seen(row + num_rows - 1, position, group, start, window, page_size)
+        all_begin += all_begin % step
+        all_end = max(all_begin, all_end - all_end % step)
+        for place in range(num_rows):
+            r = row + place
+            begin, end = seen(r, position, group, start, window, page_size)
+            if begin < end:
+                soften(
+                    scores_BO, place, begin, end, softcap, shares_BO, r, top_R, weight_RL, sum_RV
+                )  # fmt: skip
+                if begin < all_begin:
+                    weigh_row(shares_BO, place, values_OV, begin, min(end, all_begin), r, sum_RV)
+        weigh(shares_BO, 0, values_OV, all_begin, all_end, row, sum_RV)
+        if any_end <= all_end:
+            return
+        for place in range(num_rows):
+            r = row + place
+            begin, end = seen(r, position, group, start, window, page_size)
+            if all_end < end:
+                weigh_row(shares_BO, place, values_OV, max(begin, all_end), end, r, sum_RV)
+
+    return read
+
+
+def rows_reader(products: Products) -> Any:
+    """Compiled: all rows of a tile read one page, block by block."""
+    read_block, read_4, read_1 = (_block_reader(products, *shape) for shape in _SHAPES)
+
+    @jit(borrows=True)
+    def read_rows(
+        num_rows: int, position: int, group: int, start: int, window: int, softcap: Any,
+        slot: int, page: int, start_cos: Any, start_sin: Any,
+        turned_RD: Any, keys_DO: Any, values_OV: Any,
+        back_BD: Any, query_BD: Any, scores_BO: Any, shares_BO: Any,
+        top_R: Any, weight_RL: Any, sum_RV: Any,
+    ) -> None:  # fmt: skip
+        row = 0
+        while row < num_rows:
+            arguments = (
+                row, position, group, start, window, softcap,
+                slot, page, start_cos, start_sin,
+                turned_RD, keys_DO, values_OV,
+                back_BD, query_BD, scores_BO, shares_BO, top_R, weight_RL, sum_RV,
+            )  # fmt: skip
+            left = num_rows - row
+            if left >= BLOCK:
+                read_block(*arguments)
+                row += BLOCK
+            elif left >= 2:
+                read_4(*arguments)
+                row += 4
+            else:
+                read_1(*arguments)
+                row += 1
+
+    return read_rows

@@ -1,0 +1,304 @@
+"""How the compiled kernel multiplies: float32 numbers one by one, or bfloat16 numbers in pairs.
+
+Scores are products of turned keys and queries, sums those of shares and values, and everything
+else is float32. Where the cache is bfloat16 and the processor is fast with pairs
+(`bf16_dot.py`), a product takes two dimensions of a key, or two offsets' values, at once, for
+which keys, queries and shares are rounded to bfloat16 when they are turned and softened; elsewhere
+they stay float32, and values are widened as they are loaded.
+
+In scratch arrays pairs are two numbers side by side: of keys and queries the two dimensions that
+rotate together, p and p + P, and two neighbours of those that do not rotate; of values and shares
+the offsets o and o + 1, o even.
+
+Shapes: K = key heads, D = key dimensions, V = value dimensions, S = table slots, N = pages,
+O = offsets in a page, P = rotated pairs, R = rows of a tile, B = rows of a block. In scratch arrays
+O and V are rounded up to whole lanes.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from model_runtime.cpu_kernels.bf16_dot import (
+    FIRST,
+    SECOND,
+    add_half_products,
+    add_pair_products,
+    copy_as_pairs,
+    store_pairs,
+)
+from model_runtime.cpu_kernels.bfloat16 import narrow, widen
+from model_runtime.cpu_kernels.jit import jit
+from model_runtime.cpu_kernels.register_tiles import add_products
+from model_runtime.cpu_kernels.simd import (
+    WIDTH,
+    ask_for,
+    fma,
+    load,
+    multiply,
+    store,
+    subtract,
+)
+from model_runtime.cpu_kernels.trials import pairs_pay
+
+_LINE = 16  # float32 numbers of a cache line
+
+
+@jit(inline=True, borrows=True)
+def turn_back(
+    turned_RD: Any, row: int, cos_SNP: Any, sin_SNP: Any, slot: int, page: int,
+    back_BD: Any, place: int,
+) -> None:  # fmt: skip
+    """Turn a query back by a page's start, so that in-page angles of the keys suffice."""
+    pairs, dim = cos_SNP.shape[2], turned_RD.shape[1]
+    table = (slot * cos_SNP.shape[1] + page) * pairs
+    source, target = row * dim, place * dim
+    in_lanes = pairs - pairs % WIDTH
+    for p in range(0, in_lanes, WIDTH):
+        first, second = load(turned_RD, source + p), load(turned_RD, source + pairs + p)
+        cos, sin = load(cos_SNP, table + p), load(sin_SNP, table + p)
+        store(back_BD, target + p, fma(first, cos, multiply(second, sin)))
+        store(
+            back_BD, target + pairs + p,
+            subtract(multiply(second, cos), multiply(first, sin)),
+        )  # fmt: skip
+    for p in range(in_lanes, pairs):
+        first, second = turned_RD[row, p], turned_RD[row, p + pairs]
+        back_BD[place, p] = first * cos_SNP[slot, page, p] + second * sin_SNP[slot, page, p]
+        back_BD[place, p + pairs] = second * cos_SNP[slot, page, p] - first * sin_SNP[slot, page, p]
+    for d in range(2 * pairs, dim):
+        back_BD[place, d] = turned_RD[row, d]
+
+
+def keys_turner(put_turned: Any, put_rest: Any, step: int) -> Any:
+    """Compiled: turns the keys of pages that are whole lanes.
+
+    `put_turned` puts the two outputs of a rotation, `put_rest` what does not rotate, `step`
+    dimensions at once.
+    """
+
+    @jit(borrows=True)
+    def turn_keys(
+        keys_NKDO: Any, values_NKOV: Any, page_id: int, next_id: int, head: int,
+        cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,  # noqa: ARG001
+    ) -> None:  # fmt: skip
+        """Turn a page's keys by their offsets, and ask for the page that is read next, -1: none.
+
+        Pages lie anywhere in memory, so the processor cannot guess which one follows.
+        """
+        _, num_heads, dim, page_size = keys_NKDO.shape
+        pairs = cos_SPO.shape[1]
+        base = (page_id * num_heads + head) * dim * page_size
+        table = slot * pairs * page_size
+        half = pairs * page_size
+        next_keys = (next_id * num_heads + head) * dim * page_size
+        next_values = (next_id * num_heads + head) * page_size * values_NKOV.shape[3]
+        for at in range(0, half, WIDTH):
+            first, second = load(keys_NKDO, base + at), load(keys_NKDO, base + half + at)
+            cos, sin = load(cos_SPO, table + at), load(sin_SPO, table + at)
+            put_turned(
+                keys_DO, at, half,
+                subtract(multiply(first, cos), multiply(second, sin)),
+                fma(second, cos, multiply(first, sin)),
+            )  # fmt: skip
+            if next_id >= 0 and at % _LINE == 0:
+                ask_for(keys_NKDO, next_keys + at)
+                ask_for(keys_NKDO, next_keys + half + at)
+                ask_for(values_NKOV, next_values + 2 * at)
+                ask_for(values_NKOV, next_values + 2 * at + _LINE)
+        for row in range(2 * half, dim * page_size, step * page_size):
+            for o in range(0, page_size, WIDTH):
+                put_rest(keys_DO, row, o, keys_NKDO, base, page_size)
+
+    return turn_keys
+
+
+@jit()
+def turn_keys_singly(
+    keys_NKDO: Any, page_id: int, head: int,
+    cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,
+) -> None:  # fmt: skip
+    """Turn a page's keys by their offsets, number by number."""
+    _, _, dim, page_size = keys_NKDO.shape
+    pairs = cos_SPO.shape[1]
+    for d in range(dim):
+        widen(keys_NKDO[page_id, head, d], keys_DO[d, :page_size])
+    for p in range(pairs):
+        row_O[:] = keys_DO[p]
+        for o in range(page_size):
+            first, second = row_O[o], keys_DO[p + pairs, o]
+            cos, sin = cos_SPO[slot, p, o], sin_SPO[slot, p, o]
+            keys_DO[p, o] = first * cos - second * sin
+            keys_DO[p + pairs, o] = second * cos + first * sin
+
+
+class Products(NamedTuple):
+    """One way to multiply; functions are compiled."""
+
+    step: int  # dimensions of a key, or offsets of values, that one product takes
+    dtype: Any  # of keys, queries and shares as they are multiplied
+    add: Any  # lane_tiles.add_products or its like
+    turn_keys: Any  # a page's keys -> keys_DO
+    turn_query: Any  # a row's query, turned back -> query_BD
+    place_values: Any  # a page's first values, each in whole lanes -> likewise
+    row_weigher: Any  # what weighs whole steps of a row -> what weighs any of its offsets
+
+
+def uses_pairs(keys_NKDO: Any) -> bool:
+    """Return whether this cache can be multiplied in pairs, and this processor gains by it."""
+    dim, page_size = keys_NKDO.shape[2:]
+    can_be = keys_NKDO.dtype == np.uint16 and dim % 2 == 0 and page_size % WIDTH == 0
+    return can_be and pairs_pay()
+
+
+@jit(inline=True, borrows=True)
+def _put_apart(keys_DO: Any, at: int, half: int, first: Any, second: Any) -> None:
+    store(keys_DO, at, first)
+    store(keys_DO, half + at, second)
+
+
+@jit(inline=True, borrows=True)
+def _put_one(keys_DO: Any, row: int, o: int, keys_NKDO: Any, base: int, page_size: int) -> None:  # noqa: ARG001
+    store(keys_DO, row + o, load(keys_NKDO, base + row + o))
+
+
+_turn_in_lanes = keys_turner(_put_apart, _put_one, 1)
+
+
+@jit()
+def _turn_keys(
+    keys_NKDO: Any, values_NKOV: Any, page_id: int, next_id: int, head: int,
+    cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,
+) -> None:  # fmt: skip
+    """Any page; keys of one that is not whole lanes are turned number by number."""
+    if keys_NKDO.shape[3] % WIDTH == 0:
+        _turn_in_lanes(
+            keys_NKDO, values_NKOV, page_id, next_id, head, cos_SPO, sin_SPO, slot, row_O, keys_DO
+        )
+    else:
+        turn_keys_singly(keys_NKDO, page_id, head, cos_SPO, sin_SPO, slot, row_O, keys_DO)
+
+
+@jit(inline=True, borrows=True)
+def _turn_query(
+    turned_RD: Any, row: int, cos_SNP: Any, sin_SNP: Any, slot: int, page: int,
+    back_BD: Any, query_BD: Any, place: int,  # noqa: ARG001
+) -> None:  # fmt: skip
+    turn_back(turned_RD, row, cos_SNP, sin_SNP, slot, page, query_BD, place)
+
+
+@jit()
+def _values_in_lanes(
+    values_NKOV: Any, page_id: int, head: int, num_keys: int, scratch_OV: Any
+) -> Any:
+    """Where they are, or padded in `scratch_OV`."""
+    dim = values_NKOV.shape[3]
+    if dim == scratch_OV.shape[1]:
+        return values_NKOV[page_id, head]
+    for o in range(num_keys):
+        scratch_OV[o, :dim] = values_NKOV[page_id, head, o]
+    return scratch_OV
+
+
+SINGLY = Products(
+    step=1,
+    dtype=np.float32,
+    add=add_products,
+    turn_keys=_turn_keys,
+    turn_query=_turn_query,
+    place_values=_values_in_lanes,
+    row_weigher=lambda weigh: weigh,
+)
+
+
+@jit(inline=True, borrows=True)
+def _put_together(keys_DO: Any, at: int, half: int, first: Any, second: Any) -> None:  # noqa: ARG001
+    store_pairs(keys_DO, 2 * at, first, second)
+
+
+@jit(inline=True, borrows=True)
+def _put_two(keys_DO: Any, row: int, o: int, keys_NKDO: Any, base: int, page_size: int) -> None:
+    here = base + row + o
+    copy_as_pairs(keys_DO, row + 2 * o, keys_NKDO, here, here + page_size)
+
+
+@jit(inline=True, borrows=True)
+def _turn_query_to_pairs(
+    turned_RD: Any, row: int, cos_SNP: Any, sin_SNP: Any, slot: int, page: int,
+    back_BD: Any, query_BD: Any, place: int,
+) -> None:  # fmt: skip
+    turn_back(turned_RD, row, cos_SNP, sin_SNP, slot, page, back_BD, place)
+    pairs, dim = cos_SNP.shape[2], back_BD.shape[1]
+    in_lanes, base = pairs - pairs % WIDTH, place * dim
+    for p in range(0, in_lanes, WIDTH):
+        first, second = load(back_BD, base + p), load(back_BD, base + pairs + p)
+        store_pairs(query_BD, base + 2 * p, first, second)
+    if in_lanes < pairs:
+        behind = 2 * pairs
+        narrow(back_BD[place, in_lanes:pairs], query_BD[place, 2 * in_lanes : behind : 2])
+        narrow(
+            back_BD[place, pairs + in_lanes : behind],
+            query_BD[place, 2 * in_lanes + 1 : behind : 2],
+        )
+    if 2 * pairs < dim:
+        narrow(back_BD[place, 2 * pairs :], query_BD[place, 2 * pairs :])
+
+
+@jit()
+def _values_in_pairs(
+    values_NKOV: Any, page_id: int, head: int, num_keys: int, scratch_OV: Any
+) -> Any:
+    """The last one's neighbour may be what no token has written: `_weigher_of_halves`."""
+    _, num_heads, page_size, dim = values_NKOV.shape
+    width = scratch_OV.shape[1]
+    in_lanes = dim - dim % WIDTH
+    numbers = scratch_OV.reshape(-1)
+    for o in range(0, num_keys, 2):
+        row = ((page_id * num_heads + head) * page_size + o) * dim
+        for v in range(0, in_lanes, WIDTH):
+            copy_as_pairs(scratch_OV, o * width + 2 * v, values_NKOV, row + v, row + dim + v)
+        for v in range(in_lanes, dim):
+            numbers[o * width + 2 * v] = values_NKOV[page_id, head, o, v]
+            numbers[o * width + 2 * v + 1] = values_NKOV[page_id, head, o + 1, v]
+    return scratch_OV
+
+
+@jit(borrows=True)
+def _weigh_half(
+    shares_BO: Any, place: int, values_OV: Any, o: int, keep: int, row: int, sum_RV: Any
+) -> None:
+    """Of the pair at `o`, one offset's share times its values: FIRST or SECOND."""
+    width = values_OV.shape[1]
+    for v in range(0, width, WIDTH):
+        before = load(sum_RV, row * width + v)
+        share = place * shares_BO.shape[1] + o
+        after = add_half_products(before, shares_BO, share, values_OV, o * width + 2 * v, keep)
+        store(sum_RV, row * width + v, after)
+
+
+def _weigher_of_halves(weigh: Any) -> Any:
+    """What a row sees may begin and end inside a pair; the other half may be NaN."""
+
+    @jit(borrows=True)
+    def weigh_row(
+        shares_BO: Any, place: int, values_OV: Any, begin: int, end: int, row: int, sum_RV: Any
+    ) -> None:
+        first, behind = begin + begin % 2, end - end % 2
+        if begin < min(first, end):
+            _weigh_half(shares_BO, place, values_OV, begin - 1, SECOND, row, sum_RV)
+        weigh(shares_BO, place, values_OV, first, behind, row, sum_RV)
+        if first <= behind < end:
+            _weigh_half(shares_BO, place, values_OV, behind, FIRST, row, sum_RV)
+
+    return weigh_row
+
+
+IN_PAIRS = Products(
+    step=2,
+    dtype=np.uint16,
+    add=add_pair_products,
+    turn_keys=keys_turner(_put_together, _put_two, 2),
+    turn_query=_turn_query_to_pairs,
+    place_values=_values_in_pairs,
+    row_weigher=_weigher_of_halves,
+)

@@ -1,0 +1,122 @@
+"""Compiled passes over rows: root-mean-square norms and the gate of a feed-forward block.
+
+A row is computed by the same code whatever stands beside it, so its bits do not depend on the
+batch. Sums are float32.
+
+Shapes: R = rows, D = dimensions of a row or of one head, C = columns that hold head beside head,
+I = dimensions between the products of a block, G = both halves of them.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from model_runtime.cpu_kernels.bfloat16 import narrow, widen
+from model_runtime.cpu_kernels.jit import jit
+from model_runtime.cpu_kernels.simd import (
+    WIDTH,
+    add,
+    divide,
+    exp,
+    fma,
+    larger,
+    load,
+    multiply,
+    spread,
+    store,
+    subtract,
+    total,
+)
+from model_runtime.cpu_kernels.threads import run_shares
+
+_NUMBERS_PER_SHARE = 1 << 17  # below it a thread costs more than it gives
+
+
+@jit()
+def _scale(row_D: Any, scale_D: Any, eps: Any) -> None:
+    """The norm of one row of float32, in place; in an order that no compiler chooses."""
+    dim = row_D.shape[0]
+    in_lanes = dim - dim % (4 * WIDTH)
+    first = second = third = fourth = spread(np.float32(0.0))
+    for d in range(0, in_lanes, 4 * WIDTH):
+        x0, x1 = load(row_D, d), load(row_D, d + WIDTH)
+        x2, x3 = load(row_D, d + 2 * WIDTH), load(row_D, d + 3 * WIDTH)
+        first, second = fma(x0, x0, first), fma(x1, x1, second)
+        third, fourth = fma(x2, x2, third), fma(x3, x3, fourth)
+    squares = total(add(add(first, second), add(third, fourth)))
+    for d in range(in_lanes, dim):
+        squares += row_D[d] * row_D[d]
+    factor = np.float32(1.0) / np.sqrt(squares / np.float32(dim) + eps)
+    for d in range(dim):
+        row_D[d] = row_D[d] * factor * scale_D[d]
+
+
+@jit()
+def normalize(x_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
+    """The norm of each row; out may be x."""
+    row_D = np.empty(x_RD.shape[1], np.float32)
+    for r in range(x_RD.shape[0]):
+        widen(x_RD[r], row_D)
+        _scale(row_D, scale_D, eps)
+        narrow(row_D, out_RD[r])
+
+
+@jit()
+def add_and_normalize(x_RD: Any, other_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
+    """Add to x in place, and the norm of the sum."""
+    row_D = np.empty(x_RD.shape[1], np.float32)
+    other_D = np.empty(x_RD.shape[1], np.float32)
+    for r in range(x_RD.shape[0]):
+        widen(x_RD[r], row_D)
+        widen(other_RD[r], other_D)
+        for d in range(row_D.shape[0]):
+            row_D[d] += other_D[d]
+        narrow(row_D, x_RD[r])
+        widen(x_RD[r], row_D)  # rounded, as a model does
+        _scale(row_D, scale_D, eps)
+        narrow(row_D, out_RD[r])
+
+
+@jit()
+def normalize_heads(x_RC: Any, at: int, num_heads: int, scale_D: Any, eps: Any) -> None:
+    """The norm of each head of each row, in place; heads are side by side from column `at` on."""
+    dim = scale_D.shape[0]
+    row_D = np.empty(dim, np.float32)
+    for r in range(x_RC.shape[0]):
+        for begin in range(at, at + num_heads * dim, dim):
+            widen(x_RC[r, begin : begin + dim], row_D)
+            _scale(row_D, scale_D, eps)
+            narrow(row_D, x_RC[r, begin : begin + dim])
+
+
+@jit()
+def gate(both_RG: Any, out_RI: Any, begin: Any, end: Any) -> None:
+    """silu(first half) * second half, of the rows from begin to end.
+
+    silu(x) = x / (1 + e^-x); what is less than -87 is taken for -87, of which 1e-36 is left.
+    """
+    width = out_RI.shape[1]
+    row_I = np.empty(width, np.float32)
+    none, one = spread(np.float32(0.0)), spread(np.float32(1.0))
+    least = spread(np.float32(-87.0))
+    for r in range(begin, end):
+        at = r * 2 * width
+        for i in range(0, width, WIDTH):
+            x, up = load(both_RG, at + i), load(both_RG, at + width + i)
+            x = larger(least, x)
+            below = add(one, exp(subtract(none, x)))
+            store(row_I, i, multiply(divide(x, below), up))
+        narrow(row_I, out_RI[r])
+
+
+def gated(both_RG: Any) -> Any:
+    """silu(first half) * second half; float32 or bf16's bits [R, G] -> [R, I], I whole lanes."""
+    num_rows, width = len(both_RG), both_RG.shape[1] // 2
+    out_RI = np.empty((num_rows, width), both_RG.dtype)
+    most = max(1, min(num_rows, num_rows * width // _NUMBERS_PER_SHARE))
+    num_shares = min(torch.get_num_threads(), most)
+    edges = [num_rows * share // num_shares for share in range(num_shares + 1)]
+    run_shares(lambda share: gate(both_RG, out_RI, *share), list(pairwise(edges)))
+    return out_RI

@@ -1,0 +1,157 @@
+"""The layers of a decode step in one call: what fused_decoder.py does, compiled as a whole.
+
+A step of few rows reads every weight once and computes little. Where each norm, product and read is
+a call of its own, what stands between them takes as long as they do: after a product has run
+through the caches, the code of every call is fetched anew. Here nothing stands between them.
+
+The pieces are the ones that are called singly, in the same order, so the bits are the same. Threads
+share out the outputs of each product and the heads of each read; norms of heads and the write to
+the cache are the first one's; each adds and norms all rows for itself, which takes less time than
+to wait for others.
+
+Shapes: L = layers, W = fields of a layer's weights, R = rows, E = dimensions of the hidden state,
+C = columns that hold head beside head, G = both halves of a gated block, I = one of them.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray, types
+from numba.extending import intrinsic
+
+from model_runtime.cpu_kernels.attention import attend, attend_in_pairs, put
+from model_runtime.cpu_kernels.attention_dot import uses_pairs
+from model_runtime.cpu_kernels.elementwise import add_and_normalize, gate, normalize_heads
+from model_runtime.cpu_kernels.jit import jit
+from model_runtime.cpu_kernels.skinny_gemm import PANEL, Multiplying, RowProducts
+from model_runtime.cpu_kernels.threads import meet
+
+_NUM_PRODUCTS = 4  # of a layer: queries, keys and values; output; gate and up; down
+_PRODUCT_FIELDS = 6
+_NORMS = _NUM_PRODUCTS * _PRODUCT_FIELDS  # then: behind attention, behind the block, queries, keys
+_NUM_FIELDS = _NORMS + 4
+
+
+class Heads(NamedTuple):
+    """Of every layer."""
+
+    num_query_heads: int
+    num_key_heads: int
+    dim: int
+    value_dim: int
+    are_normalized: bool
+
+
+def _product_fields(product: RowProducts) -> list[int]:
+    """What the kernel takes of a product."""
+    return [
+        product.packed_Q.ctypes.data,
+        product.packed_Q.size,
+        product.bias_N.ctypes.data,
+        product.bias_N.size,
+        product.num_packed,
+        product.chain,
+    ]
+
+
+def layer_fields(products: Sequence[RowProducts], scales_D: Sequence[Any]) -> list[int]:
+    """What it takes of a layer: four products; 2 norms, or 4 with the heads' norms."""
+    fields = [field for product in products for field in _product_fields(product)]
+    fields += [scale_D.ctypes.data for scale_D in scales_D]
+    return fields + [0] * (_NUM_FIELDS - len(fields))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(typingctx: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
+    """An address as a pointer to numbers of an array's type."""
+    kind = types.CPointer(like.dtype)
+
+    def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], context.get_value_type(kind))
+
+    return kind(address, like), code
+
+
+@cache
+def _runner(multiplying: Multiplying, attend: Any) -> Any:
+    """Compiled: a step's layers, by one way to multiply and one to read."""
+    _, _, rows_for, multiply = multiplying
+
+    @jit()
+    def product(
+        x_RK: Any, fields_W: Any, index: int, out_RN: Any, thread: int, num_threads: int
+    ) -> None:
+        """A thread's share of one of a layer's products."""
+        at = index * _PRODUCT_FIELDS
+        packed_Q = carray(_pointer(fields_W[at], x_RK), fields_W[at + 1])
+        bias_N = carray(_pointer(fields_W[at + 2], x_RK), fields_W[at + 3])
+        num_packed, chain = fields_W[at + 4], fields_W[at + 5]
+        num_panels = packed_Q.shape[0] // (num_packed * PANEL)
+        first = num_panels * thread // num_threads
+        behind = num_panels * (thread + 1) // num_threads
+        multiply(rows_for(x_RK), packed_Q, bias_N, out_RN, num_packed, chain, first, behind)
+
+    @jit()
+    def run(
+        thread: int, num_threads: int, arrived: Any, hidden_RE: Any, normal_RE: Any,
+        shared: Any, fields_LW: Any, pages_L2: Any, pages: Any, heads: Any, eps: Any,
+        like_scale: Any, destinations: Any, items_W3: Any, sequences: Any, how: Any,
+    ) -> None:  # fmt: skip
+        """All layers, in place: the hidden state, and its norm as the next reader wants it.
+
+        Both belong to the thread, as does what it makes of them; `shared` are the outputs of
+        products and of attention, of which each thread writes a part. `pages`: of any layer, for
+        their shapes. `like_scale`: any float32.
+        """
+        num_query_heads, num_key_heads, dim, _, are_normalized = heads
+        joined_RC, attended_RC, behind_RE, both_RG = shared
+        group = num_query_heads // num_key_heads
+        key_at = num_query_heads * dim
+        value_at = key_at + num_key_heads * dim
+        num_rows, width = hidden_RE.shape
+        between_RI = np.empty((num_rows, both_RG.shape[1] // 2), hidden_RE.dtype)
+        meeting = 1
+        for layer in range(fields_LW.shape[0]):
+            fields_W = fields_LW[layer]
+            scales = fields_W[_NORMS:]
+            keys_NKDO = carray(_pointer(pages_L2[layer, 0], hidden_RE), pages[0].shape)
+            values_NKOV = carray(_pointer(pages_L2[layer, 1], hidden_RE), pages[1].shape)
+            product(normal_RE, fields_W, 0, joined_RC, thread, num_threads)
+            meeting = meet(arrived, meeting, num_threads)
+            if thread == 0:
+                if are_normalized:
+                    query_D = carray(_pointer(scales[2], like_scale), dim)
+                    key_D = carray(_pointer(scales[3], like_scale), dim)
+                    normalize_heads(joined_RC, 0, num_query_heads, query_D, eps)
+                    normalize_heads(joined_RC, key_at, num_key_heads, key_D, eps)
+                put(
+                    joined_RC, key_at, joined_RC, value_at, destinations[0], destinations[1],
+                    keys_NKDO, values_NKOV,
+                )  # fmt: skip
+            meeting = meet(arrived, meeting, num_threads)
+            attend(
+                items_W3, joined_RC, group, keys_NKDO, values_NKOV,
+                sequences[0], sequences[1], sequences[2], sequences[3],
+                how[0], how[1], how[2], how[3], how[4], attended_RC,
+            )  # fmt: skip
+            meeting = meet(arrived, meeting, num_threads)
+            product(attended_RC, fields_W, 1, behind_RE, thread, num_threads)
+            meeting = meet(arrived, meeting, num_threads)
+            scale_E = carray(_pointer(scales[0], like_scale), width)
+            add_and_normalize(hidden_RE, behind_RE, scale_E, eps, normal_RE)
+            product(normal_RE, fields_W, 2, both_RG, thread, num_threads)
+            meeting = meet(arrived, meeting, num_threads)
+            gate(both_RG, between_RI, 0, num_rows)
+            product(between_RI, fields_W, 3, behind_RE, thread, num_threads)
+            meeting = meet(arrived, meeting, num_threads)
+            scale_E = carray(_pointer(scales[1], like_scale), width)
+            add_and_normalize(hidden_RE, behind_RE, scale_E, eps, normal_RE)
+
+    return run
+
+
+def runner_for(multiplying: Multiplying, keys_NKDO: Any) -> Any:
+    """The one for a cache, and a model whose products are of one kind."""
+    return _runner(multiplying, attend_in_pairs if uses_pairs(keys_NKDO) else attend)

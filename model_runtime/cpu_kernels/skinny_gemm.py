@@ -1,0 +1,238 @@
+"""Products of rows with a weight that lies in panels, compiled: few rows at the speed of memory.
+
+A panel is 64 outputs with the inputs in order, as oneDNN packs weights on x86-64. A decode step
+multiplies one row, or a few, with every weight of the model, and oneDNN takes about twice as long
+for that as reading the weight takes. So few rows are multiplied here, over oneDNN's memory or over
+panels of our own, and in the order of oneDNN's sums, so that a row's bits do not depend on which of
+the two computed it: a number is one chain over the inputs, or one for each block of them, added up.
+oneDNN does not document how long a block is; `packed_product.py` finds it by trial.
+
+A weight of bfloat16 is multiplied in pairs (`bf16_dot.py`), or each number is widened to float32
+in a register, where the model's numbers stay what they are and only half the bytes are read.
+
+Shapes: R = rows, K = inputs, N = outputs, Q = numbers in packed memory.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from model_runtime.cpu_kernels.bf16_dot import HAS_PAIR_PRODUCTS, add_pair_products
+from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor, narrow, widen
+from model_runtime.cpu_kernels.jit import jit
+from model_runtime.cpu_kernels.processor import vectors
+from model_runtime.cpu_kernels.register_tiles import add_products, load_sums, no_sums, store_sums
+from model_runtime.cpu_kernels.simd import WIDTH, ask_for
+from model_runtime.cpu_kernels.threads import run_shares
+
+MOST_ROWS = 16  # of one pass over a panel
+PANEL = 64  # outputs whose weights lie together
+_CHUNK = 64  # inputs of a panel that stay in the fastest cache while all rows pass
+_LINE_BYTES = 64
+_AHEAD_BYTES = 32 << 10
+_BYTES_PER_SHARE = 4 << 20  # a thread's part below which waking it costs more than it gives
+# Rows of a tile and registers of each: sums take at most half of many registers and three quarters
+# of few, so that factors and numbers find room beside them; a panel is whole tiles.
+_TILES = (
+    ((4, 4), (2, 4), (1, 4))
+    if WIDTH == 16
+    else ((4, 4), (2, 8), (1, 16))
+    if vectors().num_registers >= 32
+    else ((6, 2), (4, 2), (2, 4), (1, 8))
+)
+
+
+def _adder(num_rows: int, columns: int, add: Any, step: int) -> Any:
+    """Compiled: so many rows times a chunk of a panel; `add` multiplies `step` inputs at once."""
+    width = columns * WIDTH
+
+    @jit(inline=True)
+    def add_chunk(
+        x_RK: Any, top: int, row: int, chunk: int, stop: int, begin: int, packed_Q: Any, base: int,
+        sums: Any,
+    ) -> None:  # fmt: skip
+        num_inputs = x_RK.shape[1]
+        line, ahead = _LINE_BYTES // packed_Q.itemsize, _AHEAD_BYTES // packed_Q.itemsize
+        for column in range(0, PANEL, width):
+            tile = load_sums(sums, row * PANEL + column, PANEL, num_rows, columns)
+            if chunk == begin:
+                tile = no_sums(num_rows, columns)
+            for k in range(chunk, stop, step):
+                first = base + k * PANEL + column * step
+                # The first pass over a chunk has the next ones brought near; later passes find
+                # theirs there.
+                if column == 0 and row == 0:
+                    for at in range(first, first + PANEL * step, line):
+                        ask_for(packed_Q, at + ahead)
+                factor = (top + row) * num_inputs + k
+                tile = add(tile, x_RK, factor, num_inputs, packed_Q, first, columns)
+            store_sums(sums, row * PANEL + column, PANEL, tile, columns)
+
+    return add_chunk
+
+
+def _multiplier(add: Any, step: int) -> Any:
+    """Compiled: rows times panels."""
+    adders = {num_rows: _adder(num_rows, columns, add, step) for num_rows, columns in _TILES}
+    most, add_most = next(iter(adders.items()))
+    add_4, add_2, add_1 = (adders[num_rows] for num_rows in (4, 2, 1))
+
+    @jit()
+    def multiply(
+        x_RK: Any, packed_Q: Any, bias_N: Any, out_RN: Any, num_packed: int, chain: int,
+        first: int, behind: int,
+    ) -> None:  # fmt: skip
+        """Outputs of panels `first` to `behind` - 1; a panel holds `num_packed` inputs."""
+        num_inputs = x_RK.shape[1]
+        num_outputs = out_RN.shape[1]
+        sums = np.empty((MOST_ROWS, PANEL), np.float32)
+        totals = np.empty((MOST_ROWS, PANEL), np.float32)
+        bias = np.empty(PANEL, np.float32)
+        for panel in range(first, behind):
+            base = panel * PANEL * num_packed
+            at = panel * PANEL
+            width = min(PANEL, num_outputs - at)
+            if bias_N.shape[0]:
+                widen(bias_N[at : at + width], bias)
+            for top in range(0, x_RK.shape[0], MOST_ROWS):
+                num_rows = min(MOST_ROWS, x_RK.shape[0] - top)
+                for begin in range(0, num_inputs, chain):
+                    end = min(num_inputs, begin + chain)
+                    for chunk in range(begin, end, _CHUNK):
+                        stop = min(end, chunk + _CHUNK)
+                        row = 0
+                        while row < num_rows:
+                            left = num_rows - row
+                            arguments = (x_RK, top, row, chunk, stop, begin, packed_Q, base, sums)
+                            if left >= most:
+                                add_most(*arguments)
+                                row += most
+                            elif left >= 4:
+                                add_4(*arguments)
+                                row += 4
+                            elif left >= 2:
+                                add_2(*arguments)
+                                row += 2
+                            else:
+                                add_1(*arguments)
+                                row += 1
+                    for r in range(num_rows):
+                        for n in range(PANEL):
+                            totals[r, n] = sums[r, n] if begin == 0 else totals[r, n] + sums[r, n]
+                if bias_N.shape[0]:
+                    for r in range(num_rows):
+                        for n in range(width):
+                            totals[r, n] += bias[n]
+                for r in range(num_rows):
+                    narrow(totals[r, :width], out_RN[top + r, at : at + width])
+
+    return multiply
+
+
+@jit()
+def _as_they_are(x_RK: Any) -> Any:
+    return x_RK
+
+
+@jit()
+def _widened(x_RK: Any) -> Any:
+    """A copy in float32."""
+    wide_RK = np.empty(x_RK.shape, np.float32)
+    for r in range(x_RK.shape[0]):
+        widen(x_RK[r], wide_RK[r])
+    return wide_RK
+
+
+class Multiplying(NamedTuple):
+    """One way to multiply rows with panels; functions are compiled.
+
+    Weights stored in eight or four bits would be another one, with products that scale a number as
+    it is loaded.
+    """
+
+    dtype: torch.dtype  # of rows, of the stored weight and of the answer
+    step: int  # inputs that one product takes
+    rows_for: Any  # [R, K] of the dtype's numbers or bits -> as `multiply` wants them
+    multiply: Any
+
+
+_multiply_numbers = _multiplier(add_products, 1)
+FLOAT32 = Multiplying(torch.float32, 1, _as_they_are, _multiply_numbers)
+WIDENED = Multiplying(torch.bfloat16, 1, _widened, _multiply_numbers)
+IN_PAIRS = Multiplying(torch.bfloat16, 2, _as_they_are, _multiplier(add_pair_products, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """A weight in panels, and the bias beside it."""
+
+    packed_Q: Any  # numpy, float32 or bf16's bits; the last panel is filled up
+    num_packed: int  # inputs that a panel holds; the last ones may fill it up
+    num_outputs: int
+    num_inputs: int
+    bias_N: Tensor | None
+    owner: Any = None  # of the memory, kept alive
+
+    @property
+    def num_panels(self) -> int:
+        """How many; the last may hold fewer outputs than the others."""
+        return -(-self.num_outputs // PANEL)
+
+    def takes(self, multiplying: Multiplying) -> bool:
+        """Return whether these can be multiplied so, on this processor."""
+        is_possible = multiplying is not IN_PAIRS or HAS_PAIR_PRODUCTS
+        return is_possible and self.num_inputs % multiplying.step == 0
+
+
+def own_panels(weight_NK: Tensor, bias_N: Tensor | None, num_packed: int | None = None) -> Panels:
+    """Copy a weight into panels of `num_packed` inputs, by default as many as it has."""
+    num_outputs, num_inputs = weight_NK.shape
+    num_packed = num_inputs if num_packed is None else num_packed
+    filled_NK = nn.functional.pad(weight_NK, (0, num_packed - num_inputs, 0, -num_outputs % PANEL))
+    panels_PKO = filled_NK.view(-1, PANEL, num_packed).transpose(1, 2).contiguous()
+    numbers = as_numpy(panels_PKO.view(-1))
+    return Panels(numbers, num_packed, num_outputs, num_inputs, bias_N)
+
+
+class RowProducts:
+    """Rows times one weight in panels."""
+
+    def __init__(self, panels: Panels, chain: int, multiplying: Multiplying) -> None:
+        """`chain`: inputs of one chain of sums."""
+        self._panels, self.chain, self.multiplying = panels, chain, multiplying
+        self.packed_Q, self.num_packed = panels.packed_Q, panels.num_packed
+        bias_N = panels.bias_N
+        self.bias_N = np.empty(0, self.packed_Q.dtype) if bias_N is None else as_numpy(bias_N)
+        num_shares = max(1, min(torch.get_num_threads(), self.packed_Q.nbytes // _BYTES_PER_SHARE))
+        self._shares = _parts(panels.num_panels, num_shares)
+        self._many_shares = _parts(panels.num_panels, torch.get_num_threads())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N]; x is contiguous."""
+        panels = self._panels
+        assert x.dtype == self.multiplying.dtype, "the kernel reads bits"
+        # Shapes are numpy's business here: torch takes twice as long for each of these calls.
+        out_RN = self.multiply(as_numpy(x).reshape(-1, panels.num_inputs))
+        return as_tensor(out_RN.reshape(*x.shape[:-1], panels.num_outputs), x.dtype)
+
+    def multiply(self, x_RK: Any) -> Any:
+        """[R, K] -> [R, N], numpy's arrays of float32 or of bf16's bits."""
+        _, _, rows_for, kernel = self.multiplying
+        out_RN = np.empty((len(x_RK), self._panels.num_outputs), x_RK.dtype)
+        arguments = (
+            rows_for(x_RK), self.packed_Q, self.bias_N, out_RN, self.num_packed, self.chain,
+        )  # fmt: skip
+        shares = self._shares if len(x_RK) <= MOST_ROWS else self._many_shares
+        run_shares(lambda share: kernel(*arguments, *share), shares)
+        return out_RN
+
+
+def _parts(count: int, num_parts: int) -> list[tuple[int, int]]:
+    """Equal parts of range(count), as (first, behind)."""
+    num_parts = min(count, num_parts)
+    edges = [count * part // num_parts for part in range(num_parts + 1)]
+    return list(pairwise(edges))

@@ -1,0 +1,276 @@
+"""The engine: one thread that steps, fed through a queue of commands.
+
+Everything mutable belongs to that thread. Others only put commands in, and get outputs through the
+callback they handed over.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from model_runtime.config import EngineConfig
+from model_runtime.engine.engine_core import EngineCore, Runner
+from model_runtime.engine.observer import Observer
+from model_runtime.engine.output_processor import Answer
+from model_runtime.engine.request_state import Live
+from model_runtime.errors import (
+    CacheCapacityError,
+    EngineStoppedError,
+    QueueFullError,
+    RequestError,
+)
+from model_runtime.request import OnOutput, Output, Request
+from model_runtime.scheduling.sequence import Sequence as TokenSequence
+from model_runtime.text.tokenizer import Tokenizer
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Places in the queue that somebody has taken and not filled yet."""
+
+    num_places: int
+
+
+class Engine:
+    """Serves requests. Create, `start`, `submit`, `abort`, `stop`."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        eos_token_ids: frozenset[int] = frozenset(),
+        observer: Observer | None = None,
+    ) -> None:
+        self._core = EngineCore(runner, config, observer or Observer())
+        self._tokenizer = tokenizer
+        self._config = config
+        self._eos_token_ids = eos_token_ids
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards the three below
+        self._is_running = False
+        self._num_submitted = 0  # and not yet taken by the thread
+        self._num_reserved = 0  # places taken by requests that are still being read
+        self._is_resting = True  # waits for a command, since nothing is live
+        self._last_step = time.monotonic()  # when a step ended, or a rest
+        self._on_death: Callable[[], None] = lambda: None
+        self._after_step: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+
+    @property
+    def config(self) -> EngineConfig:
+        """What it is held to."""
+        return self._config
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests can be submitted."""
+        return self._is_running
+
+    @property
+    def seconds_since_step(self) -> float:
+        """How long the current step takes so far; 0 while nothing is to be done."""
+        return 0.0 if self._is_resting else time.monotonic() - self._last_step
+
+    def start(
+        self,
+        on_death: Callable[[], None] = lambda: None,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the thread.
+
+        On it `on_death` is called, should it end without being stopped, and `after_step` when all
+        outputs of a step have been handed over, and of the end.
+        """
+        self._on_death, self._after_step = on_death, after_step
+        self._is_running = True
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """End the thread after its current step, and every request with an error."""
+        with self._lock:
+            self._is_running = False
+        self._commands.put(lambda: None)  # wakes it
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def submit(self, request: Request, on_output: OnOutput) -> None:
+        """Queue one request; see `submit_all`."""
+        self.submit_all([(request, on_output)])
+
+    @contextmanager
+    def reserved(self, num: int) -> Iterator["Reservation"]:
+        """Places for requests, taken before the work of reading them; submit them inside.
+
+        Raises QueueFullError, RequestError or EngineStoppedError at once when there are none.
+        """
+        with self._lock:
+            self._check_running()
+            self._check_queue(num)
+            self._num_reserved += num
+        reservation = Reservation(num)
+        try:
+            yield reservation
+        finally:
+            with self._lock:
+                self._num_reserved -= reservation.num_places
+
+    def submit_all(
+        self,
+        requests: Sequence[tuple[Request, OnOutput]],
+        arrived: float | None = None,
+        reservation: "Reservation | None" = None,
+    ) -> None:
+        """Queue requests, all or none; into their `reservation`, where they have one.
+
+        Outputs arrive on the engine's thread through each one's callback, until one has a
+        finish_reason.
+        `arrived`: time.monotonic() when the client asked, if that was earlier than now.
+        Raises RequestError, QueueFullError or EngineStoppedError, and then calls nothing back.
+        """
+        lives = []
+        for request, on_output in requests:
+            self._check(request)
+            answer = Answer(request, self._tokenizer, self._eos_token_ids)
+            grammar = request.grammar
+            constraint = None if grammar is None else grammar.begin(answer.end_ids)
+            lives.append(Live(TokenSequence(request), answer, on_output, constraint))
+            if arrived is not None:
+                lives[-1].arrived = arrived
+        with self._lock:
+            self._check_running()
+            self._check_queued_tokens(lives)
+            if reservation is None:
+                self._check_queue(len(lives))
+            else:
+                assert reservation.num_places == len(lives)
+                self._num_reserved -= reservation.num_places
+                reservation.num_places = 0
+            self._num_submitted += len(lives)
+            self._commands.put(lambda: self._add(lives))
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its pages; harmless if it is already over."""
+        self._commands.put(lambda: self._core.abort(request_id))
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Output]]:
+        """Serve requests together and wait: for scripts and tests, not for the server."""
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        outputs: list[list[Output]] = [[] for _ in requests]
+
+        def collector(into: list[Output]) -> OnOutput:
+            def collect(output: Output) -> None:
+                into.append(output)
+                if output.finish_reason is not None:
+                    done.put(None)
+
+            return collect
+
+        self.submit_all(
+            [(each, collector(into)) for each, into in zip(requests, outputs, strict=True)]
+        )
+        for _ in requests:
+            done.get()
+        return outputs
+
+    def _check_running(self) -> None:
+        if not self._is_running:
+            raise EngineStoppedError("The engine is not running.")
+
+    def _check_queued_tokens(self, lives: Sequence[Live]) -> None:
+        most = self._config.max_queued_prompt_tokens
+        if most is None:
+            return
+        waiting = sum(each.num_prompt_tokens for each in list(self._core.scheduler.waiting))
+        new = sum(live.sequence.num_prompt_tokens for live in lives)
+        # An empty queue takes a prompt of any length.
+        if waiting and waiting + new > most:
+            raise QueueFullError(
+                f"{waiting} prompt tokens are waiting; with these {new} they would be more than "
+                f"{most} (max_queued_prompt_tokens)."
+            )
+
+    def _check(self, request: Request) -> None:
+        """Refuse what can never be served."""
+        self._config.limits.check(request.sampling)
+        if not request.prompt_ids:
+            raise RequestError("`prompt` must have at least one token", param="prompt")
+        num_positions = request.num_positions
+        capacity = self._config.num_pages * self._config.page_size
+        if num_positions > capacity:
+            raise CacheCapacityError(
+                f"The request needs {num_positions} positions, the KV cache holds {capacity} in "
+                "all (kv_cache_tokens).",
+                param="prompt",
+                code="kv_cache_exceeded",
+                details={"n_positions": num_positions, "kv_cache_tokens": capacity},
+            )
+
+    def _check_queue(self, num_new: int) -> None:
+        """Those that can start at once do not count as waiting; those of a burst all do count."""
+        config, scheduler = self._config, self._core.scheduler
+        most = config.max_num_seqs + config.max_queued_requests
+        if num_new > most:
+            raise RequestError(
+                f"The request asks for {num_new} answers (prompts x n); the server holds at most "
+                f"{most} at once (max_num_seqs + max_queued_requests).",
+                param="n",
+                code="too_many_answers",
+            )
+        num_free = config.max_num_seqs - len(scheduler.running)
+        num_coming = self._num_submitted + self._num_reserved
+        num_waiting = len(scheduler.waiting) + num_coming - num_free
+        if num_waiting + num_new > config.max_queued_requests:
+            raise QueueFullError(
+                f"{max(num_waiting, 0)} requests are waiting; at most "
+                f"{config.max_queued_requests} may (max_queued_requests)."
+            )
+
+    def _add(self, lives: Sequence[Live]) -> None:
+        with self._lock:
+            self._num_submitted -= len(lives)
+        for live in lives:
+            self._core.add(live)
+
+    def _loop(self) -> None:
+        has_died = False
+        try:
+            while self._is_running:
+                self._take_commands()
+                if self._is_running:
+                    self._core.step()
+                    self._after_step()
+                    self._last_step = time.monotonic()
+        except Exception:  # noqa: BLE001  # whatever it was, the waiting clients must hear of it
+            _log.exception("engine_died")
+            has_died = True
+        with self._lock:
+            self._is_running = False
+        self._take_waiting_commands()
+        self._core.fail_all("the engine stopped")
+        self._after_step()
+        self._core.tell_gauges()
+        if has_died:
+            self._on_death()
+
+    def _take_commands(self) -> None:
+        """All that are there; when nothing is live, wait for one."""
+        if self._core.is_idle:
+            self._core.tell_gauges()
+            self._is_resting = True
+            command = self._commands.get()
+            self._last_step = time.monotonic()
+            self._is_resting = False
+            command()
+        self._take_waiting_commands()
+
+    def _take_waiting_commands(self) -> None:
+        while not self._commands.empty():
+            self._commands.get()()

@@ -1,0 +1,68 @@
+"""One request's answer as it grows: text, reported logprobs, and when it is over."""
+
+from collections.abc import Sequence
+
+from model_runtime.request import FinishReason, Output, Request, TokenLogprob
+from model_runtime.text.detokenizer import Detokenizer
+from model_runtime.text.tokenizer import Tokenizer
+
+
+class Answer:
+    """Turns tokens into outputs; ends at an end token, a stop string or max_tokens."""
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._params = request.sampling
+        own = frozenset() if request.sampling.ignore_eos else eos_token_ids
+        self.end_ids = own | frozenset(request.sampling.stop_token_ids)
+        self._detokenizer = Detokenizer(tokenizer, request.prompt_ids, request.sampling.stop)
+        # Nothing comes before the first token, so it has no logprob.
+        wanted = request.sampling.prompt_logprobs is not None
+        self._prompt_logprobs: list[TokenLogprob | None] = [None] if wanted else []
+        self._num_generated = 0
+
+    def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Those of a prefill chunk's tokens; they leave with the first output."""
+        self._prompt_logprobs += logprobs
+
+    def end_without_tokens(self) -> Output:
+        """The only output of a request with max_tokens 0."""
+        return Output(
+            prompt_logprobs=self._take_prompt_logprobs(), finish_reason=FinishReason.LENGTH
+        )
+
+    def complete(self) -> Output:
+        """The last output of an answer that is complete without an end token."""
+        return Output(
+            text=self._detokenizer.flush(),
+            prompt_logprobs=self._take_prompt_logprobs(),
+            finish_reason=FinishReason.STOP,
+        )
+
+    def add(
+        self, token_id: int, logprob: TokenLogprob | None, *, is_complete: bool = False
+    ) -> Output:
+        """The output that one generated token makes. `is_complete`: nothing may follow it."""
+        self._num_generated += 1
+        may_stop = self._num_generated >= self._params.min_tokens
+        is_end = may_stop and token_id in self.end_ids
+        text = "" if is_end else self._detokenizer.push(token_id, may_stop=may_stop)
+        reason: FinishReason | None = None
+        if is_end or is_complete or self._detokenizer.is_stopped:
+            reason = FinishReason.STOP
+        elif self._num_generated == self._params.max_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None and not self._detokenizer.is_stopped:
+            text += self._detokenizer.flush()
+        return Output(
+            text=text,
+            token_ids=(token_id,),
+            logprobs=() if logprob is None else (logprob,),
+            prompt_logprobs=self._take_prompt_logprobs(),
+            finish_reason=reason,
+        )
+
+    def _take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        taken, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        return taken

@@ -1,0 +1,139 @@
+"""The requests inside the engine, and how they hear of what becomes of them."""
+
+import time
+from dataclasses import dataclass, field
+
+import structlog
+
+from model_runtime.batch import PageRow
+from model_runtime.engine.observer import Observer
+from model_runtime.engine.output_processor import Answer
+from model_runtime.request import FinishReason, OnOutput, Output
+from model_runtime.runner.penalties import SeenTokens, has_penalty
+from model_runtime.runner.sampler import SamplingRow
+from model_runtime.runner.step_timer import StepClock
+from model_runtime.scheduling.scheduler import Scheduler
+from model_runtime.scheduling.sequence import Sequence as TokenSequence
+from model_runtime.text.grammar import Constraint
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Live:
+    """A request inside the engine."""
+
+    sequence: TokenSequence
+    answer: Answer
+    on_output: OnOutput
+    constraint: Constraint | None = None  # where the answer has a grammar
+    arrived: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    last_token: float | None = None
+    page_row: PageRow = field(default_factory=PageRow)
+    _row: SamplingRow | None = None
+
+    def add_token(self, token_id: int) -> None:
+        """The answer has one token more."""
+        self.sequence.token_ids.append(token_id)
+        if self._row is not None and self._row.seen is not None:
+            self._row.seen.add(token_id)
+
+    def sampling_row(self) -> SamplingRow:
+        """What the choice of the next token depends on."""
+        sequence = self.sequence
+        if self._row is None:
+            params = sequence.request.sampling
+            seen = None
+            if has_penalty(params):
+                # The prompt's tokens count for repetition only.
+                prompt = sequence.request.prompt_ids if params.repetition_penalty != 1 else ()
+                seen = SeenTokens(prompt, sequence.token_ids[sequence.num_prompt_tokens :])
+            self._row = SamplingRow(params, 0, self.answer.end_ids, seen)
+        self._row.num_generated = sequence.num_generated
+        if self.constraint is not None:
+            self._row.allowed = self.constraint.allowed
+        return self._row
+
+
+class LiveRequests:
+    """Owner of every live request. The last output that is delivered frees it."""
+
+    def __init__(self, scheduler: Scheduler, observer: Observer, clock: StepClock) -> None:
+        self._scheduler = scheduler
+        self._observer = observer
+        self._clock = clock
+        self._live: dict[str, Live] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def all(self) -> list[Live]:
+        """Those of the moment, in order of arrival."""
+        return list(self._live.values())
+
+    def add(self, live: Live) -> None:
+        """Queue a request."""
+        self._live[live.sequence.request.request_id] = live
+        self._scheduler.add(live.sequence)
+
+    def get(self, request_id: str) -> Live | None:
+        """One of them; None if it is over."""
+        return self._live.get(request_id)
+
+    def is_live(self, live: Live) -> bool:
+        """Whether it still is one of them."""
+        return self._live.get(live.sequence.request.request_id) is live
+
+    def of(self, sequence: TokenSequence) -> Live:
+        """The request whose sequence it is. It is live."""
+        return self._live[sequence.request.request_id]
+
+    def deliver(self, live: Live, output: Output) -> None:
+        """Hand an output over; the last one frees the request."""
+        before = self._clock.switch("deliver")
+        sequence = live.sequence
+        if output.finish_reason is not None:
+            self._scheduler.remove(sequence)
+            del self._live[sequence.request.request_id]
+            seconds = time.monotonic() - live.arrived
+            self._observer.finished(
+                sequence.request,
+                sequence.tier,
+                output.finish_reason,
+                sequence.num_generated,
+                seconds,
+            )
+        state = output._replace(
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+            tier=sequence.tier,
+            num_rescales=sequence.num_rescales,
+        )
+        try:
+            live.on_output(state)
+        except Exception:  # noqa: BLE001  # a listener's fault is no reason to stop the others
+            _log.exception("listener_failed", request_id=sequence.request.request_id)
+        self._clock.switch(before)
+
+    def fail(self, live: Live, error: str) -> None:
+        """End a request with an error."""
+        self.deliver(live, Output(finish_reason=FinishReason.ERROR, error=error))
+
+    def note_start(self, live: Live, now: float) -> None:
+        """A step computes some of it; tell that it has left the queue, the first time."""
+        if live.started is None:
+            live.started = now
+            sequence, waited = live.sequence, now - live.arrived
+            self._observer.started(sequence.request, sequence.num_cached_tokens or 0, waited)
+
+    def note_token(self, live: Live) -> None:
+        """Tell that it has a new token."""
+        now = time.monotonic()
+        request = live.sequence.request
+        if live.last_token is None:
+            started = live.arrived if live.started is None else live.started
+            self._observer.first_token(request, now - live.arrived, now - started)
+        else:
+            context_len = len(live.sequence.token_ids)
+            self._observer.next_token(request, context_len, now - live.last_token)
+        live.last_token = now

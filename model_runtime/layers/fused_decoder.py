@@ -1,0 +1,333 @@
+"""The forward of a plain decoder on a CPU, without what stands between its kernels.
+
+Most models with rotary embeddings are one design: layers of norm, attention, norm and a gated block
+added to one hidden state, between an embedding and a head. Their own forward gets there in some
+forty calls of PyTorch a layer, with copies of queries, keys and values between them. Here a layer
+is four products and four passes over memory; and where a step has few rows, all layers are one call
+(fused_decode.py).
+
+A model is recognised by the names and kinds of its modules, as gated_mlp.py, rms_norm.py and
+packed_linear.py have left them, and what it makes of them is not trusted: self_check.py asks for
+the same bits as the model's own forward gives, and leaves the model that one where they are others.
+
+Shapes: T = flat tokens, R = rows, E = dimensions of the hidden state, C = columns that hold
+queries, keys and values head beside head, V = vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from model_runtime.attention.cpu_backend import NO_SINKS, CpuAttention
+from model_runtime.attention.paged_attention import STEP, AttentionCall, LayerPlan, PagedStep
+from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor
+from model_runtime.cpu_kernels.elementwise import add_and_normalize, normalize, normalize_heads
+from model_runtime.cpu_kernels.fused_decode import Heads, layer_fields, runner_for
+from model_runtime.cpu_kernels.skinny_gemm import Multiplying
+from model_runtime.cpu_kernels.threads import MOST_THREADS, OVER, run_team
+from model_runtime.errors import ModelError
+from model_runtime.layers.gated_mlp import GatedMlp
+from model_runtime.layers.last_layer import AskedStep
+from model_runtime.layers.merged_linear import JoinedPart
+from model_runtime.layers.packed_linear import PackedLinear
+from model_runtime.layers.packed_product import PackedProduct
+from model_runtime.layers.probe import are_equal, recorded_calls
+from model_runtime.layers.rms_norm import RowNorm
+
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_FAR = 1 << 20  # a position that no short prompt has
+_BYTES_PER_THREAD = 4 << 20  # of weights; below it a thread costs more than it gives
+
+
+class Logits(NamedTuple):
+    """What a forward answers."""
+
+    logits: Tensor  # [1, R, V]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    index: int  # of its pages
+    norm: RowNorm
+    joined: PackedProduct  # queries, keys and values
+    head_norms: tuple[RowNorm, ...]  # of queries and of keys, or none
+    output: PackedProduct
+    block_norm: RowNorm
+    block: GatedMlp
+
+
+class _Kind(NamedTuple):
+    """What all layers have in common."""
+
+    plan: LayerPlan
+    num_heads: int  # of queries
+    scaling: float
+    num_head_norms: int
+    num_between: int  # numbers between a block's products
+
+    @property
+    def heads(self) -> Heads:
+        """As the kernel takes them."""
+        plan = self.plan
+        dims = (plan.num_key_heads, plan.key_dim, plan.value_dim)
+        return Heads(self.num_heads, *dims, self.num_head_norms > 0)
+
+
+class DecoderLayers:
+    """A model's forward over a paged cache; what is not that stays with the model's own."""
+
+    def __init__(
+        self,
+        model: Any,
+        layers: list[_Layer],
+        final_norm: RowNorm,
+        kind: _Kind,
+        plans: Mapping[int, LayerPlan],
+    ) -> None:
+        self.own_forward = model.forward
+        self._embed = model.get_input_embeddings()
+        self._head: PackedProduct = model.get_output_embeddings().product
+        self._layers, self._heads = layers, kind.heads
+        self._norms = [each.norm for each in layers[1:]] + [final_norm]  # behind each layer
+        self._eps, self._kind, self._plans = final_norm.eps, kind, plans
+        self._dtype = next(model.parameters()).dtype
+        self._num_bytes = 0  # of weights that the kernel reads
+        self._multiplying: Multiplying | None = None
+        self._fields_LW = self._fields()
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Logits of the rows that are asked for; with a step of others, what the model says."""
+        step = named.get(STEP)
+        every, asked, rows_R = step, None, None
+        if isinstance(step, AskedStep):
+            every, asked, rows_R = step.every, step.asked, step.rows_R.numpy()
+        if not self._is_ours(every) or not (asked is None or self._is_ours(asked)):
+            return self.own_forward(*arguments, **named)
+        hidden_TE = as_numpy(self._embed(named["input_ids"])[0])
+        if asked is None and self._is_one_call(len(hidden_TE)):
+            normal_RE = self._all_at_once(hidden_TE, every)
+        else:
+            normal_RE = self._one_by_one(hidden_TE, every, asked, rows_R)
+        rows = named["logits_to_keep"].numpy()
+        if len(rows) != len(normal_RE):
+            normal_RE = normal_RE[rows]
+        return Logits(as_tensor(self._head.multiply(normal_RE), self._dtype)[None])
+
+    def _one_by_one(
+        self, hidden_TE: Any, every: PagedStep, asked: PagedStep | None, rows_R: Any
+    ) -> Any:
+        """The final norm of every token, or of those that the last layer is asked for."""
+        normal_TE = np.empty_like(hidden_TE)
+        normalize(hidden_TE, self._layers[0].norm.scale_D, self._eps, normal_TE)
+        num_heads = self._heads.num_query_heads
+        step = every
+        for layer, next_norm in zip(self._layers, self._norms, strict=True):
+            joined_TC = layer.joined.multiply(normal_TE)
+            self._normalize_heads(layer, joined_TC)
+            pages = every.store.arrays[layer.index]
+            _cpu(every).write_joined(joined_TC, num_heads, pages)
+            if asked is not None and layer is self._layers[-1]:
+                step, joined_TC, hidden_TE = asked, joined_TC[rows_R], hidden_TE[rows_R]
+                normal_TE = np.empty_like(hidden_TE)
+            attended_TC = _cpu(step).attend(joined_TC, num_heads, pages, self._how(step))
+            output_TE = layer.output.multiply(attended_TC)
+            norm_E = layer.block_norm.scale_D
+            add_and_normalize(hidden_TE, output_TE, norm_E, self._eps, normal_TE)
+            output_TE = layer.block.multiply(normal_TE)
+            add_and_normalize(hidden_TE, output_TE, next_norm.scale_D, self._eps, normal_TE)
+        return normal_TE
+
+    def _normalize_heads(self, layer: _Layer, joined_TC: Any) -> None:
+        heads = self._heads
+        if layer.head_norms:
+            query_norm, key_norm = layer.head_norms
+            key_at = heads.num_query_heads * heads.dim
+            normalize_heads(joined_TC, 0, heads.num_query_heads, query_norm.scale_D, self._eps)
+            normalize_heads(joined_TC, key_at, heads.num_key_heads, key_norm.scale_D, self._eps)
+
+    def _all_at_once(self, hidden_RE: Any, step: PagedStep) -> Any:
+        """The final norm of every row."""
+        first_E = self._layers[0].norm.scale_D
+        normal_RE = np.empty_like(hidden_RE)
+        normalize(hidden_RE, first_E, self._eps, normal_RE)
+        heads, backend, block = self._heads, _cpu(step), self._layers[0].block
+        shares = backend.dealt(heads.num_query_heads, heads.dim, heads.num_key_heads)
+        num_threads = max(len(shares), self._num_threads())
+        shares = shares + [shares[0][:0]] * (num_threads - len(shares))
+        columns = (
+            self._layers[0].joined.out_features,
+            heads.num_query_heads * heads.value_dim,
+            hidden_RE.shape[1],
+            block.gate_up.out_features,
+        )
+        shared = tuple(np.empty((len(hidden_RE), each), hidden_RE.dtype) for each in columns)
+        arrived = np.zeros(1, np.int64)
+        pages = step.store.arrays[self._layers[0].index]
+        arguments = (
+            shared, self._fields_LW, step.store.addresses_L2, pages, heads, self._eps, first_E,
+            backend.destinations,
+        )  # fmt: skip
+        rest = (backend.sequences, self._how(step))
+        assert self._multiplying is not None
+        run = runner_for(self._multiplying, pages[0])
+
+        def work(thread: int) -> None:
+            own = (hidden_RE, normal_RE)
+            if thread:
+                own = (hidden_RE.copy(), normal_RE.copy())
+            run(thread, num_threads, arrived, *own, *arguments, shares[thread], *rest)
+
+        run_team(work, num_threads, lambda: arrived.fill(OVER))
+        return normal_RE
+
+    def _how(self, step: PagedStep) -> tuple[Any, ...]:
+        """What the read takes beside the pages: no window, soft cap or sinks."""
+        tables = step.tables.layer(self._kind.plan.layer_type).kernel_arrays
+        return tables, np.float32(self._kind.scaling), np.int64(0), np.float32(0.0), NO_SINKS
+
+    def _is_ours(self, step: Any) -> TypeGuard[PagedStep]:
+        """Whether it reads the cache as the model's layers do, and on a CPU."""
+        return (
+            type(step) is PagedStep
+            and step.plans is self._plans
+            and isinstance(step.backend, CpuAttention)
+        )
+
+    def _is_one_call(self, num_rows: int) -> bool:
+        """Whether the kernel takes so many rows, and the products still are what was tried."""
+        return self._fields_LW is not None and self._layers[0].joined.few(num_rows) is not None
+
+    def _num_threads(self) -> int:
+        """As many as the weights of all layers are worth."""
+        most = min(torch.get_num_threads(), MOST_THREADS)
+        return max(1, min(most, self._num_bytes // _BYTES_PER_THREAD))
+
+    def _fields(self) -> Any:
+        """Of every layer what the kernel takes, int64 [L, W]; None: it has no such products."""
+        fields = []
+        for layer, next_norm in zip(self._layers, self._norms, strict=True):
+            products = (layer.joined, layer.output, layer.block.gate_up, layer.block.down)
+            few = [each for each in (product.few(1) for product in products) if each is not None]
+            kinds = {each.multiplying for each in few} | {self._multiplying} - {None}
+            if len(few) < len(products) or len(kinds) > 1:
+                return None
+            (self._multiplying,) = kinds
+            self._num_bytes += sum(each.packed_Q.nbytes for each in few)
+            norms = (layer.block_norm, next_norm, *layer.head_norms)
+            fields.append(layer_fields(few, [norm.scale_D for norm in norms]))
+        return np.array(fields, np.int64)
+
+
+def _cpu(step: PagedStep) -> CpuAttention:
+    assert isinstance(step.backend, CpuAttention)
+    return step.backend
+
+
+def restore(model: nn.Module) -> None:
+    """Give the model its own forward back."""
+    if isinstance(vars(model).get("forward"), DecoderLayers):
+        del model.forward
+
+
+def recognised(model: Any, plans: Mapping[int, LayerPlan]) -> DecoderLayers | None:
+    """This forward for a plain decoder on a CPU; None: the model is something else."""
+    decoder = getattr(model, model.base_model_prefix, None)
+    modules = getattr(decoder, "layers", None)
+    final_norm = getattr(decoder, "norm", None)
+    head = model.get_output_embeddings()
+    if not (
+        isinstance(modules, nn.ModuleList)
+        and isinstance(final_norm, RowNorm)
+        and isinstance(head, PackedLinear)
+        and len(modules) == len(plans)
+    ):
+        return None
+    calls = recorded_calls(model)
+    if not _know_no_positions(model, calls):
+        return None
+    found = [_recognised_layer(module, plans, calls) for module in modules]
+    layers = [layer for layer in found if layer is not None]
+    if [layer.index for layer in layers] != sorted(plans):  # in that order pages are looked up
+        return None
+    kinds = {_kind(each, plans, calls) for each in layers}
+    norms = [final_norm]
+    width = len(final_norm.scale_D)
+    if head.product.in_features != width or len(layers[0].norm.scale_D) != width:
+        return None
+    for layer in layers:
+        norms += [layer.norm, layer.block_norm, *layer.head_norms]
+    if len(kinds) > 1 or len({float(norm.eps) for norm in norms}) > 1:
+        return None
+    (kind,) = kinds
+    return DecoderLayers(model, layers, final_norm, kind, plans)
+
+
+def _know_no_positions(model: nn.Module, calls: Mapping[int, AttentionCall]) -> bool:
+    """Whether queries and keys depend on their positions by rotation alone."""
+    try:
+        far = recorded_calls(model, first_position=_FAR)
+    except ModelError:  # it looks something up by position, and has no such one
+        return False
+    return all(are_equal(call, far[index]) for index, call in calls.items())
+
+
+def _kind(
+    layer: _Layer, plans: Mapping[int, LayerPlan], calls: Mapping[int, AttentionCall]
+) -> _Kind:
+    call = calls[layer.index]
+    num_heads, num_between = call.query_1HTD.shape[1], layer.block.down.in_features
+    return _Kind(plans[layer.index], num_heads, call.scaling, len(layer.head_norms), num_between)
+
+
+def _recognised_layer(
+    module: nn.Module, plans: Mapping[int, LayerPlan], calls: Mapping[int, AttentionCall]
+) -> _Layer | None:
+    """A layer that consists of these parts and reads attention plainly, or None."""
+    parts: dict[str, Any] = dict(module.named_children())
+    attention = parts.get("self_attn")
+    index: int = getattr(attention, "layer_idx", -1)
+    if attention is None or set(parts) != _LAYER or index not in plans:
+        return None
+    children: dict[str, Any] = dict(attention.named_children())
+    projections = [children.pop(name, None) for name in _PROJECTIONS]
+    output = children.pop("o_proj", None)
+    norms, block = (parts["input_layernorm"], parts["post_attention_layernorm"]), parts["mlp"]
+    head_norms = tuple(children[name] for name in sorted(children, reverse=True))
+    call, plan = calls[index], plans[index]
+    if not (
+        set(children) in (set(), _HEAD_NORMS)
+        and all(isinstance(norm, RowNorm) for norm in (*norms, *head_norms))
+        and all(isinstance(each, JoinedPart) for each in projections)
+        and len({id(each.product) for each in projections}) == 1
+        and isinstance(projections[0].product, PackedProduct)
+        and isinstance(output, PackedLinear)
+        and isinstance(block, GatedMlp)
+        and not plan.interleaved
+        and call.sliding_window is None
+        and call.softcap is None
+        and call.sinks_H is None
+    ):
+        return None
+    num_heads, width = call.query_1HTD.shape[1], len(norms[0].scale_D)
+    joined = projections[0].product
+    num_joined = num_heads * plan.key_dim + plan.num_key_heads * (plan.key_dim + plan.value_dim)
+    # The kernel is handed addresses, and trusts these.
+    lengths = {
+        *((len(norm.scale_D), plan.key_dim) for norm in head_norms),
+        (len(norms[1].scale_D), width),
+        (joined.in_features, width),
+        (joined.out_features, num_joined),
+        (output.in_features, num_heads * plan.value_dim),
+        (output.out_features, width),
+        (block.gate_up.in_features, width),
+        (block.down.out_features, width),
+    }
+    if any(found != needed for found, needed in lengths):
+        return None
+    return _Layer(index, norms[0], joined, head_norms, output.product, norms[1], block)

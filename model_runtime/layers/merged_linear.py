@@ -1,0 +1,144 @@
+"""Linears that read one tensor, multiplied at once: queries, keys and values; gate and up.
+
+One product of a wide weight is one call where there were several, and on a GPU one kernel that
+fills it better. The first linear that is called computes for all of them, the others take their
+part.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model_runtime.layers.probe import recorded_calls
+
+Product = Callable[[Tensor], Tensor]
+
+
+class SharedInput:
+    """The product of linears that read one tensor, until the last of them has read it."""
+
+    def __init__(self, product: Product, widths: Sequence[int]) -> None:
+        """`widths`: outputs of each linear, in the order of their calls."""
+        self.product = product
+        self._widths = list(widths)
+        self._input: Tensor | None = None
+        self._parts: Sequence[Tensor] = ()
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """What one of the linears makes of x, computed for all of them when x is new."""
+        if self._input is not x:
+            self._input, self._parts = x, self.product(x).split_with_sizes(self._widths, dim=-1)
+        out = self._parts[index]
+        if index == len(self._widths) - 1:
+            self._input, self._parts = None, ()
+        return out
+
+
+def stand_in(weight: Tensor) -> nn.Parameter:
+    """For a weight that is let go: model code may ask for its dtype, never for its numbers."""
+    return nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+
+
+class JoinedPart(nn.Module):
+    """One of several linears that read one tensor.
+
+    Its answer is a slice, so its rows are not one after the other in memory.
+    """
+
+    def __init__(self, linear: nn.Linear, shared: SharedInput, index: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = stand_in(linear.weight)
+        self.bias = linear.bias
+        self._shared = shared
+        self._index = index
+
+    @property
+    def product(self) -> Product:
+        """Of this linear and those beside it."""
+        return self._shared.product
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return self._shared.part(x, self._index)
+
+
+def joined_weight(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases one after the other; zeros where only others have a bias."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    if all(linear.bias is None for linear in linears):
+        return weight, None
+    biases = [
+        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+        for linear in linears
+    ]
+    return weight, torch.cat([bias.detach() for bias in biases])
+
+
+def can_join(modules: Sequence[nn.Module]) -> bool:
+    """Whether all are plain linears of one dtype, and no two share a weight."""
+    linears = [module for module in modules if type(module) is nn.Linear]
+    dtypes = {linear.weight.dtype for linear in linears}
+    weights = {id(linear.weight) for linear in linears}
+    return len(linears) == len(modules) == len(weights) and len(dtypes) == 1
+
+
+def plain_product(linears: Sequence[nn.Linear]) -> Product:
+    """By torch."""
+    weight, bias = joined_weight(linears)
+    return lambda x: nn.functional.linear(x, weight, bias)
+
+
+@torch.inference_mode()
+def join(
+    model: nn.Module,
+    groups: Sequence[Sequence[str]],
+    product: Callable[[Sequence[nn.Linear]], Product] = plain_product,
+) -> None:
+    """Replace each group of linears by parts of one product, in place; the weights are let go.
+
+    `groups`: names of linears that read one tensor, in the order of their calls
+    (takeover.shared_inputs finds them).
+    """
+    for names in groups:
+        linears: list[Any] = [model.get_submodule(name) for name in names]
+        if not can_join(linears):
+            continue
+        shared = SharedInput(product(linears), [each.out_features for each in linears])
+        for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
+            model.set_submodule(name, JoinedPart(linear, shared, index))
+
+
+def shared_inputs(model: nn.Module) -> list[list[str]]:
+    """Names of a taken-over model's linears that read one tensor, a list for each such tensor.
+
+    Found by watching a forward: linears called once each, one after the other, with the same
+    object. Raises ModelError if the model does not run.
+    """
+    calls: list[tuple[str, Tensor]] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        return lambda _, inputs: calls.append((name, inputs[0]))
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if type(module) is nn.Linear:
+                hook = module.register_forward_pre_hook(watch(name))
+                stack.callback(hook.remove)
+        recorded_calls(model)
+    num_calls = Counter(name for name, _ in calls)
+    groups: list[list[str]] = []
+    before: Tensor | None = None
+    for name, tensor in calls:
+        if num_calls[name] > 1:
+            before = None
+        elif tensor is before:
+            groups[-1].append(name)
+        else:
+            before = tensor
+            groups.append([name])
+    return [names for names in groups if len(names) > 1]

@@ -1,0 +1,127 @@
+"""Linear layers and activations on a CPU whose rows do not depend on the batch, to the bit.
+
+How a weight is laid out and multiplied: `packed_product.py`. torch's silu and tanh-gelu differ in
+the last bit near the end of each thread's part, unless the part is a multiple of the vector width.
+Padded blocks too small for two threads have no such end.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2CLS
+
+from model_runtime.layers.merged_linear import join, stand_in
+from model_runtime.layers.packed_product import DTYPES, PackedProduct, Way, Workshop
+from model_runtime.layers.replace_modules import swap_modules
+from model_runtime.layers.way_trial import choose_way
+
+_VECTOR = 64  # a multiple of every vector width in use, in numbers
+_UNSPLIT = 16_384  # numbers; torch gives a thread at least this many of any activation
+
+
+class PackedLinear(nn.Module):
+    """A linear whose weight is laid out once for the processor; the original is let go."""
+
+    def __init__(self, linear: nn.Linear, product: PackedProduct | None = None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.product = product or PackedProduct([linear], workshop_for(linear.weight.dtype))
+        self.weight = stand_in(linear.weight)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], each row as if it were alone."""
+        return self.product(x)
+
+
+class RowwiseActivation(nn.Module):
+    """An activation in which no number is in a vector loop's remainder, on any number of threads.
+
+    Where torch would leave one, the tensor is padded to whole vectors, and computed in blocks that
+    torch never splits.
+    """
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self._activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The activation, same shape."""
+        num_numbers = x.numel()
+        # Not for a slice of linears with one input: torch has another gelu where rows have gaps.
+        x = x.contiguous()
+        if _leaves_no_remainder(num_numbers, torch.get_num_threads()):
+            return self._activation(x)  # type: ignore[no-any-return]
+        flat = nn.functional.pad(x.reshape(-1), (0, -num_numbers % _VECTOR))
+        blocks = torch.split(flat, _UNSPLIT)
+        activated = torch.cat([self._activation(block) for block in blocks])
+        return activated[:num_numbers].reshape(x.shape)
+
+
+@lru_cache
+def _leaves_no_remainder(num_numbers: int, num_threads: int) -> bool:
+    """Whether equal parts for any number of threads are whole vectors."""
+    most = min(num_threads, -(-num_numbers // _UNSPLIT))
+    return all(-(-num_numbers // parts) % _VECTOR == 0 for parts in range(1, most + 1)) and (
+        num_numbers % _VECTOR == 0
+    )
+
+
+def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
+    """Replace every linear and stateless activation of the model, in place.
+
+    `groups`: names of linears that read one tensor, in the order of their calls
+    (takeover.shared_inputs finds them).
+    """
+    workshops = {dtype: workshop_for(dtype) for dtype in _dtypes(model)}
+
+    def product(linears: Sequence[nn.Linear]) -> PackedProduct:
+        return PackedProduct(linears, workshops[linears[0].weight.dtype])
+
+    packable = [
+        names for names in groups if all(_is_packable(model.get_submodule(name)) for name in names)
+    ]
+    join(model, packable, product)
+    activations = _activation_classes()
+
+    def other(module: nn.Module) -> nn.Module | None:
+        if _is_packable(module):
+            return PackedLinear(module, product([module]))
+        if isinstance(module, activations) and not list(module.parameters()):
+            return RowwiseActivation(module)
+        return None
+
+    swap_modules(model, other)
+
+
+def workshop_for(dtype: torch.dtype) -> Workshop:
+    """A workshop for weights of a number type, in the way that suits this processor."""
+    return Workshop(choose_way(dtype))
+
+
+def _dtypes(model: nn.Module) -> set[torch.dtype]:
+    return {module.weight.dtype for module in model.modules() if _is_packable(module)}
+
+
+def described(ways: Iterable[Way], dtype: torch.dtype) -> str:
+    """How weights of a dtype are laid out and multiplied, as the banner says it."""
+    name = str(dtype).removeprefix("torch.")
+    return " and ".join(way.value.format(name) for way in sorted(set(ways), key=list(Way).index))
+
+
+def ways_of(model: nn.Module) -> set[Way]:
+    """The ways of all products of a packed model."""
+    products = (getattr(module, "product", None) for module in model.modules())
+    return {product.way for product in products if isinstance(product, PackedProduct)}
+
+
+def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and module.weight.dtype in DTYPES
+
+
+def _activation_classes() -> tuple[type[nn.Module], ...]:
+    entries: list[Any] = list(ACT2CLS.values())
+    return tuple(entry[0] if isinstance(entry, tuple) else entry for entry in entries)

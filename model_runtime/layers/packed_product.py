@@ -1,0 +1,277 @@
+"""A weight laid out for this processor, and its products: each row has the same bits in any batch.
+
+torch's own linear picks another kernel for one row than for several, which flips near-ties between
+tokens, and then a request's text depends on its neighbours. Here a weight is laid out in one of
+three ways, and `way_trial.py` finds which of them this processor and this build of torch bear, and
+which is fastest.
+
+- `ONEDNN`: packed by oneDNN in the model's number type; up to 16 rows are multiplied over the same
+  memory by `skinny_gemm.py`, at the speed at which memory gives the weight.
+- `STORED`: bfloat16 in panels of our own. Up to 16 rows are widened in registers. For more, a block
+  of the weight is widened into scratch memory and multiplied by oneDNN's float32 product. Widening
+  is exact and the sums are in the same order, so few rows and many have the same bits. For
+  processors that multiply no bfloat16, or slowly.
+- `OWN`: panels of our own, and every row multiplied by `skinny_gemm.py`. Needs no oneDNN.
+
+Measured with torch 2.13 and oneDNN 3.12 on AVX2, on AVX-512 with AMX and with AVX512_BF16 alone, on
+1 to 16 threads, for widths 64 to 11,008 and 1 to 1,024 rows. A part is repeated in
+tests/model_runtime/layers/test_packed_linear.py:
+- Packed for several rows, every count of rows from two up gives the same bits, in bf16 up to 32.
+  One row alone does not where the input is wider than 1,024, so there a single row is computed
+  twice. With AVX2 one row alone does, too.
+- bf16: products of more than 32 rows give the same bits without AMX; with it they are blocked
+  differently from size to size. So sizes above 32 are tried when the model is packed.
+- oneDNN keeps code for every count of rows it has seen, 2 MiB and more for those of a chunk, and
+  takes half a millisecond to make it. So a product is made of blocks of a few sizes, with rows of
+  zeros in the last one.
+- Packed products are also 2 to 3 times faster than plain ones, whatever the dtype.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor
+from model_runtime.cpu_kernels.skinny_gemm import (
+    FLOAT32,
+    IN_PAIRS,
+    MOST_ROWS,
+    PANEL,
+    WIDENED,
+    Panels,
+    RowProducts,
+    own_panels,
+)
+from model_runtime.layers.merged_linear import joined_weight
+from model_runtime.layers.onednn import OneDnnWeight
+
+DTYPES = (torch.float32, torch.bfloat16)
+_WIDEST_SINGLE_ROW = 1024  # inputs of a product whose one row may go alone
+SMALL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # rows of a block
+LARGE_SIZES = (64, 128, 256, 512)  # where they give the same bits
+# bf16 hides what sums differ in: another order of them shows in about one number of 10,000.
+_TRIAL_NUMBERS = 1 << 18
+_CHAINS = (512, 1024, 2048, 4096)  # inputs of a chain; to be tried after all of them
+_SCRATCH_BYTES = 1 << 20  # of widened weights: they should stay in a core's second cache
+
+
+class Way(enum.Enum):
+    """How a weight is laid out, as the banner says it."""
+
+    ONEDNN = "oneDNN packed {}"
+    STORED = "stored {}, multiplied in float32"
+    OWN = "own panels of {}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What products with a weight of some shape were found to do."""
+
+    sizes: tuple[int, ...]  # rows of blocks that give the same bits, ascending
+    chain: int | None  # inputs of one chain of the library's sums; None: not found
+
+
+class Workshop:
+    """What the products of one model share: their way, trials by shape, scratch memory."""
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+        self._tried: dict[tuple[int | bool | torch.dtype, ...], Tried] = {}
+        self._scratch: dict[int, OneDnnWeight] = {}
+
+    def tried(self, product: "PackedProduct", shape: tuple[int | bool | torch.dtype, ...]) -> Tried:
+        """What is known of products of this shape, found by the first of them."""
+        if shape not in self._tried:
+            self._tried[shape] = product.trial()
+        return self._tried[shape]
+
+    def scratch(self, num_inputs: int) -> OneDnnWeight:
+        """A float32 weight of so many inputs, as many outputs as fit, to be written over."""
+        if num_inputs not in self._scratch:
+            panels = max(1, _SCRATCH_BYTES // (4 * PANEL * num_inputs))
+            self._scratch[num_inputs] = OneDnnWeight(torch.zeros(panels * PANEL, num_inputs))
+        return self._scratch[num_inputs]
+
+
+class _Stored:
+    """bfloat16 panels whose numbers are widened, block by block, for oneDNN's float32 product."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, workshop: Workshop) -> None:
+        self._scratch = workshop.scratch(weight_NK.shape[1])
+        inside = self._scratch.panels(None)
+        if inside is None:
+            raise RuntimeError("oneDNN packs float32 weights in an order that is not known")
+        self._block = inside.num_panels
+        self._scratch_Q = torch.from_numpy(inside.packed_Q)
+        self.panels = own_panels(weight_NK, bias_N, inside.num_packed)
+        packed_Q = as_tensor(self.panels.packed_Q, torch.bfloat16)
+        self._panels_PQ = packed_Q.view(self.panels.num_panels, -1)
+        self._bias_N = None if bias_N is None else bias_N.float()
+
+    def multiply(self, x_RK: Tensor) -> Tensor:
+        """[R, K] -> [R, N]."""
+        num_outputs, rows_RK = self.panels.num_outputs, x_RK.float()
+        out_RN = x_RK.new_empty(len(x_RK), num_outputs)
+        for first in range(0, self.panels.num_panels, self._block):
+            numbers_PQ = self._panels_PQ[first : first + self._block]
+            self._scratch_Q[: numbers_PQ.numel()].copy_(numbers_PQ.view(-1))
+            columns = slice(first * PANEL, min((first + self._block) * PANEL, num_outputs))
+            part_RN = self._scratch.multiply(rows_RK, None)
+            part_RN = part_RN[:, : columns.stop - columns.start]
+            if self._bias_N is not None:
+                part_RN += self._bias_N[columns]
+            out_RN[:, columns] = part_RN
+        return out_RN
+
+
+@cache
+def _blocks(num_rows: int, sizes: tuple[int, ...], *, are_few_apart: bool) -> tuple[int, ...]:
+    """Sizes of blocks that `num_rows` rows are computed in; `sizes` ascend.
+
+    The last block may be larger than its rows, unless up to MOST_ROWS are computed otherwise.
+    """
+    blocks = []
+    while num_rows >= SMALL_SIZES[-1]:
+        blocks.append(max(size for size in sizes if size <= num_rows))
+        num_rows -= blocks[-1]
+    while num_rows:
+        if are_few_apart:
+            blocks.append(min(num_rows, MOST_ROWS))
+        else:
+            blocks.append(min(size for size in sizes if size >= num_rows))
+        num_rows = max(0, num_rows - blocks[-1])
+    return tuple(blocks)
+
+
+class PackedProduct:
+    """The weight of one or several linears with one input, laid out once for the processor."""
+
+    def __init__(self, linears: Sequence[nn.Linear], workshop: Workshop) -> None:
+        """Lay the weight out. Raises RuntimeError if the workshop's way is not possible here."""
+        weight_NK, bias_N = joined_weight(linears)
+        self.out_features, self.in_features = weight_NK.shape
+        self._dtype = weight_NK.dtype
+        self.way = workshop.way
+        self._num_threads = torch.get_num_threads()
+        self._small = SMALL_SIZES[1 if self.in_features > _WIDEST_SINGLE_ROW else 0 :]
+        self._panels: Panels | None
+        self._many: Callable[[Tensor], Tensor] | None = None
+        if self.way is Way.ONEDNN:
+            packed = OneDnnWeight(weight_NK)
+            self._panels = packed.panels(bias_N)
+            self._many = lambda x_RK: packed.multiply(x_RK, bias_N)
+        elif self.way is Way.STORED:
+            stored = _Stored(weight_NK, bias_N, workshop)
+            self._panels, self._many = stored.panels, stored.multiply
+        else:
+            self._panels = own_panels(weight_NK, bias_N)
+        self._sizes: tuple[int, ...] = ()
+        chain: int | None = self.in_features
+        if self._many is not None:
+            has_bias = bias_N is not None
+            tried = workshop.tried(
+                self, (*weight_NK.shape, has_bias, self._dtype, self._num_threads)
+            )
+            self._sizes, chain = tried.sizes, tried.chain
+            if chain is None and self.way is Way.STORED:
+                self.way, self._many, chain = Way.OWN, None, self.in_features
+        self._few = None if chain is None else self._row_products(chain)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], each row as if it were alone."""
+        num_rows = x.numel() // self.in_features
+        if num_rows == 0:
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        few, sizes = self._few, self._sizes
+        if self._many is None:
+            assert few is not None
+            return few(x.contiguous())
+        if not self._holds():
+            few, sizes = None, self._sizes_of_other_threads()
+        if few is not None and num_rows <= MOST_ROWS:
+            return few(x.contiguous())
+        rows = x.reshape(-1, self.in_features)
+        if num_rows in sizes:
+            out = self._multiply(rows.contiguous())
+            return out.view(*x.shape[:-1], self.out_features)
+        blocks = _blocks(num_rows, sizes, are_few_apart=few is not None)
+        if few is None:
+            rows = nn.functional.pad(rows, (0, 0, 0, sum(blocks) - num_rows))
+        products = [
+            self._multiply(block) if few is None or len(block) > MOST_ROWS else few(block)
+            for block in torch.split(rows.contiguous(), list(blocks))
+        ]
+        out = products[0] if len(products) == 1 else torch.cat(products)
+        return out[:num_rows].reshape(*x.shape[:-1], self.out_features)
+
+    def multiply(self, x_RK: Any) -> Any:
+        """[R, in] -> [R, out], numpy's arrays of float32 or of bf16's bits."""
+        few = self.few(len(x_RK))
+        if few is not None:
+            return few.multiply(x_RK)
+        return as_numpy(self(as_tensor(x_RK, self._dtype)))
+
+    def few(self, num_rows: int) -> RowProducts | None:
+        """What multiplies so few rows; None: the call itself does, whatever the number."""
+        return self._few if 0 < num_rows <= MOST_ROWS and self._holds() else None
+
+    def trial(self) -> Tried:
+        """Find the sizes of blocks, and the chain of sums, that give the bits of small blocks."""
+        generator = torch.Generator().manual_seed(0)
+        least = -(-_TRIAL_NUMBERS // self.out_features)
+        count = max(MOST_ROWS, least)
+        num_rows = count + LARGE_SIZES[-1]
+        rows = torch.randn(num_rows, self.in_features, generator=generator).to(self._dtype)
+
+        def by(size: int, count: int) -> Tensor:
+            blocks = torch.split(rows[:count], size)
+            return torch.cat([self._multiply(block) for block in blocks])
+
+        large: Sequence[int] = LARGE_SIZES
+        if self.way is Way.ONEDNN and self._dtype != torch.float32:  # there all are always alike
+            counts = {size: -(-least // size) * size for size in large}
+            expected = by(MOST_ROWS, max(counts.values()))
+            large = [
+                size
+                for size in large
+                if torch.equal(by(size, counts[size]), expected[: counts[size]])
+            ]
+        chain = self._find_chain(rows[:count], by(MOST_ROWS, count))
+        return Tried((*self._small, *large), chain)
+
+    def _find_chain(self, x_RK: Tensor, expected_RN: Tensor) -> int | None:
+        """Find how many inputs make a chain of the library's sums; None if none has its bits."""
+        if self._panels is None or not self._panels.takes(self._multiplying()):
+            return None
+        for chain in dict.fromkeys((self.in_features, *_CHAINS)):
+            products = self._row_products(chain)
+            found = torch.cat([products(rows) for rows in torch.split(x_RK, MOST_ROWS)])
+            if torch.equal(found, expected_RN):
+                return chain
+        return None
+
+    def _row_products(self, chain: int) -> RowProducts:
+        assert self._panels is not None
+        return RowProducts(self._panels, chain, self._multiplying())
+
+    def _multiplying(self) -> Any:
+        if self._dtype == torch.float32:
+            return FLOAT32
+        return IN_PAIRS if self.way is Way.ONEDNN else WIDENED
+
+    def _holds(self) -> bool:
+        """Whether threads are as many as when it was tried: what was found holds for no others."""
+        return self._many is None or torch.get_num_threads() == self._num_threads
+
+    def _sizes_of_other_threads(self) -> tuple[int, ...]:
+        is_float32 = self._dtype == torch.float32 or self.way is Way.STORED
+        return self._small + (LARGE_SIZES if is_float32 else ())
+
+    def _multiply(self, x_RK: Tensor) -> Tensor:
+        assert self._many is not None
+        return self._many(x_RK)

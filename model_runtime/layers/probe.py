@@ -1,0 +1,72 @@
+"""What a model's layers ask of attention, seen by running it on a few tokens.
+
+Shapes: H = query heads, K = key heads, T = tokens of the probe, D = key dimensions.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model_runtime.attention.paged_attention import (
+    STEP,
+    AttentionCall,
+)
+from model_runtime.errors import ModelError
+
+_PROBE_LEN = 3  # tokens; a layer's output is thrown away, so only its own projections matter
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the language model inside."""
+    config: Any = model.config
+    return config.get_text_config()
+
+
+@dataclass(slots=True)
+class _Probe:
+    """A step that records what each layer asks and answers nothing."""
+
+    calls: dict[int, AttentionCall]
+
+    def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
+        if layer_idx in self.calls:
+            raise ModelError(f"two attention layers share the index {layer_idx}")
+        self.calls[layer_idx] = call
+        heads, tokens = call.query_1HTD.shape[1:3]
+        return call.value_1KTV.new_zeros(1, tokens, heads, call.value_1KTV.shape[-1])
+
+
+def are_equal(call: AttentionCall, other: AttentionCall) -> bool:
+    """Whether a layer asks for the same queries and keys, to the bit."""
+    return torch.equal(call.query_1HTD, other.query_1HTD) and torch.equal(
+        call.key_1KTD, other.key_1KTD
+    )
+
+
+@torch.inference_mode()
+def recorded_calls(model: nn.Module, first_position: int = 0) -> dict[int, AttentionCall]:
+    """Every attention layer's call for a short prompt. Raises ModelError if there is none."""
+    device = next(model.parameters()).device
+    vocabulary = text_config(model).vocab_size
+    probe = _Probe({})
+    try:
+        model(
+            input_ids=torch.arange(1, 1 + _PROBE_LEN, device=device)[None] % vocabulary,
+            position_ids=torch.arange(first_position, first_position + _PROBE_LEN, device=device)[
+                None
+            ],
+            use_cache=False,
+            **{STEP: probe},
+        )
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} does not run with its attention replaced: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not probe.calls:
+        raise ModelError(f"{type(model).__name__} did not call the attention it was given")
+    return probe.calls

@@ -1,0 +1,80 @@
+"""Which way to multiply this processor bears, and which is fastest: found by trial at load.
+
+No way is chosen by a processor's name. Times decide only where two ways both work, and only if one
+is clearly faster, because the ways differ in the last bits.
+"""
+
+import math
+from functools import cache, partial
+
+import torch
+from torch import nn
+
+from model_runtime.cpu_kernels.trials import CLEARLY, shortest
+from model_runtime.layers import onednn
+from model_runtime.layers.packed_product import (
+    LARGE_SIZES,
+    SMALL_SIZES,
+    PackedProduct,
+    Way,
+    Workshop,
+)
+
+_PROBE = (448, 1536)  # outputs and inputs of the weight by which a way is chosen
+_PROBE_ROWS = (1, 8, 256)  # whose times decide between two ways
+
+
+def is_possible(way: Way, dtype: torch.dtype) -> bool:
+    """Return whether products with a small weight can be computed that way here."""
+    return _probe(way, dtype) is not None
+
+
+@cache
+def choose_way(dtype: torch.dtype) -> Way:
+    """Find how weights of a number type are laid out on this processor.
+
+    Everything runs on one thread: several, on a busy machine, wait for each other by chance.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _chosen(dtype)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _chosen(dtype: torch.dtype) -> Way:
+    native = _probe(Way.ONEDNN, dtype)
+    if dtype == torch.float32:  # if the order of sums is unknown, so is whether rows are alike
+        return Way.OWN if native is None or native.few(1) is None else Way.ONEDNN
+    stored = _probe(Way.STORED, dtype)
+    if stored is None or stored.way is not Way.STORED:
+        return Way.OWN if native is None else Way.ONEDNN
+    if native is None:
+        return Way.STORED
+    ratios = []
+    for count in _PROBE_ROWS:
+        x_RK = torch.ones(count, native.in_features).to(dtype)
+        native_s, stored_s = shortest(partial(native, x_RK), partial(stored, x_RK))
+        ratios.append(native_s / stored_s)
+    return Way.STORED if math.prod(ratios) ** (1 / len(ratios)) > CLEARLY else Way.ONEDNN
+
+
+def _probe(way: Way, dtype: torch.dtype) -> PackedProduct | None:
+    """A product laid out that way, whose rows do not depend on the batch; None: there is none."""
+    if way is not Way.OWN and not onednn.is_available():
+        return None
+    linear = nn.Linear(_PROBE[1], _PROBE[0], bias=False).requires_grad_(requires_grad=False)
+    generator = torch.Generator().manual_seed(0)
+    linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator))
+    try:
+        product = PackedProduct([linear.to(dtype)], Workshop(way))
+        x_RK = torch.randn(LARGE_SIZES[0] + 1, _PROBE[1], generator=generator).to(dtype)
+        whole_RN = product(x_RK)
+        is_invariant = all(
+            torch.equal(product(x_RK[:count]), whole_RN[:count])
+            for count in (*SMALL_SIZES, LARGE_SIZES[0])
+        )
+    except (RuntimeError, NotImplementedError):  # no such operator, or not for this processor
+        return None
+    return product if is_invariant else None

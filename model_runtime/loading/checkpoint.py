@@ -1,0 +1,196 @@
+"""A model id or folder -> a model that is taken over, checked and ready to serve.
+
+Weights come from safetensors only, and code from the checkpoint runs only if asked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from model_runtime.attention.backends import backend_for
+from model_runtime.attention.cpu_backend import CpuAttention
+from model_runtime.attention.paged_attention import LayerPlan
+from model_runtime.errors import ModelError
+from model_runtime.layers import (
+    fused_decoder as decoder_layers,
+)
+from model_runtime.layers import (
+    gated_mlp,
+    packed_linear,
+)
+from model_runtime.layers import (
+    last_layer as asked_rows,
+)
+from model_runtime.layers import (
+    merged_linear as joined_linear,
+)
+from model_runtime.layers import (
+    rms_norm as row_norm,
+)
+from model_runtime.layers.merged_linear import shared_inputs
+from model_runtime.layers.probe import text_config
+from model_runtime.layers.way_trial import choose_way
+from model_runtime.loading.load_faults import faults_of
+from model_runtime.loading.model_config import read_outline
+from model_runtime.loading.patch_model import read_native_rope, take_over
+from model_runtime.loading.pretrained import from_pretrained, load_tokenizer
+from model_runtime.loading.self_check import Report, check, untouched_answers
+from model_runtime.text.tokenizer import Tokenizer
+from rope import NativeRope
+
+EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
+# Of a model's generation_config, what stands in for what a request leaves out (as in vLLM).
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model ready to serve."""
+
+    model: nn.Module
+    plans: Mapping[int, LayerPlan]
+    native: NativeRope
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+    sampling_defaults: Mapping[str, float]  # of generation_config, by SamplingParams' names
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+    report: Report  # of the self-check
+    products: str  # how weights are laid out and multiplied
+
+
+def load_checkpoint(
+    source: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> Checkpoint:
+    """Load, check and take over. Raises ModelError with a sentence that names what is wrong."""
+    outline = read_outline(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    where = outline.device
+    _log.info("loading_weights", model=str(source), dtype=str(outline.dtype), device=str(where))
+    with faults_of(str(source), outline.dtype, where):
+        model = _load_model(source, outline.dtype, trust_remote_code=trust_remote_code)
+        model = model.to(where).eval()
+        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+        generation = _generation_defaults(source, outline.config)
+        return adopt(
+            model,
+            tokenizer,
+            _eos_token_ids(generation, tokenizer),
+            {
+                name: generation[name]
+                for name in SAMPLING_DEFAULTS
+                if generation.get(name) is not None
+            },
+        )
+
+
+def adopt(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    eos_token_ids: frozenset[int],
+    sampling_defaults: Mapping[str, float],
+) -> Checkpoint:
+    """Take a loaded model over, in place, and check it. Raises ModelError."""
+    parameter = next(model.parameters())
+    native = read_native_rope(model)
+    _log.info("self_check", model=type(model).__name__)
+    expected = untouched_answers(model, native)
+    plans = take_over(model, native)
+    has_kernels = backend_for(parameter.device) is CpuAttention
+    products = expected_products(parameter.device, parameter.dtype)
+    if has_kernels:
+        packed_linear.pack(model, shared_inputs(model))
+        products = packed_linear.described(packed_linear.ways_of(model), parameter.dtype)
+        gated_mlp.fuse(model)
+        _leave_file(model)
+    else:
+        joined_linear.join(model, shared_inputs(model))
+    row_norm.replace_norms(model)
+    asked_rows.trim(model, plans)
+    simpler = decoder_layers.recognised(model, plans) if has_kernels else None
+    report = check(model, plans, native, expected, simpler)
+    vocab_size = text_config(model).vocab_size
+    return Checkpoint(
+        model,
+        plans,
+        native,
+        tokenizer,
+        eos_token_ids,
+        sampling_defaults,
+        vocab_size,
+        parameter.dtype,
+        parameter.device,
+        report,
+        products,
+    )
+
+
+def expected_products(device: torch.device, dtype: torch.dtype) -> str:
+    """How weights will be laid out and multiplied, before there are any."""
+    if backend_for(device) is not CpuAttention:
+        return "torch"
+    return packed_linear.described([choose_way(dtype)], dtype)
+
+
+def _leave_file(model: nn.Module) -> None:
+    """Copy what is left of the loaded weights, in place.
+
+    They are views of the file, mapped into memory as a whole: while one of them lives, so do the
+    pages of all that have been packed.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
+
+
+def _load_model(source: str | Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
+    model, info = from_pretrained(
+        AutoModelForCausalLM,
+        source,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(f"{source} lacks {len(missing)} weights, the first is {missing[0]}")
+    unused = sorted(info["unexpected_keys"])
+    if unused:
+        # Often harmless (a head that is not served), sometimes a config with too few layers.
+        _log.warning("weights_unused", count=len(unused), first=unused[0])
+    mismatched = sorted(str(each) for each in info.get("mismatched_keys", ()))
+    if mismatched:
+        raise ModelError(f"{source} has weights of another shape: {mismatched[0]}")
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise ModelError(f"{source}: weight {name} has NaN or Inf")
+    return model
+
+
+def _generation_defaults(source: str | Path, config: Any) -> dict[str, Any]:
+    """What generation_config states; the config's end token where there is none."""
+    try:
+        stated: dict[str, Any] = GenerationConfig.from_pretrained(source).to_diff_dict()
+    except OSError:
+        stated = {"eos_token_id": config.get_text_config().eos_token_id}
+    return stated
+
+
+def _eos_token_ids(generation: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
+    """End tokens of generation_config, and the tokenizer's."""
+    declared = generation.get("eos_token_id")
+    ids = declared if isinstance(declared, list) else [declared]
+    return frozenset(each for each in (*ids, tokenizer.eos_token_id) if each is not None)

@@ -1,0 +1,169 @@
+"""What a checkpoint's config says before any weight is loaded: tables, cache shapes, sizes."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
+
+from model_runtime.errors import ModelError
+from model_runtime.loading.pretrained import from_pretrained
+from rope import NativeRope, RopeConfigError, native_rope
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one attention layer keeps of a token."""
+
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A checkpoint that has been found and may be loaded."""
+
+    source: str | Path
+    config: Any  # transformers'
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def architecture(self) -> str:
+        """The class that transformers will make."""
+        named = self.config.architectures
+        return str(named[0] if named else self.config.model_type)
+
+    def native(self) -> NativeRope:
+        """Its rotary tables. Raises ModelError."""
+        try:
+            return native_rope(self._text_config.to_dict())
+        except RopeConfigError as error:
+            raise ModelError(f"{self.architecture}: {error}") from error
+
+    def layers(self) -> Mapping[int, KVShape]:
+        """Cache shapes by the config, by layer index. Raises ModelError where it does not say.
+
+        Probing the loaded model finds the same for every architecture in docs/models.md; one that
+        is not there, with another shape in some layers, would be misjudged until it is loaded.
+        """
+        num_heads = self._number("num_attention_heads")
+        num_key_heads = num_heads
+        if getattr(self._text_config, "num_key_value_heads", None) is not None:
+            num_key_heads = self._number("num_key_value_heads")
+        head_dim = getattr(self._text_config, "head_dim", None)
+        head_dim = head_dim or self._number("hidden_size") // num_heads
+        shape = KVShape(num_key_heads, head_dim, head_dim)
+        return dict.fromkeys(range(self._number("num_hidden_layers")), shape)
+
+    def num_weight_bytes(self) -> int | None:
+        """Memory of the weights in the dtype they will have; None for a hub id, not looked up."""
+        folder = Path(self.source)
+        if not folder.is_dir():
+            return None
+        num_parameters = 0
+        for path in weight_files(folder):
+            with safe_open(path, framework="pt") as weights:
+                shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118
+            num_parameters += sum(math.prod(shape) for shape in shapes)
+        if self.config.get_text_config().tie_word_embeddings and self._packs_linears:
+            # The head is packed for its products, and the embedding stays as it is.
+            num_parameters += self._number("vocab_size") * self._number("hidden_size")
+        return num_parameters * self.dtype.itemsize
+
+    @property
+    def _packs_linears(self) -> bool:
+        return self.device.type == "cpu"
+
+    def _number(self, name: str) -> int:
+        value = getattr(self._text_config, name, None)
+        if not isinstance(value, int):
+            raise ModelError(f"{self.architecture}: the config's {name} is not one number")
+        return value
+
+    @property
+    def _text_config(self) -> Any:
+        return self.config.get_text_config()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files transformers loads: one, or those its index names. Others may lie beside them.
+
+    Raises ModelError for an index that cannot be read, or names a file that is not there.
+    """
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if single.is_file() or not index.is_file():
+        return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index} is no index of weights") from error
+    for name in names:
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder} has no {name}, which its index names")
+    return [folder / name for name in names]
+
+
+def read_outline(
+    source: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> Outline:
+    """Find a checkpoint and read its config. Raises ModelError with a sentence."""
+    where = _device(device)
+    folder = Path(source)
+    if folder.is_dir():
+        _check_files(folder)
+    elif str(source).startswith((".", "/", "~")) or str(source).count("/") > 1:
+        raise ModelError(f"there is no folder {source}")  # a hub id is `name` or `owner/name`
+    config = from_pretrained(AutoConfig, source, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{config.model_type} checkpoint is quantised, which is not supported yet")
+    return Outline(source, config, _dtype(dtype, config, where), where)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError("device is cuda, but torch finds no CUDA device here")
+    return torch.device(name)
+
+
+def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+    """`auto`: float32 on a CPU, the checkpoint's own elsewhere."""
+    if name == "auto":
+        own: torch.dtype = getattr(config, "dtype", None) or torch.float32
+        return torch.float32 if device.type == "cpu" else own
+    if name == "float16" and device.type == "cpu":
+        raise ModelError("dtype float16 is not served on a CPU; use float32 or bfloat16")
+    return DTYPES[name]
+
+
+def _check_files(folder: Path) -> None:
+    """A folder that lacks a file is told which, before anything is loaded."""
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder} has no {name}")
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        pickled = sorted(path.name for path in folder.glob("*.bin"))
+        beside = f" (only {', '.join(pickled)}, which may run code)" if pickled else ""
+        raise ModelError(f"{folder} has no weights in safetensors{beside}")
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is not a whole safetensors file: {error}") from error

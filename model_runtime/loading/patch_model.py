@@ -1,0 +1,231 @@
+"""Take a transformers model over: its own forward runs, but hands queries and keys out unrotated.
+
+Every rotary module is replaced by one that returns the identity rotation. Which layers rotate, how
+wide, in which pairing and by which table is found by probing the model, not from a list of names:
+with cos = sin = 0 exactly the rotated dimensions of a layer's queries come out zero, and with
+cos = 0, sin = 1 they come out exchanged, which shows the pairs.
+
+Then layers that would compute the identity rotation are spared it (skip_rotation.py), if they ask
+for the same queries and keys without. Only the sign of a zero may differ: -0 + 0 is 0.
+
+Shapes: H = query heads, K = key heads, T = tokens of the probe, D = key dimensions.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from model_runtime.attention.paged_attention import (
+    IMPLEMENTATION,
+    AttentionCall,
+    LayerPlan,
+    register,
+)
+from model_runtime.errors import ModelError
+from model_runtime.layers.probe import are_equal, recorded_calls, text_config
+from model_runtime.layers.skip_rotation import restore_rotation, spare_rotation
+from rope import ALL_LAYERS, NativeRope, RopeConfigError, half_split_from_interleaved, native_rope
+
+
+class IdentityRotary(nn.Module):
+    """Stands where a rotary module stood; answers cos = 1, sin = 0 in the shape it answered."""
+
+    def __init__(self, original: nn.Module, layer_types: tuple[str, ...], hidden_size: int) -> None:
+        super().__init__()
+        self.constants = dict.fromkeys(layer_types, (1.0, 0.0))  # layer type -> (cos, sin)
+        example = torch.zeros(1, 1, hidden_size)
+        self._widths = {
+            name: _answer_width(original, example, None if name == ALL_LAYERS else name)
+            for name in layer_types
+        }
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Cos and sin [1, T, width], constant everywhere."""
+        name = layer_type or ALL_LAYERS
+        cos, sin = self.constants[name]
+        shape = (1, position_ids.shape[-1], self._widths[name])
+        return x.new_full((1, 1, 1), cos).expand(shape), x.new_full((1, 1, 1), sin).expand(shape)
+
+
+def _answer_width(original: nn.Module, example: Tensor, layer_type: str | None) -> int:
+    arguments = () if layer_type is None else (layer_type,)
+    answer = original(example, torch.zeros(1, 1, dtype=torch.long), *arguments)
+    if not (isinstance(answer, tuple) and len(answer) == 2 and answer[0].shape == answer[1].shape):
+        raise ModelError(f"{type(original).__name__} does not answer with a cosine and a sine")
+    width: int = answer[0].shape[-1]
+    return width
+
+
+def rotary_modules(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
+    """Name -> (module, the layer types it has a table for), for every rotary module."""
+    found = {}
+    for name, module in model.named_modules():
+        buffers = [key for key, _ in module.named_buffers(recurse=False)]
+        types = [
+            key.removesuffix("inv_freq").removesuffix("_") or ALL_LAYERS
+            for key in buffers
+            if key.endswith("inv_freq") and not key.endswith("original_inv_freq")
+        ]
+        if types:
+            found[name] = (module, tuple(types))
+    return found
+
+
+def read_native_rope(model: nn.Module) -> NativeRope:
+    """The checkpoint's tables from its config, compared to the bit with what the model holds.
+
+    Raises ModelError if the model has none, holds others, or carries a block that is refused.
+    """
+    name = type(model).__name__
+    modules = rotary_modules(model)
+    if not modules:
+        raise ModelError(f"{name} has no rotary position embeddings that can be taken over")
+    try:
+        native = native_rope(text_config(model).to_dict())
+    except RopeConfigError as error:
+        raise ModelError(f"{name}: {error}") from error
+    for module, types in modules.values():
+        for layer_type in types:
+            _compare_table(name, module, layer_type, native)
+    return native
+
+
+def _compare_table(name: str, module: nn.Module, layer_type: str, native: NativeRope) -> None:
+    prefix = "" if layer_type == ALL_LAYERS else f"{layer_type}_"
+    held_P = getattr(module, f"{prefix}inv_freq").float().cpu()
+    held_factor = float(getattr(module, f"{prefix}attention_scaling", 1.0))
+    table = native.tables.get(layer_type) or native.tables.get(ALL_LAYERS)
+    if table is None:
+        raise ModelError(f"{name} has a rotary table for {layer_type}, its config has none")
+    own = table.frequencies()
+    if not torch.equal(held_P, own.inv_freq_P) or held_factor != own.attention_factor:
+        raise ModelError(
+            f"{name} rotates {layer_type} layers by another table than its config says"
+        )
+
+
+def take_over(model: nn.Module, native: NativeRope) -> Mapping[int, LayerPlan]:
+    """Swap the rotary modules and the attention of `model` in place; return each layer's plan.
+
+    Raises ModelError, naming what stands in the way.
+    """
+    register()
+    rotaries = []
+    hidden_size = text_config(model).hidden_size
+    for name, (module, types) in rotary_modules(model).items():
+        identity = IdentityRotary(module.cpu(), types, hidden_size)
+        rotaries.append(identity)
+        model.set_submodule(name, identity)
+    try:
+        model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
+    except ValueError as error:
+        raise ModelError(f"{type(model).__name__} cannot change its attention: {error}") from error
+    plans = _probe(model, rotaries, native)
+    _spare_rotation(model, plans)
+    return plans
+
+
+def _probe(
+    model: nn.Module, rotaries: list[IdentityRotary], native: NativeRope
+) -> dict[int, LayerPlan]:
+    unturned = recorded_calls(model)
+    types = sorted({name for rotary in rotaries for name in rotary.constants})
+    plans: dict[int, LayerPlan] = {}
+    for layer_type in types:
+        with _constants(rotaries, layer_type, (0.0, 0.0)):
+            zeroed = recorded_calls(model)
+        with _constants(rotaries, layer_type, (0.0, 1.0)):
+            turned = recorded_calls(model)
+        table = layer_type if layer_type in native.tables else ALL_LAYERS
+        for index, call in unturned.items():
+            plan = _plan(index, table, call, zeroed[index], turned[index])
+            if plan.layer_type is None:
+                plans.setdefault(index, plan)
+            else:
+                _check_width(plan, native)
+                plans[index] = plan
+    return plans
+
+
+def _plan(
+    index: int,
+    layer_type: str,
+    unturned: AttentionCall,
+    zeroed: AttentionCall,
+    turned: AttentionCall,
+) -> LayerPlan:
+    query_HTD, key_KTD = unturned.query_1HTD[0], unturned.key_1KTD[0]
+    num_key_heads, _, key_dim = key_KTD.shape
+    value_dim = unturned.value_1KTV.shape[-1]
+    rotary_dim = _zeroed_width(index, query_HTD, zeroed.query_1HTD[0])
+    if rotary_dim != _zeroed_width(index, key_KTD, zeroed.key_1KTD[0]):
+        raise ModelError(f"layer {index} rotates queries and keys over different widths")
+    if rotary_dim == 0:
+        return LayerPlan(num_key_heads, key_dim, value_dim, None, 0, interleaved=False)
+    for interleaved in (False, True):
+        pairs = [
+            (query_HTD, turned.query_1HTD[0]),
+            (key_KTD, turned.key_1KTD[0]),
+        ]
+        if all(_is_quarter_turn(*pair, rotary_dim, interleaved=interleaved) for pair in pairs):
+            return LayerPlan(
+                num_key_heads, key_dim, value_dim, layer_type, rotary_dim, interleaved=interleaved
+            )
+    raise ModelError(f"layer {index} pairs its rotary dimensions in a way that is not known")
+
+
+def _zeroed_width(index: int, plain_XTD: Tensor, zeroed_XTD: Tensor) -> int:
+    """How many leading dimensions become zero with cos = sin = 0."""
+    is_zero_D = (zeroed_XTD == 0).flatten(0, 1).all(0) & (plain_XTD != 0).flatten(0, 1).any(0)
+    width = int(is_zero_D.sum())
+    if not bool(is_zero_D[:width].all()):
+        raise ModelError(f"layer {index} rotates dimensions that are not its first ones")
+    return width
+
+
+def _is_quarter_turn(
+    plain_XTD: Tensor, turned_XTD: Tensor, rotary_dim: int, *, interleaved: bool
+) -> bool:
+    """Whether (a, b) became (-b, a) in every pair under this pairing."""
+    if interleaved:
+        plain_XTD = half_split_from_interleaved(plain_XTD, rotary_dim)
+        turned_XTD = half_split_from_interleaved(turned_XTD, rotary_dim)
+    first, second = plain_XTD[..., :rotary_dim].chunk(2, dim=-1)
+    return torch.equal(turned_XTD[..., :rotary_dim], torch.cat((-second, first), dim=-1))
+
+
+def _check_width(plan: LayerPlan, native: NativeRope) -> None:
+    table = native.tables[str(plan.layer_type)]
+    if plan.rotary_dim != table.rotary.rotary_dim:
+        raise ModelError(
+            f"a layer rotates {plan.rotary_dim} dimensions, its config says "
+            f"{table.rotary.rotary_dim}"
+        )
+
+
+def _spare_rotation(model: nn.Module, plans: Mapping[int, LayerPlan]) -> None:
+    """Let layers leave the identity rotation out, if that changes nothing they ask for."""
+    rotated = recorded_calls(model)
+    layers = [each for each in model.modules() if getattr(each, "layer_idx", None) in plans]
+    spared = spare_rotation(layers)
+    unrotated = recorded_calls(model)
+    if not all(are_equal(call, unrotated[index]) for index, call in rotated.items()):
+        restore_rotation(spared)
+
+
+@contextmanager
+def _constants(
+    rotaries: list[IdentityRotary], layer_type: str, constants: tuple[float, float]
+) -> Iterator[None]:
+    affected = [rotary for rotary in rotaries if layer_type in rotary.constants]
+    for rotary in affected:
+        rotary.constants[layer_type] = constants
+    try:
+        yield
+    finally:
+        for rotary in affected:
+            rotary.constants[layer_type] = (1.0, 0.0)

@@ -1,0 +1,229 @@
+"""JSON schemas as grammars over a tokenizer: which tokens may follow, one answer at a time.
+
+The grammars are llguidance's. A schema is compiled away from the event loop and from the engine's
+thread, at first for trial in a process of its own (`grammar_trial.py`), which ends at a limit of
+time and memory. What has passed is compiled again here, which costs what the trial has cost.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+
+from model_runtime.errors import GrammarError, QueueFullError, RequestError
+from model_runtime.text.grammar_trial import matcher_of, problem_of
+from model_runtime.text.schema_keywords import refuse_unsupported
+from model_runtime.text.tokenizer import Tokenizer
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}  # of response_format `json_object`
+_TRIAL = Path(__file__).with_name("grammar_trial.py")
+_MAX_TRIAL_BYTES = 32 * 2**20  # ordinary schemas take less than 1 MiB
+_NUM_COMPILERS = 2  # at once; each trial keeps a core busy
+_MAX_WAITING = 64  # schemas; more are answered 429
+_NUM_KEPT = 16  # compiled schemas that are kept for the next request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grammar:
+    """A compiled schema. Nothing changes it: answers work on copies."""
+
+    matcher: LLMatcher
+    num_tokens: int  # ids that the tokenizer knows
+
+    def begin(self, end_ids: frozenset[int]) -> "Constraint":
+        """The state of an answer that `end_ids` end; a copy takes some 10 microseconds."""
+        return Constraint(self.matcher.deep_copy(), self.num_tokens, end_ids)
+
+
+class Constraint:
+    """How far one answer is in its grammar. Belongs to the engine's thread.
+
+    Built from the tokens as they are chosen, once each: a sequence that is preempted and computed
+    again chooses none again.
+    """
+
+    def __init__(self, matcher: LLMatcher, num_tokens: int, end_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._num_tokens = num_tokens
+        self._end_ids = end_ids
+        self.allowed = b""  # a bit a token, the lowest first; from `look`
+
+    def look(self) -> bool:
+        """Find the tokens that may follow; False if none can, since the answer is complete.
+
+        End tokens are among them where the grammar may end. Raises GrammarError.
+        """
+        with _faults():
+            allowed = bytearray(self._matcher.compute_bitmask())
+            may_end = self._matcher.is_accepting()
+        self._check()
+        allowed += bytes(max(0, max(self._end_ids, default=0) // 8 + 1 - len(allowed)))
+        for token_id in (self._num_tokens, *self._end_ids):
+            allowed[token_id // 8] &= ~(1 << token_id % 8)
+        if not allowed.strip(b"\0"):
+            if may_end:
+                return False
+            raise GrammarError("the grammar allows no token")
+        if may_end:
+            for token_id in self._end_ids:
+                allowed[token_id // 8] |= 1 << token_id % 8
+        self.allowed = bytes(allowed)
+        return True
+
+    def advance(self, token_id: int) -> bool:
+        """Take a chosen token; True if the answer is complete with it. Raises GrammarError."""
+        if token_id in self._end_ids:
+            return True
+        with _faults():
+            self._matcher.consume_token(token_id)
+            is_complete = self._matcher.is_stopped()
+        self._check()
+        return is_complete
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar's matcher failed: {problem_of(self._matcher)}")
+
+
+@contextmanager
+def _faults() -> Iterator[None]:
+    """Whatever the library may raise, as a GrammarError."""
+    try:
+        yield
+    except BaseException as error:  # a panic of Rust is no Exception
+        raise GrammarError(f"the grammar's matcher failed: {type(error).__name__}") from error
+
+
+class GrammarCompiler:
+    """Schemas to grammars over one tokenizer. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, max_bytes: int = 65_536, seconds: float = 5.0) -> None:
+        self._tokenizer = tokenizer
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+        self._pool = ThreadPoolExecutor(_NUM_COMPILERS, "grammar")
+        self._vocabulary: LLTokenizer | None = None  # at first use: a large one takes a second
+        self._vocabulary_lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the two below; never held for long
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()  # the one used last at the end
+        self._num_waiting = 0
+
+    def text_of(self, schema: Mapping[str, Any]) -> str:
+        """The schema as text, checked as far as that takes no compiling. Raises RequestError."""
+        try:
+            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+            num_bytes = len(text.encode())
+        except (ValueError, RecursionError) as error:
+            raise _refused(f"the schema is no JSON: {type(error).__name__}") from error
+        if num_bytes > self._max_bytes:
+            raise _refused(
+                f"the schema must be at most {self._max_bytes} bytes (max_schema_bytes). "
+                f"Given: {num_bytes}"
+            )
+        refuse_unsupported(schema)
+        return text
+
+    def compile(self, text: str) -> Future[Grammar]:
+        """Compile what `text_of` returned; the future may raise RequestError.
+
+        Raises QueueFullError if too many wait.
+        """
+        with self._lock:
+            if text in self._kept:
+                self._kept.move_to_end(text)
+                done: Future[Grammar] = Future()
+                done.set_result(self._kept[text])
+                return done
+            if self._num_waiting >= _MAX_WAITING:
+                raise QueueFullError(f"{_MAX_WAITING} schemas wait to be compiled; at most so many")
+            self._num_waiting += 1
+        compiling = self._pool.submit(self._compile, text)
+        compiling.add_done_callback(self._count_done)
+        return compiling
+
+    def _count_done(self, _: Future[Grammar]) -> None:
+        with self._lock:
+            self._num_waiting -= 1
+
+    def _compile(self, text: str) -> Grammar:
+        self._try(text)
+        vocabulary = self._own_vocabulary()
+        matcher = matcher_of(text, vocabulary)
+        if problem := problem_of(matcher):
+            raise _refused(problem)
+        grammar = Grammar(matcher, vocabulary.eos_token)
+        with self._lock:
+            self._kept[text] = grammar
+            while len(self._kept) > _NUM_KEPT:
+                self._kept.popitem(last=False)
+        return grammar
+
+    def _try(self, text: str) -> None:
+        """Compile in a process of its own, whose end is certain. Raises RequestError."""
+        asked = {"schema": text, "seconds": self._seconds, "max_bytes": _MAX_TRIAL_BYTES}
+        try:
+            ended = subprocess.run(  # noqa: S603  # our own file, in this interpreter
+                [sys.executable, "-P", str(_TRIAL)],
+                input=json.dumps(asked).encode(),
+                capture_output=True,
+                timeout=self._seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:  # it has been killed
+            raise _refused(
+                f"the schema takes longer than {self._seconds:g} seconds to compile "
+                "(grammar_compile_seconds)"
+            ) from error
+        if ended.returncode:
+            raise _refused(
+                f"the schema takes more than {_MAX_TRIAL_BYTES // 2**20} MiB, or more than "
+                f"{self._seconds:g} seconds, to compile"
+            )
+        if problem := ended.stdout.decode(errors="replace"):
+            raise _refused(problem)
+
+    def _own_vocabulary(self) -> LLTokenizer:
+        """The library's view of the tokenizer, made once. Raises RequestError."""
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                try:
+                    self._vocabulary = _vocabulary_of(self._tokenizer)
+                except Exception as error:  # what the library makes of a tokenizer
+                    raise _refused(f"this model's tokenizer cannot be used: {error}") from error
+            return self._vocabulary
+
+
+def _vocabulary_of(tokenizer: Tokenizer) -> LLTokenizer:
+    """A tokenizer as the library knows it, with an end token of its own behind the last id.
+
+    Which tokens end an answer differs by request. Raises ValueError.
+    """
+    text, num_tokens = tokenizer.as_json()
+    whole = json.loads(text)
+    whole["added_tokens"].append(
+        {
+            "id": num_tokens,
+            "content": "<|the end of a grammar|>",
+            "special": True,
+            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+        }
+    )
+    vocabulary = LLTokenizer(
+        json.dumps(whole), eos_token=num_tokens, slices=LLTokenizer.json_slices()
+    )
+    if vocabulary.vocab_size != num_tokens + 1:
+        raise ValueError("its ids have gaps")
+    return vocabulary
+
+
+def _refused(problem: str) -> RequestError:
+    return RequestError(f"`response_format`: {problem}", param="response_format")

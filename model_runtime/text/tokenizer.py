@@ -1,0 +1,125 @@
+"""Text to tokens and back, over a fast (tokenizers) tokenizer of transformers."""
+
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import DecodeStream
+
+from model_runtime.errors import ModelError, RequestError
+from model_runtime.text.chat_template import ChatTemplate
+
+
+class Tokenizer:
+    """What the server needs of a tokenizer. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise ModelError(f"{type(tokenizer).__name__} is not a fast tokenizer (tokenizer.json)")
+        self._tokenizer = tokenizer
+        self._backend: Backend = tokenizer.backend_tokenizer
+        # A tokenizer.json may carry either from training; a prompt is never cut or filled up.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._texts: dict[int, str] = {}  # of tokens asked for before; bounded by the vocabulary
+        self.longest_token = max(map(len, self._backend.get_vocab()), default=1)
+        self.eos_token_id: int | None = tokenizer.eos_token_id
+        self.class_name = type(tokenizer).__name__
+        # bos_token, eos_token, ... -> text, those it has
+        self.special_tokens = {
+            name: str(token)
+            for name, token in tokenizer.special_tokens_map.items()
+            if isinstance(token, str)
+        }
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a text, with the special tokens that the model expects in front.
+
+        Raises RequestError, which names the request's field `param`, for what is no Unicode.
+        """
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(f"`{param}` is not valid Unicode text", param=param) from error
+        return list(encoding.ids)
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of some tokens, special ones left out unless told."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        r"""One token as OpenAI writes it in logprobs: its text, or `bytes:\xe2` for a part of one.
+
+        Unlike in an answer's text, special tokens are written out.
+        """
+        text = self._texts.get(token_id)
+        if text is None:
+            raw = self.token_bytes(token_id)
+            try:
+                text = raw.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            self._texts[token_id] = text
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for."""
+        token: str | None = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""  # a row of the embedding that no token uses
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])  # sentencepiece's byte fallback
+        text: str = self._backend.decode([token_id], skip_special_tokens=False)
+        if "\ufffd" not in text:
+            # Sentencepiece tokenizers drop a leading space when they decode one token.
+            if token.startswith("\u2581") and not text.startswith(" "):
+                text = " " + text
+            return text.encode()
+        try:
+            return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+        except KeyError:
+            return text.encode()
+
+    def as_json(self) -> tuple[str, int]:
+        """The whole tokenizer in the form of tokenizer.json, and the number of its ids."""
+        return self._backend.to_str(), max(self._backend.get_vocab().values(), default=-1) + 1
+
+    def chat_template(self, override: str | None = None) -> ChatTemplate:
+        """The tokenizer's own, or another one in its place; the fallback where there is none."""
+        return ChatTemplate(self._tokenizer, override)
+
+    def stream(self) -> "TokenStream":
+        """A decoder that is fed one token at a time."""
+        return TokenStream(self._backend)
+
+
+class TokenStream:
+    """Tokens in, whole characters out."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        # Bytes that can never be a character, under a byte-fallback tokenizer, confuse the stream
+        # for good. The bytes are lost, what follows is not.
+        for _ in range(2):
+            try:
+                return self._stream.step(self._backend, token_id) or ""
+            except Exception:  # noqa: BLE001  # the library raises Exception itself
+                self._stream = DecodeStream(skip_special_tokens=True)
+        return ""
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()

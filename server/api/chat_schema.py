@@ -1,0 +1,228 @@
+"""Bodies of POST /v1/chat/completions."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+
+from pydantic import Field, model_validator
+
+from model_runtime.request import MAX_LOGPROBS
+from server.api.generation_schema import (
+    INT64,
+    NEUTRAL,
+    Body,
+    GenerationRequest,
+    PromptProgressAnswer,
+    RopeAnswer,
+    Usage,
+    few,
+    is_none,
+    unusable,
+)
+
+Role = Literal["system", "developer", "user", "assistant"]
+
+_MAX_MESSAGES = 4096
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_parts(cls, value: Any) -> Any:
+        """By their type, before a field that only they have is called unknown."""
+        if isinstance(value, dict) and value.get("type", "text") != "text":
+            raise unusable("type", "must be text; images, sound and files are not supported")
+        return value
+
+
+class Message(Body):
+    """One turn."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "refusal": (None,),
+        "annotations": (None, []),
+        "audio": (None,),
+        "tool_calls": (None, []),
+        "function_call": (None,),
+    }
+
+    role: Role
+    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+    name: str | None = Field(None, max_length=256)
+    # Of an answer that is sent back as it came.
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: Any = None
+    tool_calls: list[Any] | None = None
+    function_call: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_roles(cls, value: Any) -> Any:
+        """Before a field that only they have (tool_call_id) is called unknown."""
+        roles = get_args(Role)
+        if isinstance(value, dict) and "role" in value and value["role"] not in roles:
+            told = f"must be one of {', '.join(roles)}; tools and functions are not supported"
+            raise unusable("role", told)
+        return value
+
+    def for_template(self) -> dict[str, str]:
+        """As templates expect it: `developer` is OpenAI's newer word for `system`."""
+        role = "system" if self.role == "developer" else self.role
+        content = self.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": content, **named}
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    id_prefix: ClassVar[str] = "chatcmpl"
+    prompt_field: ClassVar[str] = "messages"
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **NEUTRAL,
+        "modalities": (None, ["text"]),
+        "reasoning_effort": (None,),
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+    }
+
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
+    ]
+    max_tokens: int | None = Field(None, ge=1, le=INT64)
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT64)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: Annotated[dict[str, bool | int | float | str | None], few(16)] | None = (
+        None
+    )
+    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+    parallel_tool_calls: bool | None = None  # says nothing where there are no tools
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise unusable("top_logprobs", "needs `logprobs`: true")
+        two = self.max_tokens, self.max_completion_tokens
+        if None not in two and two[0] != two[1]:
+            raise unusable("max_tokens", "differs from `max_completion_tokens`: give one")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise unusable("continue_final_message", "needs a last message of the assistant")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise unusable("add_generation_prompt", "contradicts `continue_final_message`")
+        return self
+
+    @property
+    def opens_answer(self) -> bool:
+        """Whether the prompt ends with the head of an assistant's turn."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        """Under either of OpenAI's names; None: to the end of the tier."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TopLogprob(Body):
+    """One token that might have been chosen."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobs(TopLogprob):
+    """The chosen token, and the likeliest ones."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Body):
+    """OpenAI's chat shape."""
+
+    content: list[TokenLogprobs]
+    refusal: None = None
+
+
+class AnswerMessage(Body):
+    """What the model said."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class Delta(Body):
+    """A piece of it."""
+
+    role: Literal["assistant"] | None = Field(None, exclude_if=is_none)  # in the first only
+    content: str
+
+
+class ChatChoice(Body):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    rope: RopeAnswer
+
+
+class ChunkChoice(Body):
+    """One piece of an answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    rope: RopeAnswer
+
+
+class ChatResponse(Body):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatChunk(Body):
+    """Each event of its stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    prompt_progress: PromptProgressAnswer | None = Field(None, exclude_if=is_none)

@@ -1,0 +1,130 @@
+"""Bodies of POST /v1/completions."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from model_runtime.request import MAX_LOGPROBS
+from server.api.generation_schema import (
+    INT64,
+    MAX_N,
+    NEUTRAL,
+    Body,
+    GenerationRequest,
+    PromptProgressAnswer,
+    RopeAnswer,
+    TokenId,
+    Usage,
+    is_none,
+    unusable,
+)
+
+_MAX_PROMPTS = 1024
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    id_prefix: ClassVar[str] = "cmpl"
+    prompt_field: ClassVar[str] = "prompt"
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {**NEUTRAL, "suffix": (None, "")}
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS, fail_fast=True)]
+    )
+    add_special_tokens: bool = True
+    max_tokens: int | None = Field(None, ge=0, le=INT64)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise unusable("max_tokens", "0 needs `echo`: true, or there is nothing to answer")
+        if self.num_answers < (self.n or 1):
+            raise unusable("best_of", f"must be >= `n` ({self.n})")
+        if self.picks_best and self.stream:
+            raise unusable("best_of", "cannot be streamed: which answer is best shows at the end")
+        if self.picks_best and self.max_tokens == 0:
+            raise unusable("best_of", "needs `max_tokens` >= 1")
+        return self
+
+    @property
+    def asked_max_tokens(self) -> int:
+        """OpenAI's 16 where nothing is said."""
+        return _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_answers(self) -> int:
+        """All candidates; `n` of them are returned."""
+        return self.n or 1 if self.best_of is None else self.best_of
+
+    @property
+    def num_prompts(self) -> int:
+        """Of the list, or the one."""
+        return len(self.prompts())
+
+    @property
+    def answers_field(self) -> str:
+        """Whichever asks for more."""
+        return "n" if self.best_of is None else "best_of"
+
+    @property
+    def picks_best(self) -> bool:
+        """Whether more answers are computed than returned."""
+        return self.num_answers > (self.n or 1)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """What was asked for; candidates are compared by theirs."""
+        return 0 if self.logprobs is None and self.picks_best else self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The prompt's too, where it is echoed."""
+        return self.logprobs if self.echo else None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or several prompts as a list."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+class Logprobs(Body):
+    """The classic completions shape."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class Choice(Body):
+    """One answer, or one piece of it in a stream."""
+
+    index: int = 0
+    text: str
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    rope: RopeAnswer
+
+
+class CompletionResponse(Body):
+    """The answer of /v1/completions, and each event of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | None = None
+    prompt_progress: PromptProgressAnswer | None = Field(None, exclude_if=is_none)

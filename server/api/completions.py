@@ -1,0 +1,144 @@
+"""POST /v1/completions."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from fastapi import APIRouter, Request, Response
+
+from model_runtime.request import Output, TokenLogprob
+from model_runtime.request import Request as EngineRequest
+from model_runtime.text.detokenizer import PROMPT_TAIL
+from model_runtime.text.tokenizer import TokenStream
+from server.api.completion_schema import Choice, CompletionRequest, CompletionResponse, Logprobs
+from server.api.generation_response import HttpAnswer, answered, finish_reason, finite
+from server.api.generation_schema import PromptProgressAnswer, Usage
+from server.api.service import Service, Submission
+
+
+def completions_router(service: Service) -> APIRouter:
+    """The route, over one service."""
+    router = APIRouter()
+
+    @router.post("/v1/completions", response_model=CompletionResponse)
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        submitting = service.submit(body, partial(_prompts, service, body))
+        return await answered(service, http, body, submitting, _CompletionAnswer)
+
+    return router
+
+
+async def _prompts(service: Service, body: CompletionRequest) -> list[tuple[int, ...]]:
+    """The prompts as tokens; special ones are added to texts only."""
+    found = []
+    for prompt in body.prompts():
+        if isinstance(prompt, str):
+            found.append(await service.tokenize(prompt, add_special_tokens=body.add_special_tokens))
+        else:
+            service.check_token_id(max(prompt), "prompt")
+            found.append(tuple(prompt))
+    return found
+
+
+class _CompletionAnswer(HttpAnswer[CompletionRequest]):
+    """OpenAI's classic shape."""
+
+    def __init__(self, service: Service, submission: Submission, body: CompletionRequest) -> None:
+        super().__init__(service, submission, body)
+        self._pieces = [self._pieces_of(request) for request in submission.requests]
+        self._offsets = [0 for _ in submission.requests]
+        self._is_echoed = [not body.echo for _ in submission.requests]
+
+    def whole_body(self, outputs: Sequence[Output]) -> CompletionResponse:
+        """Every choice, or the best of each prompt's."""
+        kept: Sequence[int] = range(len(outputs))
+        if self.body.picks_best:
+            kept = self._best(outputs)
+        choices = [
+            self._choice(index, outputs[index]).model_copy(update={"index": rank})
+            for rank, index in enumerate(kept)
+        ]
+        return self.event_body(choices, usage=self.usage())
+
+    def piece(self, index: int, output: Output) -> Choice:
+        """One choice's next piece."""
+        return self._choice(index, output)
+
+    def event_body(
+        self,
+        choices: Sequence[Choice],
+        *,
+        usage: Usage | None = None,
+        progress: PromptProgressAnswer | None = None,
+    ) -> CompletionResponse:
+        """A stream's events look like a whole answer."""
+        return CompletionResponse(
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=list(choices),
+            usage=usage,
+            prompt_progress=progress,
+        )
+
+    def _best(self, outputs: Sequence[Output]) -> Sequence[int]:
+        """The n likeliest answers of each prompt, by the mean log-probability of a token."""
+        of_prompt = self.body.num_answers
+        kept: list[int] = []
+        for first in range(0, len(outputs), of_prompt):
+            candidates = range(first, first + of_prompt)
+            ranked = sorted(candidates, key=lambda index: -_mean_logprob(outputs[index]))
+            kept += ranked[: self.body.n or 1]
+        return kept
+
+    def _pieces_of(self, request: EngineRequest) -> TokenStream:
+        """Pieces of text for logprobs: one per token, so that offsets add up to the text."""
+        pieces = self.service.tokenizer.stream()
+        if not self.body.echo:
+            # What a token adds to the text may depend on what is before it.
+            for token_id in request.prompt_ids[-PROMPT_TAIL:]:
+                pieces.push(token_id)
+        return pieces
+
+    def _choice(self, index: int, output: Output) -> Choice:
+        echoed = ""
+        if not self._is_echoed[index]:
+            echoed = self.service.tokenizer.decode(list(self.choices[index].request.prompt_ids))
+            self._is_echoed[index] = True
+        return Choice(
+            index=index,
+            text=echoed + output.text,
+            logprobs=self._logprobs(index, output),
+            finish_reason=finish_reason(output),
+            rope=self.rope(index, output),
+        )
+
+    def _logprobs(self, index: int, output: Output) -> Logprobs | None:
+        """The classic shape: the echoed prompt's tokens first, where there are any."""
+        if self.body.logprobs is None:
+            return None
+        prompt_ids = self.choices[index].request.prompt_ids if output.prompt_logprobs else ()
+        entries = [
+            *zip(prompt_ids, output.prompt_logprobs, strict=True),
+            *zip(output.token_ids, output.logprobs, strict=True),
+        ]
+        offsets = []
+        for token_id, _ in entries:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(self._pieces[index].push(token_id))
+        return Logprobs(
+            tokens=[self.service.tokenizer.token_text(token_id) for token_id, _ in entries],
+            token_logprobs=[None if each is None else finite(each.logprob) for _, each in entries],
+            top_logprobs=[None if each is None else self._top(each) for _, each in entries],
+            text_offset=offsets,
+        )
+
+    def _top(self, scored: TokenLogprob) -> dict[str, float]:
+        """Likeliest first, and the token itself, which OpenAI adds where it is not among them."""
+        found: dict[str, float] = {}
+        for token_id, logprob in (*scored.top, (scored.token_id, scored.logprob)):
+            found.setdefault(self.service.tokenizer.token_text(token_id), finite(logprob))
+        return found
+
+
+def _mean_logprob(output: Output) -> float:
+    return sum(entry.logprob for entry in output.logprobs) / len(output.logprobs)

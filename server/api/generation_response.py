@@ -1,0 +1,195 @@
+"""The outputs of one HTTP request's choices -> one JSON body, or a stream of events.
+
+What all generating routes share; each gives its own shapes.
+"""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from fastapi import Response
+from pydantic import BaseModel
+from starlette.requests import Request as HttpRequest
+
+from model_runtime.errors import EngineStoppedError
+from model_runtime.request import FinishReason, Output
+from model_runtime.request import Request as EngineRequest
+from server.api.generation_schema import (
+    GenerationRequest,
+    PromptProgressAnswer,
+    PromptTokensDetails,
+    RopeAnswer,
+    Usage,
+)
+from server.api.service import Service, Submission, until_disconnect
+from server.api.sse import DONE, KEEP_ALIVE, OPENING, EventStream, event
+from server.errors import envelope
+
+LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; vLLM's number for it
+
+BodyT = TypeVar("BodyT", bound=GenerationRequest)
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """How far one choice has come."""
+
+    request: EngineRequest
+    num_generated: int = 0
+    num_cached_tokens: int = 0
+
+
+class HttpAnswer(ABC, Generic[BodyT]):
+    """Collects outputs; subclasses give them OpenAI's shapes."""
+
+    def __init__(self, service: Service, submission: Submission, body: BodyT) -> None:
+        self.service = service
+        self.body = body
+        self.created = int(time.time())
+        self.choices = [ChoiceState(request) for request in submission.requests]
+        self._submission = submission
+
+    @abstractmethod
+    def whole_body(self, outputs: Sequence[Output]) -> BaseModel:
+        """The answer; `outputs` has everything of each choice in one output."""
+
+    @abstractmethod
+    def piece(self, index: int, output: Output) -> BaseModel:
+        """One output of one choice."""
+
+    @abstractmethod
+    def event_body(
+        self,
+        choices: Sequence[Any],
+        *,
+        usage: Usage | None = None,
+        progress: PromptProgressAnswer | None = None,
+    ) -> BaseModel:
+        """An event of these choices, or of none."""
+
+    @property
+    def request_id(self) -> str:
+        """The answer's id: the first choice's."""
+        return self.choices[0].request.request_id
+
+    @property
+    def model(self) -> str:
+        """The served name."""
+        return self.choices[0].request.placement.deployment
+
+    def rope(self, index: int, output: Output) -> RopeAnswer:
+        """What was applied to one choice so far."""
+        placement = self.choices[index].request.placement
+        return RopeAnswer.of(placement, output.tier or placement.tier, output.num_rescales)
+
+    async def whole(self) -> Response:
+        """Everything at once, in the order of the prompts."""
+        outputs: list[list[Output]] = [[] for _ in self.choices]
+        while not self._submission.is_over:
+            found = await self._next(None)
+            assert found is not None, "nothing limits the wait"
+            index, output = found
+            outputs[index].append(output)
+        # Off the event loop: an echoed long prompt with its logprobs makes megabytes.
+        content = await asyncio.to_thread(
+            lambda: self.whole_body([_joined(each) for each in outputs]).model_dump_json()
+        )
+        return Response(content, media_type="application/json")
+
+    async def events(self) -> AsyncIterator[str]:
+        """Piece by piece; an error after the first byte is an event of its own."""
+        yield OPENING
+        try:
+            while not self._submission.is_over:
+                found = await self._next(self.service.limits.sse_keep_alive_s)
+                yield KEEP_ALIVE if found is None else await self._event(*found)
+        except EngineStoppedError as error:
+            yield event(envelope(str(error), "server_error", code="engine_stopped"))
+            yield DONE
+            return
+        if self.body.includes_usage:
+            yield event(self.event_body([], usage=self.usage()))
+        yield DONE
+
+    def usage(self) -> Usage:
+        """Tokens of every answer; of its prompt, once."""
+        firsts = self.choices[:: self.body.num_answers]
+        prompt = sum(len(state.request.prompt_ids) for state in firsts)
+        generated = sum(state.num_generated for state in self.choices)
+        cached = sum(state.num_cached_tokens for state in firsts)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=generated,
+            total_tokens=prompt + generated,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        )
+
+    async def _event(self, index: int, output: Output) -> str:
+        if output.progress is not None:
+            prompt = index // self.body.num_answers
+            progress = PromptProgressAnswer.of(prompt, output.progress)
+            return event(self.event_body([], progress=progress))
+        if output.prompt_logprobs:  # as large as a whole answer
+            return await asyncio.to_thread(self._piece_event, index, output)
+        return self._piece_event(index, output)
+
+    def _piece_event(self, index: int, output: Output) -> str:
+        return event(self.event_body([self.piece(index, output)]))
+
+    async def _next(self, limit_s: float | None) -> tuple[int, Output] | None:
+        """(choice, output), or None after `limit_s` of silence. Raises EngineStoppedError."""
+        found = await self._submission.next_output(limit_s)
+        if found is None:
+            return None
+        index, output = found
+        if output.finish_reason is FinishReason.ERROR:
+            raise EngineStoppedError(f"The request failed: {output.error}.")
+        state = self.choices[index]
+        state.num_generated += len(output.token_ids)
+        state.num_cached_tokens = output.num_cached_tokens
+        return found
+
+
+async def answered(
+    service: Service,
+    http: HttpRequest,
+    body: BodyT,
+    submitting: Awaitable[Submission],
+    answer: Callable[[Service, Submission, BodyT], HttpAnswer[BodyT]],
+) -> Response:
+    """Submit, and answer as the body asks: whole or as a stream. A client that goes aborts it."""
+    submission = await submitting
+    with ExitStack() as at_the_end:
+        at_the_end.callback(submission.close)
+        made = answer(service, submission, body)
+        if not body.stream:
+            return await until_disconnect(http, made.whole())
+        close = at_the_end.pop_all().close  # the stream's business from here on
+    return EventStream(made.events(), close)
+
+
+def finish_reason(output: Output) -> str | None:
+    """OpenAI's word, in the last output."""
+    return None if output.finish_reason is None else output.finish_reason.value
+
+
+def finite(logprob: float) -> float:
+    """A logprob as JSON can write it."""
+    return max(logprob, LEAST_LOGPROB)
+
+
+def _joined(outputs: Sequence[Output]) -> Output:
+    last = outputs[-1]
+    return Output(
+        text="".join(each.text for each in outputs),
+        token_ids=tuple(token_id for each in outputs for token_id in each.token_ids),
+        logprobs=tuple(entry for each in outputs for entry in each.logprobs),
+        prompt_logprobs=tuple(entry for each in outputs for entry in each.prompt_logprobs),
+        finish_reason=last.finish_reason,
+        tier=last.tier,
+        num_rescales=last.num_rescales,
+    )

@@ -1,0 +1,331 @@
+"""What all bodies share: strictness, the fields of every generating request, usage and rope.
+
+Strict: a number in quotes is not a number. NaN and Infinity are refused wherever they stand. A
+field is used or refused, never ignored.
+"""
+
+import difflib
+import secrets
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from model_runtime.deployment import Placement, RopeRequest
+from model_runtime.request import PromptProgress, SamplingParams
+from model_runtime.text.grammar import ANY_OBJECT
+from rope import Tier
+
+INT64 = 2**63 - 1
+_MAX_NAME = 64  # characters of an unknown field's name that are repeated
+
+
+def unusable(param: str, problem: str) -> PydanticCustomError:
+    """An error of one field that only the whole body shows."""
+    # A name that a client chose may be no Unicode, which pydantic cannot hold.
+    told = param.encode("utf-8", "backslashreplace").decode()
+    return PydanticCustomError("unusable", problem, {"param": told})
+
+
+class Body(BaseModel):
+    """A strict, frozen JSON object."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    # Fields of OpenAI's that are accepted only at the values that change nothing.
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field_is_enough(cls, value: Any) -> Any:
+        """Told at once: an error for each of a million would block the event loop."""
+        if isinstance(value, dict):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = next((name for name in value if name not in known), None)
+            if unknown is not None:
+                name = str(unknown)[:_MAX_NAME]
+                meant = "".join(difflib.get_close_matches(name, known, 1))
+                hint = f"; `{meant}` is one" if meant else ""
+                raise unusable(name, f"is not a field of this body, remove it{hint}")
+        return value
+
+    @model_validator(mode="after")
+    def _only_neutral_values(self) -> Self:
+        for name, values in self.neutral.items():
+            if getattr(self, name) not in values:
+                raise unusable(name, "is not supported, remove it")
+        return self
+
+
+def few(most: int) -> BeforeValidator:
+    """An object of at most so many fields, refused before they are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError(
+                "too_many", "must have at most {most} entries", {"most": most, "given": len(value)}
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
+class RopeField(Body):
+    """The `rope` object of a request."""
+
+    rope_type: str | None = Field(None, max_length=32)
+    factor: float | None = Field(None, ge=1, le=1e6)
+    policy: str | None = Field(None, max_length=32)
+
+    def request(self) -> RopeRequest:
+        """As the runtime takes it."""
+        return RopeRequest(self.rope_type, self.factor, self.policy)
+
+
+class JsonSchemaField(Body):
+    """OpenAI's `json_schema`. Name and description change nothing; every schema is strict here."""
+
+    name: str = Field(min_length=1, max_length=64)
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+    description: str | None = Field(None, max_length=4096)
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaField | None = None
+
+    @model_validator(mode="after")
+    def _refuse_half(self) -> Self:
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise unusable("json_schema", "belongs to `type` json_schema")
+        return self
+
+    @property
+    def schema_asked(self) -> Mapping[str, Any] | None:
+        """What the answer has to satisfy; None: nothing."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return ANY_OBJECT if self.type == "json_object" else None
+
+
+class StreamOptions(Body):
+    """OpenAI's `stream_options`."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (None, False)}
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+TokenId = Annotated[int, Field(ge=0, le=INT64)]
+TokenIdKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,17})$")]  # JSON's keys are strings
+StopString = Annotated[str, Field(min_length=1, max_length=4096)]
+# The schema's bounds are those of the settings; what is allowed is in server/limits.py.
+MAX_N = 128
+
+
+def is_none(value: object) -> bool:
+    """For fields that are left out where they say nothing."""
+    return value is None
+
+
+# Neutral in every generating request; a route adds its own.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "store": (None, False),
+    "metadata": (None, {}),
+    "service_tier": (None, "auto", "default"),
+}
+
+
+class GenerationRequest(Body):
+    """The fields of every request that generates text."""
+
+    id_prefix: ClassVar[str]
+    prompt_field: ClassVar[str]  # what errors about the prompt name
+
+    model: str | None = Field(None, max_length=256)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=INT64)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-INT64 - 1, le=INT64)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: (
+        Annotated[dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]], few(65536)] | None
+    ) = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=64, fail_fast=True)] | None = (
+        None
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=4096, fail_fast=True)] | None = None
+    ignore_eos: bool = False
+    min_tokens: int | None = Field(None, ge=0, le=INT64)
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
+    user: str | None = Field(None, max_length=512)
+    store: bool | None = None
+    metadata: Annotated[dict[str, Any], few(16)] | None = None
+    service_tier: str | None = None
+    cache_salt: str | None = Field(None, max_length=128)
+    response_format: ResponseFormat | None = None
+    rope: RopeField | None = None
+
+    @model_validator(mode="after")
+    def _refuse_unusable(self) -> Self:
+        for name in ("stream_options", "return_progress"):
+            if getattr(self, name) and not self.stream:
+                raise unusable(name, "needs `stream`: true")
+        if self.ignore_eos and self.schema_asked is not None:
+            raise unusable("ignore_eos", "and `response_format` contradict")
+        return self
+
+    @property
+    @abstractmethod
+    def asked_max_tokens(self) -> int | None:
+        """Tokens of an answer at most; None: to the end of the tier."""
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report for each token of the answer; None: no logprobs."""
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return None
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts in the request."""
+        return 1
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to compute for each prompt."""
+        return self.n or 1
+
+    @property
+    def num_stop_strings(self) -> int:
+        """Of the list, or the one."""
+        return 1 if isinstance(self.stop, str) else len(self.stop or ())
+
+    @property
+    def answers_field(self) -> str:
+        """The field that says how many."""
+        return "n"
+
+    @property
+    def schema_asked(self) -> Mapping[str, Any] | None:
+        """The JSON schema that each answer has to satisfy; None: any text will do."""
+        return None if self.response_format is None else self.response_format.schema_asked
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with an event of token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def logit_bias_pairs(self) -> tuple[tuple[int, float], ...]:
+        """(token id, what is added to its logit)."""
+        return tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
+
+    def sampling(
+        self, max_tokens: int, defaults: Mapping[str, float], more_stop: Sequence[str]
+    ) -> list[SamplingParams]:
+        """As the runtime takes it, for each answer to a prompt: each has a seed of its own.
+
+        What was left out is the model's default, or OpenAI's. `more_stop`: stop strings of the
+        chat template.
+        """
+
+        def value(name: str, default: float) -> float:
+            given: float | None = getattr(self, name)
+            return defaults.get(name, default) if given is None else given
+
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return [
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=value("temperature", 1.0),
+                top_p=value("top_p", 1.0),
+                top_k=max(int(value("top_k", 0)), 0),
+                min_p=value("min_p", 0.0),
+                seed=secrets.randbits(63) if self.seed is None else self.seed + copy,
+                repetition_penalty=value("repetition_penalty", 1.0),
+                presence_penalty=self.presence_penalty or 0.0,
+                frequency_penalty=self.frequency_penalty or 0.0,
+                logit_bias=self.logit_bias_pairs(),
+                stop=(*stop, *more_stop),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                ignore_eos=self.ignore_eos,
+                min_tokens=self.min_tokens or 0,
+                logprobs=self.num_logprobs,
+                prompt_logprobs=self.num_prompt_logprobs,
+            )
+            for copy in range(self.num_answers)
+        ]
+
+
+class RopeAnswer(Body):
+    """What was applied to one choice."""
+
+    rope_type: str
+    factor: float
+    requested_factor: float | None
+    original_max_position_embeddings: int
+    policy: str
+    rescaled: int  # how often the table changed while the request ran
+
+    @classmethod
+    def of(cls, placement: Placement, tier: Tier, num_rescales: int) -> Self:
+        """From what was decided at admission, and the tier in force now."""
+        return cls(
+            rope_type=tier.profile.scaling.rope_type,
+            factor=tier.factor,
+            requested_factor=placement.requested_factor,
+            original_max_position_embeddings=placement.original_len,
+            policy=placement.policy,
+            rescaled=num_rescales,
+        )
+
+
+class PromptTokensDetails(Body):
+    """Where the prompt's keys and values came from."""
+
+    cached_tokens: int  # read from the prefix cache
+
+
+class Usage(Body):
+    """Token counts; a prompt counts once, however many answers it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptProgressAnswer(Body):
+    """How far a long prompt is, as llama.cpp tells it."""
+
+    index: int  # of the prompt
+    total: int  # tokens of the prompt
+    cache: int  # those of them found in the prefix cache
+    processed: int  # those done, the cached ones included
+    time_ms: float  # since the prompt was started
+
+    @classmethod
+    def of(cls, index: int, progress: PromptProgress) -> Self:
+        """From the engine's numbers."""
+        return cls(
+            index=index,
+            total=progress.num_prompt_tokens,
+            cache=progress.num_cached_tokens,
+            processed=progress.num_computed_tokens,
+            time_ms=round(progress.seconds * 1000, 3),
+        )

@@ -1,0 +1,58 @@
+"""GET /live, /ready, /health, /version and /metrics: for those who watch."""
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from server.api.service import Service
+from server.errors import envelope
+from server.version import own_version
+
+
+def health_router(service: Service) -> APIRouter:
+    """The routes, over one service."""
+    router = APIRouter()
+
+    def problem() -> str | None:
+        """What keeps the process from serving at all."""
+        if not service.engine.is_running:
+            return "The engine is not running."
+        seconds = service.engine.seconds_since_step
+        if seconds > service.limits.stall_s:
+            return f"The engine has made no step for {seconds:.0f} s."
+        return None
+
+    @router.head("/live", include_in_schema=False)
+    @router.get("/live")
+    async def live() -> JSONResponse:
+        return _status(problem())
+
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready")
+    async def ready(http: Request) -> JSONResponse:
+        return _status(problem() or _draining(http))
+
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health")
+    async def health(http: Request) -> JSONResponse:
+        return _status(problem() or _draining(http))
+
+    @router.get("/version")
+    async def get_version() -> dict[str, str]:
+        return {"version": own_version()}
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    def metrics() -> Response:  # not async: rendering runs off the event loop
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _draining(http: Request) -> str | None:
+    return "The server is ending." if getattr(http.state, "is_draining", False) else None
+
+
+def _status(problem: str | None) -> JSONResponse:
+    if problem is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse(envelope(problem, "server_error"), 503)

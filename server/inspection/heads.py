@@ -1,0 +1,186 @@
+"""A model's heads on a sample text: means and spreads of their queries and keys."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL, load_checkpoint
+from model_runtime.text.tokenizer import Tokenizer
+from server.corpus.held_out import Document, library_documents
+from server.inspection.head_statistics import LayerStatistics, head_statistics, sequence_len
+from server.settings.load import ServeSettings, SettingsError
+
+_DEFAULT_TOKENS = 2048
+_SEQUENCE_TOKENS = 512  # many beginnings of texts rather than one long text
+_CHARS_PER_TOKEN = 4  # of ordinary prose; where a token is shorter, the rest of a piece is unread
+_ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsOptions:
+    """What the command line says of heads."""
+
+    layers: str  # "all", or indices with commas between them
+    sample_text: Path | None  # None: the standard library's held-out sources
+    sample_tokens: int  # at most
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedHeads:
+    """Statistics by layer, and where they come from."""
+
+    layers: Mapping[int, LayerStatistics]
+    sample: str
+    num_tokens: int
+    num_sequences: int
+
+
+def heads_options(
+    layers: str | None, sample_text: Path | None, sample_tokens: int | None
+) -> HeadsOptions | None:
+    """None where no heads are asked for. Raises SettingsError for a sample without a use."""
+    if layers is None:
+        for flag, value in (("--sample-text", sample_text), ("--sample-tokens", sample_tokens)):
+            if value is not None:
+                raise SettingsError(f"{flag} is for --heads, which is not given, got {value}")
+        return None
+    return HeadsOptions(layers, sample_text, sample_tokens or _DEFAULT_TOKENS)
+
+
+def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
+    """Layer indices, rising. Raises SettingsError."""
+    accepted = f"must be all, or layers from 0 to {num_layers - 1} with commas between them"
+    if text == _ALL:
+        return tuple(range(num_layers))
+    try:
+        layers = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError as error:
+        raise SettingsError(f"--heads {accepted}, got {text!r}") from error
+    if not 0 <= layers[0] <= layers[-1] < num_layers:
+        raise SettingsError(f"--heads {accepted}, got {text!r}")
+    return layers
+
+
+def read_sample(options: HeadsOptions) -> list[Document]:
+    """The texts. Raises SettingsError."""
+    if options.sample_text is None:
+        return library_documents(held_out=True)
+    try:
+        text = options.sample_text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise SettingsError(
+            f"--sample-text: cannot read {options.sample_text}: {reason}"
+        ) from error
+    return [Document(str(options.sample_text), text)]
+
+
+def inspect_heads(
+    settings: ServeSettings,
+    layers: Sequence[int],
+    documents: Sequence[Document],
+    options: HeadsOptions,
+) -> InspectedHeads:
+    """Load the model and run the sample through it. Raises ModelError or SettingsError."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    checkpoint = load_checkpoint(
+        settings.model or EMBEDDED_MODEL,
+        dtype=settings.dtype,
+        device=settings.device,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    length = sequence_len(checkpoint, _SEQUENCE_TOKENS)
+    sequences = _sequences(documents, checkpoint.tokenizer, length, options.sample_tokens)
+    num_tokens = sum(map(len, sequences))
+    if num_tokens < 2:
+        raise SettingsError(f"--sample-text must have >= 2 tokens, got {num_tokens}")
+    sample = "the standard library's held-out sources"
+    if options.sample_text is not None:
+        sample = str(options.sample_text)
+    statistics = head_statistics(checkpoint, sequences, layers)
+    return InspectedHeads(statistics, sample, num_tokens, len(sequences))
+
+
+def _sequences(
+    documents: Sequence[Document], tokenizer: Tokenizer, length: int, num_tokens: int
+) -> list[list[int]]:
+    """Sequences of up to `length` tokens, until there are `num_tokens` or no more text."""
+    sequences: list[list[int]] = []
+    left = num_tokens
+    for piece in _pieces(documents, length * _CHARS_PER_TOKEN):
+        token_ids = tokenizer.encode(piece)[: min(length, left)]
+        if token_ids:
+            sequences.append(token_ids)
+        left -= len(token_ids)
+        if left == 0:
+            break
+    return sequences
+
+
+def _pieces(documents: Sequence[Document], num_chars: int) -> Iterator[str]:
+    """The first piece of every document, then the second of every one that has it, ..."""
+    for number in count():
+        start = number * num_chars
+        pieces = [each.text[start : start + num_chars] for each in documents]
+        if not any(pieces):
+            return
+        yield from filter(None, pieces)
+
+
+def head_lines(found: InspectedHeads) -> list[str]:
+    """A row per query head: means and spreads of it and of its key head."""
+    lines = [
+        f"heads before rotation, on {found.num_tokens} tokens of {found.sample} "
+        f"({found.num_sequences} sequences): length of the mean, spread around it",
+        f"{'layer':>5}  {'head':>4}  {'mean q':>8}  {'spread q':>8}  {'key head':>8}  "
+        f"{'mean k':>8}  {'spread k':>8}  table",
+    ]
+    lines += [
+        f"{index:>5}  {row['head']:>4}  {row['query_mean']:>8.4g}  {row['query_spread']:>8.4g}  "
+        f"{row['key_head']:>8}  {row['key_mean']:>8.4g}  {row['key_spread']:>8.4g}  "
+        f"{layer.plan.layer_type or 'does not rotate'}"
+        for index, layer in found.layers.items()
+        for row in _head_rows(layer)
+    ]
+    return lines
+
+
+def heads_json(found: InspectedHeads) -> dict[str, Any]:
+    """The statistics without the scores."""
+    return {
+        "sample": found.sample,
+        "num_tokens": found.num_tokens,
+        "num_sequences": found.num_sequences,
+        "layers": [
+            {
+                "layer": index,
+                "layer_type": layer.plan.layer_type,
+                "rotary_dim": layer.plan.rotary_dim,
+                "sliding_window": layer.sliding_window,
+                "scaling": layer.scaling,
+                "heads": _head_rows(layer),
+            }
+            for index, layer in found.layers.items()
+        ],
+    }
+
+
+def _head_rows(layer: LayerStatistics) -> list[dict[str, Any]]:
+    key = layer.key_by_query_head
+    columns = (
+        layer.key_head_H.tolist(),
+        layer.query.mean_HD.norm(dim=-1).tolist(),
+        layer.query.spread_H.tolist(),
+        key.mean_HD.norm(dim=-1).tolist(),
+        key.spread_H.tolist(),
+    )
+    names = ("key_head", "query_mean", "query_spread", "key_mean", "key_spread")
+    return [
+        {"head": head, **dict(zip(names, row, strict=True))}
+        for head, row in enumerate(zip(*columns, strict=True))
+    ]

@@ -1,0 +1,154 @@
+"""The score that every head is expected to give by distance, under every table of a deployment.
+
+Shapes: H = query heads of a layer, M = distances.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from model_runtime.deployment import Deployment
+from rope import Frequencies, NativeRope, expected_score, score_spread
+from server.inspection.decay import DeploymentTables
+from server.inspection.head_statistics import LayerStatistics
+
+_NOTHING_TURNS = Frequencies(torch.empty(0), 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadScores:
+    """One query head's scores by distance; None: beyond the layer's sliding window."""
+
+    layer: int
+    head: int
+    expected: tuple[float | None, ...]
+    spread: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentScores:
+    """Every head's scores; by table for layers that the deployment scales."""
+
+    distances: tuple[int, ...]  # tokens
+    unscaled: tuple[HeadScores, ...]
+    tiers: Mapping[str, tuple[HeadScores, ...]]  # by DeploymentTables' names
+    others: tuple[HeadScores, ...]  # layers with a table of their own, or without rotation
+
+
+def deployment_scores(
+    layers: Mapping[int, LayerStatistics],
+    native: NativeRope,
+    tables: DeploymentTables,
+    distances: tuple[int, ...],
+) -> DeploymentScores:
+    """Each layer under its own tables."""
+
+    def under(scaled: Frequencies, *, is_scaled: bool = True) -> tuple[HeadScores, ...]:
+        return tuple(
+            row
+            for index, layer in layers.items()
+            if (layer.plan.layer_type == native.scaled_layer_type) == is_scaled
+            for row in _scores(index, layer, _table(layer, native, tables, scaled), distances)
+        )
+
+    return DeploymentScores(
+        distances,
+        under(tables.unscaled),
+        {name: under(table) for name, table in tables.tiers.items()},
+        under(tables.unscaled, is_scaled=False),
+    )
+
+
+def expected_curves(
+    layers: Mapping[int, LayerStatistics],
+    native: NativeRope,
+    tables: DeploymentTables,
+    scaled: Frequencies,
+    distances: Sequence[int],
+) -> list[list[float]]:
+    """Every head's expected score, where `scaled` is the table of the layers that are scaled.
+
+    A curve ends where its layer's sliding window does.
+    """
+    curves: list[list[float]] = []
+    for layer in layers.values():
+        given = (
+            layer.query,
+            layer.key_by_query_head,
+            _table(layer, native, tables, scaled),
+            torch.tensor(_seen(layer, distances)),
+            layer.scaling,
+        )
+        curves += expected_score(*given).tolist()
+    return curves
+
+
+def _table(
+    layer: LayerStatistics, native: NativeRope, tables: DeploymentTables, scaled: Frequencies
+) -> Frequencies:
+    """What the layer rotates by."""
+    layer_type = layer.plan.layer_type
+    if layer_type is None:
+        return _NOTHING_TURNS
+    return scaled if layer_type == native.scaled_layer_type else tables.others[layer_type]
+
+
+def _seen(layer: LayerStatistics, distances: Sequence[int]) -> list[int]:
+    """The distances, in rising order, that are within the layer's window."""
+    window = layer.sliding_window
+    return [each for each in distances if window is None or each < window]
+
+
+def _scores(
+    index: int, layer: LayerStatistics, table: Frequencies, distances: Sequence[int]
+) -> Iterator[HeadScores]:
+    """Of every query head with the key head that it reads."""
+    seen = _seen(layer, distances)
+    beyond = (None,) * (len(distances) - len(seen))
+    given = (layer.query, layer.key_by_query_head, table, torch.tensor(seen), layer.scaling)
+    rows = zip(expected_score(*given).tolist(), score_spread(*given).tolist(), strict=True)
+    for head, (expected, spread) in enumerate(rows):
+        yield HeadScores(index, head, (*expected, *beyond), (*spread, *beyond))
+
+
+def score_lines(deployment: Deployment, scores: DeploymentScores) -> list[str]:
+    """A block per table, in it a row per query head and a column per distance."""
+    blocks = {**scores.tiers, "layers that the deployment does not scale": scores.others}
+    if scores.unscaled not in scores.tiers.values():  # the first tier often is
+        blocks = {"unscaled": scores.unscaled, **blocks}
+    lines = []
+    for name, rows in blocks.items():
+        if rows:
+            lines += [
+                "",
+                f"deployment {deployment.name}, {name}: expected score by distance in tokens, and "
+                "its spread",
+                *_block(scores.distances, rows),
+            ]
+    return lines
+
+
+def _block(distances: Sequence[int], rows: Sequence[HeadScores]) -> list[str]:
+    cells = [[_cell(*pair) for pair in zip(row.expected, row.spread, strict=True)] for row in rows]
+    width = max(len(cell) for row in cells for cell in row)
+    lines = [f"{'layer':>5}  {'head':>4}  " + "  ".join(f"{each:>{width}}" for each in distances)]
+    for row, texts in zip(rows, cells, strict=True):
+        joined = "  ".join(text.rjust(width) for text in texts)
+        lines.append(f"{row.layer:>5}  {row.head:>4}  {joined}")
+    return lines
+
+
+def _cell(expected: float | None, spread: float | None) -> str:
+    return "-" if expected is None else f"{expected:.2f}\u00b1{spread:.2f}"
+
+
+def scores_json(scores: DeploymentScores) -> dict[str, Any]:
+    """Tiers in the order of the deployment's."""
+    return {
+        "distances": scores.distances,
+        "unscaled": [asdict(row) for row in scores.unscaled],
+        "tiers": [[asdict(row) for row in rows] for rows in scores.tiers.values()],
+        "other_layers": [asdict(row) for row in scores.others],
+    }

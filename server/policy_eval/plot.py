@@ -1,0 +1,97 @@
+"""The crossing comparison, drawn: perplexity, retrieval and time by the number of crossings."""
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from server.intervals import Estimate
+from server.policy_eval.measure import CROSSING_POLICIES
+from server.policy_eval.report import Outcomes, Row, rows_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's, which tell apart for the colour-blind; markers tell them apart in grey.
+_COLOURS = {"pinned": "#0072b2", "grow": "#009e73", "grow-exact": "#56b4e9", "stale": "#d55e00"}
+_MARKERS = {"pinned": "o", "grow": "^", "grow-exact": "s", "stale": "X"}
+_APART = 0.12  # of one crossing, so that markers of equal height are all seen
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is there (the extra `plot`)."""
+    return find_spec("matplotlib") is not None
+
+
+def plot(outcomes: Outcomes, native_len: int, model: str, path: Path) -> None:
+    """A column of three panels for each method; needs matplotlib."""
+    # Optional, and slow to import.
+    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.ticker import LogLocator  # noqa: PLC0415
+
+    rows = rows_of(outcomes)
+    methods = list(dict.fromkeys(each.method for each in rows))
+    figure = Figure(figsize=(1.5 + 4.5 * len(methods), 9.5), layout="constrained")
+    panels = figure.subplots(3, len(methods), sharex=True, sharey="row", squeeze=False)
+    for column, method in enumerate(methods):
+        own = [each for each in rows if each.method == method]
+        perplexity, retrieval, gap = panels[:, column]
+        perplexity.set_title(method)
+        _draw(perplexity, own, lambda row: row.perplexity)
+        _draw(retrieval, own, lambda row: row.retrieval)
+        _draw(gap, own, _longest_gap)
+        retrieval.set_ylim(-0.05, 1.05)
+        for axes in (perplexity, gap):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.minorticks_off()
+        crossings = sorted({each.num_crossings for each in own})
+        gap.set_xticks(crossings, [_reach(each, native_len) for each in crossings])
+        gap.set_xlabel("tiers crossed while decoding")
+    panels[0, 0].set_ylabel("perplexity after the last crossing")
+    panels[1, 0].set_ylabel("needles found across it (share)")
+    panels[2, 0].set_ylabel("time of the token at it (ms)")
+    panels[0, 0].legend(frameon=False, loc="upper left")
+    figure.align_ylabels()
+    figure.suptitle(
+        f"{model}: what happens to cached keys when the table changes\n"
+        f"{max(each.num_windows for each in rows)} windows, 95 % intervals",
+        fontsize="medium",
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _reach(num_crossings: int, native_len: int) -> str:
+    first, last = native_len, native_len << num_crossings
+    return f"{num_crossings}\n{first:,} \u2192 {last:,}"
+
+
+def _longest_gap(row: Row) -> Estimate:
+    """Without an interval: a median. Where nothing is crossed, an ordinary step."""
+    return Estimate(row.step_ms if row.crossing_ms is None else row.crossing_ms, None, None)
+
+
+def _draw(axes: "Axes", rows: Sequence[Row], number: Callable[[Row], Estimate]) -> None:
+    for place, policy in enumerate(CROSSING_POLICIES):
+        own = [each for each in rows if each.policy == policy]
+        if not own:
+            continue
+        shift = (place - (len(CROSSING_POLICIES) - 1) / 2) * _APART
+        found = [number(each) for each in own]
+        axes.errorbar(
+            [each.num_crossings + shift for each in own],
+            [each.value for each in found],
+            yerr=[
+                [0.0 if each.low is None else max(0.0, each.value - each.low) for each in found],
+                [0.0 if each.high is None else max(0.0, each.high - each.value) for each in found],
+            ],
+            fmt=_MARKERS[policy],
+            color=_COLOURS[policy],
+            capsize=3,
+            label=policy,
+        )
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,109 @@
+"""Stale rotated keys, as engines have them that cache keys after rotation: for comparison only.
+
+A key is rotated once, when it is written, with the table its sequence is on at that moment, and
+keeps that rotation and that attention factor. Queries use the current table. After a crossing a
+query and an old key therefore no longer stand at the angle of their distance. Nothing that serves
+requests imports this file.
+
+It works over the same pages, kernels and scheduler as serving: keys and queries are rotated before
+the cache sees them, and the cache reads as it reads a layer without rotary embeddings.
+
+Shapes: T = flat tokens of a step, S = sequences in it, P = rotated pairs, H = heads,
+D = head dimensions, V = value dimensions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from model_runtime.attention.paged_attention import AttentionCall, LayerPlan, PagedStep
+from model_runtime.batch import Batch
+from model_runtime.cache.rope_tables import LayerTables, RopeTables
+from model_runtime.layers.last_layer import WritingStep
+from model_runtime.runner.model_runner import ModelRunner
+from rope import Angles, half_split_from_interleaved, rotate
+
+
+class StaleKeyRunner(ModelRunner):
+    """A model runner whose cache holds rotated keys. One thread at a time."""
+
+    def _step(self, batch: Batch) -> WritingStep:
+        """Rotation at the write, none at the read."""
+        plans = {
+            layer_idx: replace(plan, layer_type=None, interleaved=False)
+            for layer_idx, plan in self._plans.items()
+        }
+        read = PagedStep(batch, self._store, self._tables, plans, self._backend)
+        return StaleKeyStep(batch, self._tables, self._plans, read)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What one kind of layer does to the step's tokens."""
+
+    angles_T1P: Angles
+    factor_T11: Tensor  # the attention factor, on keys and on queries
+    query_scale_T11: Tensor  # of the log-n switch
+
+
+@dataclass(frozen=True, slots=True)
+class StaleKeyStep:
+    """Rotates queries and keys by the tables of now, then hands them to a step that does not."""
+
+    batch: Batch
+    tables: RopeTables
+    plans: Mapping[int, LayerPlan]
+    read: PagedStep  # over plans without rotation
+    _turns: dict[str, _Turn] = field(default_factory=dict)  # by layer type; made once a step
+
+    def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
+        """The attention's output, [1, T, H, V]."""
+        return self.read.attend(layer_idx, self._rotated(layer_idx, call))
+
+    def write(self, layer_idx: int, call: AttentionCall) -> None:
+        """Keys are rotated, and written."""
+        self.read.write(layer_idx, self._rotated(layer_idx, call))
+
+    def _rotated(self, layer_idx: int, call: AttentionCall) -> AttentionCall:
+        plan = self.plans[layer_idx]
+        if plan.layer_type is None:
+            return call
+        if plan.layer_type not in self._turns:
+            self._turns[plan.layer_type] = _turn(self.tables.layer(plan.layer_type), self.batch)
+        turn = self._turns[plan.layer_type]
+        query_1HTD = _rotated(call.query_1HTD, plan, turn, turn.query_scale_T11)
+        key_1KTD = _rotated(call.key_1KTD, plan, turn, torch.ones_like(turn.query_scale_T11))
+        return replace(call, query_1HTD=query_1HTD, key_1KTD=key_1KTD)
+
+
+def _turn(tables: LayerTables, batch: Batch) -> _Turn:
+    """The angles of every token of the step under its own sequence's table."""
+    position_T = batch.position_ids_1T[0]
+    slot_T = batch.table_slot_S.repeat_interleave(batch.query_start_S1.diff())
+    cos_TP, sin_TP = torch.empty(2, len(position_T), tables.num_pairs, device=position_T.device)
+    factor_T = torch.empty(len(position_T), device=position_T.device)
+    scale_T = torch.empty(len(position_T), device=position_T.device)
+    for slot in set(slot_T.tolist()):
+        of_slot_T = slot_T == slot
+        angles = tables.at(slot, position_T[of_slot_T])
+        cos_TP[of_slot_T], sin_TP[of_slot_T] = angles.cos[:, 0], angles.sin[:, 0]
+        factor_T[of_slot_T] = tables.attention_factor[slot]
+        scale_T[of_slot_T] = tables.logn_scale(slot, position_T[of_slot_T])
+    angles_T1P = Angles(cos_TP[:, None], sin_TP[:, None])
+    return _Turn(angles_T1P, factor_T[:, None, None], scale_T[:, None, None])
+
+
+def _rotated(x_1HTD: Tensor, plan: LayerPlan, turn: _Turn, scale_T11: Tensor) -> Tensor:
+    """[1, H, T, D] turned, in half-split order, in the dtype it came in."""
+    x_THD = x_1HTD[0].transpose(0, 1).float()
+    if plan.interleaved:
+        x_THD = half_split_from_interleaved(x_THD, plan.rotary_dim)
+    x_THD = rotate(x_THD, turn.angles_T1P)
+    num_rotated = 2 * turn.angles_T1P.cos.shape[-1]
+    # The factor belongs to cosines and sines, so dimensions that do not rotate go without it.
+    turned_THD = torch.cat(
+        (x_THD[..., :num_rotated] * turn.factor_T11, x_THD[..., num_rotated:]), dim=-1
+    )
+    return (turned_THD * scale_T11).to(x_1HTD.dtype).transpose(0, 1)[None]

@@ -1,0 +1,172 @@
+"""What the crossing comparison feeds: windows of text with needles before the crossings.
+
+A window is laid out so that everything that counts lies where it should:
+
+    | prompt, L - lead tokens, needles inside | text over all crossings | scored text | question |
+
+The prompt is prefilled, the rest is fed a token at a time. The scored tokens are the same for one
+crossing and for three: the text before them grows backwards.
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from model_runtime.text.tokenizer import Tokenizer
+from server.corpus.held_out import Document
+from server.corpus.needles import FORMS, Needle, random_needles
+
+NUM_NEEDLES = 2  # one is asked for; the other makes sure that not any number will do
+_DEPTHS = (0.25, 0.75)  # of the prompt; which of them is asked for takes turns
+
+
+class CrossingError(ValueError):
+    """The comparison cannot be made as asked; the message names option, limit and value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Where a window's parts lie, in tokens."""
+
+    native_len: int  # L: where the first crossing is
+    num_crossings: int
+    lead_tokens: int = 16  # decoded before the first crossing
+    scored_tokens: int = 64  # decoded after the last one
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens that are prefilled."""
+        return self.native_len - self.lead_tokens
+
+    @property
+    def last_ceiling(self) -> int:
+        """The length at which the last crossing happens."""
+        return self.native_len << (self.num_crossings - 1)
+
+    @property
+    def first_scored(self) -> int:
+        """Index of the first scored token: the first that is predicted under the last table.
+
+        The token at index `last_ceiling` is the one that takes the sequence over the ceiling. It
+        is predicted before the crossing, and computed after it.
+        """
+        return self.last_ceiling + 1
+
+    @property
+    def question_at(self) -> int:
+        """Index of the question's first token."""
+        return self.first_scored + self.scored_tokens
+
+    @property
+    def final_ceiling(self) -> int:
+        """The end of the last tier."""
+        return 2 * self.last_ceiling
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One sequence to feed."""
+
+    shape: Shape
+    prompt_ids: tuple[int, ...]
+    forced_ids: tuple[int, ...]  # fed one at a time; the last of them end the question
+    needle: Needle  # the one that is asked for
+    num_answer_tokens: int  # generated after the question
+
+    @property
+    def scored(self) -> slice:
+        """The scored tokens among the forced ones."""
+        first = self.shape.first_scored - self.shape.prompt_len
+        return slice(first, first + self.shape.scored_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt, forced and generated."""
+        return len(self.prompt_ids) + len(self.forced_ids) + self.num_answer_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The text of one window, before it is cut for a number of crossings."""
+
+    text_ids: tuple[int, ...]
+    needles: tuple[Needle, ...]
+    asked: int  # which of them
+
+
+def draw_sources(
+    tokenizer: Tokenizer, documents: Iterable[Document], longest: Shape, count: int, seed: int
+) -> list[Source]:
+    """`count` pieces of the documents that do not overlap, each long enough for `longest`.
+
+    Documents follow one another in an order that the seed shuffles. Raises CrossingError.
+    """
+    rng = random.Random(seed)  # noqa: S311  # a choice of text, no secret
+    shuffled = list(documents)
+    rng.shuffle(shuffled)
+    length = longest.question_at
+    sources: list[Source] = []
+    left: list[int] = []
+    for document in shuffled:
+        left += tokenizer.encode(document.text, add_special_tokens=False)
+        while len(left) >= length and len(sources) < count:
+            number = len(sources)
+            needles = random_needles(rng, NUM_NEEDLES, FORMS[number // NUM_NEEDLES % len(FORMS)])
+            sources.append(Source(tuple(left[:length]), tuple(needles), number % NUM_NEEDLES))
+            left = left[length:]
+    if len(sources) < count:
+        raise CrossingError(
+            f"windows: the text has {len(sources)} of {length} tokens each, fewer than the "
+            f"{count} asked for"
+        )
+    return sources
+
+
+def lay_out(tokenizer: Tokenizer, source: Source, shape: Shape) -> Window:
+    """A source's window for one number of crossings. Raises CrossingError for too short an L."""
+    specials = _leading_specials(tokenizer)
+    definitions = [_ids(tokenizer, each.definition) for each in source.needles]
+    num_text = shape.prompt_len - len(specials) - sum(map(len, definitions))
+    if num_text < sum(map(len, definitions)):
+        raise CrossingError(
+            f"native_len: {shape.native_len} tokens leave no room for text beside the needles"
+        )
+    num_forced = shape.question_at - shape.prompt_len
+    text = source.text_ids[len(source.text_ids) - num_text - num_forced :]
+    prompt = [*specials, *_with_needles(tokenizer, text[:num_text], definitions)]
+    needle = source.needles[source.asked]
+    question = _ids(tokenizer, "\n" + needle.question)
+    answer = _ids(tokenizer, needle.value + needle.form.after)
+    window = Window(
+        shape, tuple(prompt), (*text[num_text:], *question), needle, num_answer_tokens=len(answer)
+    )
+    if window.num_tokens > shape.final_ceiling:
+        raise CrossingError(
+            f"scored_tokens: {shape.scored_tokens} with question and answer must end within the "
+            f"last tier of {shape.final_ceiling} tokens, got {window.num_tokens}"
+        )
+    return window
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _leading_specials(tokenizer: Tokenizer) -> list[int]:
+    """What the tokenizer puts before a text; some put something behind it, too."""
+    plain, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    starts = [at for at in range(len(whole)) if whole[at : at + len(plain)] == plain]
+    return whole[: starts[0]] if starts else []
+
+
+def _with_needles(
+    tokenizer: Tokenizer, text: Sequence[int], definitions: Sequence[Sequence[int]]
+) -> list[int]:
+    """The definitions at line ends near their depths; where no line ends, in the middle of one."""
+    ends = [at for at, token in enumerate(text, 1) if tokenizer.decode([token]).endswith("\n")]
+    mixed = list(text)
+    for depth, ids in reversed(list(zip(_DEPTHS, definitions, strict=True))):
+        wanted = int(depth * len(text))
+        at = min(ends, key=lambda end, wanted=wanted: abs(end - wanted), default=wanted)  # type: ignore[misc]
+        mixed[at:at] = ids
+    return mixed

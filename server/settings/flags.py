@@ -1,0 +1,76 @@
+"""Flags, made from the settings, and shown under the settings' headings."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from server.settings.fields import Section, unit_of
+from server.settings.load import variable_of
+
+
+class SettingOption(click.Option):
+    """A flag of one setting."""
+
+    def __init__(self, *args: Any, heading: str, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.heading = heading
+
+
+class SettingsCommand(click.Command):
+    """A command whose help has its flags under headings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Sections in the order of the settings, then what is no setting."""
+        records: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if isinstance(param, click.Option) and record is not None:
+                heading = param.heading if isinstance(param, SettingOption) else "Options"
+                records.setdefault(heading, []).append(record)
+        for heading, of_section in records.items():
+            with formatter.section(heading):
+                formatter.write_dl(of_section)
+
+
+def with_flags(*sections: type[Section]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """One flag per setting of the sections, in their order; MODEL is an argument, not a flag."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for section in reversed(sections):
+            for name, field in reversed(section.model_fields.items()):
+                if name != "model":
+                    command = _option(name, field, str(section.__doc__))(command)
+        return command
+
+    return decorate
+
+
+def given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that were on the command line."""
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def default_text(field: Any) -> str:
+    """A setting's default as help and docs write it; empty where leaving it out means more."""
+    if field.default is None:
+        return ""
+    if isinstance(field.default, tuple):
+        return ",".join(field.default)
+    return str(field.default).lower() if isinstance(field.default, bool) else f"{field.default}"
+
+
+def _option(name: str, field: Any, heading: str) -> Callable[..., Any]:
+    notes = [variable_of(name)]
+    if default_text(field):
+        notes.append(f"default: {default_text(field)}")
+    options: dict[str, Any] = {
+        "cls": SettingOption,
+        "heading": heading,
+        "help": f"{field.description}  [{'; '.join(notes)}]",
+    }
+    if field.annotation is bool:
+        options.update(is_flag=True, default=None)
+    else:
+        options.update(metavar=unit_of(field).upper().replace(" ", "_"))
+    return click.option(f"--{name.replace('_', '-')}", name, **options)

@@ -1,0 +1,82 @@
+"""What would be served, without loading weights: for `config check`."""
+
+from dataclasses import dataclass
+
+from model_runtime.attention.backends import described
+from model_runtime.cache.kv_cache import bytes_per_token
+from model_runtime.engine.build_engine import affordable_bytes, total_memory
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL, expected_products
+from model_runtime.loading.model_config import Outline, read_outline
+from model_runtime.loading.pretrained import load_tokenizer
+from server.settings.load import ServeSettings, SettingsError
+from server.startup.load_service import chat_template_of
+from server.startup.serving_plan import ModelFacts, ServingPlan, describe, plan_serving, size_text
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A plan over a model that has not been loaded."""
+
+    outline: Outline
+    plan: ServingPlan
+    num_weight_bytes: int | None  # None: a hub id, whose weights were not looked up
+
+
+def outline_of(settings: ServeSettings) -> Outline:
+    """The settings' model, or the embedded one. Raises ModelError."""
+    return read_outline(
+        settings.model or EMBEDDED_MODEL,
+        dtype=settings.dtype,
+        device=settings.device,
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def outlook_of(settings: ServeSettings) -> Outlook:
+    """Read the model's config and tokenizer, and plan. Raises ModelError or SettingsError.
+
+    The architecture is not checked: only loading it shows whether it can be taken over.
+    """
+    outline = outline_of(settings)
+    tokenizer = load_tokenizer(outline.source, trust_remote_code=settings.trust_remote_code)
+    chat_template_of(settings, tokenizer)
+    num_weight_bytes = outline.num_weight_bytes()
+    facts = ModelFacts(
+        outline.native(),
+        bytes_per_token(outline.layers(), outline.dtype),
+        affordable_bytes(outline.device, settings.gpu_memory_utilization, num_weight_bytes or 0),
+    )
+    plan = plan_serving(settings, facts)
+    if outline.device.type == "cpu":
+        needed = plan.cache_bytes + (num_weight_bytes or 0)
+        if needed > total_memory():
+            raise SettingsError(
+                f"weights and KV cache need {size_text(needed)}, this machine has "
+                f"{size_text(total_memory())}"
+            )
+    return Outlook(outline, plan, num_weight_bytes)
+
+
+def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
+    """As the banner of `serve`, with the memory it will take."""
+    outline, plan = outlook.outline, outlook.plan
+    dtype = str(outline.dtype).removeprefix("torch.")
+    weights = "weights not counted (they are not on this machine)"
+    if outlook.num_weight_bytes is not None:
+        weights = f"{size_text(outlook.num_weight_bytes)} weights"
+    memory = f"{weights}, {size_text(plan.cache_bytes)} cache"
+    if outline.device.type == "cpu":
+        memory += f", of {size_text(total_memory())}"
+    elif settings.kv_cache_gib is None and settings.kv_cache_tokens is None:
+        memory += " (estimated: `serve` runs a step of the model and sizes the cache by that)"
+    return [
+        f"  model            {settings.model or 'the embedded one'}: {outline.architecture}, "
+        f"{outline.device}, {dtype}",
+        *describe(plan),
+        f"  products         {expected_products(outline.device, outline.dtype)}; "
+        f"attention: {described(outline.device)}; bits: the self-check tells",
+        f"  memory           {memory}",
+        f"  would listen on  {settings.host}, port {settings.port}",
+        "  not checked      whether the address is free, and whether the architecture can be taken "
+        "over: loading it shows",
+    ]

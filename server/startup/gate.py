@@ -1,0 +1,33 @@
+"""Settings -> who may ask: the keys, their file, origins, sizes."""
+
+from server.app import Gate
+from server.middleware.body_limits import BodyLimits
+from server.settings.load import ServeSettings, SettingsError
+
+
+def gate_of(settings: ServeSettings) -> Gate:
+    """Raises SettingsError for a key file that cannot be read, or holds no key."""
+    keys = list(settings.api_key)
+    if settings.api_key_file is not None:
+        try:
+            lines = settings.api_key_file.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"api_key_file: cannot read {settings.api_key_file}") from error
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            # Or the server would be open to all without anybody's wish.
+            raise SettingsError(f"api_key_file: {settings.api_key_file} holds no key")
+        keys += found
+    if any(not key for key in keys):
+        raise SettingsError("api_key: a key must not be empty")
+    return Gate(
+        api_keys=keys,
+        open_metrics=settings.open_metrics,
+        allowed_origins=settings.allowed_origins,
+        body=BodyLimits(
+            settings.max_body_bytes,
+            settings.max_json_depth,
+            settings.max_headers,
+            settings.body_timeout_seconds,
+        ),
+    )

@@ -1,0 +1,123 @@
+"""One process from its first byte to its last: loading, serving, draining, ending.
+
+The port answers from the start: 503 until the model has passed its self-check. On SIGTERM nobody
+is let in any more, and who is inside may finish; a second signal ends the process at once.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from server.api.service import Service
+from server.app import create_app
+from server.middleware.availability import Door
+from server.middleware.connections import ConnectionLimits, limited_protocol
+from server.settings.load import ServeSettings, SettingsError
+from server.startup.gate import gate_of
+from server.startup.load_service import load_service
+
+_FAREWELL_S = 5.0  # for the error events of those that did not finish
+
+
+class GracefulServer(uvicorn.Server):
+    """uvicorn, with a door in front of the application and signals of its own."""
+
+    def __init__(self, settings: ServeSettings, on_ready: Callable[[str], None]) -> None:
+        """`on_ready` is called with the banner. Raises SettingsError for TLS files."""
+        self.door = Door()
+        super().__init__(_uvicorn_config(settings, self.door))
+        self.failure: Exception | None = None  # why the model could not be served
+        self.has_died = False  # the engine ended by itself, or a second signal came
+        self._settings = settings
+        self._on_ready = on_ready
+        self._service: Service | None = None
+        self._is_ending = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._loader: threading.Thread | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and load meanwhile."""
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        # A daemon: a signal may come while it takes minutes.
+        self._loader = threading.Thread(target=self._load, name="loader", daemon=True)
+        self._loader.start()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the thread that loads is still at it."""
+        return self._loader is not None and self._loader.is_alive()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """A signal: drain first; a second one ends the process at once."""
+        if self._is_ending or self._loop is None:
+            self.has_died = self._is_ending
+            self.should_exit = self.force_exit = True
+            return
+        self._is_ending = True
+        self._loop.call_soon_threadsafe(self._begin_to_end)
+
+    def stop_engine(self) -> None:
+        """End every request with an error; harmless when it has ended."""
+        if self._service is not None:
+            self._service.engine.stop()
+
+    def _load(self) -> None:
+        assert self._loop is not None
+        try:
+            service, banner = load_service(self._settings)
+            app = create_app(service, gate_of(self._settings))
+        except Exception as error:  # noqa: BLE001  # the main thread tells it
+            self.failure = error
+            self.should_exit = True
+            return
+        self._service = service
+        service.engine.start(self._engine_died, service.mailbox.send)
+        self._loop.call_soon_threadsafe(self._open, app, banner)
+
+    def _open(self, app: FastAPI, banner: str) -> None:
+        if not self._is_ending:
+            self.door.open(app)
+            self._on_ready(banner)
+
+    def _engine_died(self) -> None:
+        self.has_died = True
+        self.should_exit = True
+
+    def _begin_to_end(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        if not await self.door.drain(self._settings.shutdown_timeout_seconds):
+            await asyncio.to_thread(self.stop_engine)
+            await self.door.drain(_FAREWELL_S)
+        self.should_exit = True
+
+
+def _uvicorn_config(settings: ServeSettings, door: Door) -> uvicorn.Config:
+    limits = ConnectionLimits(
+        settings.max_connections, settings.head_timeout_seconds, settings.send_timeout_seconds
+    )
+    config = uvicorn.Config(
+        door,
+        lifespan="off",
+        ws="none",
+        http=limited_protocol(limits),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=int(_FAREWELL_S),
+        h11_max_incomplete_event_size=settings.max_header_bytes,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+    )
+    try:
+        config.load()
+    except OSError as error:  # ssl's own errors are of this kind
+        raise SettingsError(f"ssl_certfile, ssl_keyfile: {error}") from error
+    return config

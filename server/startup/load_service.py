@@ -1,0 +1,109 @@
+"""Settings -> a service ready to start: the one place where the parts are put together."""
+
+import torch
+
+from model_runtime.attention.backends import described
+from model_runtime.engine.build_engine import build_engine
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from model_runtime.text.chat_template import RESERVED, ChatTemplate
+from model_runtime.text.grammar import GrammarCompiler
+from model_runtime.text.tokenizer import Tokenizer
+from server.api.limits import ServiceLimits
+from server.api.service import Service
+from server.errors import rejection_reasons
+from server.metrics import MetricFactory, Metrics
+from server.middleware.http_metrics import HttpMetrics
+from server.settings.load import ServeSettings, SettingsError
+from server.startup.model_facts import facts_of
+from server.startup.serving_plan import ServingPlan, describe, plan_serving, profiles_of
+
+
+def load_service(settings: ServeSettings) -> tuple[Service, str]:
+    """Load everything; returns the service and the banner's lines about it.
+
+    Raises model_runtime's ModelError or SettingsError, with a sentence.
+    """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    checkpoint = load_checkpoint(
+        settings.model or EMBEDDED_MODEL,
+        dtype=settings.dtype,
+        device=settings.device,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    chat_template = chat_template_of(settings, checkpoint.tokenizer)
+    plan = plan_serving(settings, facts_of(checkpoint, settings))
+    factory = MetricFactory()
+    metrics = _metrics(factory, plan)
+    service = Service(
+        engine=build_engine(checkpoint, plan.config, metrics, profiles_of(plan.deployments)),
+        tokenizer=checkpoint.tokenizer,
+        deployments={deployment.name: deployment for deployment in plan.deployments},
+        metrics=metrics,
+        http_metrics=HttpMetrics(factory),
+        vocab_size=checkpoint.vocab_size,
+        sampling_defaults=checkpoint.sampling_defaults,
+        max_len=plan.config.max_model_len,
+        chat_template=chat_template,
+        allowed_chat_template_kwargs=frozenset(settings.allowed_chat_template_kwargs),
+        limits=ServiceLimits(
+            max_prompts=settings.max_prompts,
+            max_n=settings.max_n,
+            max_stop_strings=settings.max_stop_strings,
+            max_prompt_chars=settings.max_prompt_chars,
+            max_unread_tokens=settings.max_unread_tokens,
+            sse_keep_alive_s=settings.sse_keep_alive_seconds or None,
+            stall_s=settings.stall_seconds,
+        ),
+        grammars=GrammarCompiler(
+            checkpoint.tokenizer, settings.max_schema_bytes, settings.grammar_compile_seconds
+        ),
+    )
+    return service, _banner(checkpoint, plan)
+
+
+def chat_template_of(settings: ServeSettings, tokenizer: Tokenizer) -> ChatTemplate:
+    """The operator's, or the tokenizer's own. Raises ModelError or SettingsError."""
+    for name in settings.allowed_chat_template_kwargs:
+        if name in RESERVED:
+            raise SettingsError(
+                f"allowed_chat_template_kwargs: {name} is the rendering's own, remove it"
+            )
+    if settings.chat_template is None:
+        return tokenizer.chat_template()
+    try:
+        return tokenizer.chat_template(settings.chat_template.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"chat_template: cannot read {settings.chat_template}") from error
+
+
+def _metrics(factory: MetricFactory, plan: ServingPlan) -> Metrics:
+    applicable = {
+        deployment.name: sorted(
+            {
+                (tier.profile.scaling.rope_type, tier.factor)
+                for tiers in deployment.tiers.values()
+                for tier in tiers
+            }
+        )
+        for deployment in plan.deployments
+    }
+    return Metrics(factory, plan.context_bounds, plan.config, applicable, rejection_reasons())
+
+
+def _banner(checkpoint: Checkpoint, plan: ServingPlan) -> str:
+    """What an operator should know before the first request."""
+    exact = "to the bit" if checkpoint.report.bitwise else "within rounding"
+    bits = "same in any batch" if checkpoint.report.bitwise else "depend on the batch"
+    where = f"{checkpoint.device}, {str(checkpoint.dtype).removeprefix('torch.')}"
+    if checkpoint.device.type == "cpu":
+        where += f", {torch.get_num_threads()} threads"
+    return "\n".join(
+        [
+            f"  model            {type(checkpoint.model).__name__}, {where}",
+            *describe(plan),
+            f"  products         {checkpoint.products}; "
+            f"attention: {described(checkpoint.device)}; bits: {bits}",
+            f"  self-check       passed; answers are the same in any batch {exact}",
+        ]
+    )

@@ -1,0 +1,27 @@
+"""A loaded model -> what planning needs of it; on a GPU with a way to measure what a step takes."""
+
+from collections.abc import Sequence
+
+from model_runtime.cache.kv_cache import bytes_per_token
+from model_runtime.config import EngineConfig
+from model_runtime.engine.build_engine import affordable_bytes
+from model_runtime.engine.memory_profile import CudaMeter, MemoryProfile, profile_memory
+from model_runtime.loading.checkpoint import Checkpoint
+from rope import Profile
+from server.settings.load import ServeSettings
+from server.startup.serving_plan import ModelFacts
+
+
+def facts_of(checkpoint: Checkpoint, settings: ServeSettings) -> ModelFacts:
+    """The model as it was loaded, on its device."""
+    token_bytes = bytes_per_token(checkpoint.plans, checkpoint.dtype)
+    utilization = settings.gpu_memory_utilization
+    affordable = affordable_bytes(checkpoint.device, utilization)
+    if checkpoint.device.type != "cuda":
+        return ModelFacts(checkpoint.native, token_bytes, affordable)
+
+    def measure(config: EngineConfig, profiles: Sequence[Profile]) -> MemoryProfile:
+        meter = CudaMeter(checkpoint.device)
+        return profile_memory(checkpoint, config, profiles, utilization, meter)
+
+    return ModelFacts(checkpoint.native, token_bytes, affordable, measure)

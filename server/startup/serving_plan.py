@@ -1,0 +1,220 @@
+"""Settings and what is known of a model -> what will be served, in numbers. No weights needed."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from model_runtime.config import EngineConfig, SamplingLimits
+from model_runtime.deployment import Deployment
+from model_runtime.engine.build_engine import sized
+from model_runtime.engine.memory_profile import MemoryProfile
+from model_runtime.make_deployment import make_deployment
+from model_runtime.text.chat_template import MAX_TEMPLATE_STOPS
+from rope import NativeRope, Profile, RopeConfigError
+from server.settings.fields import MAX_CONTEXT_BUCKETS
+from server.settings.load import ServeSettings, SettingsError
+from server.settings.sections import DeploymentEntry, DeploymentSettings
+
+EMBEDDED_NAME = "ropewalk-demo"
+_EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 tokens, alive to 2,048
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What planning needs of a model, loaded or only outlined."""
+
+    native: NativeRope
+    token_bytes: int  # of the cache, for one token
+    affordable_bytes: int  # for the cache when nothing is said
+    # What measures that better: it runs a step of the loaded model. On a GPU.
+    measure: Callable[[EngineConfig, Sequence[Profile]], MemoryProfile] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServingPlan:
+    """Deployments and limits that fit each other."""
+
+    deployments: tuple[Deployment, ...]
+    config: EngineConfig
+    context_bounds: tuple[int, ...]  # of the metrics' context_bucket
+    token_bytes: int
+    memory: MemoryProfile | None = None  # where the cache was sized by it
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the cache holds in whole pages."""
+        return self.config.num_pages * self.config.page_size
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the cache takes."""
+        return self.capacity * self.token_bytes
+
+
+def plan_deployments(settings: ServeSettings, native: NativeRope) -> tuple[Deployment, ...]:
+    """The served names, whatever memory there is. Raises SettingsError."""
+    return tuple(_deployment(settings, entry, native) for entry in _entries(settings))
+
+
+def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
+    """Decide everything that settings and model decide. Raises SettingsError."""
+    entries = _entries(settings)
+    deployments = plan_deployments(settings, facts.native)
+    config, memory = _config(settings, facts, deployments)
+    capacity = config.num_pages * config.page_size
+    for entry in entries:
+        if entry.max_model_len is not None and entry.max_model_len > capacity:
+            raise SettingsError(
+                f"{_prefix(settings, entry)}max_model_len must be <= what the KV cache holds "
+                f"({capacity} tokens), got {entry.max_model_len}"
+            )
+    bounds = settings.context_buckets
+    if bounds is None:
+        bounds = default_context_buckets(facts.native.native_len, config.max_model_len)
+    return ServingPlan(deployments, config, bounds, facts.token_bytes, memory)
+
+
+def profiles_of(deployments: Iterable[Deployment]) -> tuple[Profile, ...]:
+    """The tables that the deployments' own tiers need, each once."""
+    return tuple({tier.profile: None for each in deployments for tier in each.own_tiers})
+
+
+def describe(plan: ServingPlan) -> list[str]:
+    """What an operator should know before the first request, line by line."""
+    lines = []
+    for deployment in plan.deployments:
+        longest = min(deployment.max_len, plan.capacity)
+        limited = " (what the KV cache holds)" if longest < deployment.max_len else ""
+        tiers = " ".join(f"{tier.ceiling}:{tier.factor:g}x" for tier in deployment.own_tiers)
+        lines += [
+            f"  deployment       {deployment.name}",
+            f"    native length  {deployment.native_len} tokens",
+            f"    scaling        {deployment.rope_type}, {deployment.policy}",
+            f"    tiers          {tiers}",
+            f"    longest        {longest} tokens{limited}",
+        ]
+    pages = f"{plan.config.num_pages} pages of {plan.config.page_size}"
+    size = size_text(plan.cache_bytes)
+    lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")
+    if plan.memory is not None:
+        lines.append(f"    beside it      {_taken(plan.memory)}")
+    return lines
+
+
+def size_text(num_bytes: int) -> str:
+    """Bytes in the unit that fits: 1.5 GiB, 14 MiB."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB" if size < 1000 else f"{size:.0f} GiB"
+
+
+def _taken(memory: MemoryProfile) -> str:
+    """What there is beside the cache."""
+    return (
+        f"{size_text(memory.weight_bytes)} weights, {size_text(memory.step_bytes)} for a step "
+        f"(measured), {size_text(memory.graph_bytes)} for graphs, "
+        f"{size_text(memory.outside_bytes)} outside torch, of {size_text(memory.total_bytes)}"
+    )
+
+
+def _entries(settings: ServeSettings) -> tuple[DeploymentEntry, ...]:
+    """The deployments listed, or the one that the settings themselves describe."""
+    if settings.deployments is not None:
+        return settings.deployments
+    name = settings.served_model_name
+    if name is None and settings.model is not None:
+        folder = Path(settings.model)
+        name = (folder.resolve() if folder.is_dir() else folder).name
+    if name is None:
+        name = EMBEDDED_NAME
+    own = {field: getattr(settings, field) for field in DeploymentSettings.model_fields}
+    return (DeploymentEntry.model_construct(name=name, **own),)
+
+
+def _deployment(settings: ServeSettings, entry: DeploymentEntry, native: NativeRope) -> Deployment:
+    rope_scaling = entry.rope_scaling
+    if settings.model is None and rope_scaling is None and entry.rope_tiers is None:
+        rope_scaling = _EMBEDDED_SCALING
+    try:
+        return make_deployment(
+            entry.name,
+            native,
+            rope_scaling=rope_scaling,
+            policy=entry.rope_policy,
+            multiples=entry.rope_tiers,
+            allowed_rope_types=entry.allowed_rope_types,
+            max_rope_factor=entry.max_rope_factor,
+            max_model_len=entry.max_model_len,
+            answer_reserve_tokens=entry.answer_reserve_tokens,
+        )
+    except RopeConfigError as error:
+        inside = "" if error.field in DeploymentSettings.model_fields else "rope_scaling: "
+        raise SettingsError(f"{_prefix(settings, entry)}{inside}{error}") from error
+
+
+def _prefix(settings: ServeSettings, entry: DeploymentEntry) -> str:
+    """Which of several deployments is meant."""
+    return "" if settings.deployments is None else f"deployments: {entry.name}: "
+
+
+def _config(
+    settings: ServeSettings, facts: ModelFacts, deployments: Sequence[Deployment]
+) -> tuple[EngineConfig, MemoryProfile | None]:
+    max_model_len = max(each.max_len for each in deployments)
+    config = EngineConfig(
+        kv_cache_tokens=settings.kv_cache_tokens or 0,
+        max_model_len=max_model_len,
+        page_size=settings.page_size,
+        max_num_seqs=settings.max_num_seqs,
+        enforce_eager=settings.enforce_eager,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        step_target_s=settings.step_target_seconds or None,
+        max_num_logit_rows=settings.max_num_logit_rows,
+        max_queued_requests=settings.max_queued_requests,
+        max_queued_prompt_tokens=settings.max_queued_prompt_tokens,
+        limits=SamplingLimits(
+            # The chat template's own stop strings come on top of a request's.
+            max_stop_strings=settings.max_stop_strings + MAX_TEMPLATE_STOPS,
+            max_stop_chars=settings.max_stop_chars,
+            max_stop_token_ids=settings.max_stop_token_ids,
+            max_logit_bias=settings.max_logit_bias,
+            max_logprobs=settings.max_logprobs,
+        ),
+    )
+    memory = None
+    if settings.kv_cache_tokens is None:
+        affordable = facts.affordable_bytes
+        if settings.kv_cache_gib is None and facts.measure is not None:
+            memory = facts.measure(config, profiles_of(deployments))
+            affordable = _left(settings, memory, config.page_size * facts.token_bytes)
+        config = sized(config, facts.token_bytes, affordable, settings.kv_cache_gib)
+    capacity = config.num_pages * config.page_size
+    if capacity == 0:
+        raise SettingsError(f"the KV cache holds no page of {config.page_size} tokens, enlarge it")
+    return replace(config, max_model_len=min(max_model_len, capacity)), memory
+
+
+def _left(settings: ServeSettings, memory: MemoryProfile, page_bytes: int) -> int:
+    """What the cache may take, a page at least. Raises SettingsError."""
+    left = memory.cache_bytes(settings.gpu_memory_utilization)
+    if left >= page_bytes:
+        return left
+    what = f"{size_text(left)} are left" if left >= 0 else f"{size_text(-left)} are missing"
+    raise SettingsError(
+        f"gpu_memory_utilization {settings.gpu_memory_utilization:g} leaves no room for a page of "
+        f"the KV cache ({settings.page_size} tokens, {size_text(page_bytes)}): {what} beside "
+        f"{_taken(memory)}; raise it, or lower max_num_batched_tokens, max_num_logit_rows or "
+        "max_num_seqs"
+    )
+
+
+def default_context_buckets(native_len: int, max_len: int) -> tuple[int, ...]:
+    """Fractions of L as well as multiples, so that ordinary traffic is not all in one bucket."""
+    doublings = max(0, math.ceil(math.log2(max_len / native_len)))
+    lowest = max(-7, doublings - MAX_CONTEXT_BUCKETS + 2)
+    bounds = [int(native_len * 2**power) for power in range(min(lowest, 0), doublings + 1)]
+    return tuple(bound for bound in bounds if bound >= 16)[-(MAX_CONTEXT_BUCKETS - 1) :]

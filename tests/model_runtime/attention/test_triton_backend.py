@@ -1,0 +1,211 @@
+"""The GPU's kernels against float64: on the device, or by Triton's interpreter where there is none.
+
+What `torch.empty` gives is poisoned with NaN, and so is every place of the cache where no token of
+a sequence stands.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from model_runtime.attention import backends
+from model_runtime.attention.torch_backend import TorchAttention
+from model_runtime.loading.checkpoint import adopt
+from model_runtime.runner import model_runner
+from tests.attention_cases import RELATIVE_ERROR, Case, Laid, cases, relative_error
+from tests.tiny_models import tiny_model
+from tests.tokens import byte_tokenizer
+
+pytest.importorskip("triton", reason="triton is for Linux on x86-64")
+
+from model_runtime.attention.key_range import KeyRange
+from model_runtime.attention.triton_backend import TritonAttention
+from model_runtime.attention.triton_decode import decode, num_shares
+
+ROOT = Path(__file__).resolve().parents[3]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """torch fills what it does not write, in deterministic mode."""
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert bool(torch.empty(3).isnan().all())
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+
+
+def check(case: Case) -> None:
+    """The read of a case is as near to float64 as its dtype allows."""
+    laid = Laid(case, DEVICE)
+    got_THV = TritonAttention(laid.batch).read(laid.read)
+    assert relative_error(got_THV, laid.expected()) < RELATIVE_ERROR[case.dtype]
+
+
+@pytest.mark.parametrize("name", cases())
+def test_a_read_equals_float64(name: str) -> None:
+    """mixed profiles, lengths and numbers of queries in one batch"""
+    check(cases()[name])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_features_do_not_disturb_each_other(seed: int) -> None:
+    """all of them drawn at random"""
+    draw = random.Random(seed)
+    group, key_heads = draw.choice((1, 3, 4)), draw.choice((1, 2))
+    spans = []
+    for _ in range(draw.randint(1, 4)):
+        queries = draw.choice((1, 1, 1, 2, 40))
+        spans.append((queries + draw.randint(0, 300), queries))
+    check(
+        Case(
+            spans=tuple(spans),
+            heads=(group * key_heads, key_heads),
+            dims=(draw.choice((16, 24, 64)), draw.choice((16, 40))),
+            rotary_share=draw.choice((None, 0.25, 0.5, 1.0)),
+            page_size=draw.choice((4, 16, 20, 64)),
+            dtype=draw.choice((torch.float32, torch.bfloat16, torch.float16)),
+            window=draw.choice((None, 1, 9, 100)),
+            softcap=draw.choice((None, 2.0, 30.0)),
+            has_sinks=draw.random() < 0.5,
+            row_keys=draw.random() < 0.5,
+        )
+    )
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("cut", [1, 64, 100, 199])
+def test_ranges_of_keys_come_together(*, has_sinks: bool, cut: int) -> None:
+    """read in two parts, anywhere, and merged by their levels"""
+    laid = Laid(Case(spans=((200, 1), (250, 1)), has_sinks=has_sinks), DEVICE)
+    end_S = laid.batch.first_position_S + 1
+    zero_S = torch.zeros_like(end_S)
+    position_S = laid.batch.first_position_S
+    ranges = [
+        KeyRange(zero_S, zero_S + cut, position_S, 250),
+        KeyRange(zero_S + cut, end_S, position_S, 250),
+    ]
+    out_THV = torch.empty(2, 6, 24, device=DEVICE)
+    decode(laid.read, laid.batch, ranges, out_THV)
+    assert relative_error(out_THV, laid.expected()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [16, 20])
+def test_pages_are_read_where_a_map_places_them(page_size: int, dtype: torch.dtype) -> None:
+    """near keys at their own positions, far ones and their query at others, one softmax"""
+    case = Case(spans=((200, 1), (150, 1)), page_size=page_size, has_sinks=True, dtype=dtype)
+    laid = Laid(case, DEVICE)
+    num_pages = laid.batch.page_table_SN.shape[1]
+    # Anywhere in the table, and no multiple of the page size.
+    map_SN = torch.randint(0, 150 - page_size, (2, num_pages))
+    query_at_S = torch.tensor([33, 97])
+    end_S = laid.batch.first_position_S + 1
+    near_S = end_S - 50
+    zero_S = torch.zeros_like(end_S)
+    ranges = [
+        KeyRange(near_S, end_S, laid.batch.first_position_S, 50),
+        KeyRange(zero_S, near_S, query_at_S.to(DEVICE), 150, map_SN.to(DEVICE)),
+    ]
+    out_THV = torch.empty(2, 6, 24, device=DEVICE)
+    decode(laid.read, laid.batch, ranges, out_THV)
+
+    expected = []
+    for index, (context, _) in enumerate(case.spans):
+        at_C = torch.arange(context)
+        query_1HD = laid.read.query_THD[index][None]
+        own_HTC = laid.logits(index, query_1HD, torch.tensor([context - 1]), at_C)
+        mapped_C = map_SN[index][at_C // page_size] + at_C % page_size
+        far_HTC = laid.logits(index, query_1HD, query_at_S[index : index + 1], mapped_C)
+        is_near_C = at_C >= context - 50
+        both_HTC = torch.where(is_near_C, own_HTC, far_HTC)
+        expected.append(laid.answer(index, [both_HTC]))
+    assert relative_error(out_THV, torch.cat(expected)) < RELATIVE_ERROR[dtype]
+
+
+def test_a_range_without_keys_weighs_nothing() -> None:
+    """alone it answers zeros; beside another it changes nothing"""
+    laid = Laid(Case(spans=((200, 1), (150, 1))), DEVICE)
+    position_S = laid.batch.first_position_S
+    zero_S = torch.zeros_like(position_S)
+    nothing = KeyRange(zero_S + 70, zero_S + 70, position_S, 10)
+    everything = KeyRange(zero_S, position_S + 1, position_S, 200)
+    out_THV = torch.empty(2, 6, 24, device=DEVICE)
+    decode(laid.read, laid.batch, [nothing], out_THV)
+    assert torch.equal(out_THV, torch.zeros_like(out_THV))
+    decode(laid.read, laid.batch, [nothing, everything], out_THV)
+    assert relative_error(out_THV, laid.expected()) < 1e-5
+
+
+@pytest.mark.parametrize("row_keys", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_written_to_their_places(dtype: torch.dtype, *, row_keys: bool) -> None:
+    """and nowhere else, whatever the strides they come in"""
+    case = Case(heads=(6, 3), dims=(24, 40), dtype=dtype, row_keys=row_keys)
+    written = []
+    laid = Laid(case, DEVICE)
+    num_tokens = len(laid.read.query_THD)
+    # As a model hands them over: a slice of one product's rows.
+    rows = torch.randn(num_tokens, 3, 80).to(DEVICE, dtype)
+    key_TKD, value_TKV = rows[..., :24], rows[..., 30:70]
+    for backend in (TorchAttention, TritonAttention):
+        pages = laid.read.keys_NKDO.clone().zero_(), laid.read.values_NKOV.clone().zero_()
+        backend(laid.batch).write(*pages, key_TKD, value_TKV)
+        written.append(pages)
+    for reference, own in zip(*written, strict=True):
+        assert torch.equal(reference, own)
+        assert bool(own.any())
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "cohere2"])
+def test_a_taken_over_model_answers_as_before(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """windows and sinks, interleaved pairs and layers without rotation"""
+    for module in (backends, model_runner):
+        monkeypatch.setattr(module, "backend_for", lambda _: TritonAttention)
+    model = tiny_model(architecture).to(DEVICE)
+    checkpoint = adopt(model, byte_tokenizer(), frozenset(), {})
+    assert checkpoint.report.difference <= checkpoint.report.threshold
+
+
+def test_work_is_cut_so_that_the_device_is_busy() -> None:
+    """one sequence into many shares, many sequences into none, short ones never"""
+    assert 0.95 <= 8 * num_shares(8, 8192, 264) / 264 <= 1
+    assert num_shares(264, 8192, 264) == 1
+    assert num_shares(8, 8, 264) == 1
+    # 300 programs on 264 places would leave the second wave nearly empty.
+    shares = num_shares(300, 8192, 264)
+    waves = 300 * shares / 264
+    assert waves / -(-300 * shares // 264) > 0.9
+
+
+def test_the_kernels_compile_for_an_h200() -> None:
+    """which the interpreter cannot tell; registers suffice, and a smaller GPU would do"""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    told = subprocess.run(
+        [sys.executable, "-m", "tests.hopper"],
+        env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    lines = [json.loads(line) for line in told.splitlines()]
+    compiled = {(line["case"], line["kernel"]) for line in lines}
+    every = {"_put", "_decode", "_merge", "_gather", "_attend"}
+    assert {kernel for case, kernel in compiled if case == "all"} == every
+    assert {kernel for case, kernel in compiled if case == "llama"} == every - {"_attend"}
+    # What a thread keeps in memory for want of registers: two numbers are none.
+    assert all(line["stack_bytes"] <= 8 for line in lines if "wide" not in line["case"])
+    assert all(line["stack_bytes"] <= 512 for line in lines)
+    # What a program may have on every GPU since compute capability 8.0.
+    assert all(line["shared_bytes"] <= 99 * 1024 for line in lines)

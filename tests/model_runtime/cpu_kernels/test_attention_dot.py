@@ -1,0 +1,157 @@
+"""Both ways to multiply, against float64: float32 numbers one by one, and bfloat16 in pairs.
+
+Shapes: T = flat query tokens, H = query heads, C = keys of a sequence, K = key heads, D = key
+dimensions, O = offsets in a page, N = pages.
+"""
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from model_runtime.attention import cpu_backend as attention_cpu
+from model_runtime.attention.cpu_backend import CpuAttention
+from model_runtime.cpu_kernels import attention_dot as attention_products
+from model_runtime.cpu_kernels.attention_dot import uses_pairs
+from model_runtime.cpu_kernels.bf16_dot import HAS_PAIR_PRODUCTS
+from model_runtime.cpu_kernels.bfloat16 import as_numpy
+from tests.attention_cases import Case, Laid, cases, relative_error, rotated
+
+CASES = {name: case for name, case in cases().items() if not name.endswith("16")}
+needs_pairs = pytest.mark.usefixtures("in_pairs")
+
+
+@pytest.fixture
+def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not they are fast."""
+    if not HAS_PAIR_PRODUCTS:
+        pytest.skip("no products of pairs here")
+    monkeypatch.setattr(attention_products, "pairs_pay", lambda: True)
+
+
+def laid(case: Case, dtype: torch.dtype = torch.bfloat16) -> Laid:
+    """As a CPU's cache lies in memory."""
+    return Laid(replace(case, dtype=dtype, row_keys=False), torch.device("cpu"))
+
+
+def answer(case: Laid) -> Tensor:
+    """The kernel's, float32 [T, H, V]."""
+    return CpuAttention(case.batch).read(case.read)
+
+
+def row_errors(got_THV: Tensor, expected_THV: Tensor) -> Tensor:
+    """Of every row and head: length of the difference over the expected length, [T, H]."""
+    return (got_THV.double() - expected_THV).norm(dim=-1) / expected_THV.norm(dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_one_by_one_every_row_is_float32(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    """a cache of bfloat16 too, where pairs would not be faster"""
+    monkeypatch.setattr(attention_products, "pairs_pay", lambda: False)
+    case = laid(CASES[name], dtype)
+    assert not uses_pairs(as_numpy(case.read.keys_NKDO))
+    assert float(row_errors(answer(case), case.expected()).max()) < 2e-5
+
+
+@needs_pairs
+@pytest.mark.parametrize("name", CASES)
+def test_in_pairs_every_row_is_as_close_as_bfloat16_allows(name: str) -> None:
+    """keys, queries and shares are rounded once each, and nothing is left out
+
+    A rounding is by 2^-9 of the number, root mean square. Products of D random numbers, scaled by
+    D^-0.5, have a deviation of 1, times that of log-n and attention factors, s: 2.5 at most here.
+    A logit is off by 2^-9 * s * sqrt(2), a share by that and its own 2^-9; a sum of random values
+    is off by the same share of its length: 0.7 percent at most. One row may be five times worse.
+    """
+    case = laid(CASES[name])
+    got, expected = answer(case), case.expected()
+    assert relative_error(got, expected) < 1e-2
+    assert float(row_errors(got, expected).max()) < 3.6e-2
+
+
+@needs_pairs
+@pytest.mark.parametrize("name", ["plain", "wide head", "one head for all", "page of 256"])
+def test_in_pairs_errors_are_those_of_torchs_attention(name: str) -> None:
+    """over rotated queries and keys in bfloat16, its answer being bfloat16 too"""
+    case = laid(CASES[name])
+    rows = []
+    for index, place in enumerate(case.batch.places_S):
+        end = place.first_position + place.num_tokens
+        queries_T, keys_C = torch.arange(place.first_position, end), torch.arange(end)
+        query_THD = case.read.query_THD[place.begin : place.begin + place.num_tokens]
+        query_THD, key_CKD = rotated(case, index, query_THD, queries_T, keys_C)
+        answer_HTV = scaled_dot_product_attention(
+            query_THD.to(torch.bfloat16).transpose(0, 1),
+            key_CKD.to(torch.bfloat16).transpose(0, 1),
+            case.values[index].to(torch.bfloat16).transpose(0, 1),
+            attn_mask=queries_T[:, None] >= keys_C,
+            scale=case.read.scaling,
+            enable_gqa=True,
+        )
+        rows.append(answer_HTV.transpose(0, 1))
+    expected = case.expected()
+    theirs = relative_error(torch.cat(rows), expected)
+    assert relative_error(answer(case).to(torch.bfloat16), expected) < 2 * theirs
+
+
+@needs_pairs
+@pytest.mark.parametrize("kind", ["keys", "queries"])
+def test_nan_stays_nan_in_pairs(kind: str) -> None:
+    """of the rows that see it"""
+    case = laid(Case(spans=((70, 70),)))
+    clean = answer(case)
+    token = 41
+    if kind == "keys":
+        page = case.batch.page_table_SN[0, token // 16]
+        case.read.keys_NKDO[page, :, 3, token % 16] = torch.nan
+    else:
+        case.read.query_THD[token, :, 20] = torch.nan
+    got = answer(case)
+    behind = len(got) if kind == "keys" else token + 1
+    assert got[token:behind].isnan().all()
+    assert torch.equal(got[:token], clean[:token])
+    assert torch.equal(got[behind:], clean[behind:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_arrays_are_let_go(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """though what is called for each row does not count who refers to them"""
+    handed = []
+
+    def noted(numbers: Tensor) -> Any:
+        array = as_numpy(numbers)
+        handed.append(weakref.ref(array))
+        return array
+
+    monkeypatch.setattr(attention_cpu, "as_numpy", noted)
+    answer(laid(CASES["plain"], dtype))
+    gc.collect()  # a compiler that has just run leaves cycles behind
+    assert handed
+    assert all(reference() is None for reference in handed)
+
+
+@needs_pairs
+@pytest.mark.parametrize(
+    ("dim", "page_size", "dtype", "is_expected"),
+    [
+        (64, 64, np.uint16, True),
+        (24, 16, np.uint16, True),
+        (64, 64, np.float32, False),
+        (63, 64, np.uint16, False),
+        (64, 24, np.uint16, False),
+    ],
+)
+def test_which_caches_are_multiplied_in_pairs(
+    dim: int, page_size: int, dtype: type, *, is_expected: bool
+) -> None:
+    """bfloat16, an even number of dimensions, and pages of whole registers"""
+    assert uses_pairs(np.empty((1, 1, dim, page_size), dtype)) == is_expected

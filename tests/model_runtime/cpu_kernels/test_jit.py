@@ -1,0 +1,86 @@
+"""Machine code that is kept across starts is never older than its sources."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model_runtime.cpu_kernels import fused_decode as decode_kernel
+from model_runtime.cpu_kernels import jit as compiled
+from model_runtime.cpu_kernels.attention import attend, attend_in_pairs
+from model_runtime.cpu_kernels.jit import SOURCES, jit
+from model_runtime.cpu_kernels.skinny_gemm import FLOAT32, IN_PAIRS, WIDENED
+
+FOLDER = Path(compiled.__file__).parent
+
+
+def test_every_source_of_the_kernels_counts() -> None:
+    """Whatever imports numba or llvmlite, or is compiled, is in the kernels' folder."""
+    for path in FOLDER.parent.rglob("*.py"):
+        is_source = re.search(
+            r"^(import|from) (numba|llvmlite)|^ *@jit\(", path.read_text(), re.MULTILINE
+        )
+        assert not is_source or path in SOURCES, path.name
+    assert len(SOURCES) > 10
+
+
+def test_code_is_kept_until_a_source_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """of any file, not only of the function's own"""
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+
+    def hits() -> int:
+        def doubled(x: float) -> float:
+            return 2 * x
+
+        function = jit()(doubled)
+        assert function(np.float32(4.0)) == 8.0
+        return sum(function.stats.cache_hits.values())  # type: ignore[attr-defined]
+
+    assert hits() == 0
+    assert hits() == 1
+    monkeypatch.setattr(compiled, "_FINGERPRINT", "another")
+    assert hits() == 0
+    assert hits() == 1
+
+
+def test_kernels_made_of_kernels_are_found_again_by_another_process(tmp_path: Path) -> None:
+    """numba's own key of those is another one in each process"""
+    code = (
+        "import numpy as np; from model_runtime.cpu_kernels.skinny_gemm import FLOAT32;"
+        "multiply = FLOAT32.multiply;"
+        "row, none = np.ones((1, 64), np.float32), np.empty(0, np.float32);"
+        "multiply(row, np.ones(64 * 64, np.float32), none, np.empty_like(row), 64, 64, 0, 1);"
+        "print(sum(multiply.stats.cache_hits.values()))"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    hits = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            cwd=FOLDER.parents[1],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        ).stdout.strip()
+        for _ in range(2)
+    ]
+    assert hits == ["0", "1"]
+
+
+def test_variants_of_a_kernel_have_names_of_their_own() -> None:
+    """by which their symbols are found, and their files"""
+    kernels: list[Any] = [attend, attend_in_pairs, FLOAT32.multiply, IN_PAIRS.multiply]
+    kernels += [
+        decode_kernel._runner(multiplying, read)
+        for multiplying in (FLOAT32, WIDENED, IN_PAIRS)
+        for read in (attend, attend_in_pairs)
+    ]
+    assert len({kernel.py_func.__qualname__ for kernel in kernels}) == len(kernels)

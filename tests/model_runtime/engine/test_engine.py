@@ -1,0 +1,339 @@
+"""Requests end for the right reason, and give everything back."""
+
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model_runtime.batch import Span
+from model_runtime.config import EngineConfig
+from model_runtime.engine.engine import Engine
+from model_runtime.engine.observer import Observer
+from model_runtime.errors import (
+    CacheCapacityError,
+    EngineStoppedError,
+    QueueFullError,
+    RequestError,
+)
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.request import FinishReason, Output, Request
+from model_runtime.runner.step_timer import StepClock
+from rope import Tier
+from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
+from tests.scripted_model import Script
+
+VOCABULARY = 199
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    """A llama; its text is bytes."""
+    return tiny_checkpoint("llama")
+
+
+def served(
+    engines: EngineFactory, checkpoint: Checkpoint, text: str, eos: str = "", **sampling: Any
+) -> Result:
+    """The answer to one request when the model says `text`."""
+    ids = frozenset(checkpoint.tokenizer.encode(eos))
+    engine = engines.over(checkpoint, runner=Script(checkpoint, text), eos=ids)
+    return answer(engine, request(deployment_of(checkpoint), [1], **sampling))[0]
+
+
+def test_an_answer_ends_at_max_tokens(engines: EngineFactory, checkpoint: Checkpoint) -> None:
+    """finish_reason length"""
+    result = served(engines, checkpoint, "hello world", max_tokens=5)
+    assert (result.text, result.finish_reason) == ("hello", FinishReason.LENGTH)
+
+
+def test_an_answer_ends_before_a_stop_string(
+    engines: EngineFactory, checkpoint: Checkpoint
+) -> None:
+    """also across tokens; the tokens were generated, so they are counted"""
+    result = served(engines, checkpoint, "hello world", max_tokens=50, stop=("o w", "zz"))
+    assert (result.text, result.finish_reason) == ("hell", FinishReason.STOP)
+    assert len(result.token_ids) == 7
+
+
+def test_text_held_back_for_a_stop_string_is_sent_at_the_end(
+    engines: EngineFactory, checkpoint: Checkpoint
+) -> None:
+    """nothing is lost"""
+    result = served(engines, checkpoint, "hello world", max_tokens=6, stop=("o world",))
+    assert (result.text, result.finish_reason) == ("hello ", FinishReason.LENGTH)
+
+
+def test_an_end_token_ends_the_answer_and_is_no_text(
+    engines: EngineFactory, checkpoint: Checkpoint
+) -> None:
+    """but can be ignored"""
+    result = served(engines, checkpoint, "hello. more", eos=".", max_tokens=50)
+    assert (result.text, result.finish_reason) == ("hello", FinishReason.STOP)
+    assert len(result.token_ids) == 6
+    result = served(engines, checkpoint, "a.b", eos=".", max_tokens=3, ignore_eos=True)
+    assert (result.text, result.finish_reason) == ("a.b", FinishReason.LENGTH)
+
+
+def test_characters_arrive_whole(engines: EngineFactory, checkpoint: Checkpoint) -> None:
+    """however many tokens one takes"""
+    engine = engines.over(checkpoint, runner=Script(checkpoint, "né €5 🎉!"))
+    outputs = engine.generate([request(deployment_of(checkpoint), [1], max_tokens=14)])[0]
+    assert "".join(output.text for output in outputs) == "né €5 🎉!"
+    assert not any("\ufffd" in output.text for output in outputs)
+
+
+def test_max_tokens_zero_scores_the_prompt_only(
+    engines: EngineFactory, checkpoint: Checkpoint
+) -> None:
+    """one entry per prompt token, the first empty"""
+    engine = engines.over(checkpoint)
+    prompt = [5, 6, 7, 8, 9]
+    result = answer(
+        engine, request(deployment_of(checkpoint), prompt, max_tokens=0, prompt_logprobs=2)
+    )[0]
+    assert result.token_ids == ()
+    assert result.finish_reason is FinishReason.LENGTH
+    assert result.prompt_logprobs[0] is None
+    assert [entry.token_id for entry in result.prompt_logprobs[1:] if entry] == prompt[1:]
+    single = request(deployment_of(checkpoint), [5], max_tokens=0, prompt_logprobs=2)
+    assert answer(engine, single)[0].prompt_logprobs == (None,)
+
+
+def test_an_abort_frees_the_pages_and_says_so(
+    engines: EngineFactory, checkpoint: Checkpoint
+) -> None:
+    """while it runs, and while it waits"""
+    script = Script(checkpoint, "x")
+    script.delay_s = 0.01
+    engine = engines.over(checkpoint, runner=script, max_num_seqs=1)
+    outputs: list[queue.SimpleQueue[Output]] = [queue.SimpleQueue(), queue.SimpleQueue()]
+    deployment = deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 16.0})
+    running, waiting = (request(deployment, [1], max_tokens=1000) for _ in range(2))
+    engine.submit(running, outputs[0].put)
+    engine.submit(waiting, outputs[1].put)
+    assert outputs[0].get(timeout=10).text == "x"
+    engine.abort(waiting.request_id)
+    assert outputs[1].get(timeout=10).finish_reason is FinishReason.ABORT
+    engine.abort(running.request_id)
+    while (output := outputs[0].get(timeout=10)).finish_reason is None:
+        assert output.text == "x"
+    assert output.finish_reason is FinishReason.ABORT
+    assert engine._core.scheduler.pool.num_used == 0
+    engine.abort(running.request_id)  # harmless
+
+
+def test_a_step_that_fails_fails_its_requests_not_the_engine(
+    engines: EngineFactory, checkpoint: Checkpoint
+) -> None:
+    """the next request is served"""
+    script = Script(checkpoint, "hello")
+    script.fail_at = 3
+    engine = engines.over(checkpoint, runner=script)
+    deployment = deployment_of(checkpoint)
+    outputs = engine.generate([request(deployment, [1], max_tokens=5) for _ in range(2)])
+    for each in outputs:
+        assert each[-1].finish_reason is FinishReason.ERROR
+        assert each[-1].error == "RuntimeError in a step of the engine"
+    assert answer(engine, request(deployment, [1], max_tokens=5))[0].text == "hello"
+
+
+def test_nan_logits_end_their_request_only(engines: EngineFactory, checkpoint: Checkpoint) -> None:
+    """its pages are found by nobody, its neighbours go on"""
+
+    class Poisoned(Script):
+        """NaN for prompts that begin with token 9."""
+
+        def run(self, spans: Sequence[Span], clock: StepClock) -> Tensor:
+            logits = super().run(spans, clock)
+            row = 0
+            for span in spans:
+                if span.pages[0] == self.poisoned_page:
+                    logits[row : row + len(span.logit_rows)] = torch.nan
+                row += len(span.logit_rows)
+            return logits
+
+        poisoned_page = 0
+
+    class Counting(Observer):
+        """Who was ended for it."""
+
+        def nan_aborted(self, request: Request) -> None:
+            aborted.append(request.request_id)
+
+    aborted: list[str] = []
+    script = Poisoned(checkpoint, "hello")
+    engine = engines.over(checkpoint, runner=script, observer=Counting(), max_num_batched_tokens=32)
+    index = engine._core.scheduler.index
+    seen = []
+    script.before_run = lambda: seen.append(len(index.published()))
+    deployment = deployment_of(checkpoint)
+    ill = request(deployment, [9] * 60, max_tokens=5, temperature=0.7)
+    well = request(deployment, [1], max_tokens=5)
+    outputs = engine.generate([ill, well])
+    assert outputs[0][-1].finish_reason is FinishReason.ERROR
+    assert outputs[0][-1].error == "the model answered with NaN or Inf"
+    assert aborted == [ill.request_id]
+    assert Result.of(outputs[1]).text == "hello"
+    assert max(seen) > 0, "nothing was published, so nothing had to be taken back"
+    assert index.published() == {}
+
+
+def test_a_listener_that_fails_stops_nobody_else(
+    engines: EngineFactory, checkpoint: Checkpoint
+) -> None:
+    """nor the engine"""
+
+    def fails(_: Output) -> None:
+        raise RuntimeError("event loop is closed")
+
+    engine = engines.over(checkpoint, runner=Script(checkpoint, "hello"))
+    deployment = deployment_of(checkpoint)
+    engine.submit(request(deployment, [1], max_tokens=3), fails)
+    assert answer(engine, request(deployment, [1], max_tokens=5))[0].text == "hello"
+    assert engine.is_running
+
+
+def test_an_engine_that_dies_says_so(engines: EngineFactory, checkpoint: Checkpoint) -> None:
+    """to its clients and to whoever started it"""
+    engine = Engine(
+        Script(checkpoint, "x"),
+        checkpoint.tokenizer,
+        EngineConfig(kv_cache_tokens=64, max_model_len=64),
+    )
+    died = threading.Event()
+    engine.start(died.set)
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    engine._core.scheduler.schedule = None  # type: ignore[assignment, method-assign]
+    engine.submit(request(deployment_of(checkpoint), [1], max_tokens=3), outputs.put)
+    assert outputs.get(timeout=10).finish_reason is FinishReason.ERROR
+    assert died.wait(10)
+    assert not engine.is_running
+
+
+def test_what_can_never_be_served_is_refused_at_once(
+    engines: EngineFactory, checkpoint: Checkpoint
+) -> None:
+    """with the name of the limit"""
+    engine = engines.over(checkpoint, kv_cache_tokens=100)
+    deployment = deployment_of(checkpoint)
+    with pytest.raises(CacheCapacityError, match="needs 97 positions, the KV cache holds 96 "):
+        engine.submit(request(deployment, [1] * 97, max_tokens=1), print)
+    with pytest.raises(RequestError, match="at least one token"):
+        engine.submit(request(deployment, [], max_tokens=1), print)
+    fits = request(deployment, [1] * 96, max_tokens=1)
+    assert len(answer(engine, fits)[0].token_ids) == 1
+
+
+def test_a_full_queue_refuses(engines: EngineFactory, checkpoint: Checkpoint) -> None:
+    """a burst between two steps counts too"""
+    script = Script(checkpoint, "x")
+    script.delay_s = 0.2
+    engine = engines.over(checkpoint, runner=script, max_queued_requests=2, max_num_seqs=1)
+    deployment = deployment_of(checkpoint)
+
+    def submit_all() -> None:
+        for _ in range(8):
+            engine.submit(request(deployment, [1], max_tokens=2), accepted.append)
+
+    accepted: list[Output] = []
+    with pytest.raises(QueueFullError, match="2 requests are waiting; at most 2 may"):
+        submit_all()
+
+
+def test_a_group_is_accepted_whole_or_not_at_all(
+    engines: EngineFactory, checkpoint: Checkpoint
+) -> None:
+    """and one that can never fit is told so, not to try again"""
+    script = Script(checkpoint, "hello")
+    engine = engines.over(checkpoint, runner=script, max_num_seqs=2, max_queued_requests=3)
+    deployment = deployment_of(checkpoint)
+
+    def group(size: int) -> list[Request]:
+        return [request(deployment, [1], max_tokens=5) for _ in range(size)]
+
+    assert [result.text for result in answer(engine, *group(5))] == ["hello"] * 5
+    with pytest.raises(RequestError, match=r"asks for 6 answers .* at most 5 at once"):
+        engine.generate(group(6))
+    assert script.num_calls < 20
+    script.delay_s = 0.1
+    first: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    engine.submit(request(deployment, [1], max_tokens=50), first.put)
+    first.get(timeout=10)
+    with pytest.raises(QueueFullError):
+        engine.generate(group(5))
+
+
+def test_what_can_start_at_once_does_not_wait(
+    engines: EngineFactory, checkpoint: Checkpoint
+) -> None:
+    """a queue of none still serves"""
+    engine = engines.over(checkpoint, runner=Script(checkpoint, "hello"), max_queued_requests=0)
+    deployment = deployment_of(checkpoint)
+    eight = [request(deployment, [1], max_tokens=5) for _ in range(8)]
+    assert [result.text for result in answer(engine, *eight)] == ["hello"] * 8
+
+
+def test_stopping_ends_everything_with_an_error(
+    engines: EngineFactory, checkpoint: Checkpoint
+) -> None:
+    """and then nothing is accepted"""
+    script = Script(checkpoint, "x")
+    script.delay_s = 0.01
+    engine = engines.over(checkpoint, runner=script)
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    engine.submit(request(deployment_of(checkpoint), [1], max_tokens=60), outputs.put)
+    outputs.get(timeout=10)
+    engine.stop()
+    assert not engine.is_running
+    last = [outputs.get() for _ in range(outputs.qsize())][-1]
+    assert (last.finish_reason, last.error) == (FinishReason.ERROR, "the engine stopped")
+    with pytest.raises(EngineStoppedError):
+        engine.submit(request(deployment_of(checkpoint), [1]), outputs.put)
+
+
+class Recorder(Observer):
+    """Writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, Any]] = []
+
+    def started(self, request: Request, num_cached_tokens: int, queue_seconds: float) -> None:
+        """Out of the queue."""
+        self.heard.append(("started", queue_seconds))
+
+    def first_token(self, request: Request, seconds: float, prefill_seconds: float) -> None:
+        """First."""
+        self.heard.append(("first", (seconds, prefill_seconds)))
+
+    def next_token(self, request: Request, context_len: int, seconds: float) -> None:
+        """Others."""
+        self.heard.append(("next", (context_len, seconds)))
+
+    def finished(
+        self, request: Request, tier: Tier, reason: FinishReason, num_generated: int, seconds: float
+    ) -> None:
+        """Over."""
+        self.heard.append(("finished", (reason, num_generated, seconds)))
+
+
+def test_the_observer_hears_every_token_once(
+    engines: EngineFactory, checkpoint: Checkpoint
+) -> None:
+    """in order, with times that fit together"""
+    recorder = Recorder()
+    script = Script(checkpoint, "abc")
+    script.delay_s = 0.02
+    engine = engines.over(checkpoint, runner=script, observer=recorder)
+    answer(engine, request(deployment_of(checkpoint), [1], max_tokens=4))
+    assert [name for name, _ in recorder.heard] == [
+        *["started", "first", "next", "next", "next", "finished"]
+    ]
+    values = [value for _, value in recorder.heard]
+    assert [value[0] for value in values[2:5]] == [3, 4, 5]
+    assert all(0.015 < value[1] < 1 for value in values[2:5])
+    assert values[5][:2] == (FinishReason.LENGTH, 4)
+    assert values[5][2] >= values[1][0] + sum(value[1] for value in values[2:5]) - 1e-3

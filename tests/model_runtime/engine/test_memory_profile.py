@@ -1,0 +1,348 @@
+"""What a step takes: the largest is run, all of it, and only its figures stay."""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from model_runtime.batch import Span
+from model_runtime.cache.kv_cache import KVStore
+from model_runtime.config import EngineConfig
+from model_runtime.engine import build_engine, memory_profile
+from model_runtime.engine.memory_profile import (
+    GRAPH_BYTES,
+    WORKSPACE_BYTES,
+    CudaMeter,
+    MemoryProfile,
+    Reading,
+    graphs_bytes,
+    largest_step,
+    profile_memory,
+)
+from model_runtime.errors import ModelError
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.request import MAX_LOGPROBS
+from model_runtime.runner.model_runner import ModelRunner
+from rope import Profile
+from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
+
+GIB = 2**30
+CONFIG = EngineConfig(
+    kv_cache_tokens=0,
+    max_model_len=200,
+    page_size=16,
+    max_num_seqs=5,
+    max_num_batched_tokens=150,
+    max_num_logit_rows=70,
+)
+
+
+class StillMeter:
+    """A device of 10 GiB on which nothing changes."""
+
+    def __init__(self, **changes: int) -> None:
+        numbers = {"total": 10, "free": 6, "reserved": 3, "allocated": 2, "peak": 2, **changes}
+        self._reading = Reading(**{name: number * GIB for name, number in numbers.items()})
+
+    def reset(self) -> None:
+        """Nothing to give back."""
+
+    def read(self) -> Reading:
+        """Always the same."""
+        return self._reading
+
+
+class TensorMeter(TorchDispatchMode):
+    """Counts the bytes of tensors that torch's operations make, as an allocator would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, Any] = {}
+        self._allocated = self._peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and note each storage that was not there before."""
+        found = func(*args, **(kwargs or {}))
+        for each in tree_leaves(found):
+            if isinstance(each, Tensor):
+                self._note(each.untyped_storage())
+        self._peak = max(self._peak, self._allocated)
+        return found
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = id(storage), storage.nbytes()
+        if key not in self._alive:
+            self._allocated += num_bytes
+            self._alive[key] = weakref.ref(storage, lambda _: self._forget(key, num_bytes))
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        del self._alive[key]
+        self._allocated -= num_bytes
+
+    def reset(self) -> None:
+        """As in Meter."""
+        self._peak = self._allocated
+
+    def read(self) -> Reading:
+        """As in Meter; a device on which there is nothing else."""
+        return Reading(
+            10 * GIB, 10 * GIB - self._allocated, self._allocated, self._allocated, self._peak
+        )
+
+
+def measured(checkpoint: Checkpoint, config: EngineConfig, meter: Any = None) -> MemoryProfile:
+    """With the deployment's own tables, of which the last is the longest's."""
+    return profile_memory(checkpoint, config, profiles(checkpoint), 0.9, meter or StillMeter())
+
+
+def profiles(checkpoint: Checkpoint) -> Sequence[Profile]:
+    """Of a deployment as it comes."""
+    return [tier.profile for tier in deployment_of(checkpoint).own_tiers]
+
+
+class ScriptedMeter:
+    """Readings one after the other, in GiB: total, free, reserved, allocated, peak."""
+
+    def __init__(self, *readings: tuple[int, int, int, int, int]) -> None:
+        self._left = [Reading(*(number * GIB for number in each)) for each in readings]
+        self.calls: list[str] = []
+
+    def reset(self) -> None:
+        """Noted."""
+        self.calls.append("reset")
+
+    def read(self) -> Reading:
+        """The next."""
+        self.calls.append("read")
+        return self._left.pop(0)
+
+
+def test_the_cache_gets_what_the_rest_leaves_of_the_share(
+    embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """weights, a step beside them, what torch does not know of after it, recorded steps"""
+    steps = sizes_of_runs(monkeypatch)
+    monkeypatch.setattr(memory_profile, "records_decodes", lambda *_: True)
+    before, after, begun = (100, 80, 19, 15, 15), (100, 70, 28, 16, 22), (100, 70, 28, 16, 16)
+    meter = ScriptedMeter(before, after, begun, (100, 60, 30, 16, 19))
+    profile = measured(embedded, CONFIG, meter)
+    graph_bytes = graphs_bytes(3 * GIB, CONFIG, embedded.vocab_size)
+    assert profile == MemoryProfile(100 * GIB, 2 * GIB, 15 * GIB, 7 * GIB, graph_bytes)
+    assert profile.cache_bytes(0.5) == 50 * GIB - (2 + 15 + 7) * GIB - graph_bytes
+    assert profile.cache_bytes(0.2) < 0
+    assert meter.calls == ["reset", "read", "read", "reset", "read", "read", "reset"]
+    assert steps == [(150, 5, 74), (5, 5, 5)]
+
+
+def test_recorded_steps_share_all_but_logits_and_page_tables() -> None:
+    """of 1, 2, 4 and 5 sequences; 200 positions are 13 pages"""
+    own_bytes = 12 * 4 * (2048 + 13) + 4 * GRAPH_BYTES
+    assert graphs_bytes(1000, CONFIG, 2048) == 1000 + own_bytes + WORKSPACE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_tokens", "num_rows"),
+    [
+        ((150, 5, 70, 200), [146, 1, 1, 1, 1], [70, 1, 1, 1, 1]),
+        ((150, 5, 70, 60), [60, 60, 28, 1, 1], [60, 10, 1, 1, 1]),
+        ((150, 2, 70, 60), [60, 60], [60, 10]),  # two contexts have no more tokens
+        ((3, 5, 70, 60), [1, 1, 1], [1, 1, 1]),
+        ((8, 1, 70, 60), [8], [8]),
+    ],
+)
+def test_the_largest_step_uses_all_that_the_limits_allow(
+    limits: tuple[int, int, int, int], num_tokens: list[int], num_rows: list[int]
+) -> None:
+    """tokens, sequences, scored positions, the longest context"""
+    tokens, seqs, rows, context = limits
+    config = EngineConfig(
+        kv_cache_tokens=0,
+        max_model_len=context,
+        page_size=16,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        max_num_logit_rows=rows,
+    )
+    spans = largest_step(config, 3, 7)
+    assert [len(span.token_ids) for span in spans] == num_tokens
+    assert [len(span.logit_rows) for span in spans] == num_rows
+    for span in spans:
+        assert span.first_position + len(span.token_ids) == context
+        assert span.logit_rows[-1] == len(span.token_ids) - 1
+        assert len(span.pages) == -(-context // 16)
+        assert max(span.token_ids) < 7
+        assert span.table_slot == 3
+
+
+def test_no_step_of_an_engine_is_larger(
+    embedded: Checkpoint, engines: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """in tokens, sequences or rows of logits, with prompts scored beside decodes"""
+    sizes = sizes_of_runs(monkeypatch)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 60, "max_num_logit_rows": 30}
+    engine = engines.over(embedded, max_model_len=200, **limits)
+    deployment = deployment_of(embedded)
+    ids = [[(7 * at + 3 * number) % 900 + 5 for at in range(100)] for number in range(7)]
+    answer(
+        engine,
+        *(
+            request(deployment, each, max_tokens=20, ignore_eos=True, prompt_logprobs=number % 3)
+            for number, each in enumerate(ids)
+        ),
+        *(request(deployment, each[50:] * 3, max_tokens=30, ignore_eos=True) for each in ids),
+    )
+    spans = largest_step(replace(CONFIG, **limits), 0, 2048)
+    largest = size_of(spans)
+    assert all(got <= most for size in sizes for got, most in zip(size, largest, strict=True))
+    # The bounds are reached, so the step that is measured is not far too large.
+    assert max(tokens for tokens, _, _ in sizes) == largest[0] == 60
+    assert max(rows for _, _, rows in sizes) > 30
+
+
+def sizes_of_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Filled with what each forward computes from now on."""
+    sizes = []
+    plain_run = ModelRunner.run
+
+    def run(self: ModelRunner, spans: Sequence[Span], *args: Any) -> Tensor:
+        sizes.append(size_of(spans))
+        logits_RV = plain_run(self, spans, *args)
+        assert len(logits_RV) == sizes[-1][2]
+        return logits_RV
+
+    monkeypatch.setattr(ModelRunner, "run", run)
+    return sizes
+
+
+def size_of(spans: Sequence[Span]) -> tuple[int, int, int]:
+    """Tokens, sequences, rows of logits."""
+    num_tokens = sum(len(span.token_ids) for span in spans)
+    return num_tokens, len(spans), sum(len(span.logit_rows) for span in spans)
+
+
+def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
+    embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """once each, over one page"""
+    sizes = sizes_of_runs(monkeypatch)
+    stores: list[weakref.ref[KVStore]] = []
+    page_counts: list[int] = []
+    scored: list[int] = []
+    sampled: list[tuple[int, int]] = []
+    new_store, logprobs, choose = (
+        build_engine.new_store,
+        memory_profile.logprobs,
+        memory_profile.choose,
+    )
+
+    def noted_store(*args: Any) -> KVStore:
+        store = new_store(*args)
+        stores.append(weakref.ref(store))
+        page_counts.append(len(store.pages(0)[0]))
+        return store
+
+    def noted_logprobs(logits_RV: Tensor, ids: Sequence[int], num_top: Sequence[int]) -> Any:
+        found = logprobs(logits_RV, ids, num_top)
+        assert all(len(each.top) == MAX_LOGPROBS for each in found)
+        scored.append(len(found))
+        return found
+
+    def noted_choose(logits_RV: Tensor, places: Sequence[int], rows: Sequence[Any]) -> Any:
+        assert all(row.params.top_p < 1 for row in rows)
+        is_finite_R, token_ids = choose(logits_RV, places, rows)
+        assert all(is_finite_R)
+        sampled.append((len(logits_RV), len(token_ids)))
+        return is_finite_R, token_ids
+
+    monkeypatch.setattr(build_engine, "new_store", noted_store)
+    monkeypatch.setattr(memory_profile, "logprobs", noted_logprobs)
+    monkeypatch.setattr(memory_profile, "choose", noted_choose)
+    measured(embedded, CONFIG)
+    assert sizes == [(150, 5, 74)]
+    assert page_counts == [1]
+    assert (scored, sampled) == ([74, 5], [(74, 5)])
+    assert [store() for store in stores] == [None]
+
+
+@pytest.mark.parametrize(
+    ("more", "row_bytes"),
+    [
+        ({"max_num_logit_rows": 110}, 4),  # float32 logits
+        ({"max_num_seqs": 105}, 4 + 4 + 4 + 8),  # with a copy, sorted, and the tokens' order
+    ],
+)
+def test_what_is_measured_grows_with_the_rows(more: dict[str, int], row_bytes: int) -> None:
+    """of scored positions and of sampled ones, by what their vocabularies take; nothing stays"""
+    checkpoint = tiny_checkpoint("llama", vocab_size=4096)
+    taken = []
+    for limits in ({"max_num_logit_rows": 10}, {"max_num_logit_rows": 10, **more}):
+        with TensorMeter() as meter:
+            profile = measured(checkpoint, replace(CONFIG, **limits), meter)
+            taken.append(profile.step_bytes)
+            assert meter.read().allocated < 100_000
+    assert taken[1] - taken[0] >= 100 * checkpoint.vocab_size * row_bytes
+
+
+@pytest.mark.parametrize(("free", "context_len"), [(6, 200), (0, 16)])
+def test_a_context_is_no_longer_than_a_cache_could_be(
+    embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch, free: int, context_len: int
+) -> None:
+    """a share that is full already leaves a page, so that the step can be told of"""
+    lens = []
+    plain_run = ModelRunner.run
+
+    def run(self: ModelRunner, spans: Sequence[Span]) -> Tensor:
+        lens.extend(span.first_position + len(span.token_ids) for span in spans)
+        return plain_run(self, spans)
+
+    monkeypatch.setattr(ModelRunner, "run", run)
+    measured(embedded, CONFIG, StillMeter(free=free))
+    assert set(lens) == {context_len}
+
+
+def test_a_step_without_memory_is_a_sentence(
+    embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """that names the limits"""
+
+    def run(self: ModelRunner, spans: Sequence[Span]) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ModelRunner, "run", run)
+    with pytest.raises(ModelError, match=r"a step of 150 tokens .*lower max_num_batched_tokens"):
+        measured(embedded, CONFIG)
+
+
+def test_a_cuda_device_is_read_when_its_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """and what no tensor holds is given back before the peak is forgotten"""
+    called: list[str] = []
+    answers = {
+        "synchronize": None,
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+        "mem_get_info": (60, 100),
+        "memory_reserved": 30,
+        "memory_allocated": 10,
+        "max_memory_allocated": 20,
+    }
+    for name, value in answers.items():
+
+        def told(*_args: Any, name: str = name, value: Any = value) -> Any:
+            called.append(name)
+            return value
+
+        monkeypatch.setattr(torch.cuda, name, told)
+    meter = CudaMeter(torch.device("cuda:0"))
+    meter.reset()
+    assert called == ["synchronize", "empty_cache", "reset_peak_memory_stats"]
+    called.clear()
+    reading = meter.read()
+    assert called[0] == "synchronize"
+    assert reading == Reading(total=100, free=60, reserved=30, allocated=10, peak=20)
+    assert reading.outside == 10

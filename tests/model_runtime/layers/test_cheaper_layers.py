@@ -1,0 +1,101 @@
+"""What a taken-over model computes beside attention on a CPU: how many calls, and how near."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from model_runtime.attention.backends import new_store
+from model_runtime.attention.paged_attention import LayerPlan
+from model_runtime.batch import Span
+from model_runtime.cache.rope_tables import RopeTables
+from model_runtime.cpu_kernels.skinny_gemm import RowProducts
+from model_runtime.layers.fused_decoder import restore
+from model_runtime.layers.gated_mlp import GatedMlp
+from model_runtime.layers.merged_linear import shared_inputs
+from model_runtime.layers.packed_product import PackedProduct
+from model_runtime.layers.rms_norm import RowNorm
+from model_runtime.loading.checkpoint import adopt
+from model_runtime.loading.patch_model import read_native_rope, take_over
+from model_runtime.runner.model_runner import ModelRunner
+from rope import NativeRope, Profile
+from tests.tiny_models import tiny_model
+from tests.tokens import byte_tokenizer
+
+LAYERS, PROMPT = 4, 40
+
+
+def answers(model: nn.Module, plans: dict[int, LayerPlan], native: NativeRope) -> list[Tensor]:
+    """Logits of a prompt and of two decode steps."""
+    store = new_store(plans, 4, 16, torch.float32, torch.device("cpu"))
+    tables = RopeTables(native, 16, 64, torch.device("cpu"))
+    runner = ModelRunner(model, plans, store, tables, 16)
+    slot = tables.slot(Profile(native.tables[native.scaled_layer_type].scaling))
+    spans = [Span(list(range(PROMPT)), 0, range(4), slot, range(PROMPT))]
+    spans += [Span([7], PROMPT + step, range(4), slot, range(1)) for step in range(2)]
+    return [runner.run([span]) for span in spans]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "groups"),
+    [
+        ("llama", [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]),
+        ("qwen2", [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]),
+        ("cohere", [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]),
+        ("starcoder2", [["q_proj", "k_proj", "v_proj"]]),
+        ("gpt_neox", []),
+    ],
+)
+def test_linears_with_one_input_are_found(architecture: str, groups: list[list[str]]) -> None:
+    """by watching, in every layer; the model is left as it was"""
+    model = tiny_model(architecture)
+    take_over(model, read_native_rope(model))
+    before = [type(module) for module in model.modules()]
+    found = [[name.rpartition(".")[2] for name in names] for names in shared_inputs(model)]
+    assert found == groups * LAYERS
+    assert [type(module) for module in model.modules()] == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3_text", "gpt_neox"])
+def test_answers_are_those_of_the_plain_layers(architecture: str) -> None:
+    """within rounding: the same model, taken over alike, its own linears and norms"""
+    plain = tiny_model(architecture)
+    native = read_native_rope(plain)
+    expected = answers(plain, dict(take_over(plain, native)), native)
+    checkpoint = adopt(tiny_model(architecture), byte_tokenizer(), frozenset(), {})
+    restore(checkpoint.model)
+    got = answers(checkpoint.model, dict(checkpoint.plans), native)
+    for answer_RV, expected_RV in zip(got, expected, strict=True):
+        assert float((answer_RV - expected_RV).abs().max()) < 1e-4 * float(expected_RV.std())
+
+
+def test_a_decode_step_takes_so_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """four products a layer and the head's; two norms a layer and the last; a gated block each"""
+    checkpoint = adopt(tiny_model("llama"), byte_tokenizer(), frozenset(), {})
+    restore(checkpoint.model)
+    calls: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            calls[owner.__name__] += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(PackedProduct, "__call__")
+    counted(RowProducts, "multiply")
+    counted(RowNorm, "forward")
+    counted(GatedMlp, "forward")
+    answers(checkpoint.model, dict(checkpoint.plans), checkpoint.native)
+    steps = 3  # the prompt's, and two of one token
+    # Where few rows have a kernel of their own, a block calls it for both of its products.
+    few = calls["RowProducts"]
+    assert calls["PackedProduct"] == (4 * LAYERS + 1) * steps - (2 * LAYERS * 2 if few else 0)
+    assert few in (0, (4 * LAYERS + 1) * steps)  # the prompt, 32 rows, has 8 left over
+    assert calls["RowNorm"] == (2 * LAYERS + 1) * steps
+    assert calls["GatedMlp"] == LAYERS * steps

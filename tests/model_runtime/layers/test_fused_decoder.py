@@ -1,0 +1,210 @@
+"""Plain decoders have a shorter forward, with the bits of their own."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from model_runtime.attention import cpu_backend as attention_cpu
+from model_runtime.batch import Span
+from model_runtime.config import EngineConfig
+from model_runtime.cpu_kernels.skinny_gemm import FLOAT32, MOST_ROWS
+from model_runtime.engine.build_engine import build_runner
+from model_runtime.layers import fused_decoder as decoder_layers
+from model_runtime.layers.fused_decoder import DecoderLayers, restore
+from model_runtime.layers.last_layer import trimmed_layer
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.runner.model_runner import ModelRunner
+from rope import Profile, Yarn
+from tests.engines import checkpoint_of, tiny_checkpoint
+from tests.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
+
+CONFIG = EngineConfig(kv_cache_tokens=4096, max_model_len=512, page_size=16)
+PLAIN = ["llama", "qwen2", "qwen3", "mistral", "seed_oss"]
+OTHERS = ["cohere", "gemma2", "gemma3_text", "glm4", "gpt_neox", "granite", "olmo2", "qwen3_moe"]
+
+
+@pytest.fixture
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """More than some machines have cores, and for any weight."""
+    monkeypatch.setattr(decoder_layers, "_BYTES_PER_THREAD", 1)
+    monkeypatch.setattr(attention_cpu, "_SERIAL_WORK", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def plain(architecture: str, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    """A checkpoint that is recognised."""
+    window: dict[str, Any] = {"sliding_window": None} if architecture == "mistral" else {}
+    return checkpoint_of(in_dtype(tiny_model(architecture, **window), dtype))
+
+
+def forward_of(checkpoint: Checkpoint) -> Any:
+    """What stands before the forward of its class."""
+    return vars(checkpoint.model).get("forward")
+
+
+def native_slot(runner: ModelRunner, checkpoint: Checkpoint) -> int:
+    """The slot of the table that the checkpoint was trained with."""
+    native = checkpoint.native
+    return runner.table_slot(Profile(native.tables[native.scaled_layer_type].scaling))
+
+
+def answers(checkpoint: Checkpoint) -> list[Tensor]:
+    """Logits of steps of many kinds: chunks, several sequences, few rows, two tables."""
+    runner = build_runner(checkpoint, CONFIG)
+    yarn = Yarn(factor=4.0, original_max_position_embeddings=64)
+    slots = [native_slot(runner, checkpoint), runner.table_slot(Profile(yarn))]
+
+    def span(first: int, behind: int, rows: Sequence[int], at: int = 0) -> Span:
+        ids = [(7 * place + 3 * at) % VOCAB_SIZE for place in range(first, behind)]
+        return Span(ids, first, range(20 * at, 20 * at + 20), slots[at % 2], rows)
+
+    steps = [
+        [span(0, 70, range(70))],
+        [span(70, 75, range(5)), *(span(0, 40 + at, range(0), at) for at in range(1, 9))],
+        [span(75, 140, range(64, 65)), span(41, 42, range(1), 1)],
+        *([span(40 + at, 41 + at, range(1), at) for at in range(2, count)] for count in (3, 8)),
+        [span(48, 49 + MOST_ROWS, range(3, 5), 8)],
+        [span(0, 2 * MOST_ROWS, range(0), 9)],
+    ]
+    return [runner.run(each) for each in steps]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", PLAIN)
+def test_bits_are_those_of_the_own_forward(architecture: str, dtype: torch.dtype) -> None:
+    """whatever a step asks for"""
+    checkpoint = plain(architecture, dtype)
+    assert isinstance(forward_of(checkpoint), DecoderLayers)
+    assert trimmed_layer(checkpoint.model) is not None
+    simpler = answers(checkpoint)
+    restore(checkpoint.model)
+    own = answers(checkpoint)
+    assert forward_of(checkpoint) is None
+    for got_RV, expected_RV in zip(simpler, own, strict=True):
+        assert got_RV.shape == expected_RV.shape
+        assert torch.equal(got_RV, expected_RV)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_threads_change_no_bit(architecture: str, dtype: torch.dtype) -> None:
+    """which of them computes what; with norms of heads, which only one may take"""
+    checkpoint = plain(architecture, dtype)
+    assert isinstance(forward_of(checkpoint), DecoderLayers)
+    found = [answers(checkpoint) for _ in range(3)]
+    restore(checkpoint.model)
+    for simpler in found:
+        assert all(map(torch.equal, simpler, answers(checkpoint)))
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_a_thread_that_fails_does_not_leave_the_others_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """the step's error is raised, and the next step is computed"""
+    checkpoint = plain("llama")
+    forward = forward_of(checkpoint)
+    if forward._fields_LW is None:
+        pytest.skip("this processor's products have no kernel for few rows")
+    expected = answers(checkpoint)
+    original = decoder_layers.runner_for
+
+    def failing(*kind: Any) -> Any:
+        run = original(*kind)
+
+        def call(thread: int, *arguments: Any) -> None:
+            if thread == 1:
+                raise MemoryError
+            run(thread, *arguments)
+
+        return call
+
+    monkeypatch.setattr(decoder_layers, "runner_for", failing)
+    with pytest.raises(MemoryError):
+        answers(checkpoint)
+    monkeypatch.setattr(decoder_layers, "runner_for", original)
+    assert all(map(torch.equal, answers(checkpoint), expected))
+
+
+def test_queries_that_depend_on_their_positions_keep_their_forward() -> None:
+    """beside rotation; at the positions of short prompts nothing shows"""
+
+    def far(_: Any, given: Any, named: Any) -> Any:
+        is_far = bool((named["position_ids"] > 10_000).any())
+        return (given[0] + (1.0 if is_far else 0.0), *given[1:]), named
+
+    model: Any = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(far, with_kwargs=True)
+    assert forward_of(checkpoint_of(model)) is None
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_other_models_keep_their_own(architecture: str) -> None:
+    """norms elsewhere, experts, windows, a cut of logits, a scaled residual"""
+    special = {"residual_multiplier": 0.5} if architecture == "granite" else {}
+    assert forward_of(tiny_checkpoint(architecture, **special)) is None
+
+
+def test_a_model_that_only_looks_like_one_keeps_its_own() -> None:
+    """its parts have the names and kinds, and it makes something else of them"""
+    model: Any = tiny_model("llama")
+    for layer in model.model.layers:
+        own = layer.forward
+        layer.forward = lambda *given, own=own, **named: 0.5 * own(*given, **named)
+    assert forward_of(checkpoint_of(model)) is None
+
+
+def test_another_reading_of_the_cache_is_not_passed_over() -> None:
+    """a comparison whose steps have plans of their own"""
+    checkpoint = plain("llama")
+    runner = build_runner(checkpoint, CONFIG)
+    slot = native_slot(runner, checkpoint)
+    spans = [Span(list(range(40)), 0, range(3), slot, range(40))]
+    rotated_RV = runner.run(spans)
+    runner._plans = {
+        index: replace(plan, layer_type=None) for index, plan in checkpoint.plans.items()
+    }
+    assert float((runner.run(spans) - rotated_RV).abs().max()) > 0.1
+
+
+def test_a_mistake_shows_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """catches a check that would let any answer pass"""
+    original = decoder_layers.normalize
+
+    def shifted(x_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
+        original(x_RD, scale_D, eps, out_RD)
+        out_RD[-1, -1] *= 1.01
+
+    monkeypatch.setattr(decoder_layers, "normalize", shifted)
+    assert forward_of(plain("llama")) is None
+
+
+def test_a_decode_step_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of few rows is one compiled call for all layers."""
+    checkpoint = plain("llama")
+    forward = forward_of(checkpoint)
+    if forward._fields_LW is None:
+        pytest.skip("this processor's products have no kernel for few rows")
+    calls = []
+    run = decoder_layers.runner_for(FLOAT32, np.empty((1, 2, 16, 16), np.float32))
+
+    def counted(thread: int, num_threads: int, *arguments: Any) -> None:
+        calls.append((thread, num_threads, len(arguments[1])))
+        run(thread, num_threads, *arguments)
+
+    monkeypatch.setattr(decoder_layers, "runner_for", lambda *_: counted)
+    runner: ModelRunner = build_runner(checkpoint, CONFIG)
+    slot = native_slot(runner, checkpoint)
+    for num_rows in (1, MOST_ROWS, MOST_ROWS + 1):
+        runner.run([Span([5], 0, [at], slot, range(1)) for at in range(num_rows)])
+    assert calls == [(0, 1, 1), (0, 1, MOST_ROWS)]

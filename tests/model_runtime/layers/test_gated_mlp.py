@@ -1,0 +1,110 @@
+"""Gated blocks in one pass answer as their models', whatever stands beside a row."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from model_runtime.cpu_kernels.elementwise import gated
+from model_runtime.layers import packed_linear
+from model_runtime.layers.gated_mlp import GatedMlp, fuse
+from model_runtime.layers.merged_linear import shared_inputs
+from model_runtime.loading.patch_model import read_native_rope, take_over
+from tests.tiny_models import tiny_model
+
+
+def exact(both: Tensor) -> Tensor:
+    """silu(first half) * second half in float64."""
+    gate, up = both.double().chunk(2, dim=-1)
+    return gate / (1 + (-gate).exp()) * up
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 20.0])
+def test_the_pass_equals_float64(scale: float) -> None:
+    """to float32's rounding, near zero and far from it"""
+    both = torch.randn(33, 2 * 176) * scale
+    got = torch.from_numpy(gated(both.numpy()))
+    torch.testing.assert_close(got.double(), exact(both), rtol=1e-6, atol=1e-30)
+
+
+def test_large_numbers_and_nan_pass() -> None:
+    """as they are, or as zero on the left; NaN is not lost"""
+    gate = torch.tensor([1e4, -1e4, 88.0, -88.0, 3e38, -3e38, torch.nan, 0.0] * 2)
+    got = torch.from_numpy(gated(torch.cat((gate, torch.ones(16)))[None].numpy()))[0]
+    assert got[[0, 2, 4]].tolist() == gate[[0, 2, 4]].tolist()
+    assert got[[1, 3, 5, 7]].abs().max() < 1e-30
+    assert got[6].isnan()
+
+
+def test_bf16_is_rounded_once() -> None:
+    """the nearest to what float32 comes to"""
+    both = torch.randn(5, 64).bfloat16()
+    bits = gated(both.view(torch.uint16).numpy())
+    got = torch.from_numpy(bits).view(torch.bfloat16)
+    assert torch.equal(got, exact(both).float().bfloat16())
+
+
+def test_threads_share_rows() -> None:
+    """the same bits, more rows than threads and fewer"""
+    for num_rows in (1, 3, 700):
+        both = torch.randn(num_rows, 2 * 704).numpy()
+        before = torch.get_num_threads()
+        answers = []
+        try:
+            for num_threads in (1, 3):
+                torch.set_num_threads(num_threads)
+                answers.append(gated(both))
+        finally:
+            torch.set_num_threads(before)
+        assert np.array_equal(*answers)
+
+
+def packed(architecture: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A tiny model packed but not fused, and the same fused."""
+    models = []
+    for is_fused in (False, True):
+        model = tiny_model(architecture)
+        for parameter in model.parameters():  # not the rotary tables
+            parameter.data = parameter.data.to(dtype)
+        take_over(model, read_native_rope(model))
+        packed_linear.pack(model, shared_inputs(model))
+        if is_fused:
+            fuse(model)
+        models.append(model)
+    return models[0], models[1]
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Each layer's."""
+    for name, module in model.named_modules():
+        if name.endswith(".mlp"):
+            yield module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "mistral"])
+def test_blocks_answer_as_before(architecture: str, dtype: torch.dtype) -> None:
+    """to rounding; and rows have the same bits alone, in a decode step and in a prompt"""
+    before, after = packed(architecture, dtype)
+    pairs = list(zip(blocks(before), blocks(after), strict=True))
+    assert pairs
+    for old, new in pairs:
+        assert isinstance(new, GatedMlp)
+        assert not isinstance(old, GatedMlp)
+        x = torch.randn(1, 45, before.config.hidden_size, dtype=dtype)
+        with torch.inference_mode():
+            whole = new(x)
+            expected = old(x).float()
+            apart = (whole.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+            assert float(apart.max()) < (1e-6 if dtype == torch.float32 else 1e-2)
+            for begin, end in ((0, 0), (0, 1), (1, 9), (9, 45)):
+                assert torch.equal(new(x[:, begin:end]), whole[:, begin:end])
+
+
+def test_another_activation_is_left() -> None:
+    """Gemma's gelu, which is near silu"""
+    _, after = packed("gemma2", torch.float32)
+    assert not any(isinstance(block, GatedMlp) for block in blocks(after))

@@ -1,0 +1,157 @@
+"""The last layer is computed for the rows whose logits are asked for, with the same answers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model_runtime.batch import Span
+from model_runtime.config import EngineConfig
+from model_runtime.engine.build_engine import build_runner
+from model_runtime.layers import last_layer as asked_rows
+from model_runtime.layers.fused_decoder import restore
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.runner.model_runner import ModelRunner
+from rope import Profile
+from server.policy_eval.stale_keys import StaleKeyRunner
+from tests.engines import tiny_checkpoint
+from tests.tiny_models import VOCAB_SIZE
+
+CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=512, page_size=16)
+ARCHITECTURES = ["llama", "cohere2", "gemma3_text", "glm4", "gpt_neox", "gpt_oss", "qwen3_moe"]
+LONG, SHORT = 70, 21  # tokens
+PAGES, OTHER_PAGES = list(range(20, 25)), list(range(30, 33))
+
+
+def ids(count: int, seed: int) -> list[int]:
+    """Random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB_SIZE, (count,), generator=generator).tolist()
+
+
+def span(token_ids: list[int], first: int, pages: Sequence[int], rows: range) -> Span:
+    """Under the first table that a runner makes."""
+    return Span(token_ids, first, pages, 0, rows)
+
+
+def runner_of(checkpoint: Checkpoint, make: type[ModelRunner] = ModelRunner) -> ModelRunner:
+    """Over a cache of its own; the slot of its only table is 0."""
+    runner = build_runner(checkpoint, CONFIG, make=make)
+    native = checkpoint.native
+    scaling = native.tables[native.scaled_layer_type].scaling
+    assert runner.table_slot(Profile(scaling)) == 0
+    return runner
+
+
+class Widths:
+    """Counts the rows that a trimmed layer's feed-forward is given."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.found: list[int] = []
+        model: Any = checkpoint.model
+        model.model.layers[-1].mlp.register_forward_pre_hook(
+            lambda _, inputs: self.found.append(inputs[0].shape[1])
+        )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_few_rows_say_what_they_say_among_all(architecture: str) -> None:
+    """Two sequences, one of them in chunks; then a decode step over what was written."""
+    checkpoint = tiny_checkpoint(architecture)
+    assert asked_rows.trimmed_layer(checkpoint.model) == 3, "the model does not bear it"
+    restore(checkpoint.model)
+    long_ids, short_ids = ids(LONG, 1), ids(SHORT, 2)
+
+    def run(*, asks_all: bool) -> list[Tensor]:
+        runner = runner_of(checkpoint)
+
+        def rows(count: int, few: int) -> range:
+            return range(0 if asks_all else count - few, count)
+
+        runner.run([span(long_ids[:40], 0, PAGES, rows(40, 0))])
+        both_RV = runner.run(
+            [
+                span(long_ids[40:], 40, PAGES, rows(LONG - 40, 1)),
+                span(short_ids, 0, OTHER_PAGES, rows(SHORT, 3)),
+            ]
+        )
+        if asks_all:
+            both_RV = torch.cat([both_RV[LONG - 41 : LONG - 40], both_RV[-3:]])
+        decoded_RV = runner.run([span([5], LONG, PAGES, range(1))])
+        return [both_RV, decoded_RV]
+
+    for few_RV, all_RV in zip(run(asks_all=False), run(asks_all=True), strict=True):
+        if checkpoint.report.bitwise:
+            assert torch.equal(few_RV, all_RV)
+        else:
+            torch.testing.assert_close(few_RV, all_RV, atol=checkpoint.report.threshold, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "computed"),
+    [(range(LONG - 1, LONG), 1), (range(0), 1), (range(LONG), LONG), (range(5), 5)],
+    ids=["the last", "none", "all", "the first"],
+)
+def test_the_last_layer_computes_what_is_asked_for(rows: range, computed: int) -> None:
+    """catches rows that are computed and thrown away; none is one, for a layer needs some"""
+    checkpoint = tiny_checkpoint("llama")
+    restore(checkpoint.model)
+    runner = runner_of(checkpoint)
+    widths = Widths(checkpoint)
+    logits_RV = runner.run([span(ids(LONG, 1), 0, PAGES, rows)])
+    assert logits_RV.shape == (len(rows), VOCAB_SIZE)
+    assert widths.found == [computed]
+
+
+def test_cached_rotated_keys_are_written_for_all_rows() -> None:
+    """the comparison's runner, whose step is another one"""
+    checkpoint = tiny_checkpoint("llama")
+    found = []
+    for rows in (range(LONG), range(LONG - 1, LONG)):
+        runner = runner_of(checkpoint, StaleKeyRunner)
+        prompt_RV = runner.run([span(ids(LONG, 1), 0, PAGES, rows)])
+        found.append((prompt_RV[-1:], runner.run([span([5], LONG, PAGES, range(1))])))
+    for few_RV, all_RV in zip(*found, strict=True):
+        assert torch.equal(few_RV, all_RV)
+
+
+def test_spans_are_cut_where_it_spares_something() -> None:
+    """a decode step is not, nor are rows with gaps"""
+    prompt, decode = span(ids(40, 1), 3, PAGES, range(38, 40)), span([7], 9, PAGES, range(1))
+    assert asked_rows.asked_spans([decode] * 30) is None
+    assert asked_rows.asked_spans([span(ids(8, 1), 0, PAGES, range(7, 8))]) is None
+    assert asked_rows.asked_spans([prompt._replace(logit_rows=[1, 30])]) is None
+    assert asked_rows.asked_spans([decode, prompt, prompt._replace(logit_rows=range(0))]) == [
+        decode,
+        Span(prompt.token_ids[38:], 41, PAGES, 0, range(2)),
+    ]
+
+
+def first_rows(things: Any, num_tokens: int, rows_R: Tensor) -> Any:
+    """Others than those that are asked for."""
+    is_by_row = isinstance(things, list)
+    return [each[:, : len(rows_R)] for each in things] if is_by_row else things
+
+
+def all_rows(things: Any, *_: Any) -> Any:
+    """Of a model that keeps its rows elsewhere."""
+    return things
+
+
+def no_rows(*_: Any) -> Any:
+    """As a model that cannot be called so."""
+    raise IndexError("rows are missing")
+
+
+@pytest.mark.parametrize("at_rows", [first_rows, all_rows, no_rows])
+def test_a_model_that_does_not_bear_it_keeps_its_layer(
+    monkeypatch: pytest.MonkeyPatch, at_rows: Callable[..., Any]
+) -> None:
+    """told by its answers, or by its error; it is served all the same"""
+    monkeypatch.setattr(asked_rows, "_at_rows", at_rows)
+    checkpoint = tiny_checkpoint("llama")
+    assert asked_rows.trimmed_layer(checkpoint.model) is None
+    logits_RV = runner_of(checkpoint).run([span(ids(LONG, 1), 0, PAGES, range(LONG - 1, LONG))])
+    assert logits_RV.shape == (1, VOCAB_SIZE)

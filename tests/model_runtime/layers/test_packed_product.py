@@ -1,0 +1,116 @@
+"""Few rows over oneDNN's packed memory have oneDNN's bits, or are left to it."""
+
+import pytest
+import torch
+from torch import nn
+
+from model_runtime.cpu_kernels import skinny_gemm as row_products
+from model_runtime.cpu_kernels.skinny_gemm import MOST_ROWS
+from model_runtime.layers import onednn, packed_product
+from model_runtime.layers.packed_product import PackedProduct, Way, Workshop
+from model_runtime.layers.way_trial import is_possible
+
+
+def product_of(linear: nn.Linear, way: Way = Way.ONEDNN) -> PackedProduct:
+    """Its product; `_few` is None where few rows are left to oneDNN."""
+    return PackedProduct([linear.requires_grad_(requires_grad=False)], Workshop(way))
+
+
+# What has a product of many rows beside our own of few. oneDNN's of bfloat16 was seen to have an
+# order of sums that ours has, too, on processors without AMX.
+WAYS = [
+    (torch.float32, Way.ONEDNN),
+    (torch.bfloat16, Way.ONEDNN),
+    (torch.bfloat16, Way.STORED),
+]
+IS_KNOWN = torch.backends.cpu.get_cpu_capability() in {"AVX2", "AVX512"}
+
+
+@pytest.fixture(autouse=True)
+def _onednn() -> None:
+    if not is_possible(Way.ONEDNN, torch.float32):
+        pytest.skip("no packed products of oneDNN on this processor or with this torch")
+
+
+@pytest.mark.parametrize(("dtype", "way"), WAYS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("width_in", "width_out"), [(64, 64), (384, 100), (704, 448), (1536, 96), (3008, 160)]
+)
+def test_few_rows_have_the_bits_of_many(
+    width_in: int, width_out: int, dtype: torch.dtype, way: Way, *, bias: bool
+) -> None:
+    """One chain of sums or several, whole panels or not."""
+    if not is_possible(way, dtype):
+        pytest.skip(f"no {way.name} of {dtype} on this processor")
+    linear = nn.Linear(width_in, width_out, bias=bias).to(dtype)
+    product = product_of(linear, way)
+    if IS_KNOWN and (dtype, way) != (torch.bfloat16, Way.ONEDNN):
+        assert product.way is way, "found no chain, so nothing is tested here"
+        assert product._few is not None, "found no chain, so nothing is tested here"
+    x = torch.randn(512, width_in).to(dtype)
+    many = product(x) if product._few is None else product._multiply(x)
+    for rows in range(1, MOST_ROWS + 1):
+        few = torch.cat([product(part) for part in torch.split(x, rows)])
+        assert torch.equal(few, many), rows
+
+
+@pytest.mark.skipif(not IS_KNOWN, reason="few rows are left to oneDNN here")
+def test_few_rows_do_not_reach_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nor what is left of many"""
+    counts = []
+    product = product_of(nn.Linear(64, 64))
+    multiply = product._multiply
+    monkeypatch.setattr(product, "_multiply", lambda x: counts.append(len(x)) or multiply(x))
+    for rows in range(1, 32):
+        product(torch.randn(rows, 64))
+    assert counts == [24]
+    product(torch.randn(140, 64))
+    assert counts == [24, 128]
+
+
+@pytest.mark.parametrize(("dtype", "way"), WAYS)
+def test_another_order_of_sums_is_refused(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, way: Way
+) -> None:
+    """bfloat16 hides most of the difference; one of the two multiplies all rows then."""
+    if not is_possible(way, dtype):
+        pytest.skip(f"no {way.name} of {dtype} on this processor")
+    monkeypatch.setattr(packed_product, "_CHAINS", (256, 128))
+    product = product_of(nn.Linear(3072, 448).to(dtype), way)
+    assert (product._few is None) is (way is Way.ONEDNN)
+    assert product.way is (Way.OWN if way is Way.STORED else way)
+    x = torch.randn(64, 3072).to(dtype)
+    assert torch.equal(torch.cat([product(row) for row in torch.split(x, 1)]), product(x))
+
+
+def test_without_the_packed_memory_rows_are_left_to_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """as a torch that does not tell where it is would have it"""
+    monkeypatch.setattr(onednn, "shows_memory", lambda: False)
+    linear = nn.Linear(96, 80)
+    x = torch.randn(40, 96)
+    product = product_of(linear)
+    assert torch.equal(torch.cat([product(row) for row in torch.split(x, 1)]), product(x))
+    assert torch.allclose(product(x), linear(x), atol=1e-5)
+
+
+@pytest.mark.skipif(not IS_KNOWN, reason="few rows are left to oneDNN here")
+def test_threads_share_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """panel by panel, with the bits of one thread"""
+    monkeypatch.setattr(row_products, "_BYTES_PER_SHARE", 1 << 12)
+    linear = nn.Linear(96, 1000)
+    x = torch.randn(5, 96)
+    alone = product_of(linear)(x)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        shared = product_of(linear)
+        assert shared._few is not None
+        assert len(shared._few._shares) == 3
+        assert torch.equal(shared(x), alone)
+        torch.set_num_threads(2)
+        assert torch.allclose(shared(x), alone, atol=1e-5)  # found with three: left to oneDNN
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,132 @@
+"""One pass over a row gives what the model's own norm gives; other modules are left alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+from model_runtime.layers.rms_norm import RowNorm, TorchNorm, replace_norms
+
+ROWS = (1, 2, 3, 7, 8, 33, 200)
+
+
+class WrongEps(LlamaRMSNorm):
+    """Says one eps and uses another."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """With ten times the eps."""
+        mean = hidden_states.pow(2).mean(-1, keepdim=True)
+        out: Tensor = self.weight * hidden_states * torch.rsqrt(mean + 10 * self.variance_epsilon)
+        return out
+
+
+def replaced(norm: nn.Module) -> nn.Module:
+    """What stands in its place."""
+    for parameter in norm.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5)
+    holder = nn.ModuleDict({"norm": norm})
+    replace_norms(holder)
+    return holder["norm"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [16, 64, 384, 1000])
+@pytest.mark.parametrize("make", [LlamaRMSNorm, GemmaRMSNorm, nn.RMSNorm])
+def test_the_same_norm(make: Any, width: int, dtype: torch.dtype) -> None:
+    """against float64, and against the module; the same bits in any company"""
+    original = make(width, eps=1e-5).to(dtype)
+    norm = replaced(original)
+    assert isinstance(norm, RowNorm)
+    x = (torch.randn(2, max(ROWS), width) * torch.rand(max(ROWS), 1) * 40).to(dtype)
+    with torch.inference_mode():
+        whole, expected = norm(x), original(x)
+        for rows in ROWS:
+            assert torch.equal(norm(x[:, :rows]), whole[:, :rows])
+            assert torch.equal(norm(x[:, -rows:]), whole[:, -rows:])
+    weight = original.weight.double() + (1 if make is GemmaRMSNorm else 0)
+    wide = x.double()
+    exact = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+    rounding = 1e-6 if dtype == torch.float32 else 2**-8  # half of bf16's step is 2^-9
+    assert whole.dtype == dtype
+    assert torch.allclose(whole.double(), exact, rtol=rounding, atol=1e-6)
+    assert torch.allclose(whole.float(), expected.float(), rtol=2 * rounding, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_own_is_the_same_norm(dtype: torch.dtype) -> None:
+    """what stands in the place of Llama's on a GPU"""
+    original = LlamaRMSNorm(384, eps=1e-5).to(dtype)
+    nn.init.uniform_(original.weight, 0.5, 1.5)
+    x = (torch.randn(5, 384) * torch.tensor([1e-3, 1.0, 3.0, 30.0, 1e3])[:, None]).to(dtype)
+    with torch.inference_mode():
+        got, expected = TorchNorm(original.weight, 1e-5)(x), original(x)
+    assert got.dtype == dtype
+    rounding = 1e-5 if dtype == torch.float32 else 2**-7
+    assert torch.allclose(got.float(), expected.float(), rtol=rounding, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_a_number_stays_one(dtype: torch.dtype) -> None:
+    """a broken row is seen, and breaks no other"""
+    norm = replaced(LlamaRMSNorm(64).to(dtype))
+    x = torch.ones(3, 64, dtype=dtype)
+    x[1, 5] = torch.nan
+    with torch.inference_mode():
+        answer = norm(x)
+    assert bool(answer[1].isnan().all())
+    assert bool(answer[::2].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.LayerNorm(64, bias=False),
+        nn.LayerNorm(64),
+        WrongEps(64, eps=1e-6),
+        Qwen3NextRMSNormGated(64),
+        nn.RMSNorm(64),  # its eps depends on the dtype
+        LlamaRMSNorm(64).half(),
+        nn.Linear(64, 64),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_others_are_left(module: nn.Module) -> None:
+    """means taken away, a gate, another eps, another dtype"""
+    assert replaced(module) is module
+
+
+class PerHead(LlamaRMSNorm):
+    """Takes four dimensions and nothing else."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Raises ValueError for rows."""
+        _, _, _, _ = hidden_states.shape
+        return super().forward(hidden_states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [0.02, 1e-4, 0.0])
+def test_small_weights_do_not_hide_another_formula(size: float, dtype: torch.dtype) -> None:
+    """a norm that takes the mean away answers small numbers, too"""
+    for wrong in (nn.LayerNorm(64, eps=1e-5, bias=False), WrongEps(64, eps=1e-3)):
+        nn.init.uniform_(wrong.weight, -size, size)
+        holder = nn.ModuleDict({"norm": wrong.to(dtype)})
+        replace_norms(holder)
+        assert holder["norm"] is wrong
+    right = LlamaRMSNorm(64, eps=1e-5)
+    nn.init.uniform_(right.weight, -size, size)
+    holder = nn.ModuleDict({"norm": right.to(dtype)})
+    replace_norms(holder)
+    assert isinstance(holder["norm"], RowNorm) == (size > 0)
+
+
+@pytest.mark.parametrize("norm", [PerHead(8), LlamaRMSNorm(1)])
+def test_what_does_not_take_rows_is_left_alone(norm: nn.Module) -> None:
+    """and loading goes on"""
+    holder = nn.ModuleDict({"norm": norm})
+    replace_norms(holder)
+    assert holder["norm"] is norm

@@ -1,0 +1,139 @@
+"""Folders that cannot be served get a sentence that names what is wrong."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model_runtime.errors import ModelError
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL, load_checkpoint
+from tests.tiny_models import tiny_model
+from tests.tokens import byte_tokenizer_fast
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the embedded model, to be broken."""
+    shutil.copytree(EMBEDDED_MODEL, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def saved(architecture: str, folder: Path, **overrides: object) -> Path:
+    """A tiny model with a tokenizer on disk."""
+    tiny_model(architecture, **overrides).save_pretrained(folder)
+    byte_tokenizer_fast().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_missing_file_is_named(folder: Path, name: str) -> None:
+    """before anything is loaded"""
+    (folder / name).unlink()
+    with pytest.raises(ModelError, match=f"has no {name}"):
+        load_checkpoint(folder)
+
+
+def test_only_safetensors_are_read(folder: Path) -> None:
+    """a pickle may run code"""
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"no weights in safetensors \(only pytorch_model.bin"):
+        load_checkpoint(folder)
+
+
+def test_a_cut_file_is_named(folder: Path) -> None:
+    """as a download that broke off leaves it"""
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a whole safetensors file"):
+        load_checkpoint(folder)
+
+
+def test_a_missing_weight_is_named(folder: Path) -> None:
+    """instead of being made up at random"""
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 weights, .*layers\.2\.mlp\.up_proj"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_weight_with_nan_or_inf_is_named(folder: Path, bad: float) -> None:
+    """one number is enough"""
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.q_proj.weight"][3, 4] = bad
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"layers\.1\.self_attn\.q_proj\.weight has NaN or Inf"):
+        load_checkpoint(folder)
+
+
+def test_an_unknown_architecture_is_a_sentence(folder: Path) -> None:
+    """not a traceback"""
+    config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = "notyetknown"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="notyetknown"):
+        load_checkpoint(folder)
+
+
+def test_a_quantised_checkpoint_is_refused(folder: Path) -> None:
+    """by its config"""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="quantised"):
+        load_checkpoint(folder)
+
+
+def test_a_folder_that_is_not_there_is_a_sentence() -> None:
+    """a hub id never looks like a path"""
+    with pytest.raises(ModelError, match=r"there is no folder \./no-such-folder"):
+        load_checkpoint("./no-such-folder")
+
+
+def test_an_architecture_that_fails_its_check_is_refused(tmp_path: Path) -> None:
+    """with the figure"""
+    with pytest.raises(ModelError, match="fails its self-check"):
+        load_checkpoint(saved("phimoe", tmp_path))
+
+
+def test_end_tokens_come_from_generation_config_and_tokenizer(folder: Path) -> None:
+    """a list of them too"""
+    assert load_checkpoint(folder).eos_token_ids == {1}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert load_checkpoint(folder).eos_token_ids == {1, 7, 9}
+
+
+def test_number_types(folder: Path) -> None:
+    """auto is float32 on a CPU whatever the checkpoint; bfloat16 is served to the bit as well"""
+    assert load_checkpoint(folder, device="cpu").dtype == torch.float32
+    checkpoint = load_checkpoint(folder, dtype="bfloat16", device="cpu")
+    assert checkpoint.dtype == torch.bfloat16
+    assert checkpoint.report.bitwise
+    with pytest.raises(ModelError, match="float16 is not served on a CPU"):
+        load_checkpoint(folder, dtype="float16", device="cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_a_sentence(folder: Path) -> None:
+    """cuda without one"""
+    with pytest.raises(ModelError, match="finds no CUDA device"):
+        load_checkpoint(folder, device="cuda")
+
+
+def test_sampling_defaults_come_from_generation_config(folder: Path) -> None:
+    """for what a request leaves out; what it says wins"""
+    from server.api.completion_schema import CompletionRequest
+
+    stated = {"eos_token_id": 1, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    (folder / "generation_config.json").write_text(json.dumps({**stated, "max_length": 99}))
+    defaults = load_checkpoint(folder).sampling_defaults
+    assert defaults == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    silent = CompletionRequest(prompt="a").sampling(16, defaults, ())[0]
+    assert (silent.temperature, silent.top_k, silent.repetition_penalty) == (0.6, 20, 1.1)
+    body = CompletionRequest(prompt="a", temperature=0.0, top_k=-1)
+    spoken = body.sampling(16, defaults, ())[0]
+    assert (spoken.temperature, spoken.top_k, spoken.top_p) == (0.0, 0, 1.0)

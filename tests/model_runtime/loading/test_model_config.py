@@ -1,0 +1,83 @@
+"""What a config says before the weights are loaded, held against the loaded model."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from model_runtime.cache.kv_cache import bytes_per_token
+from model_runtime.errors import ModelError
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint
+from model_runtime.loading.model_config import Outline, read_outline
+from tests.engines import tiny_checkpoint
+from tests.models_page import SERVED
+
+# These have a key head for every query head, and no field for it.
+MULTI_HEAD = {"gpt_neox", "persimmon", "phi"}
+
+
+def test_the_embedded_model(embedded: Checkpoint) -> None:
+    """tables, cache bytes and weight bytes"""
+    outline = read_outline(EMBEDDED_MODEL)
+    assert outline.architecture == "LlamaForCausalLM"
+    assert outline.native() == embedded.native
+    assert bytes_per_token(outline.layers(), outline.dtype) == bytes_per_token(
+        embedded.plans, embedded.dtype
+    )
+    from safetensors.torch import load_file
+
+    weights = load_file(Path(EMBEDDED_MODEL) / "model.safetensors")
+    num_parameters = sum(math.prod(each.shape) for each in weights.values())
+    num_parameters += weights["model.embed_tokens.weight"].numel()  # tied, and packed as the head
+    assert outline.num_weight_bytes() == 4 * num_parameters
+    assert read_outline(EMBEDDED_MODEL, dtype="bfloat16").num_weight_bytes() == 2 * num_parameters
+
+
+@pytest.mark.parametrize("architecture", SERVED)
+def test_the_config_gives_the_cache_that_probing_finds(architecture: str) -> None:
+    """for every architecture that is served"""
+    overrides: dict[str, Any] = {}
+    if architecture in MULTI_HEAD:
+        overrides["num_key_value_heads"] = 4
+    checkpoint = tiny_checkpoint(architecture, **overrides)
+    outline = Outline("x", checkpoint.model.config, torch.float32, torch.device("cpu"))
+    assert outline.native() == checkpoint.native
+    found = {index: (each.num_key_heads, each.key_dim) for index, each in outline.layers().items()}
+    probed = {index: (each.num_key_heads, each.key_dim) for index, each in checkpoint.plans.items()}
+    assert found == probed
+
+
+def test_only_the_files_that_are_loaded_count(tmp_path: Path) -> None:
+    """a copy in another layout may lie beside them; an index names its shards"""
+    folder = tmp_path / "model"
+    shutil.copytree(EMBEDDED_MODEL, folder)
+    expected = read_outline(folder).num_weight_bytes()
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    assert read_outline(folder).num_weight_bytes() == expected
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    assert read_outline(folder).num_weight_bytes() == expected
+    index.write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
+    with pytest.raises(ModelError, match=r"has no model-00002-of-00002\.safetensors, which its"):
+        read_outline(folder)
+    index.write_text("{}")
+    with pytest.raises(ModelError, match="is no index of weights"):
+        read_outline(folder)
+
+
+def test_a_config_without_a_number_is_a_sentence() -> None:
+    """not a guess"""
+
+    class Odd(PretrainedConfig):
+        """Key heads by layer."""
+
+        model_type = "odd"
+
+    config = Odd(num_attention_heads=4, num_key_value_heads=[2, 4], num_hidden_layers=2)
+    with pytest.raises(ModelError, match="odd: the config's num_key_value_heads is not one number"):
+        Outline("x", config, torch.float32, torch.device("cpu")).layers()

@@ -1,0 +1,154 @@
+"""Models are taken over by probing; the self-check refuses those that come out wrong."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model_runtime.errors import ModelError
+from model_runtime.layers import packed_linear
+from model_runtime.loading.patch_model import read_native_rope, take_over
+from model_runtime.loading.self_check import Report, check, untouched_answers
+from tests.models_page import REFUSED, SERVED, Outcome, outcome, page
+from tests.tiny_models import tiny_model
+
+
+def taken_over(architecture: str, **overrides: Any) -> tuple[Any, Report]:
+    """Plans and report of one tiny model."""
+    model = tiny_model(architecture, **overrides)
+    native = read_native_rope(model)
+    expected = untouched_answers(model, native)
+    plans = take_over(model, native)
+    packed_linear.pack(model)
+    return plans, check(model, plans, native, expected)
+
+
+# Experts sort their tokens, so the order of sums depends on the batch.
+MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe"}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Outcome]:
+    """Every architecture of docs/models.md, taken over or refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {name: outcome(name) for name in (*SERVED, *REFUSED)}
+
+
+@pytest.mark.parametrize("architecture", SERVED)
+def test_served_architectures_answer_as_untouched(
+    outcomes: dict[str, Outcome], architecture: str
+) -> None:
+    """within rounding, and the same bits alone, in a batch, in chunks and step by step"""
+    found = outcomes[architecture]
+    assert found.refusal == ""
+    assert found.is_bitwise or architecture in MIXTURES
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_others_are_refused_by_name(outcomes: dict[str, Outcome], architecture: str) -> None:
+    """a model that would be served wrongly is not served"""
+    assert outcomes[architecture].refusal
+
+
+def test_the_page_about_models_is_what_was_found(outcomes: dict[str, Outcome]) -> None:
+    """python -m tests.models_page > docs/models.md"""
+    written = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    assert written == page(list(outcomes.values()))
+    assert len(SERVED) >= 20
+    assert len(REFUSED) >= 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("gpt2", "no rotary position embeddings"),
+        ("phimoe", r"fails its self-check on one prompt: a logit differs by [0-9.]+"),
+        ("lfm2", "fails its self-check on two sequences in one flat batch"),
+        ("stablelm", "does not pass keyword arguments"),
+    ],
+)
+def test_a_refusal_says_the_figure(architecture: str, message: str) -> None:
+    """or what else stands in the way"""
+    with pytest.raises(ModelError, match=message):
+        taken_over(architecture)
+
+
+def test_soft_caps_and_sinks_are_honoured() -> None:
+    """gemma2 and gpt_oss pass with thresholds far below what either is worth"""
+    for architecture in ("gemma2", "gpt_oss"):
+        _, report = taken_over(architecture)
+        assert report.difference <= report.threshold < 1e-2
+
+
+def test_pairing_width_and_layer_types_are_probed() -> None:
+    """half-split or interleaved, whole or partial, per layer type, or not at all"""
+    plans, _ = taken_over("gpt_neox")
+    assert {(plan.rotary_dim, plan.key_dim, plan.interleaved) for plan in plans.values()} == {
+        (8, 16, False)
+    }
+    plans, _ = taken_over("cohere")
+    assert all(plan.interleaved for plan in plans.values())
+    plans, _ = taken_over("cohere2")
+    assert [plan.layer_type for plan in plans.values()] == ["all", "all", "all", None]
+    plans, _ = taken_over("gemma3_text")
+    assert [plan.layer_type for plan in plans.values()] == [
+        *["sliding_attention"] * 3,
+        "full_attention",
+    ]
+
+
+def test_a_window_that_is_ignored_is_seen() -> None:
+    """the self-check shrinks windows below its prompts"""
+    model = tiny_model("mistral")
+    native = read_native_rope(model)
+    expected = untouched_answers(model, native)
+    plans = take_over(model, native)
+    import transformers
+
+    from model_runtime.attention.paged_attention import paged_attention
+
+    def forgetful(*arguments: Any, sliding_window: int | None = None, **rest: Any) -> Any:
+        return paged_attention(*arguments, **rest)
+
+    transformers.AttentionInterface.register("ropewalk", forgetful)
+    try:
+        with pytest.raises(ModelError, match="a logit differs"):
+            check(model, plans, native, expected)
+    finally:
+        transformers.AttentionInterface.register("ropewalk", paged_attention)
+
+
+def test_a_rotary_module_that_differs_from_its_config_is_refused() -> None:
+    """tables are compared to the bit"""
+    model = tiny_model("llama")
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq * (1 + 1e-6)
+    with pytest.raises(ModelError, match="another table than its config says"):
+        read_native_rope(model)
+
+
+def test_a_checkpoint_that_carries_scaling_is_taken_over_natively() -> None:
+    """its own yarn, with its temperature"""
+    block = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    model = tiny_model("llama", rope_parameters=block)
+    native = read_native_rope(model)
+    assert native.carries_scaling
+    assert native.native_len == 64
+    expected = untouched_answers(model, native)
+    plans = take_over(model, native)
+    check(model, plans, native, expected)
+
+
+def test_an_unfamiliar_rope_block_is_refused_by_field() -> None:
+    """never ignored"""
+    model = tiny_model("llama")
+    model.config.rope_parameters["mrope_section"] = [1, 2, 3]
+    with pytest.raises(ModelError, match="mrope_section"):
+        read_native_rope(model)

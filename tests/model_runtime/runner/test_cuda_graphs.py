@@ -1,0 +1,255 @@
+"""Recorded decode steps answer as steps that are not, whatever numbers they are replayed with.
+
+Without a GPU a recording is the forward called again: it then reads what stands in the fixed
+places, and knows as little of the step's numbers as a CUDA graph does. Kernels are interpreted.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is for Linux on x86-64")
+
+from model_runtime.attention import backends
+from model_runtime.attention.paged_attention import STEP, AttentionCall
+from model_runtime.attention.triton_backend import TritonAttention
+from model_runtime.batch import Batch, Span
+from model_runtime.cache.kv_cache import KVStore
+from model_runtime.cache.rope_tables import RopeTables
+from model_runtime.config import EngineConfig
+from model_runtime.deployment import Deployment
+from model_runtime.engine.build_engine import build_runner
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.loading.patch_model import read_native_rope, take_over
+from model_runtime.runner import model_runner
+from model_runtime.runner.cuda_graphs import MOST_RECORDED, DecodeGraphs, recorded_sizes
+from model_runtime.runner.model_runner import ModelRunner
+from rope import Profile
+from tests.engines import deployment_of, tiny_checkpoint
+from tests.tiny_models import tiny_model
+
+CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, max_num_seqs=6)
+SPARE = CONFIG.num_pages
+
+
+class Again:
+    """Records by remembering; counts."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+        self.num_replayed = 0
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """As `Recorder` says; but the result is not there before the first replay."""
+        self.num_recorded += 1
+        result = torch.empty(0)
+        return result, partial(self._replay, work, result)
+
+    def _replay(self, work: Callable[[], Tensor], result: Tensor) -> None:
+        self.num_replayed += 1
+        result.set_(work())
+
+
+@pytest.fixture
+def checkpoint(monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
+    """Served by the GPU's attention from now on, on the CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are not interpreted here; tests/gpu records real graphs")
+    made = tiny_checkpoint("llama", num_hidden_layers=1)
+    for module in (backends, model_runner):
+        monkeypatch.setattr(module, "backend_for", lambda _: TritonAttention)
+    return made
+
+
+def runner_of(
+    checkpoint: Checkpoint, record: Again | None, profiles: Sequence[Profile]
+) -> ModelRunner:
+    """One with a page that no sequence holds."""
+    larger = EngineConfig(
+        kv_cache_tokens=CONFIG.kv_cache_tokens + CONFIG.page_size,
+        max_model_len=CONFIG.max_model_len,
+        page_size=CONFIG.page_size,
+    )
+    runner = build_runner(checkpoint, larger, profiles)
+    if record is not None:
+        runner.record_decodes(CONFIG.max_model_len, CONFIG.max_num_seqs, SPARE, record)
+    return runner
+
+
+class Conversations:
+    """Sequences that two runners serve alike."""
+
+    def __init__(self, runners: Sequence[ModelRunner], profiles: Sequence[Profile]) -> None:
+        self.runners = runners
+        self.profiles = list(profiles)
+        self.tokens = [torch.randint(199, (250,)).tolist() for _ in profiles]
+        self.lens = [0] * len(profiles)
+        self.pages = [list(range(16 * index, 16 * index + 16)) for index in range(len(profiles))]
+
+    def step(self, num_tokens: dict[int, int]) -> tuple[Tensor, Tensor]:
+        """Both runners' logits of the last token of each."""
+        answers = []
+        for runner in self.runners:
+            spans = []
+            for index, count in num_tokens.items():
+                first = self.lens[index]
+                tokens = self.tokens[index][first : first + count]
+                slot = runner.table_slot(self.profiles[index])
+                spans.append(Span(tokens, first, self.pages[index], slot, range(count - 1, count)))
+            answers.append(runner.run(spans).clone())
+        for index, count in num_tokens.items():
+            self.lens[index] += count
+        return answers[0], answers[1]
+
+
+def profiles_of(deployment: Deployment) -> list[Profile]:
+    """Each tier's."""
+    return [tier.profile for tier in deployment.own_tiers]
+
+
+def test_replayed_steps_answer_as_others(checkpoint: Checkpoint) -> None:
+    """one to four sequences of other lengths, tables and pages; padded, and a page further"""
+    record = Again()
+    tiers = profiles_of(deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 4}))
+    plain, recorded = runner_of(checkpoint, None, tiers), runner_of(checkpoint, record, tiers)
+    talk = Conversations((plain, recorded), [tiers[0], tiers[-1], tiers[0], tiers[-1]])
+    assert record.num_recorded == len(recorded_sizes(CONFIG.max_num_seqs)) == 4
+    talk.step({0: 15, 1: 70, 2: 3, 3: 40})
+    assert record.num_replayed == 0
+    steps = [{0: 1, 1: 1, 2: 1}, {1: 1}, {2: 1, 0: 1, 3: 1, 1: 1}, {3: 1, 2: 1}, {0: 1, 1: 1, 2: 1}]
+    for step in steps:
+        expected, got = talk.step(step)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert record.num_replayed == len(steps)
+    for layer_idx in checkpoint.plans:
+        for one, other in zip(
+            pages_of(plain).pages(layer_idx), pages_of(recorded).pages(layer_idx), strict=True
+        ):
+            assert torch.equal(one[:SPARE], other[:SPARE]), "padding touched a sequence's page"
+
+
+def pages_of(runner: ModelRunner) -> KVStore:
+    """A runner's cache."""
+    return runner._store
+
+
+def test_a_table_made_later_is_found(checkpoint: Checkpoint) -> None:
+    """all tables move when one is added: what was recorded reads the old ones"""
+    record = Again()
+    tiers = profiles_of(deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 4}))
+    runners = runner_of(checkpoint, None, ()), runner_of(checkpoint, record, ())
+    assert record.num_recorded == 0, "there was nothing to read"
+    talk = Conversations(runners, [tiers[0], tiers[-1]])
+    talk.step({0: 20})
+    expected, got = talk.step({0: 1})
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    before = record.num_recorded
+    talk.step({1: 30})
+    expected, got = talk.step({1: 1, 0: 1})
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert record.num_recorded == before + 1
+
+
+def test_what_kernels_read_is_kept(checkpoint: Checkpoint) -> None:
+    """a graph knows addresses only: every tensor of its batch must live as long as it does"""
+    tables = RopeTables(checkpoint.native, 16, 256, torch.device("cpu"))
+    tables.slot(profiles_of(deployment_of(checkpoint))[0])
+    kept: list[weakref.ref[Tensor]] = []
+
+    def forward(batch: Batch) -> Tensor:
+        tensors = [getattr(batch, each.name) for each in fields(batch)]
+        kept.extend(weakref.ref(each) for each in tensors if isinstance(each, Tensor))
+        return torch.empty(0)
+
+    def record(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        return work(), lambda: None
+
+    graphs = DecodeGraphs(
+        forward, tables, record, page_size=16, max_len=256, max_num_seqs=2, spare_page=9
+    )
+    assert graphs.record_all() == 2
+    gc.collect()
+    assert len(kept) > 2 * 8
+    assert all(tensor() is not None for tensor in kept)
+
+
+@pytest.mark.parametrize("are_tables_known", [False, True])
+def test_what_cannot_be_recorded_is_queued(
+    checkpoint: Checkpoint, *, are_tables_known: bool
+) -> None:
+    """at start, or at the first step that finds a table; the step is answered all the same"""
+
+    def never(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    (profile, *_) = profiles_of(deployment_of(checkpoint))
+    runner = build_runner(checkpoint, CONFIG, [profile] if are_tables_known else [])
+    runner.record_decodes(CONFIG.max_model_len, CONFIG.max_num_seqs, 0, never)
+    one = Span([1], 0, [0], runner.table_slot(profile), range(1))
+    for _ in range(2):
+        assert runner.run([one]).isfinite().all()
+    assert runner._graphs is None
+
+
+def test_other_steps_are_not_replayed(checkpoint: Checkpoint) -> None:
+    """a prompt beside decodes, a decode without logits, more sequences than were recorded"""
+    record = Again()
+    profiles = profiles_of(deployment_of(checkpoint))
+    runner = runner_of(checkpoint, record, profiles)
+    slot = runner.table_slot(profiles[0])
+    one = Span([1], 0, [0], slot, range(1))
+    for spans in (
+        [one, Span([2, 3], 0, [1], slot, range(1, 2))],
+        [one, one._replace(logit_rows=range(0))],
+        [one._replace(pages=[page]) for page in range(CONFIG.max_num_seqs + 1)],
+    ):
+        num_rows = sum(len(span.logit_rows) for span in spans)
+        assert len(runner.run(spans)) == num_rows
+    assert record.num_replayed == 0
+
+
+@pytest.mark.parametrize("most", [1, 2, 6, 8, 32, 64, 200, 1000])
+def test_padding_is_bounded(most: int) -> None:
+    """every number finds a size that is less than twice as large"""
+    sizes = recorded_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(most, MOST_RECORDED)
+    for count in range(1, sizes[-1] + 1):
+        size = next(each for each in sizes if each >= count)
+        assert size == count or size < 2 * count
+
+
+class Nowhere:
+    """Answers attention without looking."""
+
+    def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
+        """Numbers that are not there."""
+        heads, num_tokens = call.query_1HTD.shape[1:3]
+        return call.query_1HTD.new_empty(1, num_tokens, heads, call.value_1KTV.shape[-1])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "mistral", "phi3"])
+def test_a_models_own_forward_asks_the_device_for_nothing(architecture: str) -> None:
+    """on torch's `meta` device, where asking for a number raises; else it could not be recorded"""
+    model = tiny_model(architecture)
+    take_over(model, read_native_rope(model))
+    model.to("meta")
+    ids_1T = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+    rows_R = torch.zeros(3, dtype=torch.int64, device="meta")
+    with torch.inference_mode():
+        told = model(
+            input_ids=ids_1T,
+            position_ids=ids_1T,
+            use_cache=False,
+            logits_to_keep=rows_R,
+            **{STEP: Nowhere()},
+        )
+    assert told.logits.shape[:2] == (1, 3)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        told.logits.sum().item()

@@ -1,0 +1,265 @@
+"""Tokens are drawn as transformers' warpers say, and a seed decides them in any batch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from model_runtime.request import MAX_LOGPROBS, SamplingParams
+from model_runtime.runner.penalties import SeenTokens, has_penalty
+from model_runtime.runner.sampler import (
+    SamplingRow,
+    adjusted,
+    choose,
+    finite_rows,
+    in_one_transfer,
+    logprobs,
+    sample,
+    uniform,
+)
+
+VOCABULARY = 40
+
+
+def row_of(
+    params: SamplingParams,
+    num_generated: int = 0,
+    prompt: Sequence[int] = (),
+    generated: Sequence[int] | None = None,
+    end_ids: Sequence[int] = (),
+) -> SamplingRow:
+    """One row's surroundings."""
+    ids = [0] * num_generated if generated is None else generated
+    seen = SeenTokens(prompt, ids) if has_penalty(params) else None
+    return SamplingRow(params, len(ids), frozenset(end_ids), seen)
+
+
+def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Probabilities after transformers' own processors."""
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    scores = TemperatureLogitsWarper(params.temperature)(ids, logits[None])
+    if params.top_k:
+        scores = TopKLogitsWarper(params.top_k)(ids, scores)
+    if params.top_p < 1:
+        scores = TopPLogitsWarper(params.top_p)(ids, scores)
+    if params.min_p > 0:
+        scores = MinPLogitsWarper(params.min_p)(ids, scores)
+    return scores[0].softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.5},
+        {"top_k": 5},
+        {"top_k": 100},
+        {"top_p": 0.6},
+        {"top_p": 0.05},
+        {"temperature": 1.7, "top_k": 12, "top_p": 0.8},
+        {"min_p": 0.2},
+        {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.1},
+    ],
+)
+def test_frequencies_match_the_reference(options: dict[str, Any]) -> None:
+    """chi-square over 20,000 draws, and nothing outside the reference's support"""
+    logits = torch.randn(VOCABULARY) * 2
+    params = SamplingParams(**options)
+    expected = reference(logits, params)
+    num_draws, block = 20_000, 2000
+    counts = torch.zeros(VOCABULARY)
+    for start in range(0, num_draws, block):
+        rows = [row_of(params, step) for step in range(start, start + block)]
+        for token in sample(logits.expand(block, -1), rows):
+            counts[token] += 1
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    statistic = ((counts - num_draws * expected) ** 2 / (num_draws * expected))[kept].sum()
+    freedom = int(kept.sum()) - 1
+    assert float(statistic) < freedom + 5 * math.sqrt(2 * freedom) + 5
+
+
+def test_a_seed_decides_in_any_batch() -> None:
+    """alone, or between others with other parameters"""
+    logits = torch.randn(6, VOCABULARY)
+    params = [
+        SamplingParams(seed=seed, temperature=0.3 * seed, top_k=seed, top_p=1 - seed / 10)
+        for seed in range(6)
+    ]
+    rows = [row_of(each, 3) for each in params]
+    together = sample(logits, rows)
+    alone = [sample(logits[row : row + 1], [rows[row]])[0] for row in range(6)]
+    assert together == alone
+
+
+def test_temperature_zero_is_the_most_likely_token() -> None:
+    """whatever the seed"""
+    logits = torch.randn(5, VOCABULARY)
+    params = [SamplingParams(temperature=0.0, seed=seed) for seed in range(5)]
+    rows = [row_of(each, step) for step, each in enumerate(params)]
+    assert sample(logits, rows) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-5, 9e-6, 1e-40, 5e-324])
+def test_any_low_temperature_is_nearly_greedy(temperature: float) -> None:
+    """and breaks nothing beside it"""
+    logits = torch.randn(2, VOCABULARY) * 10
+    rows = [row_of(SamplingParams(temperature=temperature)), row_of(SamplingParams(seed=1))]
+    assert sample(logits, rows) == [int(logits[0].argmax()), sample(logits[1:], rows[1:])[0]]
+
+
+def test_random_numbers_are_uniform_and_differ_by_seed_and_step() -> None:
+    """in [0, 1)"""
+    drawn = [uniform(seed, step) for seed in range(50) for step in range(50)]
+    assert len(set(drawn)) == len(drawn)
+    assert 0 <= min(drawn) < 0.01
+    assert 0.99 < max(drawn) < 1
+    assert sum(drawn) / len(drawn) == pytest.approx(0.5, abs=0.02)
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    """whatever the temperature; the alternatives from the likeliest down"""
+    logits = torch.randn(100, VOCABULARY)
+    chosen = torch.randint(VOCABULARY, (100,)).tolist()
+    expected = logits.log_softmax(-1)
+    entries = logprobs(logits, chosen, [3] * 99 + [0])
+    for row, entry in enumerate(entries):
+        assert entry.token_id == chosen[row]
+        assert entry.logprob == float(expected[row, chosen[row]])
+    best = expected[0].topk(3)
+    assert entries[0].top == tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    assert entries[-1].top == ()
+    assert len(logprobs(logits[:1], [0], [MAX_LOGPROBS])[0].top) == 20
+
+
+def test_repetition_penalty_is_transformers() -> None:
+    """over prompt and answer"""
+    logits = torch.randn(3, VOCABULARY)
+    prompt, generated = [1, 2, 3, 3], [5, 6, 6]
+    rows = [
+        row_of(SamplingParams(repetition_penalty=penalty), prompt=prompt, generated=generated)
+        for penalty in (1.0, 1.3, 0.7)
+    ]
+    got = adjusted(logits, rows)
+    seen = torch.tensor([prompt + generated])
+    for index, row in enumerate(rows):
+        processor = RepetitionPenaltyLogitsProcessor(row.params.repetition_penalty)
+        expected = processor(seen, logits[index : index + 1].clone())[0]
+        assert torch.allclose(got[index], expected)
+
+
+def test_presence_and_frequency_penalties_are_openais() -> None:
+    """over the answer only: c x frequency + (c > 0) x presence"""
+    logits = torch.randn(1, VOCABULARY)
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
+    got = adjusted(logits, [row_of(params, prompt=[7, 7], generated=[3, 4, 4, 4])])[0]
+    expected = logits[0].clone()
+    expected[3] -= 0.75
+    expected[4] -= 1.25
+    assert torch.allclose(got, expected)
+
+
+def test_logit_bias_is_added() -> None:
+    """as transformers' sequence bias for single tokens"""
+    logits = torch.randn(2, VOCABULARY)
+    params = SamplingParams(logit_bias=((3, 5.0), (9, -100.0)))
+    got = adjusted(logits, [row_of(params), row_of(SamplingParams())])
+    processor = SequenceBiasLogitsProcessor([[[3], 5.0], [[9], -100.0]])
+    assert torch.allclose(got[0], processor(torch.zeros(1, 1, dtype=torch.long), logits[:1])[0])
+    assert torch.equal(got[1], logits[1])
+    forced = SamplingParams(logit_bias=((3, 100.0),), temperature=1.0)
+    assert sample(logits, [row_of(forced)] * 2) == [3, 3]
+
+
+def test_no_end_token_before_min_tokens() -> None:
+    """greedy or drawn"""
+    logits = torch.full((1, VOCABULARY), -5.0)
+    logits[0, 4] = 20.0
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(min_tokens=3, temperature=temperature)
+        for generated in ([], [1], [1, 2]):
+            assert sample(logits, [row_of(params, generated=generated, end_ids=[4])]) != [4]
+        assert sample(logits, [row_of(params, generated=[1, 2, 3], end_ids=[4])]) == [4]
+
+
+def test_a_row_without_a_choice_does_not_break_its_neighbours() -> None:
+    """every token banned; the other row is as alone"""
+    logits = torch.randn(2, VOCABULARY)
+    banned = row_of(SamplingParams(min_tokens=1), end_ids=range(VOCABULARY))
+    other = row_of(SamplingParams(seed=3))
+    assert sample(logits, [banned, other])[1] == sample(logits[1:], [other])[0]
+
+
+def test_adjusting_leaves_the_raw_logits_alone() -> None:
+    """they are what logprobs report"""
+    logits = torch.randn(2, VOCABULARY)
+    before = logits.clone()
+    params = SamplingParams(logit_bias=((1, 3.0),), repetition_penalty=1.5, presence_penalty=1.0)
+    sample(logits, [row_of(params, prompt=[1], generated=[2])] * 2)
+    assert torch.equal(logits, before)
+
+
+def test_rows_that_are_not_finite_are_found() -> None:
+    """NaN and both infinities, alone and beside each other"""
+    logits = torch.randn(6, VOCABULARY)
+    logits[1, 3] = torch.nan
+    logits[2, 0] = torch.inf
+    logits[3, 39] = -torch.inf
+    logits[4, 7], logits[4, 8] = torch.inf, torch.nan
+    assert finite_rows(logits) == logits.isfinite().all(dim=-1).tolist()
+    assert finite_rows(logits[:0]) == []
+
+
+def test_a_device_answers_alike_in_one_transfer() -> None:
+    """flags and tokens, greedy and drawn, cut and not; a row of NaN harms no other"""
+    logits = torch.randn(6, VOCABULARY)
+    logits[2] = torch.nan
+    places = [0, 2, 3, 5]
+    drawn = SamplingParams(temperature=0.8, seed=3)
+    rows = [
+        row_of(SamplingParams(temperature=0.0)),
+        row_of(drawn),
+        row_of(drawn),
+        row_of(replace(drawn, top_p=0.7)),
+    ]
+    told = in_one_transfer(logits, logits[places], rows)
+    expected = choose(logits, places, rows)
+    assert told[0] == expected[0] == [True, True, False, True, True, True]
+    assert [told[1][at] for at in (0, 2, 3)] == [expected[1][at] for at in (0, 2, 3)]
+    assert 0 <= told[1][1] < VOCABULARY
+
+
+def test_the_first_of_equal_logits_is_the_most_likely() -> None:
+    """in every row"""
+    logits = torch.zeros(3, VOCABULARY)
+    logits[1, [9, 30]] = 2.0
+    logits[2] = -torch.inf
+    logits[2, [5, 6]] = -1.0
+    rows = [row_of(SamplingParams(temperature=0.0))] * 3
+    assert sample(logits, rows) == [0, 9, 5]
+
+
+def test_tokens_are_counted_as_they_come() -> None:
+    """those of the prompt once, those of the answer each time; however many there are"""
+    prompt, answer = [3, 3, 8], [(5 * at) % 37 for at in range(300)]
+    seen = SeenTokens(prompt)
+    for token in answer:
+        seen.add(token)
+    counted = dict(zip(seen.ids_E.tolist(), seen.counts_E.tolist(), strict=True))
+    assert counted == {token: answer.count(token) for token in {*prompt, *answer}}
+    logits = torch.randn(1, VOCABULARY)
+    params = SamplingParams(frequency_penalty=0.25)
+    got = adjusted(logits, [SamplingRow(params, 300, frozenset(), seen)])
+    counts = torch.bincount(torch.tensor(answer), minlength=VOCABULARY)
+    assert torch.equal(got, logits - 0.25 * counts)

@@ -1,0 +1,121 @@
+"""A step's time is told by part, and the parts are all of it."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from model_runtime.engine import postprocess as step_outcome
+from model_runtime.engine.observer import Observer
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.request import Output
+from model_runtime.runner import step_timer as step_clock
+from model_runtime.runner.step_timer import PARTS, Part, StepClock
+from model_runtime.scheduling.scheduler import Scheduler
+from model_runtime.text.tokenizer import TokenStream
+from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
+from tests.scripted_model import Script
+
+SLOW_S = 0.02
+
+
+class Times(Observer):
+    """Adds them up."""
+
+    def __init__(self) -> None:
+        self.steps: list[Mapping[Part, float]] = []
+
+    def timed(self, seconds: Mapping[Part, float]) -> None:
+        """One step."""
+        self.steps.append(seconds)
+
+
+class Watch:
+    """A clock that only what is slow moves: a busy machine's pauses are not in the measurement."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        """As perf_counter."""
+        return self._now
+
+    def slow(self, function: Any) -> Any:
+        """The same, later."""
+
+        def later(*arguments: Any, **options: Any) -> Any:
+            self._now += 1.0
+            return function(*arguments, **options)
+
+        return later
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    """For its tokenizer."""
+    return tiny_checkpoint("llama")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_part_that_is_slow_is_the_one_that_shows_it(
+    engines: EngineFactory, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, part: Part
+) -> None:
+    """each is slowed down in turn; the others then take no time at all"""
+    script, watch, observer = Script(checkpoint, "hello"), Watch(), Times()
+    monkeypatch.setattr(step_clock, "perf_counter", watch)
+    owner, name = {
+        "schedule": (Scheduler, "schedule"),
+        "build": (script, "run"),  # the clock is switched in there
+        "forward": (script, "before_run"),
+        "sample": (step_outcome, "choose"),
+        "detokenize": (TokenStream, "push"),
+        "deliver": (Output, "_replace"),
+    }[part]
+    engine = engines.over(checkpoint, runner=script, observer=observer)
+    monkeypatch.setattr(owner, name, watch.slow(getattr(owner, name)))
+    answer(engine, request(deployment_of(checkpoint), [1], max_tokens=5))
+    engine.stop()
+    assert len(observer.steps) == 5
+    for step in observer.steps:
+        assert set(step) == set(PARTS)
+        assert min(step.values()) >= 0
+        assert step[part] >= 1.0
+        assert sum(step.values()) == step[part]
+
+
+def test_the_parts_are_the_whole_of_a_step(engines: EngineFactory, checkpoint: Checkpoint) -> None:
+    """nothing is counted twice, nothing is left out but what lies between two steps"""
+    observer = Times()
+    script = Script(checkpoint, "hello")
+    script.delay_s = SLOW_S
+    engine = engines.over(checkpoint, runner=script, observer=observer)
+    core = engine._core
+    own, walls = core.step, []
+
+    def step() -> int:
+        began = time.perf_counter()
+        num = own()
+        walls.append(time.perf_counter() - began)
+        return num
+
+    core.step = step  # type: ignore[method-assign]
+    requests = [request(deployment_of(checkpoint), [1], max_tokens=5) for _ in range(3)]
+    answer(engine, *requests)
+    engine.stop()
+    parts = sum(sum(each.values()) for each in observer.steps)
+    assert len(observer.steps) == len(walls)
+    assert 0.9 * sum(walls) < parts <= sum(walls)
+
+
+def test_a_switch_gives_the_time_to_the_part_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """and nobody's time is nobody's"""
+    now = iter([1.0, 3.0, 7.0, 15.0, 31.0, 63.0])
+    monkeypatch.setattr(step_clock, "perf_counter", lambda: next(now))
+    clock = StepClock()
+    assert clock.switch("build") is None
+    assert clock.switch("deliver") == "build"
+    assert clock.switch("build") == "deliver"
+    assert clock.take() == {**dict.fromkeys(PARTS, 0.0), "build": 10.0, "deliver": 4.0}
+    clock.switch("sample")
+    assert clock.take() == {**dict.fromkeys(PARTS, 0.0), "sample": 32.0}

@@ -1,0 +1,132 @@
+"""The size of prefill chunks against measured steps."""
+
+import pytest
+
+from model_runtime.scheduling.prefill_budget import Pacing
+
+
+def settled(pacing: Pacing, seconds_a_token: float, fixed_s: float, steps: int = 40) -> float:
+    """Seconds of a step beside one decode, after many of a machine of that speed."""
+    for _ in range(steps):
+        seconds = fixed_s + seconds_a_token * pacing.num_tokens(1)
+        pacing.note(pacing.num_tokens(1), seconds)
+    return fixed_s + seconds_a_token * pacing.num_tokens(1)
+
+
+@pytest.mark.parametrize("seconds_a_token", [1e-4, 4e-4, 1e-3])
+def test_steps_come_to_take_what_they_should(seconds_a_token: float) -> None:
+    """but for a factor of 1.4, whatever a token costs, and what a step costs without any"""
+    assert 0.07 < settled(Pacing(0.1, 2048), seconds_a_token, 0.01) < 0.145
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1, 5, 16])
+@pytest.mark.parametrize("seconds_a_token", [2e-5, 1e-4, 3e-4])
+def test_rows_of_a_step_fill_whole_blocks(seconds_a_token: float, num_decodes: int) -> None:
+    """a power of two of them, decodes among them"""
+    pacing = Pacing(0.1, 2048)
+    for _ in range(40):
+        num_tokens = pacing.num_tokens(num_decodes)
+        pacing.note(num_tokens, 0.005 + seconds_a_token * num_tokens)
+    assert (num_tokens + num_decodes) in [2**power for power in range(4, 13)] or num_tokens == 2048
+
+
+def test_many_decodes_do_not_crowd_a_prompt_out() -> None:
+    """where what is left of a block is less than half of what would be allowed"""
+    pacing = Pacing(0.1, 2048)
+    settled(pacing, 1e-3, 0.0)
+    assert pacing.num_tokens(1) // 2 <= pacing.num_tokens(60) < 68 + 60
+
+
+def test_it_follows_when_tokens_become_dearer() -> None:
+    """as they do the longer a prompt is"""
+    pacing = Pacing(0.1, 2048)
+    cost = 1e-4
+    for _ in range(100):
+        seconds = cost * pacing.num_tokens(1)
+        assert seconds < 0.2
+        pacing.note(pacing.num_tokens(1), seconds)
+        cost *= 1.02
+
+
+def test_chunks_stay_within_limits() -> None:
+    """a slow machine still reads on, and a fast one does not exceed max_num_batched_tokens"""
+    slow, fast = Pacing(0.1, 2048), Pacing(0.1, 2048)
+    settled(slow, 1.0, 0.0)
+    settled(fast, 1e-9, 0.0)
+    assert (slow.num_tokens(1), fast.num_tokens()) == (31, 2048)
+
+
+def test_one_slow_step_does_not_undo_it() -> None:
+    """something else may have held it up"""
+    pacing = Pacing(0.1, 2048)
+    settled(pacing, 1e-4, 0.0)
+    before = pacing.num_tokens()
+    pacing.note(before, 60.0)
+    assert pacing.num_tokens() >= before // 2
+
+
+@pytest.mark.parametrize("num_decodes", [0, 8])
+@pytest.mark.parametrize("seconds_a_token", [1e-6, 1e-4, 5e-4])
+def test_a_step_without_memory_is_tried_with_half(seconds_a_token: float, num_decodes: int) -> None:
+    """of what it had, whether or not more would be allowed for the time"""
+    pacing = Pacing(0.1, 2048)
+    settled(pacing, seconds_a_token, 0.0)
+    before = pacing.num_tokens(num_decodes)
+    pacing.note_failure(before)
+    assert before // 3 <= pacing.num_tokens(num_decodes) <= before // 2
+    pacing.note_failure(20)
+    assert pacing.num_tokens(num_decodes) <= 10
+
+
+def test_a_small_step_is_not_rounded_up() -> None:
+    """what is less than the smallest block stays as it is"""
+    pacing = Pacing(0.1, 64)
+    settled(pacing, 0.05, 0.0)
+    assert pacing.num_tokens(1) == 2
+
+
+@pytest.mark.parametrize("seconds_a_token", [1e-4, 1e-3])
+def test_steps_are_longer_while_no_answer_would_pause(seconds_a_token: float) -> None:
+    """and what they take tells how long another would"""
+    pacing = Pacing(0.1, 2048)
+    for _ in range(40):
+        long = pacing.num_tokens()
+        pacing.note(long, 0.01 + seconds_a_token * long)
+    seconds = 0.01 + seconds_a_token * long
+    assert min(0.28, 0.01 + 2048 * seconds_a_token) <= seconds < 0.57
+    assert 0.07 < 0.01 + seconds_a_token * pacing.num_tokens(1) < 0.15
+
+
+def test_small_steps_say_nothing() -> None:
+    """most of what they take is not for their tokens"""
+    pacing = Pacing(0.1, 2048)
+    before = pacing.num_tokens()
+    pacing.note(3, 5.0)
+    pacing.note(0, 5.0)
+    assert pacing.num_tokens() == before
+
+
+def test_without_a_target_chunks_are_as_large_as_allowed() -> None:
+    """always the same, for whoever compares steps"""
+    pacing = Pacing(None, 512)
+    pacing.note(512, 60.0)
+    assert pacing.num_tokens() == 512
+
+
+def test_without_a_target_a_step_without_memory_is_forgotten_by_the_next() -> None:
+    """it is tried with half, and what follows has all again"""
+    pacing = Pacing(None, 512)
+    pacing.note_failure(512)
+    assert pacing.num_tokens() == 256
+    pacing.note(256, 60.0)
+    assert pacing.num_tokens() == 512
+
+
+def test_decodes_without_memory_do_not_stop_prompts() -> None:
+    """a step that read none says nothing of how long prompts take"""
+    pacing = Pacing(0.1, 2048)
+    settled(pacing, 1e-4, 0.0)
+    before = pacing.num_tokens(1)
+    pacing.note_failure(0)
+    pacing.note(0, 0.01)
+    assert pacing.num_tokens(1) >= before // 3

@@ -1,0 +1,300 @@
+"""Which tokens are computed next; no model needed."""
+
+import sys
+from typing import Any
+
+from model_runtime.config import EngineConfig
+from model_runtime.deployment import RopeRequest
+from model_runtime.make_deployment import make_deployment
+from model_runtime.request import Request, SamplingParams
+from model_runtime.scheduling.scheduler import Plan, Scheduler
+from model_runtime.scheduling.sequence import Sequence
+from rope import native_rope
+
+DEPLOYMENT = make_deployment("m", native_rope({"max_position_embeddings": 256, "head_dim": 8}))
+
+
+def sequence(
+    num_prompt_tokens: int, max_tokens: int = 4, salt: str = "", **params: Any
+) -> Sequence:
+    """A sequence with that many prompt tokens, all alike."""
+    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    placement = DEPLOYMENT.place(RopeRequest(), num_prompt_tokens, max_tokens)
+    return Sequence(Request("r", tuple([0] * num_prompt_tokens), sampling, placement, salt))
+
+
+def scheduler(**config: Any) -> Scheduler:
+    """Small limits."""
+    numbers = {
+        "kv_cache_tokens": 160,
+        "max_model_len": 1024,
+        "page_size": 8,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        **config,
+    }
+    return Scheduler(EngineConfig(**numbers))
+
+
+def computed(plan: Scheduler, step: Plan) -> None:
+    """What the engine does after a step."""
+    for chunk in step.chunks.values():
+        last = chunk.is_last
+        plan.computed(chunk)
+        if last:
+            chunk.sequence.token_ids.append(0)
+
+
+def sizes(step: Plan) -> list[int]:
+    """Tokens per chunk."""
+    return [chunk.num_tokens for chunk in step.chunks.values()]
+
+
+def test_a_long_prompt_is_read_in_chunks() -> None:
+    """of what the budget allows"""
+    plan = scheduler()
+    plan.add(sequence(40))
+    seen = []
+    for _ in range(4):
+        step = plan.schedule()
+        seen.append(sizes(step))
+        computed(plan, step)
+    assert seen == [[16], [16], [8], [1]]
+
+
+def test_decodes_come_first_and_prefill_takes_the_rest() -> None:
+    """a sequence that decodes never waits for a prompt"""
+    plan = scheduler()
+    short, long = sequence(3), sequence(60)
+    plan.add(short)
+    computed(plan, plan.schedule())
+    plan.add(long)
+    step = plan.schedule()
+    assert [(each, chunk.num_tokens) for each, chunk in step.chunks.items()] == [
+        (short, 1),
+        (long, 15),
+    ]
+
+
+def test_short_prompts_do_not_wait_for_the_end_of_a_long_one() -> None:
+    """a quarter of the budget is the oldest's, the rest goes to those with least left to read"""
+    plan = scheduler(kv_cache_tokens=800)
+    long, middle, short = sequence(100), sequence(30, salt="m"), sequence(6, salt="s")
+    for each in (long, middle, short):
+        plan.add(each)
+    step = plan.schedule()
+    assert {each: chunk.num_tokens for each, chunk in step.chunks.items()} == {
+        long: 4,
+        short: 6,
+        middle: 6,
+    }
+
+
+def test_a_prompt_is_not_overtaken_by_one_that_is_no_shorter() -> None:
+    """than what it has left itself"""
+    plan = scheduler(kv_cache_tokens=800)
+    first, second = sequence(40, salt="first"), sequence(40, salt="second")
+    for each in (first, second):
+        plan.add(each)
+    order = []
+    while not second.is_decoding:
+        step = plan.schedule()
+        computed(plan, step)
+        order.append([(each, chunk.num_tokens) for each, chunk in step.chunks.items()])
+    assert order[:3] == [[(first, 16)], [(first, 16)], [(first, 8), (second, 8)]]
+
+
+def test_what_shorter_prompts_cannot_use_is_the_oldests() -> None:
+    """one whose logprobs are asked for takes a row of logits for each token"""
+    plan = scheduler(kv_cache_tokens=800, max_num_logit_rows=3)
+    long, scored = sequence(100), sequence(30, salt="s", prompt_logprobs=1)
+    for each in (long, scored):
+        plan.add(each)
+    assert {each: chunk.num_tokens for each, chunk in plan.schedule().chunks.items()} == {
+        long: 13,
+        scored: 3,
+    }
+    plan.check_integrity()
+
+
+def test_the_oldest_prompt_is_read_on_however_many_short_ones_arrive() -> None:
+    """at a quarter of the speed at worst"""
+    plan = scheduler(kv_cache_tokens=800)
+    long = sequence(96, salt="long")
+    plan.add(long)
+    steps = 0
+    while not long.is_decoding:
+        for number in range(3):
+            plan.add(sequence(8, max_tokens=1, salt=f"{steps}-{number}"))
+        step = plan.schedule()
+        plan.check_integrity()
+        computed(plan, step)
+        for each in [*step.chunks]:
+            if each is not long and each.num_generated:
+                plan.remove(each)
+        steps += 1
+    # A quarter of 16 each step, until it has no more left than one of the others.
+    assert steps == (96 - 8) // 4 + 1
+    assert plan.waiting
+
+
+def test_a_step_computes_no_more_of_prompts_than_it_is_told() -> None:
+    """decodes do not count"""
+    plan = scheduler()
+    short = sequence(3)
+    plan.add(short)
+    computed(plan, plan.schedule())
+    plan.add(sequence(60))
+    step = plan.schedule(num_prefill_tokens=5)
+    assert sizes(step) == [1, 5]
+    assert step.num_prefill_tokens == 5
+
+
+def test_no_budget_for_prompts_is_no_chunk() -> None:
+    """more sequences may decode than prompt tokens are allowed"""
+    plan = scheduler(max_num_batched_tokens=3)
+    for number in range(3):
+        plan.add(sequence(1, salt=str(number)))
+    computed(plan, plan.schedule())
+    plan.add(sequence(9, salt="late"))
+    assert sizes(plan.schedule()) == [1, 1, 1]
+    assert sizes(plan.schedule(num_prefill_tokens=-1)) == [1, 1, 1]
+
+
+def test_waiting_requests_start_in_order_and_are_not_overtaken() -> None:
+    """the first takes its pages as soon as they are back"""
+    plan = scheduler()
+    first, big, small = sequence(90, salt="1"), sequence(100, salt="2"), sequence(5, salt="3")
+    for each in (first, big, small):
+        plan.add(each)
+    plan.schedule()
+    assert plan.running == [first]
+    assert list(plan.waiting) == [big, small]
+    plan.remove(first)
+    plan.schedule()
+    assert plan.running == [big, small]
+
+
+def test_no_more_sequences_run_than_allowed() -> None:
+    """max_num_seqs"""
+    plan = scheduler()
+    for _ in range(6):
+        plan.add(sequence(3))
+    plan.schedule()
+    assert (len(plan.running), len(plan.waiting)) == (4, 2)
+
+
+def test_rows_of_prompt_logprobs_are_bounded_per_step() -> None:
+    """each is as wide as the vocabulary"""
+    plan = scheduler(max_num_logit_rows=6)
+    plan.add(sequence(20, prompt_logprobs=1))
+    plan.add(sequence(20, salt="other"))
+    assert sizes(plan.schedule()) == [6, 10]
+
+
+def test_when_pages_run_out_the_last_to_arrive_gives_up_its_own() -> None:
+    """and waits at its old place; the first is never interrupted"""
+    plan = scheduler(kv_cache_tokens=48)  # six pages of eight
+    first, second, third = sequence(15, 30), sequence(14, 30), sequence(3, 2, salt="other")
+    for each in (first, second, third):
+        plan.add(each)
+    preempted = []
+    for _ in range(200):
+        step = plan.schedule()
+        preempted += step.preempted
+        plan.check_integrity()
+        computed(plan, step)
+        for each in [*step.chunks]:
+            if each.num_generated >= each.request.sampling.max_tokens:
+                plan.remove(each)
+    assert first not in preempted
+    assert second in preempted
+    assert not plan.running
+    assert not plan.waiting
+
+
+def test_a_prefix_that_somebody_is_computing_is_waited_for() -> None:
+    """and then shared; what is not alike does not wait"""
+    plan = scheduler(max_num_batched_tokens=16)
+    one, same, other = sequence(40), sequence(40), sequence(5, salt="other")
+    for each in (one, same, other):
+        plan.add(each)
+    step = plan.schedule()
+    assert set(step.chunks) == {one, other}
+    assert plan.running == [one, other]
+    for _ in range(3):
+        computed(plan, step)
+        step = plan.schedule()
+    assert same in plan.running
+    assert same.num_cached_tokens == 32
+    assert same.pages[:4] == one.pages[:4]
+    assert same.pages[4:] != one.pages[4:5]
+
+
+def test_kept_pages_that_it_will_share_are_not_counted_as_room() -> None:
+    """or it would start, and be preempted at once"""
+    plan = scheduler(kv_cache_tokens=80)  # ten pages
+    first = sequence(40, 1)
+    plan.add(first)
+    for _ in range(3):
+        computed(plan, plan.schedule())
+    plan.remove(first)
+    assert plan.pool.num_kept == 5
+    blocker = sequence(30, 40, salt="other")  # takes four of the five free ones
+    plan.add(blocker)
+    for _ in range(2):
+        computed(plan, plan.schedule())
+    late = sequence(56, 1)  # five kept pages and two more; one is free
+    plan.add(late)
+    step = plan.schedule()
+    assert late in plan.waiting
+    assert step.preempted == []
+
+
+def test_after_a_nan_nobody_offers_pages_that_may_be_ill() -> None:
+    """who was running then publishes no more; who comes later does"""
+    plan = scheduler()
+    ill = sequence(40, 4)
+    plan.add(ill)
+    computed(plan, plan.schedule())
+    assert plan.index.published()
+    plan.distrust_cache()
+    for _ in range(3):
+        computed(plan, plan.schedule())
+    assert plan.index.published() == {}
+    well = sequence(40, 4)
+    plan.add(well)
+    computed(plan, plan.schedule())
+    assert well in plan.running
+    assert list(plan.index.published().values()) == well.pages[:1]
+
+
+def test_another_salt_shares_nothing() -> None:
+    """neither does a request that wants its prompt's logprobs"""
+    plan = scheduler()
+
+    def cached(salt: str, **params: Any) -> int | None:
+        each = sequence(25, 1, salt=salt, **params)
+        plan.add(each)
+        for _ in range(4):
+            if not each.num_generated:
+                computed(plan, plan.schedule())
+        plan.remove(each)
+        return each.num_cached_tokens
+
+    assert [cached("a"), cached("b"), cached("a", prompt_logprobs=0), cached("a")] == [0, 0, 0, 24]
+
+
+def test_scheduler_and_page_pool_know_no_torch() -> None:
+    """deciding is plain Python"""
+    import subprocess
+
+    # rope's package imports torch, so look at what the two files themselves import.
+    code = (
+        "import ast, sys; names = {n.name if isinstance(n, ast.alias) else n for f in sys.argv[1:] "
+        "for node in ast.walk(ast.parse(open(f).read())) "
+        "for n in ([node.module] if isinstance(node, ast.ImportFrom) else "
+        "node.names if isinstance(node, ast.Import) else [])}; sys.exit('torch' in names)"
+    )
+    files = ["model_runtime/scheduler.py", "model_runtime/page_pool.py"]
+    assert subprocess.run([sys.executable, "-c", code, *files], check=False).returncode == 0

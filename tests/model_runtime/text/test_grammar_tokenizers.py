@@ -1,0 +1,58 @@
+"""The grammar and the detokenizer read a vocabulary alike, under sentencepiece's alphabet, too."""
+
+import json
+import random
+
+import jsonschema_rs
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from model_runtime.text.grammar import GrammarCompiler
+from model_runtime.text.tokenizer import Tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a b": {"type": "string", "maxLength": 6}, "c": {"enum": ["x y", " é"]}},
+    "required": ["a b", "c"],
+    "additionalProperties": False,
+}
+
+
+def sentencepiece_like() -> Tokenizer:
+    """Llama's: bytes as <0xNN>, spaces as U+2581, the first one stripped."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
+    names += [*map(chr, range(33, 127)), "\u2581a", "\u2581{", '{"', '":', '\u2581"', "é"]
+    vocabulary = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    backend = Backend(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))  # noqa: S106  # no password
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))  # noqa: S106
+
+
+def test_bytes_and_word_marks_are_read_alike() -> None:
+    """tokens drawn at random from what is allowed make text that satisfies the schema"""
+    tokenizer = sentencepiece_like()
+    compiler = GrammarCompiler(tokenizer)
+    grammar = compiler.compile(compiler.text_of(SCHEMA)).result()
+    for seed in range(20):
+        draw = random.Random(seed)
+        constraint, stream, text = grammar.begin(frozenset({2})), tokenizer.stream(), ""
+        for token_id in tokenizer.encode("hello"):
+            stream.push(token_id)
+        is_complete = False
+        while not is_complete and constraint.look():
+            allowed = int.from_bytes(constraint.allowed, "little")
+            token_id = draw.choice([at for at in range(400) if allowed >> at & 1])
+            text += stream.push(token_id)
+            is_complete = constraint.advance(token_id)
+        assert jsonschema_rs.is_valid(SCHEMA, json.loads(text)), text

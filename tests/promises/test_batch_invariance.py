@@ -1,0 +1,189 @@
+"""Promise 2: a request's tokens and logprobs do not depend on its neighbours or on chunking.
+
+To the bit, and only if the requests verifiably share forward calls: served one by one they would
+agree trivially.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model_runtime.batch import Span
+from model_runtime.deployment import Deployment, RopeRequest
+from model_runtime.engine.engine import Engine
+from model_runtime.engine.engine_core import Runner
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.request import Request
+from model_runtime.runner.step_timer import StepClock
+from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
+from tests.tiny_models import VOCAB_SIZE
+
+# method, factor, log-n, prompt tokens, tokens to generate; L is 64 here
+MIX: list[tuple[str, float, bool, int, int]] = [
+    ("default", 1.0, False, 11, 9),
+    ("yarn", 2.0, False, 70, 12),
+    ("yarn", 8.0, False, 400, 8),
+    ("linear", 4.0, False, 200, 7),
+    ("ntk", 8.0, False, 300, 10),
+    ("dynamic", 4.0, False, 130, 9),
+    ("llama3", 2.0, False, 90, 11),
+    ("yarn", 4.0, True, 33, 12),
+]
+
+
+def longrope_block(pairs: int) -> dict[str, Any]:
+    """Two different lists."""
+    return {
+        "rope_type": "longrope",
+        "factor": 8.0,
+        "short_factor": [1.0 + index / 10 for index in range(pairs)],
+        "long_factor": [1.0 + index for index in range(pairs)],
+    }
+
+
+class SharedForwards:
+    """Passes steps on to the model, and counts the sequences in each."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.profiles_per_call: list[int] = []
+        self.num_sequences_per_call: list[int] = []
+
+    def table_slot(self, profile: Any) -> int:
+        """As the model runner."""
+        return self._runner.table_slot(profile)
+
+    def run(self, spans: Sequence[Span], clock: StepClock) -> Tensor:
+        """As the model runner."""
+        self.num_sequences_per_call.append(len(spans))
+        self.profiles_per_call.append(len({span.table_slot for span in spans}))
+        return self._runner.run(spans, clock)
+
+
+def watch(engine: Engine) -> SharedForwards:
+    """Listen to an engine's forward calls."""
+    watched = SharedForwards(engine._core._runner)
+    engine._core._runner = watched
+    return watched
+
+
+def mixed_requests(checkpoint: Checkpoint, vocabulary: int, seed: int) -> list[Request]:
+    """Nine requests on nine profiles, some sampled, with random prompts."""
+    rng = random.Random(seed)
+    plain = deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 8.0})
+    logn = deployment_of(
+        checkpoint, rope_scaling={"rope_type": "yarn", "factor": 8.0, "use_logn_attn": True}
+    )
+    longrope = deployment_of(
+        checkpoint, rope_scaling=longrope_block(checkpoint.native.rotary.num_pairs)
+    )
+    native_len = plain.native_len
+
+    def made(
+        deployment: Deployment, num_prompt: int, max_tokens: int, rope: RopeRequest
+    ) -> Request:
+        prompt = [rng.randrange(vocabulary) for _ in range(num_prompt)]
+        temperature = rng.choice([0.0, 0.9])
+        return request(
+            deployment,
+            prompt,
+            rope,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=rng.randrange(10**9),
+            logprobs=5,
+            prompt_logprobs=rng.choice([None, 2]),
+        )
+
+    requests = []
+    for rope_type, factor, use_logn, num_prompt, max_tokens in MIX:
+        length = num_prompt * native_len // 64
+        rope = RopeRequest(rope_type, factor, None if rope_type == "default" else "fixed")
+        requests.append(made(logn if use_logn else plain, length, max_tokens, rope))
+    requests.append(made(longrope, 3 * native_len, 6, RopeRequest()))
+    return requests
+
+
+def alone(engine: Engine, requests: list[Request]) -> list[Result]:
+    """Each by itself."""
+    return [answer(engine, each)[0] for each in requests]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_short_beside_long_on_the_embedded_model(
+    embedded: Checkpoint, engines: EngineFactory, seed: int
+) -> None:
+    """nine methods, factors and lengths in one batch; the same bits as alone"""
+    config = {"kv_cache_tokens": 16_384, "max_num_batched_tokens": 512}
+    requests = mixed_requests(embedded, embedded.vocab_size, seed)
+    expected = alone(engines.over(embedded, **config), requests)
+
+    engine = engines.over(embedded, **config)
+    watched = watch(engine)
+    assert answer(engine, *requests) == expected
+    # Nine requests of 84 tokens in all: alone they would take 84 calls or more.
+    assert max(watched.num_sequences_per_call) >= 8
+    assert max(watched.profiles_per_call) >= 7
+    assert sum(each > 4 for each in watched.profiles_per_call) >= 4
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt_neox", "cohere2", "gemma3_text"])
+def test_short_beside_long_on_other_architectures(
+    engines: EngineFactory, architecture: str
+) -> None:
+    """bias, partial rotary, layers without rotation, two tables"""
+    checkpoint = tiny_checkpoint(architecture)
+    requests = mixed_requests(checkpoint, VOCAB_SIZE, 4)
+    expected = alone(engines.over(checkpoint), requests)
+    engine = engines.over(checkpoint)
+    watched = watch(engine)
+    assert answer(engine, *requests) == expected
+    assert max(watched.num_sequences_per_call) >= 7
+
+
+def test_chunk_sizes_change_nothing(embedded: Checkpoint, engines: EngineFactory) -> None:
+    """16, 64 and 1,000 tokens a step"""
+    requests = mixed_requests(embedded, embedded.vocab_size, 5)
+    expected = alone(engines.over(embedded, kv_cache_tokens=16_384), requests)
+    for chunk in (16, 64, 1000):
+        engine = engines.over(
+            embedded,
+            kv_cache_tokens=16_384,
+            max_num_batched_tokens=chunk,
+            max_num_logit_rows=max(16, chunk // 3),
+            max_num_seqs=16,
+        )
+        assert answer(engine, *requests) == expected, chunk
+
+
+def test_thread_counts_keep_the_promise(embedded: Checkpoint, engines: EngineFactory) -> None:
+    """three and four threads, where parts of a tensor end anywhere"""
+    before = torch.get_num_threads()
+    prompt = [random.Random(3).randrange(embedded.vocab_size) for _ in range(240)]
+    deployment = deployment_of(embedded)
+    try:
+        for threads in (3, 4):
+            torch.set_num_threads(threads)
+            results = [
+                answer(
+                    engines.over(embedded, max_num_batched_tokens=chunk),
+                    request(deployment, prompt, max_tokens=4, prompt_logprobs=3),
+                )[0]
+                for chunk in (512, 128, 107, 95, 32)
+            ]
+            assert all(result == results[0] for result in results), threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_ran_before_changes_nothing(embedded: Checkpoint, engines: EngineFactory) -> None:
+    """a long request leaves no base, table or page behind"""
+    requests = mixed_requests(embedded, embedded.vocab_size, 6)
+    engine = engines.over(embedded, kv_cache_tokens=4096)
+    first = answer(engine, requests[0])
+    alone(engine, requests[1:])
+    assert answer(engine, requests[0]) == first

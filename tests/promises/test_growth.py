@@ -1,0 +1,241 @@
+"""`grow` and `grow-exact`: what they equal, and what they do not.
+
+`grow` reads all keys under the new table after a crossing. Keys of the first layer are those of a
+computation from the start; above it they came from hidden states that attended under the old table,
+so a deeper model's logits differ. `grow-exact` computes them again.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from model_runtime.deployment import Deployment, RopeRequest
+from model_runtime.engine.engine_core import Runner
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.request import SamplingParams
+from model_runtime.runner.penalties import SeenTokens
+from model_runtime.runner.sampler import SamplingRow, sample
+from model_runtime.runner.step_timer import StepClock
+from rope import Policy, Profile, Yarn
+from tests.engines import (
+    EngineFactory,
+    Result,
+    answer,
+    checkpoint_of,
+    deployment_of,
+    request,
+    tiny_checkpoint,
+)
+from tests.tiny_models import VOCAB_SIZE, tiny_model
+
+L = 64
+YARN = {"rope_type": "yarn", "factor": 4.0}
+PROMPT = [(7 * at * at + at) % VOCAB_SIZE for at in range(50)]
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+NUM_NEW = 150  # from 50 tokens to 200: crosses 64 and 128
+
+
+def grown(
+    engines: EngineFactory, checkpoint: Checkpoint, policy: Policy, **sampling: Any
+) -> Result:
+    """The prompt's answer under a policy, alone."""
+    deployment = deployment_of(checkpoint, rope_scaling=YARN, policy=policy)
+    options = {"max_tokens": NUM_NEW, "logprobs": 3, "ignore_eos": True, **sampling}
+    return answer(engines.over(checkpoint), request(deployment, PROMPT, **options))[0]
+
+
+def under_table(model: PreTrainedModel, factor: float, token_ids: list[int]) -> torch.Tensor:
+    """Log-probabilities of a full forward of transformers under one static table."""
+    config = type(model.config).from_dict(model.config.to_dict())
+    if factor > 1:
+        config.rope_parameters = {
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": L,
+            **YARN,
+            "factor": factor,
+        }
+    config.max_position_embeddings = 4 * L
+    fresh = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    fresh.load_state_dict(model.state_dict())
+    with torch.inference_mode():
+        logits: torch.Tensor = fresh.eval()(torch.tensor([token_ids])).logits[0]
+    return logits.log_softmax(-1)
+
+
+def tier_of(num_tokens: int) -> float:
+    """The factor in force when a sequence has so many tokens."""
+    return next(factor for factor in (1.0, 2.0, 4.0) if num_tokens <= factor * L)
+
+
+def test_grow_on_one_layer_equals_a_full_forward_under_the_current_table(
+    engines: EngineFactory,
+) -> None:
+    """at every step, across two crossings; within 1e-4"""
+    result = grown(engines, tiny_checkpoint("llama", num_hidden_layers=1), "grow")
+    assert result.num_rescales == 2
+    tokens = [*PROMPT, *result.token_ids]
+    untouched = tiny_model("llama", num_hidden_layers=1)
+    tables = {factor: under_table(untouched, factor, tokens) for factor in (1.0, 2.0, 4.0)}
+    for index, entry in enumerate(result.logprobs):
+        so_far = len(PROMPT) + index
+        expected = tables[tier_of(so_far)][so_far - 1]
+        assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-4)
+        for token_id, logprob in entry.top:
+            assert logprob == pytest.approx(float(expected[token_id]), abs=1e-4)
+
+
+def test_grow_exact_equals_a_pinned_request_after_each_crossing(engines: EngineFactory) -> None:
+    """whose prompt is the prompt and the tokens so far; to the bit, on a deeper model"""
+    checkpoint = tiny_checkpoint("llama")
+    result = grown(engines, checkpoint, "grow-exact", temperature=0.8, seed=5)
+    assert result.num_rescales == 2
+    tokens = [*PROMPT, *result.token_ids]
+    pinned = deployment_of(checkpoint, rope_scaling=YARN)
+    # The first token that is chosen from a tier, and the last.
+    for first, last, factor in ((50, 64, 1.0), (65, 128, 2.0), (129, 199, 4.0)):
+        prompt = tokens[:first]
+        follow_up = request(
+            pinned,
+            prompt,
+            RopeRequest(factor=factor, policy="fixed"),
+            max_tokens=last - first + 1,
+            logprobs=3,
+            temperature=0.0,
+        )
+        expected = answer(engines.over(checkpoint), follow_up)[0]
+        got = result.logprobs[first - 50 : last - 50 + 1]
+        # A sampled answer goes on from where it is, so compare the distributions step by step.
+        assert got[0].top == expected.logprobs[0].top
+    greedy = grown(engines, checkpoint, "grow-exact")
+    tokens = [*PROMPT, *greedy.token_ids]
+    for first, last, factor in ((50, 64, 1.0), (65, 128, 2.0), (129, 199, 4.0)):
+        follow_up = request(
+            pinned,
+            tokens[:first],
+            RopeRequest(factor=factor, policy="fixed"),
+            max_tokens=last - first + 1,
+            logprobs=3,
+        )
+        expected = answer(engines.over(checkpoint), follow_up)[0]
+        assert greedy.token_ids[first - 50 : last - 50 + 1] == expected.token_ids
+        assert greedy.logprobs[first - 50 : last - 50 + 1] == expected.logprobs
+
+
+class LastLogits:
+    """Passes steps on to the model, and keeps the last row of logits."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.row = torch.empty(0)
+
+    def table_slot(self, profile: Profile) -> int:
+        """As the model runner."""
+        return self._runner.table_slot(profile)
+
+    def run(self, spans: Any, clock: StepClock) -> torch.Tensor:
+        """As the model runner."""
+        logits = self._runner.run(spans, clock)
+        self.row = logits[-1:].clone() if len(logits) else self.row
+        return logits
+
+
+def test_the_seed_and_penalties_go_on_after_a_crossing(engines: EngineFactory) -> None:
+    """each token is what the sampler draws from a pinned request's logits, the answer behind it"""
+    checkpoint = tiny_checkpoint("llama")
+    params = SamplingParams(
+        temperature=0.9,
+        seed=11,
+        frequency_penalty=0.7,
+        presence_penalty=0.4,
+        repetition_penalty=1.1,
+    )
+    options = {name: getattr(params, name) for name in ("temperature", "seed")}
+    options |= {name: getattr(params, name) for name in PENALTIES}
+    whole = grown(engines, checkpoint, "grow-exact", **options)
+    assert whole.num_rescales == 2
+    tokens = [*PROMPT, *whole.token_ids]
+    pinned = deployment_of(checkpoint, rope_scaling=YARN)
+    engine = engines.over(checkpoint)
+    watched = LastLogits(engine._core._runner)
+    engine._core._runner = watched
+    for at in (50, 63, 64, 65, 66, 90, 128, 129, 130, 199):
+        rope = RopeRequest(factor=tier_of(at), policy="fixed")
+        answer(engine, request(pinned, tokens[:at], rope, max_tokens=1))
+        generated = tokens[len(PROMPT) : at]
+        row = SamplingRow(params, len(generated), frozenset(), SeenTokens(PROMPT, generated))
+        assert sample(watched.row, [row]) == [tokens[at]], at
+
+
+def test_min_tokens_counts_across_a_crossing(engines: EngineFactory) -> None:
+    """an end token is not chosen before"""
+    checkpoint = tiny_checkpoint("llama")
+    bias = {"logit_bias": ((17, 100.0),), "stop_token_ids": (17,)}
+    result = grown(engines, checkpoint, "grow-exact", min_tokens=40, **bias)
+    assert 17 not in result.token_ids[:40]
+    assert result.token_ids[40:] == (17,)
+    assert result.num_rescales == 1
+
+
+def test_grow_and_grow_exact_differ_on_a_deeper_model(engines: EngineFactory) -> None:
+    """by more than 1e-3 after a crossing, and not before"""
+    checkpoint = tiny_checkpoint("llama")
+    forced = {"logit_bias": tuple((token, 100.0) for token in (17,))}  # the same tokens in both
+    grow = grown(engines, checkpoint, "grow", **forced)
+    exact = grown(engines, checkpoint, "grow-exact", **forced)
+    assert grow.token_ids == exact.token_ids
+    assert grow.logprobs[:15] == exact.logprobs[:15]
+    differences = [
+        abs(one.logprob - other.logprob)
+        for one, other in zip(grow.logprobs[15:], exact.logprobs[15:], strict=True)
+    ]
+    assert max(differences) > 1e-3
+
+
+def test_crossings_happen_at_any_step_for_some_and_not_for_others(
+    engines: EngineFactory,
+) -> None:
+    """a batch of all policies at different lengths: each as alone"""
+    checkpoint = tiny_checkpoint("qwen2")
+    policies: list[Policy] = ["grow", "grow-exact", "pinned", "fixed"]
+    deployments: list[Deployment] = [
+        deployment_of(checkpoint, rope_scaling=YARN, policy=policy) for policy in policies
+    ]
+    requests = [
+        request(
+            deployments[index % 4],
+            PROMPT[index:] + [index + 1] * (5 * index),
+            max_tokens=90 + 5 * index,
+            logprobs=1,
+            temperature=0.7,
+            seed=index,
+        )
+        for index in range(12)
+    ]
+    expected = [answer(engines.over(checkpoint), each)[0] for each in requests]
+    together = answer(engines.over(checkpoint, max_num_batched_tokens=48), *requests)
+    assert together == expected
+    assert {result.num_rescales for result in together} >= {0, 1, 2}
+
+
+def test_a_prompt_is_computed_under_the_tier_that_covers_it(engines: EngineFactory) -> None:
+    """never under its chunk's own; so grow equals pinned until the first crossing"""
+    checkpoint = checkpoint_of(tiny_model("llama"))
+    prompt = (PROMPT * 3)[:100]
+    results = []
+    for policy in ("grow", "grow-exact", "pinned"):
+        deployment = deployment_of(checkpoint, rope_scaling=YARN, policy=policy)
+        engine = engines.over(checkpoint, max_num_batched_tokens=32)
+        results.append(answer(engine, request(deployment, prompt, max_tokens=20, logprobs=2))[0])
+    assert results[0] == results[1] == results[2]
+
+
+def test_the_profile_is_that_of_the_current_tier() -> None:
+    """the answer tells where it ended"""
+    checkpoint = tiny_checkpoint("llama", num_hidden_layers=1)
+    deployment = deployment_of(checkpoint, rope_scaling=YARN, policy="grow")
+    placed = deployment.place(RopeRequest(), 50, 150)
+    assert placed.tier.factor == 1.0
+    top = placed.tier_covering(199)
+    assert top.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=L)

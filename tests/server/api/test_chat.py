@@ -1,0 +1,321 @@
+"""/v1/chat/completions over a real socket, through openai's own client."""
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL
+from tests.processes import Server, running_server
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}# {{ message.role }}: {{ message.content }}\n"
+    "{% endfor %}{% if shout %}# LOUD\n{% endif %}{% if add_generation_prompt %}# assistant:"
+    "{% endif %}"
+)
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "Only Python."},
+    {"role": "user", "content": "import os\nimport sys\n\ndef "},
+]
+GREEDY: dict[str, Any] = {"temperature": 0, "messages": MESSAGES}
+
+
+@pytest.fixture(scope="module")
+def templated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server over a model whose tokenizer has a template of its own."""
+    folder = tmp_path_factory.mktemp("models") / "chatty"
+    shutil.copytree(EMBEDDED_MODEL, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    arguments = ["--allowed-chat-template-kwargs", "shout,whisper", "--answer-reserve-tokens", "64"]
+    arguments += ["--rope-scaling", '{"rope_type": "yarn", "factor": 8}']
+    with running_server(str(folder), *arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server over a model whose tokenizer has no template."""
+    folder = tmp_path_factory.mktemp("models") / "bare"
+    shutil.copytree(EMBEDDED_MODEL, folder)
+    (folder / "chat_template.jinja").unlink()
+    with running_server(str(folder)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(templated: Server) -> Iterator[openai.OpenAI]:
+    """OpenAI's client without retries."""
+    with openai.OpenAI(base_url=f"{templated.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def prompt_ids(**options: Any) -> list[int]:
+    """What transformers makes of the messages."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    settings = {"add_generation_prompt": True, "return_dict": False, **options}
+    found: list[int] = tokenizer.apply_chat_template(MESSAGES, chat_template=TEMPLATE, **settings)
+    return found
+
+
+def test_messages_become_transformers_prompt(client: openai.OpenAI) -> None:
+    """and the answer is that of the completions route over the same tokens"""
+    chat = client.chat.completions.create(model="chatty", max_tokens=20, **GREEDY)
+    ids = prompt_ids()
+    same = client.completions.create(model="chatty", prompt=ids, max_tokens=20, temperature=0)
+    assert chat.choices[0].message.content == same.choices[0].text
+    assert chat.choices[0].message.role == "assistant"
+    assert chat.choices[0].finish_reason == "length"
+    assert chat.object == "chat.completion"
+    assert chat.id.startswith("chatcmpl-")
+    assert chat.usage is not None
+    assert chat.usage.prompt_tokens == len(ids)
+    assert chat.choices[0].model_extra["rope"]["rope_type"] == "default"  # type: ignore[index]
+
+
+def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+    """the role once, the pieces, the logprobs, the usage"""
+    options: dict[str, Any] = {
+        **GREEDY, "model": "chatty", "max_tokens": 25, "logprobs": True, "top_logprobs": 2, "n": 2,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**options, extra_body={"cache_salt": "whole"})
+    chunks = list(
+        client.chat.completions.create(
+            **options,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"cache_salt": "streamed"},
+        )
+    )
+    for index in range(2):
+        choices = [each for chunk in chunks for each in chunk.choices if each.index == index]
+        expected = whole.choices[index]
+        assert "".join(each.delta.content or "" for each in choices) == expected.message.content
+        assert [each.delta.role for each in choices] == ["assistant"] + [None] * 24
+        assert choices[-1].finish_reason == expected.finish_reason
+        entries = [entry for each in choices for entry in each.logprobs.content]  # type: ignore[union-attr]
+        assert entries == expected.logprobs.content  # type: ignore[union-attr]
+    assert chunks[-1].usage == whole.usage
+    assert chunks[0].object == "chat.completion.chunk"
+
+
+def test_logprobs_have_the_chat_shape(client: openai.OpenAI) -> None:
+    """token, bytes, and as many alternatives as were asked for; as in the classic shape"""
+    chat = client.chat.completions.create(
+        model="chatty", max_tokens=8, logprobs=True, top_logprobs=3, **GREEDY
+    )
+    classic = client.completions.create(
+        model="chatty", prompt=prompt_ids(), max_tokens=8, temperature=0, logprobs=3
+    )
+    entries = chat.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert entries is not None
+    expected = classic.choices[0].logprobs
+    assert expected is not None
+    assert [entry.logprob for entry in entries] == expected.token_logprobs
+    assert [entry.token for entry in entries] == expected.tokens
+    for entry in entries:
+        assert entry.bytes is not None
+        assert bytes(entry.bytes).decode() == entry.token
+        assert len(entry.top_logprobs) == 3
+        assert entry.top_logprobs[0].logprob == entry.logprob  # greedy
+    bare = client.chat.completions.create(model="chatty", max_tokens=2, logprobs=True, **GREEDY)
+    assert [each.top_logprobs for each in bare.choices[0].logprobs.content] == [[], []]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("num_filling", "rope", "end", "factor"),
+    [
+        (0, {}, 256, 1.0),  # the prompt and 64 more fit L
+        (185, {}, 512, 2.0),  # they do not: the next tier, to its end
+        (0, {"policy": "fixed"}, 2048, 8.0),
+        (0, {"policy": "grow"}, 2048, 8.0),
+        (0, {"factor": 3}, 1024, 4.0),
+        (1850, {}, 2048, 8.0),
+    ],
+)
+def test_without_max_tokens_the_answer_runs_to_the_end_of_its_tier(
+    client: openai.OpenAI, num_filling: int, rope: dict[str, Any], end: int, factor: float
+) -> None:
+    """the smallest that covers the prompt and a reserve"""
+    answer = client.chat.completions.create(
+        model="chatty",
+        messages=[{"role": "user", "content": " os" * num_filling + "import"}],
+        temperature=0,
+        extra_body={"rope": rope, "ignore_eos": True},
+    )
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == end + 1  # the last token needs no position
+    assert answer.choices[0].model_extra["rope"]["factor"] == factor  # type: ignore[index]
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_both_names_of_max_tokens_mean_the_same(client: openai.OpenAI) -> None:
+    """OpenAI's older and newer one"""
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = client.chat.completions.create(model="chatty", **GREEDY, **{name: 3})
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 3
+
+
+def test_template_variables_reach_the_template(client: openai.OpenAI) -> None:
+    """those that the operator allows"""
+    answer = client.chat.completions.create(
+        model="chatty",
+        max_tokens=2,
+        **GREEDY,
+        extra_body={"chat_template_kwargs": {"shout": True}},
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(prompt_ids(shout=True)) > len(prompt_ids())
+
+
+def test_a_final_message_can_be_continued(client: openai.OpenAI) -> None:
+    """the prompt ends inside the assistant's turn"""
+    messages: list[Any] = [*MESSAGES, {"role": "assistant", "content": "close(self):"}]
+    answer = client.chat.completions.create(
+        model="chatty",
+        max_tokens=5,
+        temperature=0,
+        messages=messages,
+        extra_body={"continue_final_message": True},
+    )
+    text = "".join(f"# {each['role']}: {each['content']}\n" for each in messages).rstrip()
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    ids = tokenizer(tokenizer.bos_token + text, add_special_tokens=False)["input_ids"]
+    same = client.completions.create(model="chatty", prompt=ids, max_tokens=5, temperature=0)
+    assert answer.choices[0].message.content == same.choices[0].text
+
+
+def test_developer_is_system_and_parts_are_joined(client: openai.OpenAI) -> None:
+    """OpenAI's newer words"""
+
+    def num_prompt_tokens(messages: list[Any]) -> int:
+        answer = client.chat.completions.create(model="chatty", messages=messages, max_tokens=1)
+        assert answer.usage is not None
+        return answer.usage.prompt_tokens
+
+    plain = num_prompt_tokens([{"role": "system", "content": "a\nb"}])
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert num_prompt_tokens([{"role": "developer", "content": parts}]) == plain
+
+
+def test_a_model_without_a_template_gets_a_transcript(bare: Server) -> None:
+    """and stops before the user's next turn"""
+    body = {**GREEDY, "max_tokens": 4}
+    answer = httpx.post(f"{bare.url}/v1/chat/completions", json=body).json()
+    text = f"System: {MESSAGES[0]['content']}\nUser: {MESSAGES[1]['content']}\nAssistant:"
+    plain = {"prompt": text, "max_tokens": 4, "temperature": 0}
+    same = httpx.post(f"{bare.url}/v1/completions", json=plain).json()
+    assert answer["choices"][0]["message"]["content"] == same["choices"][0]["text"]
+    assert answer["usage"]["prompt_tokens"] == same["usage"]["prompt_tokens"]
+    ids = httpx.post(
+        f"{bare.url}/tokenize", json={"prompt": "\nUser:", "add_special_tokens": False}
+    ).json()["tokens"]
+    told = {**body, "max_tokens": 40, "logit_bias": {str(ids[-1]): 100}}
+    forced = {**told, "stop": ["never"], "messages": [{"role": "user", "content": "\nUser"}]}
+    answer = httpx.post(f"{bare.url}/v1/chat/completions", json=forced).json()
+    assert "\nUser:" not in answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        (
+            {"messages": [{"role": "tool", "content": "a"}]},
+            "messages.0.role",
+            "system, developer, user, assistant",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0.type",
+            "must be text; images",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]},
+            "messages.0.role",
+            "must be one of system, developer, user, assistant; tools",
+        ),
+        ({"messages": ["a"]}, "messages.0", "Must be a JSON object"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "Unicode"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1. Given: 0"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "differs from"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported, remove it"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "'text'"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may hold shout, w"),
+        ({"chat_template_kwargs": {"whisper": 1}}, "chat_template_kwargs", "is not read by"),
+        ({"continue_final_message": True}, "continue_final_message", "of the assistant"),
+        ({"min_tokens": 5000}, "min_tokens", "must be <= `max_tokens` ("),
+        ({"messages": [{"role": "user", "content": "a" * 10**6}]}, "messages", "characters"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+        ({"thinking": {}}, "thinking", "is not a field of this body"),
+        ({"store": True}, "store", "not supported"),
+        (
+            {"messages": [{"role": "user", "content": "a", "name": "b"}]},
+            "messages",
+            "not read by this model's chat template",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": " "}], "continue_final_message": True},
+            "continue_final_message",
+            "that says something",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
+            "messages.0.tool_calls",
+            "not supported",
+        ),
+    ],
+)
+def test_a_field_is_used_or_refused(
+    templated: Server, change: dict[str, Any], param: str, message: str
+) -> None:
+    """by name, in OpenAI's envelope"""
+    import json
+
+    body = json.dumps({**GREEDY, **change})
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(
+        f"{templated.url}/v1/chat/completions", content=body, headers=headers, timeout=30
+    )
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI) -> None:
+    """the message itself, or all its fields: a chat goes on that way"""
+    first = client.chat.completions.create(model="chatty", max_tokens=3, **GREEDY)
+    message = first.choices[0].message
+    for said in (message, message.model_dump()):
+        messages = [*MESSAGES, said, {"role": "user", "content": "b"}]
+        second = client.chat.completions.create(
+            model="chatty", max_tokens=1, messages=messages, temperature=0
+        )
+        assert second.usage is not None
+        assert first.usage is not None
+        assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+def test_values_that_change_nothing_are_accepted(client: openai.OpenAI) -> None:
+    """as clients send them unasked"""
+    client.chat.completions.create(
+        model="chatty",
+        max_tokens=1,
+        store=False,
+        service_tier="auto",
+        top_logprobs=0,
+        logprobs=False,
+        modalities=["text"],
+        tool_choice="none",
+        response_format={"type": "text"},
+        parallel_tool_calls=True,
+        user="somebody",
+        **GREEDY,
+    )

@@ -1,0 +1,301 @@
+"""/v1/completions over a real socket, mostly through openai's own client."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL
+from tests.processes import Server
+
+GREEDY: dict[str, Any] = {"model": "ropewalk-demo", "temperature": 0}
+PROMPT = "import os\nimport sys\n\ndef "
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    """OpenAI's client without retries, so that errors show."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def untouched() -> Any:
+    """The same checkpoint under transformers alone."""
+    return AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+
+
+def tokens_of(server: Server, text: str) -> list[int]:
+    """As the server reads a text."""
+    answer = httpx.post(f"{server.url}/tokenize", json={"prompt": text})
+    found: list[int] = answer.json()["tokens"]
+    return found
+
+
+def needle_prompt(server: Server, num_tokens: int) -> list[int]:
+    """A definition, library code, and the question; about `num_tokens` long."""
+    code = Path(os.__file__).read_text()
+    definition = tokens_of(server, "PORT_4821 = 93175\n")
+    question = tokens_of(server, "\nprint(PORT_4821)  # -> ")[1:]
+    filling = tokens_of(server, code)[1:]
+    return definition + filling[: num_tokens - len(definition) - len(question)] + question
+
+
+def test_greedy_tokens_are_transformers(
+    server: Server, client: openai.OpenAI, untouched: Any
+) -> None:
+    """within the trained length, and the echoed logprobs within 1e-4"""
+    ids = tokens_of(server, PROMPT)
+    answer = client.completions.create(
+        **GREEDY, prompt=PROMPT, max_tokens=60, echo=True, logprobs=1
+    )
+    generated = untouched.generate(
+        torch.tensor([ids]), max_new_tokens=60, do_sample=False, pad_token_id=1
+    )[0]
+    choice = answer.choices[0]
+    assert choice.logprobs is not None
+    with torch.inference_mode():
+        table = untouched(generated[None]).logits[0].log_softmax(-1)
+    expected = table[:-1].gather(1, generated[1:, None])[:, 0].tolist()
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 60)
+    assert choice.text.startswith(PROMPT)
+    assert tokens_of(server, choice.text) == generated.tolist()
+
+
+def test_a_definition_eight_native_lengths_back_is_found(
+    server: Server, client: openai.OpenAI
+) -> None:
+    """by default; and not by extrapolating the untouched table"""
+    prompt = needle_prompt(server, 2030)
+    answer = client.completions.create(**GREEDY, prompt=prompt, max_tokens=5)
+    assert answer.choices[0].text == "93175"
+    rope = answer.choices[0].model_extra["rope"]  # type: ignore[index]
+    assert rope == {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "requested_factor": None,
+        "original_max_position_embeddings": 256,
+        "policy": "pinned",
+        "rescaled": 0,
+    }
+    extrapolated = client.completions.create(
+        **GREEDY, prompt=prompt, max_tokens=5, extra_body={"rope": {"rope_type": "default"}}
+    )
+    assert extrapolated.choices[0].text != "93175"
+    assert extrapolated.choices[0].model_extra["rope"]["rope_type"] == "default"  # type: ignore[index]
+
+
+def test_four_native_lengths_equal_static_yarn(server: Server, client: openai.OpenAI) -> None:
+    """echoed logprobs of a prompt of exactly 4 L, within 1e-3 of transformers"""
+    from transformers import AutoConfig
+
+    prompt = needle_prompt(server, 1024)
+    assert len(prompt) == 1024
+    answer = client.completions.create(**GREEDY, prompt=prompt, max_tokens=0, echo=True, logprobs=0)
+    config = AutoConfig.from_pretrained(EMBEDDED_MODEL)
+    config.max_position_embeddings = 1024
+    config.rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+    }
+    static = AutoModelForCausalLM.from_pretrained(
+        EMBEDDED_MODEL, config=config, dtype=torch.float32
+    )
+    with torch.inference_mode():
+        table = static(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    expected = table[:-1].gather(1, torch.tensor(prompt)[1:, None])[:, 0].tolist()
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.token_logprobs[0] is None
+    assert logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-3)
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+    """text, logprobs, reason and usage"""
+    options: dict[str, Any] = {**GREEDY, "prompt": PROMPT, "max_tokens": 30, "logprobs": 2}
+    whole = client.completions.create(**options, echo=True)
+    chunks = list(
+        client.completions.create(
+            **options, echo=True, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert "".join(choice.text for choice in choices) == whole.choices[0].text
+    assert [choice.finish_reason for choice in choices] == [None] * 29 + ["length"]
+    assert chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        streamed = [each for choice in choices for each in getattr(choice.logprobs, name)]
+        assert streamed == getattr(whole.choices[0].logprobs, name)
+
+
+def test_offsets_point_into_the_text(client: openai.OpenAI) -> None:
+    """each token's text stands where its offset says"""
+    answer = client.completions.create(
+        **GREEDY, prompt=PROMPT, max_tokens=20, echo=True, logprobs=0
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.text_offset is not None
+    for token, offset in list(zip(logprobs.tokens, logprobs.text_offset, strict=True))[1:]:
+        assert answer.choices[0].text[offset : offset + len(token)] == token
+
+
+def test_prompts_may_be_token_ids(server: Server, client: openai.OpenAI) -> None:
+    """and mean the same"""
+    from_text = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=9)
+    ids = tokens_of(server, PROMPT)
+    from_ids = client.completions.create(**GREEDY, prompt=ids, max_tokens=9)
+    assert from_ids.choices[0].text == from_text.choices[0].text
+
+
+def test_a_seed_repeats_and_no_seed_does_not(client: openai.OpenAI) -> None:
+    """at temperature 1"""
+
+    def text(**options: Any) -> str:
+        return (
+            client.completions.create(
+                model="ropewalk-demo", prompt=PROMPT, max_tokens=25, **options
+            )
+            .choices[0]
+            .text
+        )
+
+    assert text(seed=5) == text(seed=5)
+    assert len({text(seed=seed) for seed in range(4)}) > 1
+    assert len({text() for _ in range(4)}) > 1
+    assert text(top_p=1e-9) == text(temperature=0)
+    assert text(extra_body={"top_k": 1}) == text(temperature=0)
+
+
+def test_stop_strings_end_the_text(client: openai.OpenAI) -> None:
+    """and are not part of it"""
+    whole = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40).choices[0].text
+    stop = whole[10:13]
+    cut = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40, stop=[stop, "zzzz"])
+    assert cut.choices[0].text == whole[: whole.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_many_at_once_answer_as_one_by_one(server: Server, client: openai.OpenAI) -> None:
+    """sixteen clients on different lengths"""
+    from concurrent.futures import ThreadPoolExecutor
+
+    ids = needle_prompt(server, 1500)
+    prompts = [ids[: 20 + 60 * index] for index in range(16)]
+
+    def ask(prompt: list[int]) -> str:
+        answer = client.completions.create(**GREEDY, prompt=prompt, max_tokens=12, logprobs=3)
+        return json.dumps([answer.choices[0].text, answer.choices[0].logprobs.to_dict()])  # type: ignore[union-attr]
+
+    expected = [ask(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, prompts)) == expected
+
+
+def test_the_model_may_be_left_out_and_is_listed(server: Server, client: openai.OpenAI) -> None:
+    """the first deployment answers"""
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    assert answer.json()["model"] == "ropewalk-demo"
+    models = client.models.list().data
+    assert [(model.id, model.owned_by) for model in models] == [("ropewalk-demo", "ropewalk")]
+    assert models[0].model_extra == {"max_model_len": 2048}
+
+
+def test_tokenize(server: Server) -> None:
+    """with and without the special token in front"""
+    answer = httpx.post(f"{server.url}/tokenize", json={"prompt": "import os"}).json()
+    assert answer["count"] == len(answer["tokens"]) == 3
+    assert answer["max_model_len"] == 2048
+    bare = {"prompt": "import os", "add_special_tokens": False}
+    assert httpx.post(f"{server.url}/tokenize", json=bare).json()["tokens"] == answer["tokens"][1:]
+
+
+def test_several_prompts_with_several_answers_each(server: Server, client: openai.OpenAI) -> None:
+    """in the order of the prompts; streamed or not; as one by one"""
+    prompts = ["import os\n", PROMPT, "def close(self):\n"]
+    options: dict[str, Any] = {"model": "ropewalk-demo", "max_tokens": 8, "seed": 3, "logprobs": 1}
+    together = client.completions.create(**options, prompt=prompts, n=2)
+    assert [choice.index for choice in together.choices] == list(range(6))
+    for at, prompt in enumerate(prompts):
+        first = client.completions.create(**options, prompt=prompt)
+        assert together.choices[2 * at].text == first.choices[0].text
+        second = client.completions.create(**{**options, "seed": 4}, prompt=prompt)
+        assert together.choices[2 * at + 1].text == second.choices[0].text
+    assert together.usage is not None
+    assert together.usage.completion_tokens == 48
+    assert together.usage.prompt_tokens == sum(len(tokens_of(server, each)) for each in prompts)
+
+    texts = dict.fromkeys(range(6), "")
+    ids = [tokens_of(server, each) for each in prompts]
+    for chunk in client.completions.create(**options, prompt=ids, n=2, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert list(texts.values()) == [choice.text for choice in together.choices]
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(server: Server, client: openai.OpenAI) -> None:
+    """usage says how much; another salt finds nothing"""
+    prompt = needle_prompt(server, 900)[::-1]
+
+    def cached(salt: str) -> int | None:
+        answer = client.completions.create(
+            **GREEDY, prompt=prompt, max_tokens=1, extra_body={"cache_salt": salt}
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert [cached("x"), cached("x"), cached("y")] == [0, 896, 0]
+
+
+@pytest.mark.parametrize("policy", ["grow", "grow-exact"])
+def test_a_growing_request_says_how_often_it_was_rescaled(
+    client: openai.OpenAI, policy: str
+) -> None:
+    """and on which tier it ended"""
+    answer = client.completions.create(
+        **GREEDY,
+        prompt=[7] * 250,
+        max_tokens=300,
+        extra_body={"rope": {"policy": policy}, "ignore_eos": True},
+    )
+    rope = answer.choices[0].model_extra["rope"]  # type: ignore[index]
+    assert (rope["policy"], rope["factor"], rope["rescaled"]) == (policy, 4.0, 2)
+
+
+def test_penalties_bias_and_end_tokens(server: Server, client: openai.OpenAI) -> None:
+    """each does what its name says"""
+    token = tokens_of(server, "import")[1]
+
+    def create(**options: Any) -> Any:
+        return client.completions.create(
+            **{**GREEDY, "prompt": PROMPT, "max_tokens": 30, **options}
+        )
+
+    forced = create(logit_bias={str(token): 100}, max_tokens=5)
+    assert forced.choices[0].text == "import" * 5
+    ended = create(
+        logit_bias={str(token): 100}, extra_body={"stop_token_ids": [token], "min_tokens": 4}
+    )
+    assert (ended.usage.completion_tokens, ended.choices[0].finish_reason) == (5, "stop")
+    plain = create().choices[0].text
+    assert create(frequency_penalty=2).choices[0].text != plain
+    assert create(presence_penalty=2).choices[0].text != plain
+    assert create(extra_body={"repetition_penalty": 1.5}).choices[0].text != plain
+    assert create(temperature=1, extra_body={"min_p": 1.0}).choices[0].text == plain

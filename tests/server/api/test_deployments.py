@@ -1,0 +1,154 @@
+"""Several served names over one set of weights and one cache."""
+
+import json.decoder
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL
+from tests.processes import Server, running_server
+
+FILE = """
+deployments:
+  - name: demo
+  - name: demo-static-8x
+    rope_scaling: {rope_type: yarn, factor: 8.0}
+    rope_policy: fixed
+"""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The embedded model under two names."""
+    path = tmp_path_factory.mktemp("config") / "ropewalk.yaml"
+    path.write_text(FILE)
+    with running_server("--config", str(path)) as running:
+        yield running
+
+
+def post(server: Server, model: str, **body: Any) -> dict[str, Any]:
+    """One greedy completion."""
+    answer = httpx.post(
+        f"{server.url}/v1/completions",
+        json={"model": model, "temperature": 0, **body},
+        timeout=60,
+    )
+    answer.raise_for_status()
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def short_prompts(server: Server) -> list[list[int]]:
+    """Library code, 200 tokens each: within the trained 256."""
+    text = Path(json.decoder.__file__).read_text()
+    ids = httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()["tokens"]
+    return [ids[at : at + 200] for at in range(1, 1801, 200)]
+
+
+def prompt_logprobs(server: Server, model: str, prompt: list[int]) -> list[float]:
+    """Of every token of the prompt but the first."""
+    answer = post(server, model, prompt=prompt, max_tokens=0, echo=True, logprobs=0)
+    found: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"][1:]
+    return found
+
+
+def running(server: Server) -> float:
+    """Requests in the engine now."""
+    page = httpx.get(f"{server.url}/metrics").text
+    return next(
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == "ropewalk_requests_running"
+    )
+
+
+def test_both_are_listed_and_say_what_they_apply(two: Server) -> None:
+    """by name; the first where a request names none"""
+    listed = httpx.get(f"{two.url}/v1/models").json()["data"]
+    assert [each["id"] for each in listed] == ["demo", "demo-static-8x"]
+    assert "deployment       demo-static-8x" in two.banner
+    pinned = post(two, "demo", prompt="a", max_tokens=1)["choices"][0]["rope"]
+    static = post(two, "demo-static-8x", prompt="a", max_tokens=1)["choices"][0]["rope"]
+    assert (pinned["rope_type"], pinned["factor"], pinned["policy"]) == ("default", 1.0, "pinned")
+    assert (static["rope_type"], static["factor"], static["policy"]) == ("yarn", 8.0, "fixed")
+
+
+def test_both_answer_in_one_batch_as_alone(two: Server) -> None:
+    """to the bit, while the other runs"""
+    prompt = short_prompts(two)[0]
+    # Less than would place the first on the other's table too, and long enough to be met.
+    options = {"prompt": prompt, "max_tokens": 700, "ignore_eos": True, "logprobs": 2}
+    names = ("demo", "demo-static-8x")
+
+    def ask(name: str) -> dict[str, Any]:
+        choice: dict[str, Any] = post(two, name, **options)["choices"][0]
+        return choice
+
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask, name) for name in names]
+        deadline = time.monotonic() + 30
+        most = 0.0
+        while most < 2:
+            assert time.monotonic() < deadline
+            assert not any(each.done() for each in asked), "one was over before both ran"
+            most = max(most, running(two))
+        together = [each.result() for each in asked]
+    assert together == [ask(name) for name in names]
+    assert together[0]["text"] != together[1]["text"]
+
+
+def test_short_requests_pay_for_static_scaling_only_where_it_is_static(two: Server) -> None:
+    """the tax is in the echoed logprobs, and it is what transformers' static YaRN costs"""
+    prompts = short_prompts(two)
+    pinned = [prompt_logprobs(two, "demo", prompt) for prompt in prompts]
+    static = [prompt_logprobs(two, "demo-static-8x", prompt) for prompt in prompts]
+    num = sum(map(len, pinned))
+    tax = (sum(map(sum, pinned)) - sum(map(sum, static))) / num
+    config = AutoConfig.from_pretrained(EMBEDDED_MODEL)
+    untouched = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+    config.max_position_embeddings = 2048
+    config.rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 256,
+    }
+    scaled = AutoModelForCausalLM.from_pretrained(
+        EMBEDDED_MODEL, config=config, dtype=torch.float32
+    )
+    for prompt, own, fixed in zip(prompts, pinned, static, strict=True):
+        assert own == pytest.approx(reference(untouched, prompt), abs=1e-3)
+        assert fixed == pytest.approx(reference(scaled, prompt), abs=1e-3)
+    assert tax > 0.01, f"nats per token: {tax:.4f}"
+
+
+def reference(model: Any, prompt: list[int]) -> list[float]:
+    """transformers' logprobs of a prompt's tokens."""
+    with torch.inference_mode():
+        table = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    found: list[float] = table[:-1].gather(1, torch.tensor(prompt)[1:, None])[:, 0].tolist()
+    return found
+
+
+def test_requests_are_counted_by_deployment(two: Server) -> None:
+    """in the metrics"""
+    post(two, "demo-static-8x", prompt="a", max_tokens=1)
+    page = httpx.get(f"{two.url}/metrics").text
+    assert 'deployment="demo-static-8x",factor="8",finish_reason="length"' in page
+    assert 'deployment="demo",factor="1",finish_reason="length"' in page
+
+
+def test_an_unknown_name_is_told_which_are_served(two: Server) -> None:
+    """404"""
+    answer = httpx.post(f"{two.url}/v1/completions", json={"model": "x", "prompt": "a"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].endswith("Served: demo, demo-static-8x.")

@@ -1,0 +1,208 @@
+"""`response_format` over a real socket: through openai's client, and with what must be refused."""
+
+import concurrent.futures
+import json
+import time
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import openai
+import pydantic
+import pytest
+
+from server.settings.load import load_settings
+from server.startup.load_service import load_service
+from tests.processes import Server
+from tests.schemas import HOSTILE
+
+MESSAGES: list[Any] = [{"role": "user", "content": "import json"}]
+CHAT: dict[str, Any] = {"model": "ropewalk-demo", "messages": MESSAGES, "max_tokens": 200}
+# However much the model likes spaces, 200 tokens are enough.
+SHORT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "grün", 3, None]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+QUICK_S = 2.0  # of /health beside hostile schemas, on a machine with two busy cores
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    """OpenAI's client without retries."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def asked(schema: Any, **more: Any) -> Any:
+    """OpenAI's shape."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
+
+
+def test_the_chat_route_answers_in_json(client: openai.OpenAI) -> None:
+    """several choices, with logprobs; the same again under the same seed"""
+    options: dict[str, Any] = {
+        **CHAT, "n": 3, "seed": 7, "logprobs": True, "top_logprobs": 2,
+        "response_format": asked(SHORT, strict=True, description="of something"),
+    }  # fmt: skip
+    found = client.chat.completions.create(**options)
+    for choice in found.choices:
+        assert choice.finish_reason == "stop"
+        assert jsonschema_rs.is_valid(SHORT, json.loads(choice.message.content or ""))
+        assert choice.logprobs is not None
+    again = client.chat.completions.create(**options)
+    assert [each.message for each in again.choices] == [each.message for each in found.choices]
+
+
+def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+    """piece by piece"""
+    options = {**CHAT, "seed": 3, "response_format": asked(SHORT, strict=None)}
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_any_object_is_an_object(client: openai.OpenAI) -> None:
+    """`json_object`, on both routes"""
+    choices: list[tuple[str | None, str]] = []
+    for seed in range(4):
+        chat = client.chat.completions.create(
+            **CHAT, seed=seed, response_format={"type": "json_object"}
+        ).choices[0]
+        classic = client.completions.create(
+            model="ropewalk-demo",
+            prompt="import json",
+            max_tokens=200,
+            seed=seed,
+            extra_body={"response_format": {"type": "json_object"}},
+        ).choices[0]
+        choices += [
+            (chat.message.content, chat.finish_reason),
+            (classic.text, classic.finish_reason),
+        ]
+    finished = [text or "" for text, reason in choices if reason == "stop"]
+    assert finished
+    assert all(isinstance(json.loads(text), dict) for text in finished)
+
+
+def test_the_best_of_several_is_in_json(client: openai.OpenAI) -> None:
+    """candidates are constrained, too"""
+    found = client.completions.create(
+        model="ropewalk-demo",
+        prompt=["import json", "data ="],
+        max_tokens=200,
+        n=2,
+        best_of=3,
+        extra_body={"response_format": asked(SHORT)},
+    )
+    assert len(found.choices) == 4
+    for choice in found.choices:
+        assert jsonschema_rs.is_valid(SHORT, json.loads(choice.text))
+
+
+class Colour(pydantic.BaseModel):
+    """A part of what is asked for."""
+
+    name: str = pydantic.Field(pattern="^[a-z]{1,8}$")
+    channel: int = pydantic.Field(ge=0, le=255)
+
+
+class Palette(pydantic.BaseModel):
+    """What is asked for, with definitions of its own."""
+
+    title: str | None
+    colours: list[Colour] = pydantic.Field(max_length=2)
+
+
+def test_parse_returns_the_model(client: openai.OpenAI) -> None:
+    """as the client reads it: refusals, cuts and all"""
+    for seed in range(4):
+        try:
+            found = client.chat.completions.parse(
+                **{**CHAT, "max_tokens": 250}, seed=seed, response_format=Palette
+            )
+        except openai.LengthFinishReasonError:
+            continue
+        assert isinstance(found.choices[0].message.parsed, Palette)
+        return
+    pytest.fail("not one of them came to an end")
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "'json_schema'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "belongs"),
+        (
+            {"response_format": {**asked({}), "type": "json_object"}},
+            "response_format.json_schema",
+            "belongs to `type` json_schema",
+        ),
+        (
+            {"response_format": asked([])},
+            "response_format.json_schema.schema",
+            "should be a valid dictionary",
+        ),
+        (
+            {"response_format": asked({}, strikt=True)},
+            "response_format.json_schema.strikt",
+            "is not a field",
+        ),
+        ({"response_format": asked({"uniqueItems": True})}, "response_format", "'uniqueItems'"),
+        ({"response_format": asked({"title": "é" * 40_000})}, "response_format", "Given: 80013"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "contra"),
+    ],
+)
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_what_cannot_be_done_is_refused_by_name(
+    server: Server, route: str, change: dict[str, Any], param: str, message: str
+) -> None:
+    """in OpenAI's envelope"""
+    prompt = {"messages": MESSAGES} if route.startswith("chat") else {"prompt": "import json"}
+    answer = httpx.post(f"{server.url}/v1/{route}", json={**prompt, **change}, timeout=30)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+def test_text_is_any_text(server: Server) -> None:
+    """the same as without the field"""
+    body: dict[str, Any] = {"prompt": "import os", "seed": 1, "max_tokens": 8}
+    texts = [
+        httpx.post(f"{server.url}/v1/completions", json={**body, **more}).json()["choices"]
+        for more in ({}, {"response_format": {"type": "text"}})
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_hostile_schemas_do_not_keep_others_waiting(server: Server) -> None:
+    """all at once: each is answered, and meanwhile /health is"""
+
+    def ask(schema: Any) -> int:
+        body = {"messages": MESSAGES, "max_tokens": 20, "response_format": asked(schema)}
+        url = f"{server.url}/v1/chat/completions"
+        return httpx.post(url, json=body, timeout=60).status_code
+
+    slowest = 0.0
+    with concurrent.futures.ThreadPoolExecutor(len(HOSTILE)) as pool:
+        answers = [pool.submit(ask, schema) for schema in HOSTILE.values()]
+        while not all(each.done() for each in answers):
+            began = time.monotonic()
+            assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+            slowest = max(slowest, time.monotonic() - began)
+            time.sleep(0.02)
+    # 503: a matcher that gave up in the midst of its answer, which depends on what was drawn.
+    assert {200, 400} <= {each.result() for each in answers} <= {200, 400, 503}
+    assert slowest < QUICK_S
+
+
+def test_the_limits_are_the_operators() -> None:
+    """both of them reach the compiler"""
+    flags = {"max_schema_bytes": "100", "grammar_compile_seconds": "0.5"}
+    service, _ = load_service(load_settings(flags))
+    with pytest.raises(Exception, match="at most 100 bytes"):
+        service.grammars.text_of({"title": "a" * 100})
+    assert service.grammars._seconds == 0.5

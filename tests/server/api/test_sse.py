@@ -1,0 +1,135 @@
+"""Server-sent events on the wire: headers, the first byte, comments, progress, several shapes."""
+
+import itertools
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.processes import Server, running_server
+
+pytestmark = pytest.mark.alone
+
+KEEP_ALIVE_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Server]:
+    """Small chunks, so that a long prompt takes a while; impatient proxies in front."""
+    chunks = ("--max-num-batched-tokens", "32", "--step-target-seconds", "0")  # 32, by any clock
+    arguments = (*chunks, "--sse-keep-alive-seconds", str(KEEP_ALIVE_S))
+    with running_server(*arguments) as running:
+        yield running
+
+
+def lines_of(server: Server, body: dict[str, Any], route: str = "completions") -> list[str]:
+    """Every line of a stream, empty ones left out."""
+    with httpx.stream("POST", f"{server.url}/v1/{route}", json=body, timeout=60) as answer:
+        assert answer.status_code == 200, answer.read()
+        return [line for line in answer.iter_lines() if line]
+
+
+def events_of(lines: list[str]) -> list[dict[str, Any]]:
+    """The JSON events."""
+    found = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert found[-1] == "[DONE]"
+    return [json.loads(each) for each in found[:-1]]
+
+
+def test_headers_keep_proxies_from_buffering(slow: Server) -> None:
+    """nginx', and the ones of the standard"""
+    body = {"prompt": "a", "max_tokens": 1, "stream": True}
+    with httpx.stream("POST", f"{slow.url}/v1/completions", json=body) as answer:
+        answer.read()
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache, no-transform"
+    assert answer.headers["x-accel-buffering"] == "no"
+
+
+def test_a_byte_comes_early_and_comments_until_the_first_token(slow: Server) -> None:
+    """while a long prompt is computed: never silent for much longer than was set"""
+    body = {"prompt": [7] * 2000, "max_tokens": 2, "stream": True, "cache_salt": "early"}
+    payload = json.dumps(body).encode()
+    host, port = slow.url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+    arrivals: list[float] = []
+    received = b""
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        began = time.monotonic()
+        connection.sendall(head.encode() + payload)
+        while piece := connection.recv(65536):
+            arrivals.append(time.monotonic() - began)
+            received += piece
+    text = received.decode()
+    first_token = text.index("data: {")
+    comments = text[:first_token].count(": keep-alive")
+    assert text.index(": open\n\n") < text.index(": keep-alive\n\n") < first_token
+    assert comments >= 3
+    assert arrivals[0] < arrivals[-1] / 2, "the headers came long before the answer"
+    longest_silence = max(later - earlier for earlier, later in itertools.pairwise(arrivals))
+    assert longest_silence < arrivals[-1] / 2
+
+
+def test_zero_means_no_comments(server: Server) -> None:
+    """and by default fifteen seconds, which nothing here takes"""
+    body = {"prompt": [7] * 1500, "max_tokens": 2, "stream": True, "cache_salt": "quiet"}
+    assert not [line for line in lines_of(server, body) if "keep-alive" in line]
+    from server.settings.load import load_settings
+
+    assert load_settings({}).sse_keep_alive_seconds == 15
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_progress_counts_the_prompt_up(slow: Server, route: str) -> None:
+    """an event a chunk, as llama.cpp: total, cached, processed, milliseconds"""
+    num_words = 300
+    text = "import os\n" * num_words
+    said: dict[str, Any] = {"prompt": text}
+    if route != "completions":
+        said = {"messages": [{"role": "user", "content": text}]}
+    body = {**said, "max_tokens": 3, "stream": True, "return_progress": True, "cache_salt": route}
+    events = events_of(lines_of(slow, body, route))
+    told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    assert all(event["choices"] == [] for event in events if "prompt_progress" in event)
+    totals = {each["total"] for each in told}
+    assert len(totals) == 1
+    total = totals.pop()
+    assert [each["processed"] for each in told] == [*range(32, total, 32), total]
+    assert {(each["index"], each["cache"]) for each in told} == {(0, 0)}
+    times = [each["time_ms"] for each in told]
+    assert times == sorted(times)
+    assert times[-1] > times[0] > 0
+    first_text = next(index for index, event in enumerate(events) if event["choices"])
+    assert not any("prompt_progress" in event for event in events[first_text:])
+
+    again = events_of(lines_of(slow, body, route))
+    told = [event["prompt_progress"] for event in again if "prompt_progress" in event]
+    assert told[0]["cache"] >= total - 32
+    assert told[-1]["processed"] == total
+
+
+def test_progress_says_which_prompt(slow: Server) -> None:
+    """of several; not which answer to it"""
+    body = {
+        "prompt": [[7] * 200, [9] * 100],
+        "n": 2,
+        "max_tokens": 1,
+        "stream": True,
+        "return_progress": True,
+        "cache_salt": "several",
+    }
+    events = events_of(lines_of(slow, body))
+    told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    assert {(each["index"], each["total"]) for each in told} == {(0, 200), (1, 100)}
+    assert {event["choices"][0]["index"] for event in events if event["choices"]} == {0, 1, 2, 3}
+
+
+def test_without_it_there_is_no_progress(slow: Server) -> None:
+    """nor a field for it"""
+    body = {"prompt": [7] * 100, "max_tokens": 2, "stream": True, "cache_salt": "none"}
+    assert not any("prompt_progress" in line for line in lines_of(slow, body))

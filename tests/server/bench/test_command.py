@@ -1,0 +1,347 @@
+"""`ropewalk bench` against our own server, and the arithmetic of its report."""
+
+import itertools
+import json
+import random
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.bench.command import bench
+from server.bench.plan import BenchError, LoadPlan, choose_context_lens
+from server.bench.report import percentile
+from server.bench.target import IdPrompts, WordPrompts, root_of
+from tests.processes import Server, run_here
+
+pytestmark = pytest.mark.alone
+
+BUCKETS = {64: "64", 512: "512", 2032: "2048"}  # context length -> the server's label
+REQUESTS, WARMUP, OUTPUT = 3, 1, 4
+
+
+def run(*arguments: str) -> Result:
+    """The command, in this process."""
+    ended = CliRunner().invoke(bench, arguments)
+    assert isinstance(ended.exception, SystemExit | None)  # a bug would look like code 1
+    return ended
+
+
+def samples(server: Server, name: str) -> dict[str, float]:
+    """context_bucket -> value."""
+    page = httpx.get(f"{server.url}/metrics").text
+    return {
+        sample.labels["context_bucket"]: sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == f"ropewalk_{name}"
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the command, and what the server says happened meanwhile."""
+
+    ended: subprocess.CompletedProcess[str]
+    report: dict[str, Any]
+    png: bytes
+    counted: Callable[[str], dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def measured(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three lengths, three requests each and one to warm up."""
+    folder = tmp_path_factory.mktemp("bench")
+    names = [
+        f"{metric}_seconds_{kind}"
+        for metric in ("time_to_first_token", "inter_token_latency")
+        for kind in ("count", "sum")
+    ]
+    before = {name: samples(server, name) for name in names}
+    ended = run_here(
+        "bench", f"{server.url}/v1/", "--context-lens", "2032,64,512",
+        "--requests", str(REQUESTS), "--warmup", str(WARMUP), "--output-tokens", str(OUTPUT),
+        "--json", str(folder / "out.json"), "--plot", str(folder / "out.png"),
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    after = {name: samples(server, name) for name in names}
+
+    def counted(name: str) -> dict[str, float]:
+        found = {bucket: after[name][bucket] - before[name][bucket] for bucket in after[name]}
+        return {bucket: value for bucket, value in found.items() if value}
+
+    report = json.loads((folder / "out.json").read_text())
+    return Run(ended, report, (folder / "out.png").read_bytes(), counted)
+
+
+def test_every_request_of_the_report_is_one_that_the_server_counted(measured: Run) -> None:
+    """by context length; and its gaps between tokens, too"""
+    sent = {BUCKETS[each["context_len"]]: each["requests"] for each in measured.report["results"]}
+    counts = {bucket: len(requests) for bucket, requests in sent.items()}
+    assert counts == measured.counted("time_to_first_token_seconds_count")
+    assert set(counts.values()) == {REQUESTS + WARMUP}
+    gaps = sum(len(each["inter_token_s"]) for requests in sent.values() for each in requests)
+    assert gaps == sum(measured.counted("inter_token_latency_seconds_count").values())
+    assert gaps == 3 * (REQUESTS + WARMUP) * (OUTPUT - 1)
+
+
+def test_the_client_cannot_see_a_first_token_before_the_server_has_it(measured: Run) -> None:
+    """and does not see it much later: less than half a second for four requests"""
+    of_server = measured.counted("time_to_first_token_seconds_sum")
+    for each in measured.report["results"]:
+        seen = sum(request["time_to_first_token_s"] for request in each["requests"])
+        assert of_server[BUCKETS[each["context_len"]]] < seen
+        assert seen < of_server[BUCKETS[each["context_len"]]] + 0.5
+
+
+def test_longer_contexts_wait_longer_for_their_first_token(measured: Run) -> None:
+    """thirty-two times the tokens"""
+    shortest, _, longest = measured.report["results"]
+    assert longest["time_to_first_token_s"]["p50"] > shortest["time_to_first_token_s"]["p50"]
+
+
+def test_the_prompts_have_the_length_that_was_asked_for(measured: Run) -> None:
+    """to the token, nothing of it cached"""
+    for each in measured.report["results"]:
+        assert {request["prompt_tokens"] for request in each["requests"]} == {each["context_len"]}
+        assert {request["completion_tokens"] for request in each["requests"]} == {OUTPUT}
+        assert {request["cached_tokens"] for request in each["requests"]} == {0}
+
+
+def test_the_table_has_a_line_per_length(measured: Run) -> None:
+    """in rising order, with the medians of the JSON; columns aligned"""
+    lines = measured.ended.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["context", "tokens", "64", "512", "2032"]
+    assert len({len(line) for line in lines}) == 1
+    for line, each in zip(lines[2:], measured.report["results"], strict=True):
+        cells = line.split()
+        assert cells[1:4] == [str(each["context_len"]), str(REQUESTS), "0"]
+        assert float(cells[4]) == pytest.approx(
+            1000 * each["time_to_first_token_s"]["p50"], abs=0.006
+        )
+        assert float(cells[7]) == pytest.approx(1000 * each["inter_token_s"]["p95"], abs=0.006)
+
+
+def test_the_summary_is_that_of_the_requests(measured: Run) -> None:
+    """without the warm-up; numpy's percentiles; tokens over seconds"""
+    for each in measured.report["results"]:
+        kept = [request for request in each["requests"] if not request["is_warmup"]]
+        assert (each["num_sent"], each["num_measured"]) == (REQUESTS + WARMUP, len(kept))
+        first = [request["time_to_first_token_s"] for request in kept]
+        gaps = [gap for request in kept for gap in request["inter_token_s"]]
+        ends = [request["end_to_end_s"] for request in kept]
+        for name, values in (
+            ("time_to_first_token_s", first), ("inter_token_s", gaps), ("end_to_end_s", ends)
+        ):  # fmt: skip
+            expected = [*np.percentile(values, [50, 95]), np.mean(values)]
+            found = [each[name][key] for key in ("p50", "p95", "mean")]
+            assert found == pytest.approx(expected)
+        # One in flight: a group is one request.
+        assert each["prefill_tokens_per_s"] == pytest.approx(
+            each["context_len"] * len(kept) / sum(first)
+        )
+        assert each["output_tokens_per_s"] == pytest.approx(OUTPUT * len(kept) / sum(ends))
+
+
+def test_lengths_take_turns(measured: Run) -> None:
+    """a request of each per round, so that a machine that slows down slows all"""
+    in_time = sorted(
+        (request["started_s"], request["round"], each["context_len"])
+        for each in measured.report["results"]
+        for request in each["requests"]
+    )
+    rounds = range(REQUESTS + WARMUP)
+    expected = [(number, length) for number in rounds for length in (64, 512, 2032)]
+    assert [(number, length) for _, number, length in in_time] == expected
+    assert measured.ended.stderr.splitlines()[-1] == "round 4 of 4: 12 sent, 0 failed"
+
+
+def test_the_plot_is_a_png(measured: Run) -> None:
+    """of the size it says, and not a blank one"""
+    assert measured.png[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", measured.png[16:24]) == (1200, 1050)
+    assert len(measured.png) > 20_000
+
+
+def test_failed_requests_are_counted_and_told(server: Server, tmp_path: Path) -> None:
+    """and end the command with code 1; there is nothing to average or to draw"""
+    picture = tmp_path / "out.svg"
+    ended = run(
+        server.url, "--rope", '{"rope_type": "magic"}', "--context-lens", "64,128",
+        "--requests", "2", "--json", "-", "--plot", str(picture),
+    )  # fmt: skip
+    assert ended.exit_code == 1
+    report = json.loads(ended.stdout)
+    assert report["num_failed"] == 6
+    for each in report["results"]:
+        assert each["failures"] == {"400 invalid_request_error": 3}
+        assert each["time_to_first_token_s"] is each["output_tokens_per_s"] is None
+        assert "`rope.rope_type` must be one of" in each["requests"][0]["failure"]["message"]
+    assert "failed: 6 x 400 invalid_request_error: `rope.rope_type` must" in ended.stderr
+    assert not picture.exists()
+    assert f"{picture} is not drawn: nothing was measured" in ended.stderr
+
+
+def test_one_point_can_be_drawn(server: Server, tmp_path: Path) -> None:
+    """without gaps, since there is one token"""
+    picture = tmp_path / "out.svg"
+    ended = run(
+        server.url, "--context-lens", "64", "--requests", "1", "--output-tokens", "1",
+        "--plot", str(picture),
+    )  # fmt: skip
+    assert ended.exit_code == 0
+    assert "<svg" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "x"], "--model must be a served name (ropewalk-demo), got 'x'"),
+        (
+            ["--context-lens", "64,2034"],
+            "--context-lens must be <= 2033 tokens (max_model_len 2048 - 16 output tokens + 1)",
+        ),
+        (["--context-lens", "64,x"], "--context-lens must be integers with commas between them"),
+        (["--context-lens", "0"], "--context-lens must be 1 token or more, got 0"),
+        (["--output-tokens", "2048"], "--output-tokens must be < 2048 (the model's max_model_len)"),
+        (["--rope", "{"], "--rope is not JSON: "),
+        (["--rope", "[1]"], "--rope must be a JSON object, got '[1]'"),
+        (["--json", "no/such/out.json"], "--json: there is no folder no/such"),
+        (["--json", "/"], "--json: / is a folder"),
+        (["--timeout-seconds", "nan"], "--timeout-seconds must be a finite number, got nan"),
+        (["--plot", "no/such/out.png"], "--plot: there is no folder no/such"),
+        (["--plot", "out.bmp"], "--plot must end in .png or .svg, got 'out.bmp'"),
+        (["--api-key", "k\u00e9"], "--api-key must be printable ASCII"),
+    ],
+)
+def test_a_load_that_cannot_begin_ends_with_a_sentence_and_code_2(
+    server: Server, arguments: list[str], message: str
+) -> None:
+    """which names option, limit and value"""
+    ended = run(server.url, *arguments)
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"ropewalk bench: {message}")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_the_longest_context_that_fits_is_accepted(server: Server) -> None:
+    """prompt + output - 1 positions: the one the refusal above names"""
+    ended = run(server.url, "--context-lens", "2033", "--requests", "1", "--warmup", "0")
+    assert ended.exit_code == 0, ended.stderr
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """there is not even a server"""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ended = run("http://127.0.0.1:1", "--plot", "out.png")
+    assert ended.exit_code == 2
+    assert "ropewalk bench: --plot needs matplotlib: pip install 'ropewalk[plot]'" in ended.stderr
+
+
+def test_the_command_waits_for_neither_torch_nor_its_own_client() -> None:
+    """nor for the plotting, until it runs"""
+    code = "import sys, server.bench; print({'torch', 'httpx', 'matplotlib'} & {*sys.modules})"
+    load = "import sys, server.bench.run; print({'torch', 'matplotlib'} & {*sys.modules})"
+    for each in (code, load):
+        ended = subprocess.run(
+            [sys.executable, "-c", each], capture_output=True, text=True, check=True
+        )
+        assert ended.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 57])
+@pytest.mark.parametrize("percent", [0, 5, 50, 95, 99, 100])
+def test_percentiles_are_numpys(count: int, percent: float) -> None:
+    """unsorted values, with linear interpolation"""
+    values = [random.Random(count).gauss(0, 1) for _ in range(count)]
+    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "output", "expected"),
+    [
+        (2048, 16, [64, 128, 256, 512, 1024, 2032]),
+        (131_072, 256, [64 * 2**power for power in range(11)] + [130_816]),
+        (1056, 16, [64, 128, 256, 512, 1040]),
+        (40, 16, [24]),
+    ],
+)
+def test_default_lengths_double_up_to_the_longest(
+    max_model_len: int, output: int, expected: list[int]
+) -> None:
+    """which is always one of them; none is close to it"""
+    found = choose_context_lens(None, max_model_len, output)
+    assert list(found) == expected
+    assert all(late / early > 4 / 3 for early, late in itertools.pairwise(found))
+
+
+def test_a_server_that_hides_its_longest_context_needs_lengths() -> None:
+    """and then gets any"""
+    with pytest.raises(BenchError, match="does not tell its max_model_len: give --context-lens"):
+        choose_context_lens(None, None, 16)
+    assert choose_context_lens("9,9,8", None, 16) == (8, 9)
+
+
+def test_groups_send_every_request_once() -> None:
+    """warm-up first; the last group is what is left"""
+    plan = LoadPlan((64, 128), 16, 5, 2, 3, seed=0, timeout_s=1, rope=None)
+    groups = list(plan.groups())
+    assert [len(each.numbers) for each in groups] == [2, 2, 1, 1, 2, 2, 2, 2, 1, 1]
+    assert [each.is_warmup for each in groups] == [True] * 4 + [False] * 6
+    assert {each.round + 1 for each in groups} == set(range(1, plan.num_rounds + 1))
+    for length in plan.context_lens:
+        numbers = [at for each in groups if each.context_len == length for at in each.numbers]
+        assert numbers == list(range(8))
+
+
+def test_prompts_are_the_seeds_but_for_their_beginning() -> None:
+    """which is new in every run, or the second run would measure the prefix cache"""
+    ids = range(100, 400)
+    one, again, other = IdPrompts(ids, 1), IdPrompts(ids, 1), IdPrompts(ids, 2)
+    first, second = one(64, 0).content, again(64, 0).content
+    assert first[8:] == second[8:]
+    assert first[:8] != second[:8]
+    assert first[8:] != one(64, 1).content[8:]
+    assert first[8:] != other(64, 0).content[8:]
+    assert all(len(one(length, 0).content) == length for length in (1, 7, 8, 9, 64))
+    assert set(first) <= set(ids)
+
+
+@pytest.mark.parametrize("length", [64, 500, 4000])
+def test_words_come_close_to_the_length(length: int) -> None:
+    """at 1.5 tokens a word"""
+    prompt = WordPrompts(1.5, 0)(length, 0).content
+    assert isinstance(prompt, str)
+    assert length - 10 <= 1.5 * len(prompt.split()) <= length
+
+
+@pytest.mark.parametrize("url", ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"])
+def test_the_url_may_end_in_v1(url: str) -> None:
+    """or not"""
+    assert root_of(url) == "http://a:1"
+
+
+def test_every_option_and_field_is_documented(measured: Run) -> None:
+    """with its default"""
+    page = (Path(__file__).parents[3] / "docs" / "bench.md").read_text()
+    for option in bench.params:
+        if option.opts != ["url"]:
+            (row,) = re.findall(rf"^\| `{option.opts[0]}` \|.*", page, re.MULTILINE)
+            if isinstance(option.default, int):
+                assert f"| {option.default} |" in row
+    result = measured.report["results"][0]
+    objects = (measured.report, measured.report["settings"], result, result["requests"][0])
+    for name in [*itertools.chain(*objects), *result["end_to_end_s"]]:
+        assert f"`{name}`" in page, name

@@ -1,0 +1,261 @@
+"""`ropewalk eval` on the embedded model: its numbers, files, and going on where it stopped."""
+
+import csv
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM
+
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint
+from server.evaluation import run as run_module
+from server.evaluation.command import evaluate
+from server.evaluation.texts import choose_windows, make_texts, read_documents
+from server.settings.load import load_settings
+from server.startup.serving_plan import plan_deployments
+
+LENS = (128, 256, 1024)
+ARGUMENTS = (
+    "--methods", "none,linear,yarn", "--windows", "3", "--queries", "8",
+    "--context-lens", "128", "--suggest", "256,1024",
+)  # fmt: skip
+
+
+def invoke(*arguments: str) -> Result:
+    """The command, in this process."""
+    ended = CliRunner().invoke(evaluate, arguments)
+    assert isinstance(ended.exception, SystemExit | None), ended.exception
+    return ended
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run and its files."""
+
+    ended: Result
+    folder: Path
+    report: dict[str, Any]
+
+    def row(self, method: str, policy: str | None, context_len: int) -> dict[str, Any]:
+        """One entry of its results."""
+        for each in self.report["results"]:
+            if (each["method"], each["policy"], each["context_len"]) == (
+                method,
+                policy,
+                context_len,
+            ):
+                found: dict[str, Any] = each
+                return found
+        raise AssertionError((method, policy, context_len))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Five variants at three lengths."""
+    folder = tmp_path_factory.mktemp("eval")
+    ended = invoke(*ARGUMENTS, "--output", str(folder))
+    assert ended.exit_code == 0, ended.output
+    return Run(ended, folder, json.loads((folder / "results.json").read_text()))
+
+
+def plan_of(*arguments: str) -> Any:
+    """What the command would measure."""
+    settings = load_settings({})
+    context = evaluate.make_context("eval", [*arguments])
+    names = run_module.EvalOptions.__slots__
+    options = run_module.EvalOptions(**{name: context.params[name] for name in names})
+    return run_module.make_plan(options, run_module.native_of(settings))
+
+
+@pytest.mark.parametrize(
+    ("variant", "context_len", "factor"),
+    [
+        (("none", None), 256, None),
+        (("none", None), 1024, None),
+        (("yarn", "pinned"), 1024, 4.0),
+        (("yarn", "fixed"), 128, 4.0),
+        (("yarn", "pinned"), 128, None),
+    ],
+)
+def test_perplexity_is_that_of_transformers(
+    measured: Run,
+    embedded: Checkpoint,
+    variant: tuple[str, str | None],
+    context_len: int,
+    factor: float | None,
+) -> None:
+    """an ordinary forward in float32 with the same rope_parameters, window by window"""
+    options = {}
+    if factor is not None:
+        options["rope_parameters"] = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 256,
+        }
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32, **options)
+    plan = plan_of(*ARGUMENTS)
+    texts = make_texts(read_documents(()), embedded.tokenizer, plan.longest)
+    windows = choose_windows(texts, plan, embedded.tokenizer)
+    row = measured.row(*variant, context_len)
+    assert len(windows) == len(row["windows"]) == 3
+    total = 0.0
+    for window, found in zip(windows, row["windows"], strict=True):
+        source = next(each for each in texts.sources if each.name == window.source)
+        text_ids = source.token_ids[: window.end][-(context_len - 1) :]
+        ids = torch.tensor([[0, *text_ids]])  # 0: the beginning of every text
+        assert ids.shape == (1, context_len)
+        with torch.no_grad():
+            logprobs = model(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
+        chosen = logprobs.gather(1, ids[0, 1:, None])[-plan.target_tokens :, 0]
+        nats = -float(chosen.sum())
+        total += nats
+        assert found["target_tokens"] == plan.target_tokens
+        target = embedded.tokenizer.decode(list(text_ids[-plan.target_tokens :]))
+        assert found["target_bytes"] == len(target.encode())
+        assert found["nats"] == pytest.approx(nats, rel=1e-3)
+    assert row["perplexity"] == pytest.approx(math.exp(total / row["target_tokens"]), rel=1e-3)
+    bits = total / math.log(2) / row["target_bytes"]
+    assert row["bits_per_byte"] == pytest.approx(bits, rel=1e-3)
+
+
+def test_factors_are_the_policies(measured: Run) -> None:
+    """fixed has the longest length's everywhere, pinned each length's own"""
+    for context_len in LENS:
+        assert measured.row("yarn", "fixed", context_len)["factor"] == 4
+        assert measured.row("yarn", "pinned", context_len)["factor"] == max(1, context_len / 256)
+        assert measured.row("none", None, context_len)["factor"] == 1
+
+
+def test_equal_tables_have_equal_numbers_and_are_measured_once(measured: Run) -> None:
+    """pinned is the untouched model up to L, and static at the longest length"""
+    for name in ("perplexity", "retrieval", "queries"):
+        for context_len in (128, 256):
+            untouched = measured.row("none", None, context_len)[name]
+            assert measured.row("yarn", "pinned", context_len)[name] == untouched
+        static = measured.row("yarn", "fixed", 1024)[name]
+        assert measured.row("yarn", "pinned", 1024)[name] == static
+    # none 3, fixed 2 x 3; pinned has none of its own
+    lines = (measured.folder / "results.jsonl").read_text().splitlines()
+    assert len(lines) == 2 * (3 + 6)
+
+
+def test_the_model_finds_needles_where_yarn_carries_it(measured: Run) -> None:
+    """and not on the untouched table, four times beyond its length"""
+    assert measured.row("none", None, 256)["retrieval"] > 0.5
+    assert measured.row("yarn", "pinned", 1024)["retrieval"] > 0.5
+    assert measured.row("none", None, 1024)["retrieval"] < 0.2
+
+
+def test_table_and_csv_have_what_json_has(measured: Run) -> None:
+    """every scalar in the CSV; every estimate with its interval in the table"""
+    with (measured.folder / "results.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(measured.report["results"]) == 15
+    table = (measured.folder / "table.txt").read_text()
+    assert table in measured.ended.stdout
+    for line, row in zip(lines, measured.report["results"], strict=True):
+        scalars = {name: value for name, value in row.items() if not isinstance(value, list)}
+        assert line == {
+            name: "" if value is None else str(value) for name, value in scalars.items()
+        }
+        label = row["method"] if row["policy"] is None else f"{row['method']} {row['policy']}"
+        of_variant = [each for each in table.splitlines() if each.startswith(f"{label} ")]
+        assert len(of_variant) == 3
+        for text, name, scale, digits in (
+            (of_variant[0], "perplexity", 1, 2),
+            (of_variant[1], "bits_per_byte", 1, 2),
+            (of_variant[2], "retrieval", 100, 0),
+        ):
+            value, low, high = (
+                f"{scale * row[name + end]:.{digits}f}" for end in ("", "_low", "_high")
+            )
+            if float(high) < 100 or scale == 100:  # larger ones have three digits in all
+                assert f"{value} [{low}, {high}]" in text
+
+
+def test_plots_are_pictures(measured: Run) -> None:
+    """three of them"""
+    for name in ("perplexity", "retrieval", "depth"):
+        assert (measured.folder / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_second_run_measures_only_what_is_missing(
+    measured: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """a lost cell, and one that was cut while it was written"""
+    folder = tmp_path / "eval"
+    shutil.copytree(measured.folder, folder)
+    record = folder / "results.jsonl"
+    lines = record.read_text().splitlines()
+    record.write_text("\n".join([*lines[:4], *lines[5:-1], lines[-1][:50]]))
+    again = []
+    own = run_module.measure
+
+    def measure(engine: Any, cell: Any, on_tokens: Any) -> Any:
+        again.append((cell.kind, cell.context_len))
+        return own(engine, cell, on_tokens)
+
+    monkeypatch.setattr(run_module, "measure", measure)
+    ended = invoke(*ARGUMENTS, "--output", str(folder))
+    assert ended.exit_code == 0, ended.output
+    lost = [json.loads(lines[at]) for at in (4, -1)]
+    assert again == [(each["kind"], each["context_len"]) for each in lost]
+    assert f"{len(lines) - 2} of {len(lines)} cells are in results.jsonl" in ended.stderr
+    assert (folder / "results.csv").read_text() == (measured.folder / "results.csv").read_text()
+    again.clear()
+    # Another seed is another measurement, and both stay in the file.
+    other = ["--methods", "none", "--windows", "1", "--queries", "0", "--context-lens", "128"]
+    assert invoke(*other, "--seed", "1", "--output", str(folder)).exit_code == 0
+    assert len(again) == 1
+    assert len(record.read_text().splitlines()) == len(lines) + 1
+    assert invoke(*other, "--seed", "1", "--output", str(folder)).exit_code == 0
+    assert len(again) == 1
+    assert invoke(*other, "--seed", "1", "--no-resume", "--output", str(folder)).exit_code == 0
+    assert len(again) == 2
+
+
+def test_the_suggestion_is_a_file_that_serves(measured: Run) -> None:
+    """pinned YaRN for one length within L and one beyond; the file is what was printed"""
+    path = measured.folder / "suggestion.yaml"
+    assert path.read_text() in measured.ended.stdout
+    settings = load_settings({"config": str(path)})
+    native = run_module.native_of(settings)
+    (deployment,) = plan_deployments(settings, native)
+    assert (deployment.rope_type, deployment.policy) == ("yarn", "pinned")
+    assert [tier.ceiling for tier in deployment.own_tiers] == [256, 1024]
+    assert "is served up to 256 tokens only" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--context-lens", "300000"], "--context-lens must be <= "),
+        (["--context-lens", "12"], "--context-lens must be >= 64 tokens, got 12"),
+        (["--context-lens", "a"], "--context-lens must be integers with commas between them"),
+        (["--suggest", "--context-lens", "256"], "--suggest must be integers with commas between"),
+        (["--methods", "yarm"], "--methods must be of none, linear, ntk, dynamic, yarn"),
+        (["--rope-policies", "grow"], "--rope-policies must be of fixed, pinned; got 'grow'"),
+        (["--forms", "ask"], "--forms must be of print, assign, assert, passkey; got 'ask'"),
+        (["--depths", "0,101"], "--depths must be from 0 to 100 percent, got 101"),
+        (["--target-tokens", "128"], "--target-tokens must be < 128 (the shortest of"),
+        (["--windows", "0", "--queries", "0"], "--windows and --queries must not both be 0"),
+        (["--windows", "99999"], "--windows must be <= "),
+        (["--text", "/nowhere.txt"], "--text: cannot read /nowhere.txt"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(
+    arguments: list[str], sentence: str, tmp_path: Path
+) -> None:
+    """with code 2, before anything is measured"""
+    ended = invoke(*arguments, "--output", str(tmp_path))
+    assert ended.exit_code == 2
+    assert ended.stderr.splitlines()[-1].startswith("ropewalk eval: ")
+    assert sentence in ended.stderr
+    assert not (tmp_path / "results.jsonl").exists()

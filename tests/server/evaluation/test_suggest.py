@@ -1,0 +1,82 @@
+"""Which deployment is suggested, from made-up measurements."""
+
+import random
+from collections.abc import Sequence
+
+from server.corpus.needles import FORMS
+from server.evaluation.cells import QueryScore, WindowScore
+from server.evaluation.plan import EvalPlan, Variant
+from server.evaluation.report import Report, Row
+from server.evaluation.suggest import suggestion
+
+UNTOUCHED, PINNED = Variant("none", None), Variant("yarn", "pinned")
+FIXED, LOGN = Variant("yarn", "fixed"), Variant("yarn+logn", "pinned")
+NUM_WINDOWS, NUM_QUERIES = 16, 40
+_TEXT = random.Random(0)
+TEXTS = [_TEXT.uniform(1.0, 3.0) for _ in range(NUM_WINDOWS)]  # nats a token: texts differ most
+
+
+def row(variant: Variant, nats: Sequence[float], num_right: int) -> Row:
+    """At 1,024 tokens; 10 target tokens a window."""
+    windows = tuple(WindowScore("text", 10 * each, 10, 40) for each in nats)
+    queries = tuple(
+        QueryScore(FORMS[0].name, 0.5, 100, number < num_right, "") for number in range(NUM_QUERIES)
+    )
+    return Row(variant, 1024, 4.0, None, None, windows, None, queries)
+
+
+def chosen(*rows: Row) -> str:
+    """The label of the suggested variant."""
+    plan = EvalPlan(
+        native_len=256,
+        carries_scaling=False,
+        context_lens=(256, 1024),
+        variants=tuple(each.variant for each in rows),
+        num_windows=NUM_WINDOWS,
+        target_tokens=10,
+        num_queries=NUM_QUERIES,
+        forms=FORMS,
+        depths=(0.5,),
+        seed=0,
+        suggested_lens=(1024,),
+    )
+    report = Report("model", "digest", "float32", "cpu", "text", 1000, "now", plan, rows)
+    first = suggestion(report, "demo", None).splitlines()[0]
+    return first.removeprefix("# For contexts of 1024 tokens: ").split(" (")[0]
+
+
+def shifted(by: float, noise: float = 0.002) -> list[float]:
+    """The same windows under another variant, their mean moved by just `by`."""
+    draw = random.Random(by)  # of its own: a test must not depend on which ran before it
+    drawn = [draw.uniform(-noise, noise) for _ in TEXTS]
+    mean = sum(drawn) / len(drawn)
+    return [each + by + one - mean for each, one in zip(TEXTS, drawn, strict=True)]
+
+
+def test_a_lower_perplexity_on_every_window_wins() -> None:
+    """however small beside what texts differ in"""
+    assert chosen(row(PINNED, shifted(0.05), 40), row(FIXED, TEXTS, 40)) == "yarn fixed"
+    assert chosen(row(PINNED, TEXTS, 40), row(LOGN, shifted(-0.05), 40)) == "yarn+logn pinned"
+
+
+def test_of_those_that_cannot_be_told_apart_the_simpler_wins() -> None:
+    """pinned before fixed, no switch before log-n; in any order of the plan"""
+    same = [row(LOGN, shifted(-0.0002), 40), row(FIXED, TEXTS, 40), row(PINNED, shifted(0.0), 40)]
+    assert chosen(*same) == chosen(*reversed(same)) == "yarn pinned"
+
+
+def test_retrieval_comes_first() -> None:
+    """and what is within its interval counts as alike"""
+    assert chosen(row(PINNED, shifted(-0.5), 20), row(FIXED, TEXTS, 39)) == "yarn fixed"
+    assert chosen(row(PINNED, shifted(-0.5), 38), row(FIXED, TEXTS, 39)) == "yarn pinned"
+
+
+def test_the_untouched_table_is_no_choice_beyond_its_length() -> None:
+    """since a deployment without scaling ends there"""
+    assert chosen(row(UNTOUCHED, shifted(-1.0), 40), row(PINNED, TEXTS, 40)) == "yarn pinned"
+
+
+def test_without_windows_retrieval_decides() -> None:
+    """and without questions perplexity does"""
+    assert chosen(row(PINNED, [], 38), row(FIXED, [], 40)) == "yarn fixed"
+    assert chosen(row(PINNED, [], 40), row(FIXED, [], 40)) == "yarn pinned"

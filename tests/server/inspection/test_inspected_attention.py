@@ -1,0 +1,293 @@
+"""`ropewalk inspect`: attention against distance, with and without weights."""
+
+import cmath
+import json
+import math
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from click.testing import CliRunner, Result
+
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint
+from server.cli import ropewalk
+from server.corpus.held_out import Document
+from server.inspection.heads import _sequences
+from tests.tiny_models import tiny_model
+
+TWO = """
+deployments:
+  - {name: linear, rope_scaling: {rope_type: linear, factor: 4.0}}
+  - {name: static, rope_scaling: {rope_type: yarn, factor: 2.0}, rope_policy: fixed}
+"""
+DISTANCES = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2047]
+TOKENS = 300
+
+
+def run(*arguments: str) -> Result:
+    """The command, in this process."""
+    return CliRunner().invoke(ropewalk, ["inspect", *arguments])
+
+
+def found(*arguments: str) -> dict[str, Any]:
+    """As JSON, which is all of standard output."""
+    ended = run("--json", *arguments)
+    assert ended.exit_code == 0, ended.stderr
+    read: dict[str, Any] = json.loads(ended.stdout)
+    return read
+
+
+@pytest.fixture(autouse=True)
+def _logs_elsewhere() -> Iterator[None]:
+    """The command sends the log to the standard error of its run; not what comes after."""
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def loaded(embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares loading the embedded model anew for every run."""
+    monkeypatch.setattr("server.inspection.heads.load_checkpoint", lambda *_, **__: embedded)
+
+
+@pytest.fixture(scope="module")
+def heads(embedded: Checkpoint) -> tuple[dict[str, Any], str]:
+    """The embedded model's heads on a little text: JSON, and the text that says the same."""
+    arguments = ("--heads", "all", "--sample-tokens", str(TOKENS), "--rope-tiers", "1,8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("server.inspection.heads.load_checkpoint", lambda *_, **__: embedded)
+        text = run(*arguments)
+        assert text.exit_code == 0, text.stderr
+        return found(*arguments), text.stdout
+
+
+def block(text: str, title: str) -> list[list[str]]:
+    """Cells of the table under a line that begins so; the first row is its head."""
+    lines = text.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith(title))
+    end = lines.index("", at) if "" in lines[at:] else len(lines)
+    return [line.split() for line in lines[at + 1 : end]]
+
+
+def test_the_bound_is_that_of_the_tables_shown() -> None:
+    """of each tier's wavelengths and attention factor, and without scaling"""
+    deployment = found()["deployments"][0]
+    decay = deployment["decay"]
+    assert decay["distances"] == DISTANCES
+    shown = [*zip(deployment["tiers"], decay["tiers"], strict=True)]
+    assert [tier["factor"] for tier, _ in shown] == [1, 2, 4, 8]
+    shown.append((deployment["tiers"][0], decay["unscaled"]))
+    for tier, bounds in shown:
+        thetas = [2 * math.pi / pair["wavelength"] for pair in tier["pairs"]]
+        for distance, bound in zip(DISTANCES, bounds, strict=True):
+            turns = [cmath.exp(1j * distance * theta) for theta in thetas]
+            mean = sum(abs(sum(turns[: end + 1])) for end in range(32)) / 32
+            assert bound == pytest.approx(tier["attention_factor"] ** 2 * mean, rel=1e-4)
+    assert decay["tiers"][0][0] == 16.5
+
+
+def test_the_bounds_table_and_json_agree(tmp_path: Path) -> None:
+    """for several deployments; a fixed one has the unscaled table beside its own"""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text(TWO)
+    text = run("--config", str(file)).stdout
+    for deployment in found("--config", str(file))["deployments"]:
+        decay = deployment["decay"]
+        _, *rows = block(text, f"deployment {deployment['name']}: upper bound")
+        columns = [decay["distances"], decay["unscaled"], *decay["tiers"]]
+        assert len(rows) == len(decay["distances"])
+        for row, expected in zip(rows, zip(*columns, strict=True), strict=True):
+            assert [float(cell) for cell in row] == pytest.approx(expected, rel=1e-3)
+        assert decay["other_layer_types"] == {}
+        assert deployment["scores"] is None
+    assert decay["distances"][-2:] == [256, 511]
+    assert len(decay["tiers"]) == 1
+
+
+def test_the_heads_table_and_json_agree(heads: tuple[dict[str, Any], str]) -> None:
+    """four layers of four query heads, two of which share a key head"""
+    json_heads, text = heads[0]["heads"], heads[1]
+    assert json_heads["num_tokens"] == TOKENS
+    assert f"on {TOKENS} tokens of {json_heads['sample']} (2 sequences)" in text
+    names = ("head", "query_mean", "query_spread", "key_head", "key_mean", "key_spread")
+    expected = [
+        [layer["layer"], *(row[name] for name in names)]
+        for layer in json_heads["layers"]
+        for row in layer["heads"]
+    ]
+    _, *rows = block(text, "heads before rotation")
+    assert len(rows) == 16
+    for row, numbers in zip(rows, expected, strict=True):
+        assert [float(cell) for cell in row[:-1]] == pytest.approx(numbers, rel=1e-3)
+        assert row[-1] == "all"
+    assert [row[4] for row in rows[:4]] == ["0", "0", "1", "1"]
+
+
+def test_the_scores_table_and_json_agree(heads: tuple[dict[str, Any], str]) -> None:
+    """a block a table; the unscaled one is the first tier's, so it is not printed twice"""
+    scores, text = heads[0]["deployments"][0]["scores"], heads[1]
+    assert scores["distances"] == DISTANCES
+    assert scores["unscaled"] == scores["tiers"][0]
+    assert "ropewalk-demo, unscaled" not in text
+    for name, of_tier in zip(("256 (1x)", "2048 (8x)"), scores["tiers"], strict=True):
+        head, *rows = block(text, f"deployment ropewalk-demo, {name}: expected score")
+        assert head == ["layer", "head", *map(str, DISTANCES)]
+        for row, shown in zip(rows, of_tier, strict=True):
+            assert [int(cell) for cell in row[:2]] == [shown["layer"], shown["head"]]
+            pairs = [cell.split("±") for cell in row[2:]]
+            for column, name_of in enumerate(("expected", "spread")):
+                values = [float(pair[column]) for pair in pairs]
+                assert values == pytest.approx(shown[name_of], abs=0.00501)
+
+
+def test_scores_are_within_what_the_means_allow(heads: tuple[dict[str, Any], str]) -> None:
+    """|expected| <= a^2 |mean q| |mean k| / sqrt(d); a^2 times the native score at distance 0"""
+    deployment = heads[0]["deployments"][0]
+    rows = [row for layer in heads[0]["heads"]["layers"] for row in layer["heads"]]
+    native, scaled = deployment["scores"]["tiers"]
+    lengths = [tier["attention_factor"] ** 2 for tier in deployment["tiers"]]
+    for row, of_native, of_scaled in zip(rows, native, scaled, strict=True):
+        for length, scores in zip(lengths, (of_native, of_scaled), strict=True):
+            most = length * row["query_mean"] * row["key_mean"] / 8
+            assert max(map(abs, scores["expected"])) <= most
+        for name in ("expected", "spread"):
+            assert of_scaled[name][0] == pytest.approx(lengths[1] * of_native[name][0])
+
+
+def saved(architecture: str, folder: Path) -> str:
+    """A tiny model as a checkpoint with the embedded one's tokenizer."""
+    tiny_model(architecture, vocab_size=2048).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((EMBEDDED_MODEL / name).read_bytes())
+    return str(folder)
+
+
+def test_layers_with_a_table_of_their_own_keep_it(tmp_path: Path) -> None:
+    """Gemma 3: sliding layers are not scaled, and see as far as their window"""
+    model = saved("gemma3_text", tmp_path)
+    arguments = (model, "--heads", "2,3", "--sample-tokens", "100", "--rope-tiers", "1,4")
+    deployment = found(*arguments)["deployments"][0]
+    thetas = {"full_attention": 1e6, "sliding_attention": 1e4}  # transformers' defaults
+    for name, bounds in (
+        ("full_attention", deployment["decay"]["unscaled"]),
+        ("sliding_attention", deployment["decay"]["other_layer_types"]["sliding_attention"]),
+    ):
+        turns = [cmath.exp(64j * thetas[name] ** (-pair / 8)) for pair in range(8)]
+        mean = sum(abs(sum(turns[: end + 1])) for end in range(8)) / 8
+        at = deployment["decay"]["distances"].index(64)
+        assert bounds[at] == pytest.approx(mean, rel=1e-3)
+    scores = deployment["scores"]
+    assert {row["layer"] for row in scores["other_layers"]} == {2}
+    assert all({row["layer"] for row in rows} == {3} for rows in scores["tiers"])
+    for row in scores["other_layers"]:
+        told = [each is not None for each in row["expected"]]
+        assert told == [distance < 24 for distance in scores["distances"]]
+    _, *rows = block(run(*arguments).stdout, f"deployment {tmp_path.name}, layers that")
+    assert len(rows) == 4
+    assert rows[0][-1] == "-"
+
+
+def test_layers_without_rotation_expect_the_same_at_every_distance(tmp_path: Path) -> None:
+    """Cohere 2's fourth; interleaved pairs elsewhere; and it can be drawn"""
+    picture = tmp_path / "out.svg"
+    deployment = found(
+        saved("cohere2", tmp_path), "--heads", "all", "--sample-tokens", "100", "--plot",
+        str(picture),
+    )["deployments"][0]  # fmt: skip
+    for row in deployment["scores"]["other_layers"]:
+        assert row["layer"] == 3
+        assert row["expected"] == pytest.approx([row["expected"][0]] * len(row["expected"]))
+    assert {row["layer"] for row in deployment["scores"]["unscaled"]} == {0, 1, 2}
+    assert "<svg" in picture.read_text()
+
+
+def test_a_plot_of_several_deployments_is_a_png(tmp_path: Path) -> None:
+    """a row for each, without weights"""
+    file, picture = tmp_path / "ropewalk.yaml", tmp_path / "out.png"
+    file.write_text(TWO)
+    assert run("--config", str(file), "--plot", str(picture)).exit_code == 0
+    png = picture.read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", png[16:24]) == (1200, 1350)
+    assert len(png) > 20_000
+
+
+def test_a_sample_is_the_beginning_of_every_text_then_the_rest(embedded: Checkpoint) -> None:
+    """in sequences of at most the length, up to the number of tokens"""
+    texts = [Document("a", "alpha = 1\n" * 20), Document("b", "beta\n"), Document("c", "")]
+    tokenizer = embedded.tokenizer
+    sequences = _sequences(texts, tokenizer, 10, 1000)
+    pieces = [
+        texts[0].text[:40],
+        "beta\n",
+        *(texts[0].text[at : at + 40] for at in range(40, 200, 40)),
+    ]
+    assert sequences == [tokenizer.encode(piece)[:10] for piece in pieces]
+    cut = _sequences(texts, tokenizer, 10, 11)
+    assert [len(each) for each in cut] == [10, 1]
+
+
+def test_own_text_is_read(loaded: None, tmp_path: Path) -> None:
+    """and other text gives other heads"""
+    file = tmp_path / "mine.txt"
+    file.write_text("for each in range(10):\n    print(each)\n")
+    mine = found("--heads", "0", "--sample-text", str(file))["heads"]
+    assert (mine["sample"], mine["num_sequences"]) == (str(file), 1)
+    file.write_text("x = 1\n" * 40)
+    other = found("--heads", "0", "--sample-text", str(file))["heads"]
+    assert mine["layers"][0]["heads"] != other["layers"][0]["heads"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--heads", "4"],
+            "--heads must be all, or layers from 0 to 3 with commas between them, got '4'",
+        ),
+        (["--heads", "0,-1"], "--heads must be all, or layers from 0 to 3"),
+        (["--heads", "first"], "--heads must be all, or layers from 0 to 3"),
+        (["--sample-text", "x"], "--sample-text is for --heads, which is not given, got x"),
+        (["--sample-tokens", "9"], "--sample-tokens is for --heads, which is not given, got 9"),
+        (
+            ["--heads", "all", "--sample-text", "no/such"],
+            "--sample-text: cannot read no/such: No such file or directory",
+        ),
+        (["--plot", "out.bmp"], "--plot must end in .png or .svg, got 'out.bmp'"),
+        (["--plot", "no/such/out.png"], "--plot: there is no folder no/such"),
+    ],
+)
+def test_what_cannot_be_inspected_ends_with_a_sentence_and_code_2(
+    arguments: list[str], message: str
+) -> None:
+    """which names option, limit and value"""
+    ended = run(*arguments)
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"ropewalk: {message}")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_sample_of_one_token_is_refused(loaded: None, tmp_path: Path) -> None:
+    """there is no spread of one vector; nor of a number of tokens below two"""
+    file = tmp_path / "mine.txt"
+    file.write_text("")
+    ended = run("--heads", "all", "--sample-text", str(file))
+    assert ended.exit_code == 2
+    assert "ropewalk: --sample-text must have >= 2 tokens, got 0" in ended.stderr
+    ended = run("--heads", "all", "--sample-tokens", "1")
+    assert ended.exit_code == 2
+    assert "'--sample-tokens': 1 is not in the range x>=2" in ended.stderr
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """there is not even a model"""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ended = run("no/such/model", "--heads", "all", "--plot", "out.png")
+    assert ended.exit_code == 2
+    assert "ropewalk: --plot needs matplotlib: pip install 'ropewalk[plot]'" in ended.stderr

@@ -1,0 +1,205 @@
+"""`ropewalk inspect` and `ropewalk config check`: numbers that the loaded server confirms."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model_runtime.errors import ModelError
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL
+from server.settings.load import SettingsError, load_settings
+from server.startup.dry_run import outlook_of
+from server.startup.load_service import load_service
+from tests.processes import Server, run_here, run_to_end
+from tests.tiny_models import tiny_model
+
+TWO = """
+deployments:
+  - name: demo
+    rope_scaling: {rope_type: llama3, factor: 4.0}
+  - name: fixed-2x
+    rope_scaling: {rope_type: yarn, factor: 2.0}
+    rope_policy: fixed
+kv_cache_tokens: 1000
+port: 9999
+"""
+
+
+def inspect(*arguments: str) -> dict[str, Any]:
+    """As JSON."""
+    ended = run_here("inspect", "--json", *arguments)
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+def test_wavelengths_and_states_are_yarns_formula() -> None:
+    """kept above 32 turns within L, interpolated below 1, blended between (arXiv 2309.00071)"""
+    found = inspect()
+    assert found["native_len"] == 256
+    tiers = found["deployments"][0]["tiers"]
+    assert [(tier["ceiling"], tier["factor"]) for tier in tiers] == [
+        (256, 1.0),
+        (512, 2.0),
+        (1024, 4.0),
+        (2048, 8.0),
+    ]
+    for tier in tiers:
+        factor = tier["factor"]
+        assert tier["attention_factor"] == pytest.approx(0.1 * math.log(factor) + 1)
+        for pair, shown in enumerate(tier["pairs"]):
+            native = 2 * math.pi * 10_000 ** (2 * pair / 64)
+            turns = 256 / native
+            assert shown["ratio"] == pytest.approx(shown["wavelength"] / native, rel=1e-5)
+            if factor == 1 or turns > 32:
+                assert (shown["state"], round(shown["ratio"], 4)) == ("kept", 1)
+            elif turns < 1:
+                assert shown["state"] == "interpolated"
+                assert shown["ratio"] == pytest.approx(factor, rel=1e-5)
+            else:
+                assert shown["state"] == "blended"
+                assert 1 < shown["ratio"] < factor
+
+
+def test_costs_are_those_of_the_config() -> None:
+    """bytes of a token, and what fits a given memory beside the weights"""
+    costs = inspect("--memory-gib", "0.02")["costs"]
+    config = json.loads((Path(EMBEDDED_MODEL) / "config.json").read_text())
+    per_layer = 2 * config["num_key_value_heads"] * config["head_dim"] * 4
+    assert costs["kv_bytes_per_token"] == config["num_hidden_layers"] * per_layer
+    left = 0.02 * 2**30 - costs["weight_bytes"]
+    assert costs["memory_holds_tokens"] == left // costs["kv_bytes_per_token"] // 64 * 64
+    assert costs["longest_context_in_memory"] == min(2048, costs["memory_holds_tokens"])
+    tight = inspect("--memory-gib", "0.016")["costs"]
+    assert 0 < tight["longest_context_in_memory"] == tight["memory_holds_tokens"] < 2048
+    assert inspect("--memory-gib", "0.001")["costs"]["longest_context_in_memory"] == 0
+
+
+def test_text_has_a_row_per_pair_and_a_column_per_tier() -> None:
+    """with the state's letter"""
+    ended = run_here("inspect", "--rope-tiers", "1,2,6", "--rope-policy", "grow")
+    lines = ended.stdout.splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("pair"))
+    assert "256 (1x)" in lines[at]
+    assert "1536 (6x)" in lines[at]
+    rows = lines[at + 2 : lines.index("", at)]
+    assert [int(row.split()[0]) for row in rows] == list(range(32))
+    assert rows[0].split()[3:] == ["6.283", "k"] * 3
+    assert [row[-1] for row in rows] == ["k", *"b" * 12, *"i" * 19]
+    assert "deployment ropewalk-demo: yarn, grow" in ended.stdout
+
+
+def test_a_model_with_tables_by_layer_type_says_which_is_scaled(tmp_path: Path) -> None:
+    """Gemma 3"""
+    model = tiny_model("gemma3_text").to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((EMBEDDED_MODEL / "tokenizer.json").read_bytes())
+    ended = run_here("inspect", str(tmp_path), "--dtype", "bfloat16")
+    assert ended.returncode == 0, ended.stderr
+    assert "not scaled       layers of type sliding_attention keep their own table" in ended.stdout
+    assert "512 bytes a token: 4 layers x 2 heads x (16 + 16) in bfloat16" in ended.stdout
+
+
+def test_config_check_says_what_serve_says(server: Server, tmp_path: Path) -> None:
+    """of the embedded model: the same lines as the banner"""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text("max_num_seqs: 32\n")
+    ended = run_here("config", "check", str(file))
+    assert ended.returncode == 0, ended.stderr
+    start, end = "  deployment ", "; bits: "
+    banner = server.banner[server.banner.index(start) : server.banner.index(end)]
+    assert "  products  " in banner
+    assert banner in ended.stdout
+
+
+def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path) -> None:
+    """and what the cache limits"""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text(TWO)
+    ended = run_here("config", "check", str(file))
+    for line in (
+        "deployment       demo",
+        "scaling        llama3, pinned",
+        "tiers          256:1x 512:2x 1024:4x",
+        "longest        960 tokens (what the KV cache holds)",
+        "deployment       fixed-2x",
+        "tiers          512:2x",
+        "longest        512 tokens\n",
+        "KV cache         960 tokens",
+        "weights, 3.75 MiB cache",
+        "would listen on  127.0.0.1, port 9999",
+        "whether the architecture can be taken over: loading it shows",
+    ):
+        assert line in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port: x", "port: input should be a valid integer"),
+        ("port: true", "port: is a switch's value, got True"),
+        ("served_model_name: 2024-13-01\nport: x", "port: input should be a valid integer"),
+        ("chat_template: ./none.jinja", "chat_template: cannot read none.jinja"),
+        ("allowed_chat_template_kwargs: [messages]", "messages is the rendering's own"),
+        ("model: ./none", "there is no folder ./none"),
+        ("kv_cache_tokens: 3", "the KV cache holds no page"),
+        (
+            "deployments: [{name: a}, {name: b, rope_tiers: [2, 4]}]",
+            "deployments: b: rope_tiers: must rise strictly from 1, got 2,4",
+        ),
+        (
+            "deployments: [{name: a, rope_scaling: {rope_type: yarn, factor: 8}, rope_tiers: [1]}]",
+            "deployments: a: rope_tiers: ends at 1, but the factor of rope_scaling is 8",
+        ),
+        (
+            "rope_tiers: [1, 70000]",
+            "rope_tiers: the largest must be <= 65536, got 70000",
+        ),
+        (
+            "deployments: [{name: a, rope_scaling: {rope_type: yarn}}]",
+            "deployments: a: rope_scaling: factor: is missing",
+        ),
+        (
+            "kv_cache_tokens: 1000\ndeployments: [{name: a, max_model_len: 2000}]",
+            "deployments: a: max_model_len must be <= what the KV cache holds (960 tokens)",
+        ),
+    ],
+)
+def test_config_check_refuses_what_serve_would_refuse(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    """with the same sentence"""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text(text)
+    told = []
+    for look in (outlook_of, load_service):
+        with pytest.raises((SettingsError, ModelError)) as raised:
+            look(load_settings({"config": str(file)}))
+        told.append(str(raised.value))
+    assert told[0] == told[1]
+    assert message in told[0]
+
+
+def test_config_check_knows_the_machines_memory(tmp_path: Path) -> None:
+    """serve would fail while allocating, in torch's words"""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text("kv_cache_gib: 100000")
+    with pytest.raises(SettingsError, match=r"weights and KV cache need 100000 GiB, this machine"):
+        outlook_of(load_settings({"config": str(file)}))
+
+
+def test_inspect_asks_nothing_of_this_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """it is asked about other machines', too"""
+    monkeypatch.setenv("ROPEWALK_KV_CACHE_TOKENS", "8")
+    assert inspect("--max-model-len", "2000")["costs"]["longest_context"] == 2000
+
+
+def test_config_check_ends_with_a_sentence_and_code_2(tmp_path: Path) -> None:
+    """and no traceback"""
+    ended = run_to_end("config", "check", str(tmp_path / "none.yaml"))
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("ropewalk: config: cannot read ")
+    assert len(ended.stderr.splitlines()) == 1

@@ -1,0 +1,160 @@
+"""What a run of the crossing comparison writes, and what it does not measure twice."""
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from server.corpus.held_out import library_documents
+from server.evaluation.command import evaluate
+from server.intervals import bootstrap, proportion
+from server.policy_eval import run as crossing_run
+from server.policy_eval.measure import CROSSING_POLICIES, CrossingPolicy, Outcome
+from server.policy_eval.record import FILE
+from server.policy_eval.report import differences_of, rows_of, table
+from server.policy_eval.run import CrossingOptions, run_crossings
+from server.settings.load import load_settings
+
+OPTIONS = {"num_windows": 2, "windows_together": 1, "scored_tokens": 4, "num_crossings": (1,)}
+
+
+def outcome(nll: float, *, found: bool, decode_s: float = 1.0) -> Outcome:
+    """One window of two scored tokens, whose mean is `nll`."""
+    return Outcome((nll - 0.5, nll + 0.5), found, 1, decode_s, 0.01, (0.02,))
+
+
+def two_policies() -> dict[tuple[str, int, CrossingPolicy], list[Outcome]]:
+    """Three windows: stale is 1 worse everywhere and misses one needle."""
+    pinned = [outcome(nll, found=True) for nll in (1.0, 2.0, 6.0)]
+    stale = [outcome(nll, found=nll != 3.0, decode_s=2.0) for nll in (2.0, 3.0, 7.0)]
+    return {("yarn", 1, "pinned"): pinned, ("yarn", 1, "stale"): stale}
+
+
+def test_wilson_meets_published_values() -> None:
+    """81 of 263 in Newcombe 1998: 0.2553 to 0.3662; 0 of 20: 0 to 0.1611"""
+    found = proportion(81, 263)
+    assert (found.low, found.high) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert (proportion(0, 20).low, proportion(0, 20).high) == pytest.approx((0.0, 0.1611), abs=5e-5)
+
+
+def test_the_bootstrap_is_near_the_normal_interval_of_many_values() -> None:
+    """1.96 standard errors to either side"""
+    values = np.random.default_rng(1).normal(3.0, 2.0, 400).tolist()
+    found = bootstrap(values)
+    error = np.std(values) / 20
+    assert found.value == pytest.approx(np.mean(values))
+    assert found.low == pytest.approx(found.value - 1.96 * error, abs=0.1 * error)
+    assert found.high == pytest.approx(found.value + 1.96 * error, abs=0.1 * error)
+
+
+def test_differences_are_taken_window_by_window() -> None:
+    """the levels overlap widely, the difference is certain"""
+    pinned, stale = rows_of(two_policies())
+    assert pinned.perplexity.value == pytest.approx(math.exp(3.0))
+    assert stale.perplexity.low < pinned.perplexity.high
+    (difference,) = differences_of(two_policies())
+    assert (difference.policy, difference.against) == ("stale", "pinned")
+    assert (difference.nll.low, difference.nll.high) == pytest.approx((1.0, 1.0))
+    assert (difference.num_found_only_here, difference.num_found_only_there) == (0, 1)
+    assert difference.decode_time == 2.0
+    assert "+1.0000 [+1.0000, +1.0000]" in table(two_policies())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small run on the embedded model."""
+    folder = tmp_path_factory.mktemp("crossings")
+    run_crossings(load_settings({}), options(folder), library_documents(held_out=True))
+    return folder
+
+
+def options(folder: Path, **changed: Any) -> CrossingOptions:
+    """A run of two windows, one after the other."""
+    return CrossingOptions(output=folder, **{**OPTIONS, **changed})
+
+
+def test_every_file_says_the_same(finished: Path) -> None:
+    """JSON, CSV and the table, a row for each policy"""
+    report = json.loads((finished / "crossings.json").read_text())
+    assert [row["policy"] for row in report["rows"]] == list(CROSSING_POLICIES)
+    with (finished / "crossings.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    text = (finished / "crossings.txt").read_text()
+    for row, line in zip(report["rows"], lines, strict=True):
+        assert float(line["perplexity_high"]) == row["perplexity"]["high"]
+        assert int(line["num_windows"]) == row["num_windows"] == 2
+        assert f"{row['perplexity']['value']:.3f}" in text
+    assert (report["settings"]["model"], report["settings"]["native_len"]) == ("ropewalk-demo", 256)
+    exact = next(each for each in report["differences"] if each["policy"] == "grow-exact")
+    assert exact["nll"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+    assert (finished / "crossings.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_finished_is_not_measured_again(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """and what is not, is: a line cut off, a text of another seed"""
+    lines = (finished / FILE).read_text().splitlines(keepends=True)
+    assert len(lines) == 2 * len(CROSSING_POLICIES)
+    (tmp_path / FILE).write_text("".join(lines[:-1]) + lines[-1][:40])
+    measured: list[str] = []
+    original = crossing_run.run_windows
+
+    def watched(*arguments: Any, **named: Any) -> list[Outcome]:
+        measured.append(arguments[2])
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(crossing_run, "run_windows", watched)
+    again = run_crossings(load_settings({}), options(tmp_path), library_documents(held_out=True))
+    assert measured == ["stale"]
+    assert [row.perplexity for row in rows_of(again)] == [
+        row.perplexity
+        for row in rows_of(
+            run_crossings(load_settings({}), options(finished), library_documents(held_out=True))
+        )
+    ]
+    assert len(measured) == 1
+    run_crossings(
+        load_settings({}),
+        options(tmp_path, seed=1, num_windows=1),
+        library_documents(held_out=True),
+    )
+    assert measured[1:] == list(CROSSING_POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--methods", "yarn,longrope"), "methods must be of yarn, dynamic,"),
+        (("--methods", "yarn@0"), "behind @ stands a whole number of tokens from 1, got 'yarn@0'"),
+        (("--crossings", "1,7"), "crossings must be from 1 to 6, got 7"),
+        (("--crossings", "two"), "must be integers with commas between them, got 'two'"),
+        (("--native-len", "512"), "at most what the checkpoint was trained for (256), got 512"),
+        (("--windows", "100000"), "windows: the text has"),
+        (("--scored-tokens", "500", "--crossings", "1"), "last tier of 512 tokens, got"),
+        (("--queries", "4"), "--queries has no meaning with --policies"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_compared_is_refused(
+    arguments: tuple[str, ...], sentence: str, tmp_path: Path
+) -> None:
+    """with code 2 and a sentence that names option, limit and value"""
+    ended = CliRunner().invoke(
+        evaluate, ("--policies", "--output", str(tmp_path / "out"), *arguments)
+    )
+    assert ended.exit_code == 2
+    assert sentence in ended.output
+
+
+def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
+    """by its line"""
+    (tmp_path / FILE).write_text("{}\n")
+    ended = CliRunner().invoke(evaluate, ("--policies", "--output", str(tmp_path)))
+    assert ended.exit_code == 2
+    assert "line 1 of" in ended.output

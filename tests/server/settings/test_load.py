@@ -1,0 +1,211 @@
+"""Settings: precedence, and what a wrong value is told."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from server.settings.fields import unit_of
+from server.settings.load import ServeSettings, SettingsError, load_settings
+from server.settings.sections import SECTIONS
+
+
+def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """in that order, each value whole: a rope block of the file is not mixed with a flag's"""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text(
+        "port: 9000\nmax_num_seqs: 6\npage_size: 32\n"
+        "rope_scaling: {rope_type: yarn, factor: 8.0, beta_fast: 16}\n"
+    )
+    monkeypatch.setenv("ROPEWALK_PORT", "9001")
+    monkeypatch.setenv("ROPEWALK_MAX_NUM_SEQS", "7")
+    linear = '{"rope_type": "linear", "factor": 2}'
+    flags = {"port": "9002", "config": str(file), "rope_scaling": linear}
+    settings = load_settings(flags)
+    assert (settings.port, settings.max_num_seqs) == (9002, 7)
+    assert (settings.page_size, settings.host) == (32, "127.0.0.1")
+    assert settings.rope_scaling == {"rope_type": "linear", "factor": 2}
+    monkeypatch.setenv("ROPEWALK_CONFIG", str(file))
+    assert load_settings({}).rope_scaling == {"rope_type": "yarn", "factor": 8.0, "beta_fast": 16}
+
+
+@pytest.mark.parametrize("name", sorted(set(ServeSettings.model_fields) - {"config"}))
+def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
+    """with YAML's own types, or as the text that a flag would have"""
+    values: dict[str, Any] = {
+        "deployments": [{"name": "a"}, {"name": "b", "rope_policy": "grow"}],
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+        "rope_policy": "grow",
+        "rope_tiers": [1, 2],
+        "allowed_rope_types": ["yarn"],
+        "allowed_chat_template_kwargs": [],
+        "context_buckets": [16, 32],
+        "dtype": "float32",
+        "device": "cpu",
+        "trust_remote_code": True,
+        "gpu_memory_utilization": 0.5,
+        "enforce_eager": True,
+        "max_num_batched_tokens": 64,
+        "api_key": ["a", "b"],
+        "open_metrics": True,
+        "ssl_keyfile": None,
+        "allowed_origins": ["https://example.org"],
+        "max_body_bytes": 4096,
+        "max_header_bytes": 4096,
+        "max_unread_tokens": 64,
+    }
+    field = ServeSettings.model_fields[name]
+    is_text = "str" in str(field.annotation) or "Path" in str(field.annotation)
+    value = values.get(name, "text" if is_text else 7)
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text(yaml.safe_dump({name: value}))
+    found = load_settings({"config": str(file)})
+    if name == "deployments":
+        assert found.deployments is not None
+        named = [(entry.name, entry.rope_policy) for entry in found.deployments]
+        assert named == [("a", None), ("b", "grow")]
+    else:
+        assert found.model_dump(mode="json")[name] == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 9000", "prot in .*ropewalk.yaml is no setting of ropewalk; port is"),
+        ("config: x.yaml", "config in .*ropewalk.yaml is no setting"),
+        ("port: 70000", "port: .*65535, got 70000 .from .*ropewalk.yaml"),
+        ("port: 1\nport: 2", "ropewalk.yaml is not YAML: line 2, column 1: 'port' stands twice"),
+        ("rope_scaling: {a: 1, a: 2}", "'a' stands twice"),
+        ("port: [", "is not YAML: line 1, column"),
+        ("- port", "must hold settings as `name: value`"),
+        ("deployments: [{rope_policy: grow}]", r"deployments\.0\.name: field required"),
+        ("deployments: [{name: a, port: 1}]", r"deployments\.0\.port: extra inputs are not"),
+        ("deployments: [{name: a}, {name: a}]", "name must be given once, got 'a' twice"),
+        ("deployments: []", "deployments: .*at least 1"),
+        ("deployments: [{name: a}]\nrope_policy: grow", "rope_policy and deployments exclude"),
+        ("deployments: [{name: a}]\nserved_model_name: b", "served_model_name and deployments"),
+    ],
+)
+def test_a_wrong_file_names_file_setting_and_value(tmp_path: Path, text: str, message: str) -> None:
+    """and what is accepted"""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=message):
+        load_settings({"config": str(file)})
+
+
+def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    """nor one that is no text"""
+    with pytest.raises(SettingsError, match=r"config: cannot read .*: No such file"):
+        load_settings({"config": str(tmp_path / "none.yaml")})
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="it is not UTF-8"):
+        load_settings({"config": str(tmp_path / "binary")})
+
+
+def test_deployments_come_from_a_flag_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """as JSON; and from the environment"""
+    text = '[{"name": "a", "rope_scaling": {"rope_type": "linear", "factor": 2}}]'
+    monkeypatch.setenv("ROPEWALK_DEPLOYMENTS", text)
+    for flags in ({}, {"deployments": text}):
+        found = load_settings(flags).deployments
+        assert found is not None
+        assert found[0].rope_scaling == {"rope_type": "linear", "factor": 2}
+
+
+def test_lists_and_json_are_read_from_strings() -> None:
+    """as flags and variables give them"""
+    settings = load_settings(
+        {
+            "rope_tiers": "1,2,4.5",
+            "rope_scaling": '{"rope_type": "linear", "factor": 2}',
+            "allowed_rope_types": "default,yarn",
+            "context_buckets": "64,128",
+        }
+    )
+    assert settings.rope_tiers == (1.0, 2.0, 4.5)
+    assert settings.rope_scaling == {"rope_type": "linear", "factor": 2}
+    assert settings.allowed_rope_types == ("default", "yarn")
+    assert settings.context_buckets == (64, 128)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"port": "70000"},
+            r"port: input should be less than or equal to 65535, got '70000' \(from the command",
+        ),
+        (
+            {"rope_policy": "shrink"},
+            "rope_policy: input should be 'fixed', .*'grow-exact', got 'shrink'",
+        ),
+        ({"rope_scaling": "{yarn}"}, "rope_scaling: is not JSON"),
+        ({"rope_tiers": "1,x"}, "rope_tiers.1: "),
+        ({"dtype": "int8"}, "dtype: .*'float32'.*, got 'int8'"),
+        ({"device": "tpu"}, "device: .*got 'tpu'"),
+        ({"gpu_memory_utilization": "1.1"}, "gpu_memory_utilization: .*less than or equal to 1"),
+        ({"gpu_memory_utilization": "nan"}, "gpu_memory_utilization: "),
+        ({"kv_cache_gib": "nan"}, "kv_cache_gib: .*finite"),
+        ({"kv_cache_gib": "1", "kv_cache_tokens": "5"}, "both size the cache"),
+        ({"max_num_batched_tokens": "8"}, r"must be >= max_num_seqs \(32\), got 8"),
+        ({"rope_tiers": "1,4,2"}, "rope_tiers: must rise strictly from 1 or more, got '1,4,2'"),
+        ({"context_buckets": "5,4"}, "context_buckets: must rise strictly"),
+        ({"context_buckets": "1.9"}, "context_buckets.0: .*integer"),
+        ({"context_buckets": ",".join(map(str, range(1, 14)))}, "context_buckets: .*at most 11"),
+        ({"threads": "100000"}, "threads: .*less than or equal to 512, got '100000'"),
+        ({"served_model_name": ""}, "served_model_name: .*at least 1"),
+        ({"model": ""}, "model: .*at least 1"),
+        ({"page_size": "2"}, "page_size: .*greater than or equal to 4, got '2'"),
+    ],
+)
+def test_a_wrong_value_names_setting_value_and_what_is_accepted(
+    flags: dict[str, Any], message: str
+) -> None:
+    """one line each"""
+    with pytest.raises(SettingsError, match=message):
+        load_settings(flags)
+
+
+def test_names_may_have_spaces_round_their_commas() -> None:
+    """and nothing is no name"""
+    settings = load_settings(
+        {"allowed_rope_types": "yarn, linear", "allowed_chat_template_kwargs": ""}
+    )
+    assert settings.allowed_rope_types == ("yarn", "linear")
+    assert settings.allowed_chat_template_kwargs == ()
+
+
+def test_a_size_of_the_cache_takes_the_place_of_the_files(tmp_path: Path) -> None:
+    """in whichever unit"""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text("kv_cache_gib: 4")
+    settings = load_settings({"config": str(file), "kv_cache_tokens": "1000"})
+    assert (settings.kv_cache_gib, settings.kv_cache_tokens) == (None, 1000)
+
+
+def test_a_misspelt_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """not the default in silence"""
+    monkeypatch.setenv("ROPEWALK_MAX_NUM_SEQ", "7")
+    with pytest.raises(
+        SettingsError, match="ROPEWALK_MAX_NUM_SEQ in the environment is no setting"
+    ):
+        load_settings({})
+
+
+def test_every_setting_has_a_help_text() -> None:
+    """that ends like a sentence"""
+    for name, field in ServeSettings.model_fields.items():
+        assert field.description, name
+        assert field.description.endswith("."), name
+
+
+def test_every_setting_has_a_unit_and_a_section() -> None:
+    """once each"""
+    in_sections = [name for section in SECTIONS for name in section.model_fields]
+    assert sorted(in_sections) == sorted(ServeSettings.model_fields)
+    for name, field in ServeSettings.model_fields.items():
+        assert unit_of(field), name

@@ -1,0 +1,157 @@
+"""The cache's size when none is given: measured on a GPU, a share of the memory elsewhere."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from model_runtime.config import EngineConfig
+from model_runtime.engine.build_engine import affordable_bytes, total_memory
+from model_runtime.engine.memory_profile import CudaMeter, MemoryProfile
+from model_runtime.loading.checkpoint import Checkpoint
+from rope import Profile
+from server.settings.load import SettingsError, load_settings
+from server.startup import model_facts
+from server.startup.dry_run import outlook_lines, outlook_of
+from server.startup.model_facts import facts_of
+from server.startup.serving_plan import ModelFacts, describe, plan_serving
+
+GIB = 2**30
+CUDA = torch.device("cuda:0")
+# 80 GiB, of which 0.9 are 72: the step and graphs leave 3.
+MEMORY = MemoryProfile(80 * GIB, 2 * GIB, 60 * GIB, 6 * GIB, 1 * GIB)
+
+
+@pytest.fixture
+def on_cuda(embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
+    """The embedded model as if it were on a GPU of 80 GiB, 20 of them taken."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))
+    return replace(embedded, device=CUDA)
+
+
+def facts(embedded: Checkpoint, memory: MemoryProfile, asked: list[Any] | None = None) -> Any:
+    """Of a GPU that measures `memory`; `asked`: filled with what it is asked."""
+
+    def measure(config: EngineConfig, profiles: Sequence[Profile]) -> MemoryProfile:
+        if asked is not None:
+            asked.append((config, profiles))
+        return memory
+
+    return ModelFacts(embedded.native, 8192, 0, measure)
+
+
+def test_a_measured_step_leaves_the_rest_to_the_cache(embedded: Checkpoint) -> None:
+    """in whole pages; the banner says what else there is"""
+    asked: list[Any] = []
+    settings = load_settings({"max_num_seqs": "2000"})
+    plan = plan_serving(settings, facts(embedded, MEMORY, asked))
+    assert plan.cache_bytes == 3 * GIB
+    assert plan.config.max_model_len == 2048
+    (config, profiles), *others = asked
+    assert not others
+    assert (config.max_model_len, config.max_num_seqs) == (2048, 2000)
+    assert set(profiles) == {tier.profile for tier in plan.deployments[0].own_tiers}
+    assert describe(plan)[-2:] == [
+        "  KV cache         393216 tokens, 3 GiB in 6144 pages of 64",
+        "    beside it      60 GiB weights, 6 GiB for a step (measured), 1 GiB for graphs, "
+        "2 GiB outside torch, of 80 GiB",
+    ]
+
+
+def test_a_larger_share_is_a_larger_cache(embedded: Checkpoint) -> None:
+    """by that share of the whole device"""
+    settings = load_settings({"max_num_seqs": "2000", "gpu_memory_utilization": "0.925"})
+    assert plan_serving(settings, facts(embedded, MEMORY)).cache_bytes == 5 * GIB
+
+
+def test_no_more_than_all_contexts_need(embedded: Checkpoint) -> None:
+    """as without a GPU"""
+    plan = plan_serving(load_settings({"max_num_seqs": "3"}), facts(embedded, MEMORY))
+    assert plan.capacity == 3 * 2048
+
+
+def test_a_context_is_no_longer_than_the_cache(embedded: Checkpoint) -> None:
+    """down to a single page"""
+    memory = replace(MEMORY, step_bytes=MEMORY.step_bytes + 3 * GIB - 64 * 8192)
+    plan = plan_serving(load_settings({}), facts(embedded, memory))
+    assert (plan.capacity, plan.config.max_model_len) == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("step_bytes", "left"),
+    [
+        (9 * GIB - 1, "1 B are left"),
+        (11 * GIB, "2 GiB are missing"),
+    ],
+)
+def test_no_room_for_a_page_is_told_with_all_numbers(
+    embedded: Checkpoint, step_bytes: int, left: str
+) -> None:
+    """and with the settings that make room"""
+    memory = replace(MEMORY, step_bytes=step_bytes)
+    with pytest.raises(SettingsError) as raised:
+        plan_serving(load_settings({}), facts(embedded, memory))
+    told = str(raised.value)
+    assert told.startswith(
+        "gpu_memory_utilization 0.9 leaves no room for a page of the KV cache (64 tokens, 512 KiB)"
+    )
+    assert left in told
+    for each in ("60 GiB weights", "2 GiB outside torch", "of 80 GiB", "max_num_batched_tokens"):
+        assert each in told
+
+
+@pytest.mark.parametrize("size", [{"kv_cache_tokens": "640"}, {"kv_cache_gib": "0.005"}])
+def test_a_size_that_is_given_is_not_measured(embedded: Checkpoint, size: dict[str, str]) -> None:
+    """nor told of in the banner"""
+    asked: list[Any] = []
+    plan = plan_serving(load_settings(size), facts(embedded, MEMORY, asked))
+    assert plan.capacity == 640
+    assert (asked, plan.memory) == ([], None)
+    assert not any("measured" in line for line in describe(plan))
+
+
+def test_a_model_on_a_gpu_is_measured_there(
+    on_cuda: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """with the settings' share; one on a CPU is not"""
+    asked: list[Any] = []
+
+    def profile_memory(*arguments: Any) -> MemoryProfile:
+        asked.append(arguments)
+        return MEMORY
+
+    monkeypatch.setattr(model_facts, "profile_memory", profile_memory)
+    settings = load_settings({"gpu_memory_utilization": "0.9", "max_num_seqs": "2000"})
+    assert plan_serving(settings, facts_of(on_cuda, settings)).memory == MEMORY
+    ((checkpoint, config, _, utilization, meter),) = asked
+    assert (checkpoint, utilization) == (on_cuda, 0.9)
+    assert config.max_num_seqs == 2000
+    assert isinstance(meter, CudaMeter)
+
+
+def test_on_a_cpu_nothing_is_run_and_the_share_is_not_read(embedded: Checkpoint) -> None:
+    """a quarter of the memory, as ever"""
+    on_cpu = replace(embedded, device=torch.device("cpu"))
+    for share in ("0.1", "0.9"):
+        found = facts_of(on_cpu, load_settings({"gpu_memory_utilization": share}))
+        assert found.measure is None
+        assert found.affordable_bytes == total_memory() // 4
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_without_weights_a_tenth_is_guessed_for_a_step() -> None:
+    """of what the share, what is taken and the weights to come leave"""
+    assert affordable_bytes(CUDA, 0.9, 12 * GIB) == (72 - 20 - 12) * GIB * 9 // 10
+    assert affordable_bytes(CUDA, 0.3, 12 * GIB) == 0
+
+
+def test_config_check_says_that_a_gpus_cache_is_estimated() -> None:
+    """unless its size is given"""
+    for flags, is_estimated in (({}, True), ({"kv_cache_tokens": "640"}, False)):
+        settings = load_settings({"device": "cpu", **flags})
+        outlook = outlook_of(settings)
+        on_gpu = replace(outlook, outline=replace(outlook.outline, device=CUDA))
+        assert ("estimated" in "".join(outlook_lines(settings, on_gpu))) is is_estimated
+        assert "estimated" not in "".join(outlook_lines(settings, outlook))

@@ -1,0 +1,140 @@
+"""The command: its help, its banner, and how it ends when it cannot serve."""
+
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL
+from server.cli import _bound_socket
+from server.settings.load import ServeSettings, SettingsError, load_settings
+from server.startup.load_service import load_service
+from tests.processes import Server, command, run_here, run_to_end
+
+
+def test_help_lists_every_setting() -> None:
+    """As a flag and as a variable."""
+    text = run_here("serve", "--help").stdout
+    for name in ServeSettings.model_fields:
+        if name != "model":
+            assert f"--{name.replace('_', '-')} " in text
+            assert f"ROPEWALK_{name.upper()}" in text
+
+
+def test_banner_says_what_an_operator_needs(server: Server) -> None:
+    """model, lengths, tiers, cache and address"""
+    for line in (
+        "model            LlamaForCausalLM, cpu, float32",
+        "deployment       ropewalk-demo",
+        "native length  256 tokens",
+        "tiers          256:1x 512:2x 1024:4x 2048:8x",
+        "longest        2048 tokens",
+        "KV cache         65536 tokens, 256 MiB in 1024 pages of 64",
+        f"listening on     {server.url}",
+    ):
+        assert line in server.banner
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"rope_scaling": '{"rope_type": "yarn"}'}, "rope_scaling: factor: is missing"),
+        ({"rope_scaling": '{"rope_type": ["yarn"]}'}, "rope_scaling: rope_type: must be a string"),
+        ({"rope_scaling": '{"rope_type": "yarn", "factor": 1e308}'}, "must be <= 65536"),
+        (
+            {"rope_scaling": '{"rope_type": "yarn", "factor": 2, "partial_rotary_factor": 0.5}'},
+            "partial_rotary_factor: is 1 in the model",
+        ),
+        ({"rope_scaling": '{"rope_type": "yarn", "factor": 2, "x": 1}'}, "x: is not a field"),
+        ({"rope_tiers": "2,4"}, "rope_tiers: must rise strictly from 1, got 2,4"),
+        ({"rope_tiers": "1,2", "rope_policy": "fixed"}, "rope_tiers: has no meaning"),
+        ({"allowed_rope_types": "yarn,magic"}, "allowed_rope_types: accepts .*; got 'magic'"),
+        ({"max_model_len": "4096"}, r"max_model_len: must be <= the longest tier \(2048 tokens\)"),
+        (
+            {"max_model_len": "2048", "kv_cache_tokens": "1000"},
+            r"max_model_len must be <= what the KV cache holds \(960 tokens\), got 2048",
+        ),
+        ({"kv_cache_tokens": "15"}, "the KV cache holds no page of 64 tokens"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_refused(
+    flags: dict[str, str], message: str
+) -> None:
+    """by the setting's or the block's field"""
+    with pytest.raises(SettingsError, match=message):
+        load_service(load_settings(flags))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rope-policy", "magic"], "rope_policy: input should be 'fixed'"),
+        (["--host", "300.1.1.1"], "cannot listen on host 300.1.1.1, port 8000: "),
+        (["--rope-tiers", "2,4"], "rope_tiers: must rise strictly from 1, got 2,4"),
+        (["./not-there"], "there is no folder ./not-there"),
+    ],
+)
+def test_what_cannot_be_served_ends_with_a_sentence_and_code_2(
+    arguments: list[str], message: str
+) -> None:
+    """and without a traceback"""
+    ended = run_to_end("serve", *arguments)
+    assert ended.returncode == 2
+    assert f"ropewalk: {message}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_broken_checkpoint_ends_with_a_sentence_and_code_2(tmp_path: Path) -> None:
+    """The folder may come from the environment."""
+    folder = tmp_path / "model"
+    shutil.copytree(EMBEDDED_MODEL, folder)
+    (folder / "tokenizer.json").unlink()
+    ended = run_to_end("serve", env={"ROPEWALK_MODEL": str(folder)})
+    assert ended.returncode == 2
+    assert f"ropewalk: {folder} has no tokenizer.json" in ended.stderr
+
+
+def test_what_a_library_refuses_while_a_model_is_loaded_is_a_sentence() -> None:
+    """The number type, the device, the reason and another setting; code 2 and no traceback."""
+    ended = run_to_end("serve", "--dtype", "bfloat16", "--port", "0", module="tests.server.unfit")
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    sentence = "cannot be served with dtype bfloat16 on device cpu: RuntimeError: needs avx512bw"
+    assert f"{sentence}; try dtype float32" in ended.stderr
+    shown = run_to_end(
+        *("serve", "--dtype", "bfloat16", "--port", "0"),
+        env={"ROPEWALK_TRACEBACK": "1"},
+        module="tests.server.unfit",
+    )
+    assert "Traceback" in shown.stderr
+    assert "in refuse" in shown.stderr
+
+
+def test_tokens_are_sent_without_nagles_delay() -> None:
+    """asyncio turns it off only where the listening socket says that it is TCP"""
+    listener = _bound_socket(load_settings({"port": "0"}))
+    with listener:
+        assert listener.proto == socket.IPPROTO_TCP
+
+
+def test_an_interrupt_ends_the_process(tmp_path: Path) -> None:
+    """cleanly"""
+    log = (tmp_path / "log").open("w+")
+    process = subprocess.Popen(command("serve", "--port", "0"), stderr=log, text=True)
+    try:
+        for _ in range(600):
+            if "listening on" in (tmp_path / "log").read_text():
+                break
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.1)
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+    assert code in (0, -signal.SIGTERM)
+    assert "Traceback" not in (tmp_path / "log").read_text()
