@@ -13,8 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server.settings.load.load import ServeSettings
 
+from server.settings.load import ServeSettings
 from tests.docker.dockerfile import Ignored, expand, parse
 from tests.docker.image_steps import Image, build
 
@@ -86,10 +86,10 @@ def test_it_is_the_wheel_that_runs(image: Image) -> None:
         assert "site-packages" in line
     (wheel,) = (image.stages["wheel"] / "dist").glob("*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
-    for package in ("rope", "model_runtime", "server", "model_runtime/embedded_model"):
-        files = [path for path in (ROOT / package).iterdir() if path.is_file()]
+    for package in ("rope", "model_runtime", "server"):
+        files = [*(ROOT / package).rglob("*.py"), *(ROOT / package).glob("embedded_model/*")]
         assert files
-        assert {f"{package}/{path.name}" for path in files} <= packed
+        assert {str(path.relative_to(ROOT)) for path in files} <= packed
     assert not any(name.startswith("tests/") for name in packed)
 
 

@@ -1,7 +1,7 @@
 """What only a GPU can show: `make gpu-check`.
 
-The kernels' own cases are in tests/model_runtime/attention/test_triton_backend.py, which runs on the
-GPU if there is one.
+The kernels' own cases are in tests/model_runtime/attention/test_triton_backend.py, which runs on
+the GPU if there is one.
 """
 
 from dataclasses import fields, replace
