@@ -95,7 +95,7 @@ def serve(**flags: Any) -> None:
     "--sample-text",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The text for --heads. Left out: Python's standard library, the files held out from "
+    help="The text for --heads. Default: Python's standard library, the files held out from "
     "training.",
 )
 @click.option(

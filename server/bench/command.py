@@ -11,11 +11,11 @@ _COUNT = click.IntRange(min=1)
 
 @click.command()
 @click.argument("url")
-@click.option("--model", metavar="NAME", help="Served name. Left out: the first served.")
+@click.option("--model", metavar="NAME", help="Served name. Default: the first served.")
 @click.option(
     "--context-lens",
     metavar="N,N,...",
-    help="Prompt lengths in tokens. Left out: powers of two from 64 up to max_model_len minus the "
+    help="Prompt lengths in tokens. Default: powers of two from 64 up to max_model_len minus the "
     "output.",
 )
 @click.option(
@@ -60,9 +60,9 @@ _COUNT = click.IntRange(min=1)
 @click.option(
     "--api-key",
     envvar="OPENAI_API_KEY",
-    help="Sent as a bearer token. Left out: none.  [OPENAI_API_KEY]",
+    help="Sent as a bearer token. Default: none.  [OPENAI_API_KEY]",
 )
-@click.option("--rope", metavar="JSON", help="The `rope` object of every request. Left out: none.")
+@click.option("--rope", metavar="JSON", help="The `rope` object of every request. Default: none.")
 @click.option(
     "--json",
     "json_path",

@@ -30,31 +30,31 @@ _BOTH = {"methods", "num_windows", "seed", "texts", "output", "resumes"}
 @click.option(
     "--context-lens",
     metavar="N,N,...",
-    help="Context lengths in tokens. Left out: L/2, L, 2L, 4L, 8L of the trained length L.",
+    help="Context lengths in tokens. Default: L/2, L, 2L, 4L, 8L of the trained length L.",
 )
 @click.option(
     "--methods",
     metavar="NAME,...",
-    help="Of none, linear, ntk, dynamic, yarn, llama3, yarn+logn. Left out: all; with --policies "
+    help="Methods: none, linear, ntk, dynamic, yarn, llama3, yarn+logn. Default: all; with --policies "
     "yarn.",
 )
 @click.option(
     "--rope-policies",
     metavar="NAME,...",
-    help="Of fixed (the longest length's factor at every length) and pinned (each length's own). "
-    "Left out: both.",
+    help="Policies: fixed (one factor, the longest length's) and pinned (each length's own). "
+    "Default: both.",
 )
 @click.option(
     "--windows",
     "num_windows",
     type=click.IntRange(min=0),
-    help="Spans of text whose perplexity is measured, the same at every length; 0: none. Left "
-    "out: 6; with --policies 32.",
+    help="Spans of text whose perplexity is measured, the same at every length; 0: none. "
+    "Default: 6; with --policies 32.",
 )
 @click.option(
     "--target-tokens",
     type=click.IntRange(min=1),
-    help="Tokens of each of them. Left out: half of the shortest length, at most 128.",
+    help="Tokens of each span. Default: half of the shortest length, at most 128.",
 )
 @click.option(
     "--queries",
@@ -65,14 +65,14 @@ _BOTH = {"methods", "num_windows", "seed", "texts", "output", "resumes"}
     help="Questions about needles per length, about four a context; 0: none.",
 )
 @click.option(
-    "--forms", metavar="NAME,...", help="Of print, assign, assert, passkey. Left out: all."
+    "--forms", metavar="NAME,...", help="Forms: print, assign, assert, passkey. Default: all."
 )
 @click.option(
     "--depths",
     metavar="N,N,...",
     default="0,14,29,43,57,71,86,100",
     show_default=True,
-    help="Where needles are hidden, in percent of the text; 0 is its beginning.",
+    help="Depths of the needles, in percent of the text; 0 is its beginning.",
 )
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Chooses windows, contexts, needles."
@@ -83,7 +83,7 @@ _BOTH = {"methods", "num_windows", "seed", "texts", "output", "resumes"}
     type=click.Path(path_type=Path),
     multiple=True,
     metavar="PATH",
-    help="Text file, or folder of such; may be given several times. Left out: sources of Python's "
+    help="Text file, or folder of such; may be given several times. Default: sources of Python's "
     "standard library that the embedded model was not trained on.",
 )
 @click.option(
@@ -91,7 +91,7 @@ _BOTH = {"methods", "num_windows", "seed", "texts", "output", "resumes"}
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
     help="Folder for the numbers, the table and the plots. A run that was stopped goes on from "
-    "what is there. Left out: ropewalk-eval; with --policies ropewalk-crossings.",
+    "what is there. Default: ropewalk-eval; with --policies ropewalk-crossings.",
 )
 @click.option(
     "--no-resume", "resumes", flag_value=False, default=True, help="Measure everything anew."
@@ -113,7 +113,7 @@ _BOTH = {"methods", "num_windows", "seed", "texts", "output", "resumes"}
     default="1,2,3",
     show_default=True,
     metavar="N,N,...",
-    help="How many tiers a sequence crosses.",
+    help="Number of tiers that a sequence crosses.",
 )
 @click.option(
     "--windows-together",
@@ -139,7 +139,7 @@ _BOTH = {"methods", "num_windows", "seed", "texts", "output", "resumes"}
 @click.option(
     "--native-len",
     type=_COUNT,
-    help="L in tokens, at most the checkpoint's. Left out: the checkpoint's.",
+    help="L in tokens, at most the checkpoint's. Default: the checkpoint's.",
 )
 @with_flags(ModelSettings)
 @click.pass_context

@@ -16,18 +16,19 @@ class HttpSettings(Section):
     """HTTP and metrics"""  # noqa: D400  # a heading
 
     host: str = setting("127.0.0.1", "Address to listen on.", unit="address")
-    port: int = setting(8000, "Port to listen on; 0 picks a free one.", unit="port", ge=0, le=65535)
+    port: int = setting(8000, "Port to listen on. 0 picks a free one.", unit="port", ge=0, le=65535)
     sse_keep_alive_seconds: float = setting(
         15.0,
-        "Silence in a stream before a comment keeps proxies from closing it; 0: never.",
+        "Seconds of silence in a stream before a comment is sent to keep proxies from closing"
+        " it. 0: never.",
         unit="seconds",
         ge=0,
         allow_inf_nan=False,
     )
     context_buckets: Integers | None = setting(
         None,
-        "Upper bounds of the metrics' context_bucket label, at most 11. Left out: fractions and "
-        "multiples of the trained length.",
+        "Upper bounds of the metrics' context_bucket label, at most 11. Default: fractions "
+        "and multiples of the trained length.",
         unit="tokens",
         max_length=MAX_CONTEXT_BUCKETS - 1,
     )
@@ -38,25 +39,25 @@ class AccessSettings(Section):
 
     api_key: Names = setting(
         (),
-        "Keys, any of which a request must bear (`Authorization: Bearer KEY`). Without one, "
-        "whoever reaches the port may ask.",
+        "Keys that requests may present as `Authorization: Bearer KEY`. Without a key the "
+        "server answers every client that reaches the port.",
         unit="keys",
         repr=False,
     )
     api_key_file: Path | None = setting(None, "File with more keys, one a line.", unit="path")
     open_metrics: bool = setting(
-        default=False, text="Answer /metrics without a key, too.", unit="switch"
+        default=False, text="Answer /metrics without a key.", unit="switch"
     )
     ssl_certfile: Path | None = setting(
-        None, "Certificate chain in PEM format: serve TLS.", unit="path"
+        None, "Certificate chain in PEM format. The server then speaks TLS.", unit="path"
     )
     ssl_keyfile: Path | None = setting(
-        None, "Its private key. Left out: it stands in ssl_certfile.", unit="path"
+        None, "Private key of the certificate. Default: the key is in ssl_certfile.", unit="path"
     )
     allowed_origins: Names = setting(
         (),
-        "Origins whose web pages may ask (CORS), as https://example.org; * is any. Credentials "
-        "of a browser are never accepted.",
+        "Origins whose web pages may send requests (CORS), for example https://example.org. *"
+        " allows any. Browser credentials are never accepted.",
         unit="origins",
     )
 
@@ -65,65 +66,78 @@ class LimitSettings(Section):
     """Limits"""  # noqa: D400  # a heading
 
     max_body_bytes: int = setting(
-        8 * 2**20, "A request's body; larger: 413.", unit="bytes", ge=1024
+        8 * 2**20, "Largest request body. Larger bodies get 413.", unit="bytes", ge=1024
     )
     max_header_bytes: int = setting(
-        65536, "A request's head in all; larger: 400.", unit="bytes", ge=1024
+        65536,
+        "Largest request head, all headers together. Larger heads get 400.",
+        unit="bytes",
+        ge=1024,
     )
-    max_headers: int = setting(100, "Headers of a request; more: 431.", unit="headers", ge=1)
+    max_headers: int = setting(
+        100, "Most headers of a request. More get 431.", unit="headers", ge=1
+    )
     max_json_depth: int = setting(
-        64, "Nesting of a body; deeper: 400.", unit="levels", ge=4, le=500
+        64, "Deepest nesting of a JSON body. Deeper bodies get 400.", unit="levels", ge=4, le=500
     )
     max_connections: int = setting(
         1024,
-        "Open connections; the one that has been idle longest makes room for a new one.",
+        "Most open connections. A new one replaces the one that has been idle longest.",
         unit="connections",
         ge=1,
     )
     head_timeout_seconds: float = setting(
-        20.0, "For a request's head to arrive; then the connection is closed.", unit="seconds", gt=0
+        20.0,
+        "Time for a request's head to arrive. Then the connection is closed.",
+        unit="seconds",
+        gt=0,
     )
     body_timeout_seconds: float = setting(
-        60.0, "For a request's body to arrive; later: 408.", unit="seconds", gt=0
+        60.0, "Time for a request's body to arrive. Later bodies get 408.", unit="seconds", gt=0
     )
     send_timeout_seconds: float = setting(
         60.0,
-        "For a client to take what was sent; then its request is aborted.",
+        "Time for a client to read what was sent. Then its request is aborted.",
         unit="seconds",
         gt=0,
     )
     max_unread_tokens: int = setting(
         16384,
-        "Outputs that a stream's client may lag behind; then its request is aborted.",
+        "Most tokens that the client of a stream may lag behind. Then its request is aborted.",
         unit="tokens",
         ge=16,
     )
-    max_prompts: int = setting(64, "Prompts in a request.", unit="prompts", ge=1, le=1024)
-    max_n: int = setting(16, "Answers to a prompt (n, best_of).", unit="answers", ge=1, le=128)
+    max_prompts: int = setting(64, "Most prompts in a request.", unit="prompts", ge=1, le=1024)
+    max_n: int = setting(16, "Most answers to a prompt (n, best_of).", unit="answers", ge=1, le=128)
     max_prompt_chars: int | None = setting(
         None,
-        "A prompt before it is tokenised. Left out: what the longest context could have.",
+        "Longest prompt before tokenisation. Default: the most characters that the longest "
+        "context can hold.",
         unit="characters",
         ge=1,
     )
-    max_stop_strings: int = setting(4, "Stop strings of a request.", unit="strings", ge=0, le=64)
-    max_stop_chars: int = setting(256, "Each of them.", unit="characters", ge=1, le=4096)
-    max_stop_token_ids: int = setting(
-        128, "stop_token_ids of a request.", unit="tokens", ge=0, le=4096
+    max_stop_strings: int = setting(
+        4, "Most stop strings of a request.", unit="strings", ge=0, le=64
     )
-    max_logit_bias: int = setting(1024, "Entries of logit_bias.", unit="tokens", ge=0, le=65536)
+    max_stop_chars: int = setting(256, "Longest stop string.", unit="characters", ge=1, le=4096)
+    max_stop_token_ids: int = setting(
+        128, "Most stop_token_ids of a request.", unit="tokens", ge=0, le=4096
+    )
+    max_logit_bias: int = setting(
+        1024, "Most entries of logit_bias.", unit="tokens", ge=0, le=65536
+    )
     max_logprobs: int = setting(
-        20, "Alternatives to report for a token.", unit="tokens", ge=0, le=MAX_LOGPROBS
+        20, "Most alternatives to report for a token.", unit="tokens", ge=0, le=MAX_LOGPROBS
     )
     stall_seconds: float = setting(
         120.0,
-        "A step may take so long; then /live, /ready and /health answer 503.",
+        "Longest step before /live, /ready and /health answer 503.",
         unit="seconds",
         gt=0,
     )
     shutdown_timeout_seconds: float = setting(
         30.0,
-        "On SIGTERM, running requests may finish for so long; then they end with an error.",
+        "Time for running requests to finish after SIGTERM. Then they end with an error.",
         unit="seconds",
         ge=0,
     )
@@ -133,11 +147,11 @@ class GrammarSettings(Section):
     """Structured answers"""  # noqa: D400  # a heading
 
     max_schema_bytes: int = setting(
-        65_536, "Largest JSON schema of a request's response_format.", unit="bytes", ge=2
+        65_536, "Largest JSON schema in a request's response_format.", unit="bytes", ge=2
     )
     grammar_compile_seconds: float = setting(
         5.0,
-        "A schema that takes longer to compile is answered 400.",
+        "Longest time to compile a schema. Slower schemas get 400.",
         unit="seconds",
         ge=0.1,
         le=600,

@@ -1,6 +1,5 @@
 """Which tokens are computed next; no model needed."""
 
-import sys
 from typing import Any
 
 from model_runtime.config import EngineConfig
@@ -283,18 +282,3 @@ def test_another_salt_shares_nothing() -> None:
         return each.num_cached_tokens
 
     assert [cached("a"), cached("b"), cached("a", prompt_logprobs=0), cached("a")] == [0, 0, 0, 24]
-
-
-def test_scheduler_and_page_pool_know_no_torch() -> None:
-    """deciding is plain Python"""
-    import subprocess
-
-    # rope's package imports torch, so look at what the two files themselves import.
-    code = (
-        "import ast, sys; names = {n.name if isinstance(n, ast.alias) else n for f in sys.argv[1:] "
-        "for node in ast.walk(ast.parse(open(f).read())) "
-        "for n in ([node.module] if isinstance(node, ast.ImportFrom) else "
-        "node.names if isinstance(node, ast.Import) else [])}; sys.exit('torch' in names)"
-    )
-    files = ["model_runtime/scheduler.py", "model_runtime/page_pool.py"]
-    assert subprocess.run([sys.executable, "-c", code, *files], check=False).returncode == 0
