@@ -35,8 +35,8 @@ _BOTH = {"methods", "num_windows", "seed", "texts", "output", "resumes"}
 @click.option(
     "--methods",
     metavar="NAME,...",
-    help="Methods: none, linear, ntk, dynamic, yarn, llama3, yarn+logn. Default: all; with --policies "
-    "yarn.",
+    help="Methods: none, linear, ntk, dynamic, yarn, llama3, yarn+logn. Default: all; with "
+    "--policies yarn.",
 )
 @click.option(
     "--rope-policies",
