@@ -25,7 +25,7 @@ from model_runtime.batch import Span, build_batch
 from model_runtime.cache.rope_tables import RopeTables
 from model_runtime.cpu_kernels.jit import jit
 from model_runtime.cpu_kernels.processor import vectors
-from model_runtime.cpu_kernels.simd import WIDTH, add, fma, load, spread, total
+from model_runtime.cpu_kernels.simd import WIDTH, add, broadcast, fma, load, reduce_add
 from model_runtime.layers.packed_linear import described, workshop_for
 from model_runtime.layers.packed_product import PackedProduct
 from model_runtime.loading.model_config import KVShape
@@ -52,27 +52,27 @@ class Row(NamedTuple):
 @jit()
 def _multiply_adds(rounds: int) -> Any:
     """Twelve chains of multiply-adds, as many as two units with six steps each keep busy."""
-    x, y = spread(np.float32(0.5)), spread(np.float32(0.25))
+    x, y = broadcast(np.float32(0.5)), broadcast(np.float32(0.25))
     a = b = c = d = e = f = g = h = i = j = k = m = y
     for _ in range(rounds):
         a, b, c = fma(a, x, y), fma(b, x, y), fma(c, x, y)
         d, e, f = fma(d, x, y), fma(e, x, y), fma(f, x, y)
         g, h, i = fma(g, x, y), fma(h, x, y), fma(i, x, y)
         j, k, m = fma(j, x, y), fma(k, x, y), fma(m, x, y)
-    return total(add(add(add(a, b), add(c, d)), add(add(e, f), add(g, h)))) + total(
+    return reduce_add(add(add(add(a, b), add(c, d)), add(add(e, f), add(g, h)))) + reduce_add(
         add(add(i, j), add(k, m))
     )
 
 
 @jit()
 def _sum(numbers: Any) -> Any:
-    first = second = third = fourth = spread(np.float32(0.0))
+    first = second = third = fourth = broadcast(np.float32(0.0))
     for at in range(0, numbers.shape[0], 4 * WIDTH):
         first = add(first, load(numbers, at))
         second = add(second, load(numbers, at + WIDTH))
         third = add(third, load(numbers, at + 2 * WIDTH))
         fourth = add(fourth, load(numbers, at + 3 * WIDTH))
-    return total(add(add(first, second), add(third, fourth)))
+    return reduce_add(add(add(first, second), add(third, fourth)))
 
 
 def seconds(work: Callable[[], object], least: float = 0.3) -> float:

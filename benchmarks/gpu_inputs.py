@@ -11,7 +11,7 @@ import torch
 
 from model_runtime.attention.paged_attention import LayerRead
 from model_runtime.batch import Batch, Span, build_batch
-from model_runtime.cache.kv_cache import KVStore
+from model_runtime.cache.kv_cache import KVCache
 from model_runtime.cache.rope_tables import RopeTables
 from rope import Profile, Yarn, native_rope
 
@@ -89,7 +89,7 @@ class Cache:
         self.device = device
         self.num_pages = max(self._needed_pages(*decode) for decode in sizes.decodes)
         self.num_pages = max(self.num_pages, -(-sizes.prefill_len // PAGE_SIZE))
-        store = KVStore({0: self}, self.num_pages, PAGE_SIZE, sizes.dtype, device, row_keys=True)
+        store = KVCache({0: self}, self.num_pages, PAGE_SIZE, sizes.dtype, device, row_keys=True)
         self.keys_NKDO, self.values_NKOV = store.pages(0)
         self.keys_NKDO.normal_()
         self.values_NKOV.normal_()

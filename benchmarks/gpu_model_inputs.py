@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from benchmarks.make_model import Shape, fill, llama_config
 from model_runtime.config import EngineConfig
 from model_runtime.deployment import Deployment
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, adopt
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, prepare_model
 from model_runtime.loading.pretrained import load_tokenizer
 from model_runtime.make_deployment import make_deployment
 
@@ -206,7 +206,7 @@ def _give_tables(model: LlamaForCausalLM, device: torch.device) -> None:
 
 def taken_over(model: LlamaForCausalLM) -> Checkpoint:
     """Checked and ready to serve; texts by the embedded model's tokenizer. Raises ModelError."""
-    return adopt(model, load_tokenizer(EMBEDDED_MODEL), frozenset(), {})
+    return prepare_model(model, load_tokenizer(EMBEDDED_MODEL), frozenset(), {})
 
 
 def deployment_of(checkpoint: Checkpoint, sizes: ModelSizes) -> Deployment:

@@ -89,7 +89,7 @@ def _angles(tables: LayerTables, batch: Batch) -> Angles:
     position_T = batch.position_ids_1T[0]
     slot_T = batch.table_slot_S
     if len(slot_T) != len(position_T):
-        lengths_S = batch.query_start_S1.diff()
+        lengths_S = batch.cu_seqlens_S1.diff()
         # Told how many there are, it does not wait to count them.
         slot_T = slot_T.repeat_interleave(lengths_S, output_size=len(position_T))
     page_size = offset_cos.shape[1]

@@ -47,7 +47,7 @@ class Batch:
     page_T: Tensor  # int64, where each token's key goes
     offset_T: Tensor  # int64
     page_table_SN: Tensor  # int32, padded with 0
-    query_start_S1: Tensor  # int64 [S + 1], where each sequence's tokens begin in the row
+    cu_seqlens_S1: Tensor  # int64 [S + 1], where each sequence's tokens begin in the row
     first_position_S: Tensor  # int64, absolute position of each sequence's first token here
     table_slot_S: Tensor  # int64
     logit_rows_R: Tensor  # int64, flat tokens whose logits are wanted
@@ -116,7 +116,7 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
     pages = table_SN[np.repeat(np.arange(len(spans)), num_tokens_S), columns]
     joined = on_device(np.concatenate((numbers, pages, offsets), dtype=np.int64), device)
     split = joined.split_with_sizes([*sizes, num_tokens, num_tokens])
-    token_ids_T, position_ids_T, query_start_S1, first_position_S, table_slot_S, *rest = split
+    token_ids_T, position_ids_T, cu_seqlens_S1, first_position_S, table_slot_S, *rest = split
     logit_rows_R, single_B, page_T, offset_T = rest
     return Batch(
         token_ids_T[None],
@@ -124,7 +124,7 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
         page_T,
         offset_T,
         on_device(table_SN, device),
-        query_start_S1,
+        cu_seqlens_S1,
         first_position_S,
         table_slot_S,
         logit_rows_R,

@@ -21,7 +21,7 @@ _CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is there to read it but t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
+class AccessPolicy:
     """Who may ask, and with how large a request."""
 
     api_keys: Sequence[str] = ()
@@ -30,9 +30,9 @@ class Gate:
     body: BodyLimits = field(default_factory=BodyLimits)
 
 
-def create_app(service: Service, gate: Gate | None = None) -> FastAPI:
+def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
     """An application over a service whose engine the caller starts and stops."""
-    gate = gate or Gate()
+    gate = gate or AccessPolicy()
     app = FastAPI(title="ropewalk")
     errors.install(app, service.metrics.rejected)
 

@@ -52,10 +52,10 @@ def serve(**flags: Any) -> None:
     _log_to_stderr()
     with _sentences(), ExitStack() as stack:
         settings = load_settings(given(flags))
-        from server.startup.gate import gate_of
+        from server.startup.gate import access_policy_of
         from server.startup.lifecycle import GracefulServer
 
-        gate_of(settings)  # what is wrong there is told before anything is loaded
+        access_policy_of(settings)  # what is wrong there is told before anything is loaded
         listener = stack.enter_context(_bound_socket(settings))
         host, port = listener.getsockname()[:2]
         scheme = "http" if settings.ssl_certfile is None else "https"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model_runtime.attention.paged_attention import LayerRead
 from model_runtime.batch import Batch, Span, build_batch
-from model_runtime.cache.kv_cache import KVStore
+from model_runtime.cache.kv_cache import KVCache
 from model_runtime.cache.rope_tables import LayerTables, RopeTables
 from rope import Linear, Profile, Unscaled, Yarn, native_rope
 
@@ -80,7 +80,7 @@ class Laid:
             at += pages
         self.batch = build_batch(spans, case.page_size, self.device)
         shape = _Shape(num_key_heads, dim, value_dim)
-        store = KVStore(
+        store = KVCache(
             {0: shape}, len(ids), case.page_size, case.dtype, self.device, row_keys=case.row_keys
         )
         keys_NKDO, values_NKOV = store.pages(0)

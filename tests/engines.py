@@ -12,7 +12,7 @@ from model_runtime.deployment import Deployment, RopeRequest
 from model_runtime.engine.build_engine import build_engine
 from model_runtime.engine.engine import Engine
 from model_runtime.engine.observer import Observer
-from model_runtime.loading.checkpoint import Checkpoint, adopt
+from model_runtime.loading.checkpoint import Checkpoint, prepare_model
 from model_runtime.make_deployment import make_deployment
 from model_runtime.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
 from tests.tiny_models import tiny_model
@@ -107,7 +107,7 @@ def tiny_checkpoint(architecture: str, seed: int = 0, **overrides: Any) -> Check
 
 def checkpoint_of(model: PreTrainedModel) -> Checkpoint:
     """Take a model over; it cannot be used untouched afterwards."""
-    return adopt(model, byte_tokenizer(), frozenset(), {})
+    return prepare_model(model, byte_tokenizer(), frozenset(), {})
 
 
 def deployment_of(checkpoint: Checkpoint, **options: Any) -> Deployment:

@@ -12,7 +12,7 @@ import structlog
 
 from model_runtime.attention.paged_attention import LayerPlan
 from model_runtime.errors import ModelError
-from model_runtime.loading.checkpoint import adopt
+from model_runtime.loading.checkpoint import prepare_model
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
@@ -64,7 +64,7 @@ def outcome(architecture: str) -> Outcome:
     model = tiny_model(architecture)
     name = type(model).__name__
     try:
-        checkpoint = adopt(model, byte_tokenizer(), frozenset(), {})
+        checkpoint = prepare_model(model, byte_tokenizer(), frozenset(), {})
     except ModelError as error:
         reason = re.sub(r": a logit differs by .*", "", str(error)).removeprefix(name).strip()
         return Outcome(architecture, name, (), is_bitwise=False, refusal=reason)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from model_runtime.batch import Span
 from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.runner.step_timer import StepClock
+from model_runtime.runner.step_timer import StepTimer
 
 
 class Script:
@@ -26,7 +26,7 @@ class Script:
         """No tables."""
         return 0
 
-    def run(self, spans: Sequence[Span], clock: StepClock) -> Tensor:
+    def run(self, spans: Sequence[Span], clock: StepTimer) -> Tensor:
         """Logits that have only one likely token; prompts here are one token long."""
         clock.switch("forward")
         self.num_calls += 1

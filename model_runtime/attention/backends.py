@@ -8,7 +8,7 @@ import torch
 from model_runtime.attention.cpu_backend import CpuAttention
 from model_runtime.attention.paged_attention import Backend
 from model_runtime.attention.torch_backend import TorchAttention
-from model_runtime.cache.kv_cache import KVStore, LayerShape
+from model_runtime.cache.kv_cache import KVCache, LayerShape
 from model_runtime.cpu_kernels.processor import vectors
 from model_runtime.cpu_kernels.trials import kernel_fault
 
@@ -30,10 +30,10 @@ def new_store(
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> KVStore:
+) -> KVCache:
     """An empty cache for the attention that serves the device."""
     row_keys = backend_for(device).row_keys
-    return KVStore(layers, num_pages, page_size, dtype, device, row_keys=row_keys)
+    return KVCache(layers, num_pages, page_size, dtype, device, row_keys=row_keys)
 
 
 def described(device: torch.device) -> str:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from model_runtime.attention.paged_attention import LayerRead
 from model_runtime.batch import Batch
-from model_runtime.cpu_kernels.attention import TILE, attend, attend_in_pairs, put
+from model_runtime.cpu_kernels.attention import TILE, attend, attend_in_pairs, write_kv
 from model_runtime.cpu_kernels.attention_dot import uses_pairs
 from model_runtime.cpu_kernels.bfloat16 import as_numpy
-from model_runtime.cpu_kernels.threads import MOST_THREADS, run_shares
+from model_runtime.cpu_kernels.threads import MOST_THREADS, parallel_for
 
 _SERIAL_WORK = 200_000  # query-key-dimension products below which threads cost more than they give
 NO_SINKS = np.empty(0, np.float32)
@@ -27,14 +27,14 @@ class CpuAttention:
 
     # A register of keys is scored at once, a dimension at a time.
     row_keys: ClassVar[bool] = False
-    is_recordable: ClassVar[bool] = False
+    can_capture: ClassVar[bool] = False
 
     def __init__(self, batch: Batch) -> None:
         self._places_S = batch.places_S
         self.destinations = batch.page_T.numpy(), batch.offset_T.numpy()
         self.sequences = (
             batch.page_table_SN.numpy(),
-            batch.query_start_S1.numpy(),
+            batch.cu_seqlens_S1.numpy(),
             batch.first_position_S.numpy(),
             batch.table_slot_S.numpy(),
         )
@@ -46,7 +46,7 @@ class CpuAttention:
         """Put the step's keys and values where the batch says."""
         key_TC, value_TC = (each.flatten(1).contiguous() for each in (key_TKD, value_TKV))
         pages = as_numpy(keys_NKDO), as_numpy(values_NKOV)
-        put(as_numpy(key_TC), 0, as_numpy(value_TC), 0, *self.destinations, *pages)
+        write_kv(as_numpy(key_TC), 0, as_numpy(value_TC), 0, *self.destinations, *pages)
 
     def read(self, read: LayerRead) -> Tensor:
         """Attention of one layer; float32 [T, H, V]."""
@@ -71,7 +71,7 @@ class CpuAttention:
         _, num_key_heads, dim, _ = pages[0].shape
         key_at = num_heads * dim
         value_at = key_at + num_key_heads * dim
-        put(joined_TC, key_at, joined_TC, value_at, *self.destinations, *pages)
+        write_kv(joined_TC, key_at, joined_TC, value_at, *self.destinations, *pages)
 
     def attend(
         self, query_TC: Any, num_heads: int, pages: tuple[Any, Any], how: tuple[Any, ...]
@@ -84,12 +84,12 @@ class CpuAttention:
         out_TC = np.empty((len(query_TC), num_heads * pages[1].shape[3]), query_TC.dtype)
         group = num_heads // num_key_heads
         arguments = (query_TC, group, *pages, *self.sequences, *how, out_TC)
-        shares = self.dealt(num_heads, dim, num_key_heads)
+        shares = self.partitioned(num_heads, dim, num_key_heads)
         kernel = attend_in_pairs if uses_pairs(pages[0]) else attend
-        run_shares(lambda share: kernel(share, *arguments), shares)
+        parallel_for(lambda share: kernel(share, *arguments), shares)
         return out_TC
 
-    def dealt(self, num_heads: int, dim: int, num_key_heads: int) -> list[Any]:
+    def partitioned(self, num_heads: int, dim: int, num_key_heads: int) -> list[Any]:
         """The work, dealt out card by card to as many threads as it can feed.
 
         A card is (sequence, key head, first query of a tile); int64 [W, 3] a thread.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from model_runtime.batch import Batch
-from model_runtime.cache.kv_cache import KVStore
+from model_runtime.cache.kv_cache import KVCache
 from model_runtime.cache.rope_tables import LayerTables, RopeTables
 from model_runtime.errors import ModelError
 from rope import half_split_from_interleaved
@@ -76,7 +76,7 @@ class Backend(Protocol):
 
     row_keys: ClassVar[bool]  # how it wants keys in memory: kv_cache.py
     # Whether a step of single tokens is the same calls of kernels for any numbers in the batch.
-    is_recordable: ClassVar[bool]
+    can_capture: ClassVar[bool]
 
     def __init__(self, batch: Batch) -> None:
         """What the step's layers share is prepared here."""
@@ -96,7 +96,7 @@ class PagedStep:
     def __init__(
         self,
         batch: Batch,
-        store: KVStore,
+        store: KVCache,
         tables: RopeTables,
         plans: Mapping[int, LayerPlan],
         backend: type[Backend],

@@ -21,7 +21,7 @@ class TorchAttention:
     """The cache on any device."""
 
     row_keys: ClassVar[bool] = True  # any order is read; this one is gathered without a transpose
-    is_recordable: ClassVar[bool] = False
+    can_capture: ClassVar[bool] = False
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch

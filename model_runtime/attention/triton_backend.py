@@ -50,7 +50,7 @@ class TritonAttention:
 
     # A key is read and written as one row: whole lines of memory.
     row_keys: ClassVar[bool] = True
-    is_recordable: ClassVar[bool] = True
+    can_capture: ClassVar[bool] = True
 
     def __init__(self, batch: Batch) -> None:
         if batch.page_T.is_cuda:

@@ -279,7 +279,7 @@ def merge(
     num_sequences, num_heads, shares, value_dim = out_BHMV.shape
     _merge[(num_sequences, num_heads)](
         out_BHMV, level_BHM, level_BHM if sinks_H is None else sinks_H,
-        batch.single_B, batch.query_start_S1, out_THV, shares, *out_THV.stride()[:2],
+        batch.single_B, batch.cu_seqlens_S1, out_THV, shares, *out_THV.stride()[:2],
         VALUES=value_dim, VALUES_2=padded(value_dim), SHARES=padded(shares),
         SUNK=sinks_H is not None,
     )  # fmt: skip
@@ -321,7 +321,7 @@ def _launch(
     _decode[(num_sequences, num_key_heads, shares)](
         query_THD, read.keys_NKDO, read.values_NKOV, batch.page_table_SN,
         batch.page_table_SN if map_SN is None else map_SN,
-        batch.single_B, batch.query_start_S1, batch.table_slot_S,
+        batch.single_B, batch.cu_seqlens_S1, batch.table_slot_S,
         keys.begin_S, keys.end_S, keys.position_S,
         *read.tables.device_tensors,
         out, levels,

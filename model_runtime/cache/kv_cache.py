@@ -38,7 +38,7 @@ def bytes_per_token(layers: Mapping[int, LayerShape], dtype: torch.dtype) -> int
     return numbers * dtype.itemsize
 
 
-class KVStore:
+class KVCache:
     """Pages of keys [N, K, D, O] and values [N, K, O, V] for every attention layer.
 
     `row_keys`: the numbers of one key lie side by side in memory, not those of one dimension. The

@@ -21,7 +21,7 @@ from model_runtime.cpu_kernels.attention_block import BLOCK, rows_reader
 from model_runtime.cpu_kernels.attention_dot import IN_PAIRS, SINGLY, Products
 from model_runtime.cpu_kernels.bfloat16 import narrow, widen
 from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.simd import WIDTH, load, total
+from model_runtime.cpu_kernels.simd import WIDTH, load, reduce_add
 
 TILE = 32  # query tokens that share one rotation of a page's keys
 
@@ -30,7 +30,7 @@ _SPARE = 2  # rows that the last block of a tile may have too many; what they gi
 
 
 @jit(borrows=True)
-def _turn_query(
+def _rotate_query(
     query_D: Any, position: int, page_size: int, slot: int, tables: Any,
     rotary_scale: Any, scale: Any, out_D: Any,
 ) -> None:  # fmt: skip
@@ -50,7 +50,7 @@ def _turn_query(
 
 
 @jit(borrows=True)
-def put(
+def write_kv(
     key_TC: Any, key_at: int, value_TC: Any, value_at: int, page_T: Any, offset_T: Any,
     keys_NKDO: Any, values_NKOV: Any,
 ) -> None:  # fmt: skip
@@ -71,7 +71,7 @@ def put(
 def _start_rows(
     query_TC: Any, token: int, position: int, head: int, num_rows: int, group: int, slot: int,
     page_size: int, tables: Any, scaling: Any, sinks_H: Any,
-    query_D: Any, turned_RD: Any, top_R: Any, weight_RL: Any, sum_RV: Any,
+    query_D: Any, rotated_RD: Any, row_max_R: Any, row_sum_RL: Any, acc_RV: Any,
 ) -> None:  # fmt: skip
     """Turn and scale the tile's queries; empty their running softmax."""
     attention_factor, logn = tables[4:]
@@ -84,15 +84,15 @@ def _start_rows(
             scale = scaling * np.float32(np.log(here + 1.0) / logn[slot])
         rotary_scale = scale * attention_factor[slot] * attention_factor[slot]
         widen(query_TC[token + r // group, h * dim : (h + 1) * dim], query_D)
-        _turn_query(
-            query_D, here, page_size, slot, tables, rotary_scale, scale, turned_RD[r]
+        _rotate_query(
+            query_D, here, page_size, slot, tables, rotary_scale, scale, rotated_RD[r]
         )  # fmt: skip
         # A sink is a logit of its own that carries no value.
         has_sink = sinks_H.shape[0] > 0
-        top_R[r] = sinks_H[h] if has_sink else -np.inf
-        weight_RL[r] = 0.0
-        weight_RL[r, 0] = 1.0 if has_sink else 0.0
-        sum_RV[r] = 0.0
+        row_max_R[r] = sinks_H[h] if has_sink else -np.inf
+        row_sum_RL[r] = 0.0
+        row_sum_RL[r, 0] = 1.0 if has_sink else 0.0
+        acc_RV[r] = 0.0
 
 
 @jit()
@@ -109,13 +109,13 @@ def _room(num_rows: int, width: int, dtype: Any) -> Any:
 
 def _attention(products: Products) -> Any:
     """Compiled: the kernel, with one way to multiply."""
-    dtype, turn_keys, place_values = products.dtype, products.turn_keys, products.place_values
+    dtype, rotate_keys, place_values = products.dtype, products.rotate_keys, products.place_values
     read_rows = rows_reader(products)
 
     @jit()
     def attend(
         items_W3: Any, query_TC: Any, group: int, keys_NKDO: Any, values_NKOV: Any,
-        page_table_SN: Any, query_start_S1: Any, first_position_S: Any, table_slot_S: Any,
+        page_table_SN: Any, cu_seqlens_S1: Any, first_position_S: Any, table_slot_S: Any,
         tables: Any, scaling: Any, window: int, softcap: Any, sinks_H: Any, out_TC: Any,
     ) -> None:  # fmt: skip
         """Compute the work items (sequence, key head, first query of a tile).
@@ -129,28 +129,28 @@ def _attention(products: Products) -> Any:
         width_O, width_V = -(-page_size // WIDTH) * WIDTH, -(-value_dim // WIDTH) * WIDTH
         most_rows = TILE * group + _SPARE
         query_D = np.empty(dim, np.float32)
-        turned_RD = _room(most_rows, dim, np.float32)
-        sum_RV = _room(most_rows, width_V, np.float32)
-        top_R = np.empty(most_rows, np.float32)
-        weight_RL = _room(most_rows, WIDTH, np.float32)
+        rotated_RD = _room(most_rows, dim, np.float32)
+        acc_RV = _room(most_rows, width_V, np.float32)
+        row_max_R = np.empty(most_rows, np.float32)
+        row_sum_RL = _room(most_rows, WIDTH, np.float32)
         back_BD = _room(BLOCK, dim, np.float32)
         query_BD = _room(BLOCK, dim, dtype)
         scores_BO = _room(BLOCK, width_O, np.float32)
-        shares_BO = _room(BLOCK, width_O, dtype)
+        probs_BO = _room(BLOCK, width_O, dtype)
         keys_DO = _room(dim, width_O, dtype)
         scratch_OV = _room(page_size, width_V, values_NKOV.dtype)
         row_O = np.empty(width_O, np.float32)
         for w in range(items_W3.shape[0]):
             sequence, head, tile = items_W3[w]
             slot = table_slot_S[sequence]
-            token = query_start_S1[sequence] + tile
-            num_tokens = min(TILE, query_start_S1[sequence + 1] - token)
+            token = cu_seqlens_S1[sequence] + tile
+            num_tokens = min(TILE, cu_seqlens_S1[sequence + 1] - token)
             num_rows = num_tokens * group
             position = first_position_S[sequence] + tile
             _start_rows(
                 query_TC, token, position, head, num_rows, group, slot,
                 page_size, tables, scaling, sinks_H,
-                query_D, turned_RD, top_R, weight_RL, sum_RV,
+                query_D, rotated_RD, row_max_R, row_sum_RL, acc_RV,
             )  # fmt: skip
             last = position + num_tokens - 1
             first_page = max(0, position - window + 1) // page_size if window > 0 else 0
@@ -159,7 +159,7 @@ def _attention(products: Products) -> Any:
                 start = page * page_size
                 num_keys = min(page_size, last - start + 1)
                 next_id = page_table_SN[sequence, page + 1] if page < last // page_size else -1
-                turn_keys(
+                rotate_keys(
                     keys_NKDO, values_NKOV, page_id, next_id, head, offset_cos, offset_sin, slot,
                     row_O, keys_DO,
                 )  # fmt: skip
@@ -167,15 +167,15 @@ def _attention(products: Products) -> Any:
                 read_rows(
                     num_rows, position, group, start, window, softcap,
                     slot, page, start_cos, start_sin,
-                    turned_RD, keys_DO, values_OV,
-                    back_BD, query_BD, scores_BO, shares_BO, top_R, weight_RL, sum_RV,
+                    rotated_RD, keys_DO, values_OV,
+                    back_BD, query_BD, scores_BO, probs_BO, row_max_R, row_sum_RL, acc_RV,
                 )  # fmt: skip
             for r in range(num_rows):
-                weight = total(load(weight_RL, r * WIDTH))
+                weight = reduce_add(load(row_sum_RL, r * WIDTH))
                 for v in range(value_dim):
-                    sum_RV[r, v] /= weight
+                    acc_RV[r, v] /= weight
                 at = (head * group + r % group) * value_dim
-                narrow(sum_RV[r, :value_dim], out_TC[token + r // group, at : at + value_dim])
+                narrow(acc_RV[r, :value_dim], out_TC[token + r // group, at : at + value_dim])
 
     return attend
 

@@ -20,21 +20,21 @@ from model_runtime.cpu_kernels.simd import (
     WIDTH,
     add,
     any_above,
+    broadcast,
     exp,
-    larger,
-    largest,
     load,
+    maximum,
     multiply,
-    spread,
+    reduce_max,
     store,
     subtract,
 )
 
 
 @jit(inline=True, borrows=True)
-def soften(
-    scores_BO: Any, place: int, begin: int, end: int, softcap: Any, shares_BO: Any,
-    row: int, top_R: Any, weight_RL: Any, sum_RV: Any,
+def update_softmax(
+    scores_BO: Any, place: int, begin: int, end: int, softcap: Any, probs_BO: Any,
+    row: int, row_max_R: Any, row_sum_RL: Any, acc_RV: Any,
 ) -> None:  # fmt: skip
     """Scores of one page -> shares, and the row's running softmax brought to their level."""
     width = scores_BO.shape[1]
@@ -48,21 +48,23 @@ def soften(
         scores_BO[place, o] = -np.inf
     peak = load(scores_BO, first)
     for at in range(first + WIDTH, behind, WIDTH):
-        peak = larger(peak, load(scores_BO, at))
-    top = top_R[row]
-    if any_above(peak, spread(top)):  # seldom, so that what follows need not wait for the maximum
-        top = largest(peak)
-        keep = spread(np.exp(top_R[row] - top))
-        store(weight_RL, row * WIDTH, multiply(load(weight_RL, row * WIDTH), keep))
-        for at in range(row * sum_RV.shape[1], (row + 1) * sum_RV.shape[1], WIDTH):
-            store(sum_RV, at, multiply(load(sum_RV, at), keep))
-        top_R[row] = top
-    weight = load(weight_RL, row * WIDTH)
+        peak = maximum(peak, load(scores_BO, at))
+    top = row_max_R[row]
+    if any_above(
+        peak, broadcast(top)
+    ):  # seldom, so that what follows need not wait for the maximum
+        top = reduce_max(peak)
+        keep = broadcast(np.exp(row_max_R[row] - top))
+        store(row_sum_RL, row * WIDTH, multiply(load(row_sum_RL, row * WIDTH), keep))
+        for at in range(row * acc_RV.shape[1], (row + 1) * acc_RV.shape[1], WIDTH):
+            store(acc_RV, at, multiply(load(acc_RV, at), keep))
+        row_max_R[row] = top
+    weight = load(row_sum_RL, row * WIDTH)
     for at in range(first, behind, WIDTH):
-        share = exp(subtract(load(scores_BO, at), spread(top)))
+        share = exp(subtract(load(scores_BO, at), broadcast(top)))
         weight = add(weight, share)
-        store(shares_BO, at, share)
-    store(weight_RL, row * WIDTH, weight)
+        store(probs_BO, at, share)
+    store(row_sum_RL, row * WIDTH, weight)
 
 
 # Rows of a block and registers of each, the largest block first: together with one or two for
@@ -110,27 +112,27 @@ def _multiplier(products: Products, num_rows: int, columns: int) -> tuple[Any, A
 
     @jit(borrows=True)
     def weigh(
-        shares_BO: Any, place: int, values_OV: Any, begin: int, end: int, row: int, sum_RV: Any
+        probs_BO: Any, place: int, values_OV: Any, begin: int, end: int, row: int, acc_RV: Any
     ) -> None:
         """Shares times the values of some of a page's keys, added to the rows' sums."""
-        stride, width = shares_BO.shape[1], values_OV.shape[1]
+        stride, width = probs_BO.shape[1], values_OV.shape[1]
         share = place * stride
         at = 0
         while at + columns * WIDTH <= width:
             start = row * width + at
-            sums = load_sums(sum_RV, start, width, num_rows, columns)
+            sums = load_sums(acc_RV, start, width, num_rows, columns)
             for o in range(begin, end, step):
                 value = o * width + at * step
-                sums = add(sums, shares_BO, share + o, stride, values_OV, value, columns)
-            store_sums(sum_RV, start, width, sums, columns)
+                sums = add(sums, probs_BO, share + o, stride, values_OV, value, columns)
+            store_sums(acc_RV, start, width, sums, columns)
             at += columns * WIDTH
         while at < width:
             start = row * width + at
-            rest = load_sums(sum_RV, start, width, num_rows, 1)
+            rest = load_sums(acc_RV, start, width, num_rows, 1)
             for o in range(begin, end, step):
                 value = o * width + at * step
-                rest = add(rest, shares_BO, share + o, stride, values_OV, value, 1)
-            store_sums(sum_RV, start, width, rest, 1)
+                rest = add(rest, probs_BO, share + o, stride, values_OV, value, 1)
+            store_sums(acc_RV, start, width, rest, 1)
             at += WIDTH
 
     return score, weigh
@@ -140,20 +142,20 @@ def _block_reader(products: Products, num_rows: int, columns: int) -> Any:
     """Compiled: so many rows, from `row` on, read one page; sums are `columns` registers a row."""
     score, weigh = _multiplier(products, num_rows, columns)
     weigh_row = products.row_weigher(_multiplier(products, 1, 4)[1])
-    turn_query, step = products.turn_query, products.step
+    rotate_query, step = products.rotate_query, products.step
 
     @jit(borrows=True)
     def read(
         row: int, position: int, group: int, start: int, window: int, softcap: Any,
         slot: int, page: int, start_cos: Any, start_sin: Any,
-        turned_RD: Any, keys_DO: Any, values_OV: Any,
-        back_BD: Any, query_BD: Any, scores_BO: Any, shares_BO: Any,
-        top_R: Any, weight_RL: Any, sum_RV: Any,
+        rotated_RD: Any, keys_DO: Any, values_OV: Any,
+        back_BD: Any, query_BD: Any, scores_BO: Any, probs_BO: Any,
+        row_max_R: Any, row_sum_RL: Any, acc_RV: Any,
     ) -> None:  # fmt: skip
         page_size = values_OV.shape[0]
         for place in range(num_rows):
-            turn_query(
-                turned_RD, row + place, start_cos, start_sin, slot, page, back_BD, query_BD, place
+            rotate_query(
+                rotated_RD, row + place, start_cos, start_sin, slot, page, back_BD, query_BD, place
             )  # fmt: skip
         score(query_BD, keys_DO, scores_BO)
         # Keys that all rows see are weighed for all together, the others row by row: what a row
@@ -167,19 +169,19 @@ def _block_reader(products: Products, num_rows: int, columns: int) -> Any:
             r = row + place
             begin, end = seen(r, position, group, start, window, page_size)
             if begin < end:
-                soften(
-                    scores_BO, place, begin, end, softcap, shares_BO, r, top_R, weight_RL, sum_RV
+                update_softmax(
+                    scores_BO, place, begin, end, softcap, probs_BO, r, row_max_R, row_sum_RL, acc_RV
                 )  # fmt: skip
                 if begin < all_begin:
-                    weigh_row(shares_BO, place, values_OV, begin, min(end, all_begin), r, sum_RV)
-        weigh(shares_BO, 0, values_OV, all_begin, all_end, row, sum_RV)
+                    weigh_row(probs_BO, place, values_OV, begin, min(end, all_begin), r, acc_RV)
+        weigh(probs_BO, 0, values_OV, all_begin, all_end, row, acc_RV)
         if any_end <= all_end:
             return
         for place in range(num_rows):
             r = row + place
             begin, end = seen(r, position, group, start, window, page_size)
             if all_end < end:
-                weigh_row(shares_BO, place, values_OV, max(begin, all_end), end, r, sum_RV)
+                weigh_row(probs_BO, place, values_OV, max(begin, all_end), end, r, acc_RV)
 
     return read
 
@@ -192,17 +194,17 @@ def rows_reader(products: Products) -> Any:
     def read_rows(
         num_rows: int, position: int, group: int, start: int, window: int, softcap: Any,
         slot: int, page: int, start_cos: Any, start_sin: Any,
-        turned_RD: Any, keys_DO: Any, values_OV: Any,
-        back_BD: Any, query_BD: Any, scores_BO: Any, shares_BO: Any,
-        top_R: Any, weight_RL: Any, sum_RV: Any,
+        rotated_RD: Any, keys_DO: Any, values_OV: Any,
+        back_BD: Any, query_BD: Any, scores_BO: Any, probs_BO: Any,
+        row_max_R: Any, row_sum_RL: Any, acc_RV: Any,
     ) -> None:  # fmt: skip
         row = 0
         while row < num_rows:
             arguments = (
                 row, position, group, start, window, softcap,
                 slot, page, start_cos, start_sin,
-                turned_RD, keys_DO, values_OV,
-                back_BD, query_BD, scores_BO, shares_BO, top_R, weight_RL, sum_RV,
+                rotated_RD, keys_DO, values_OV,
+                back_BD, query_BD, scores_BO, probs_BO, row_max_R, row_sum_RL, acc_RV,
             )  # fmt: skip
             left = num_rows - row
             if left >= BLOCK:

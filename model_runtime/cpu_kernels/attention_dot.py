@@ -32,10 +32,10 @@ from model_runtime.cpu_kernels.jit import jit
 from model_runtime.cpu_kernels.register_tiles import add_products
 from model_runtime.cpu_kernels.simd import (
     WIDTH,
-    ask_for,
     fma,
     load,
     multiply,
+    prefetch,
     store,
     subtract,
 )
@@ -45,17 +45,17 @@ _LINE = 16  # float32 numbers of a cache line
 
 
 @jit(inline=True, borrows=True)
-def turn_back(
-    turned_RD: Any, row: int, cos_SNP: Any, sin_SNP: Any, slot: int, page: int,
+def rotate_back(
+    rotated_RD: Any, row: int, cos_SNP: Any, sin_SNP: Any, slot: int, page: int,
     back_BD: Any, place: int,
 ) -> None:  # fmt: skip
     """Turn a query back by a page's start, so that in-page angles of the keys suffice."""
-    pairs, dim = cos_SNP.shape[2], turned_RD.shape[1]
+    pairs, dim = cos_SNP.shape[2], rotated_RD.shape[1]
     table = (slot * cos_SNP.shape[1] + page) * pairs
     source, target = row * dim, place * dim
     in_lanes = pairs - pairs % WIDTH
     for p in range(0, in_lanes, WIDTH):
-        first, second = load(turned_RD, source + p), load(turned_RD, source + pairs + p)
+        first, second = load(rotated_RD, source + p), load(rotated_RD, source + pairs + p)
         cos, sin = load(cos_SNP, table + p), load(sin_SNP, table + p)
         store(back_BD, target + p, fma(first, cos, multiply(second, sin)))
         store(
@@ -63,22 +63,22 @@ def turn_back(
             subtract(multiply(second, cos), multiply(first, sin)),
         )  # fmt: skip
     for p in range(in_lanes, pairs):
-        first, second = turned_RD[row, p], turned_RD[row, p + pairs]
+        first, second = rotated_RD[row, p], rotated_RD[row, p + pairs]
         back_BD[place, p] = first * cos_SNP[slot, page, p] + second * sin_SNP[slot, page, p]
         back_BD[place, p + pairs] = second * cos_SNP[slot, page, p] - first * sin_SNP[slot, page, p]
     for d in range(2 * pairs, dim):
-        back_BD[place, d] = turned_RD[row, d]
+        back_BD[place, d] = rotated_RD[row, d]
 
 
-def keys_turner(put_turned: Any, put_rest: Any, step: int) -> Any:
+def keys_rotator(put_rotated: Any, put_rest: Any, step: int) -> Any:
     """Compiled: turns the keys of pages that are whole lanes.
 
-    `put_turned` puts the two outputs of a rotation, `put_rest` what does not rotate, `step`
+    `put_rotated` puts the two outputs of a rotation, `put_rest` what does not rotate, `step`
     dimensions at once.
     """
 
     @jit(borrows=True)
-    def turn_keys(
+    def rotate_keys(
         keys_NKDO: Any, values_NKOV: Any, page_id: int, next_id: int, head: int,
         cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,  # noqa: ARG001
     ) -> None:  # fmt: skip
@@ -96,25 +96,25 @@ def keys_turner(put_turned: Any, put_rest: Any, step: int) -> Any:
         for at in range(0, half, WIDTH):
             first, second = load(keys_NKDO, base + at), load(keys_NKDO, base + half + at)
             cos, sin = load(cos_SPO, table + at), load(sin_SPO, table + at)
-            put_turned(
+            put_rotated(
                 keys_DO, at, half,
                 subtract(multiply(first, cos), multiply(second, sin)),
                 fma(second, cos, multiply(first, sin)),
             )  # fmt: skip
             if next_id >= 0 and at % _LINE == 0:
-                ask_for(keys_NKDO, next_keys + at)
-                ask_for(keys_NKDO, next_keys + half + at)
-                ask_for(values_NKOV, next_values + 2 * at)
-                ask_for(values_NKOV, next_values + 2 * at + _LINE)
+                prefetch(keys_NKDO, next_keys + at)
+                prefetch(keys_NKDO, next_keys + half + at)
+                prefetch(values_NKOV, next_values + 2 * at)
+                prefetch(values_NKOV, next_values + 2 * at + _LINE)
         for row in range(2 * half, dim * page_size, step * page_size):
             for o in range(0, page_size, WIDTH):
                 put_rest(keys_DO, row, o, keys_NKDO, base, page_size)
 
-    return turn_keys
+    return rotate_keys
 
 
 @jit()
-def turn_keys_singly(
+def rotate_keys_singly(
     keys_NKDO: Any, page_id: int, head: int,
     cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,
 ) -> None:  # fmt: skip
@@ -138,8 +138,8 @@ class Products(NamedTuple):
     step: int  # dimensions of a key, or offsets of values, that one product takes
     dtype: Any  # of keys, queries and shares as they are multiplied
     add: Any  # lane_tiles.add_products or its like
-    turn_keys: Any  # a page's keys -> keys_DO
-    turn_query: Any  # a row's query, turned back -> query_BD
+    rotate_keys: Any  # a page's keys -> keys_DO
+    rotate_query: Any  # a row's query, turned back -> query_BD
     place_values: Any  # a page's first values, each in whole lanes -> likewise
     row_weigher: Any  # what weighs whole steps of a row -> what weighs any of its offsets
 
@@ -162,29 +162,29 @@ def _put_one(keys_DO: Any, row: int, o: int, keys_NKDO: Any, base: int, page_siz
     store(keys_DO, row + o, load(keys_NKDO, base + row + o))
 
 
-_turn_in_lanes = keys_turner(_put_apart, _put_one, 1)
+_rotate_in_registers = keys_rotator(_put_apart, _put_one, 1)
 
 
 @jit()
-def _turn_keys(
+def _rotate_keys(
     keys_NKDO: Any, values_NKOV: Any, page_id: int, next_id: int, head: int,
     cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,
 ) -> None:  # fmt: skip
     """Any page; keys of one that is not whole lanes are turned number by number."""
     if keys_NKDO.shape[3] % WIDTH == 0:
-        _turn_in_lanes(
+        _rotate_in_registers(
             keys_NKDO, values_NKOV, page_id, next_id, head, cos_SPO, sin_SPO, slot, row_O, keys_DO
         )
     else:
-        turn_keys_singly(keys_NKDO, page_id, head, cos_SPO, sin_SPO, slot, row_O, keys_DO)
+        rotate_keys_singly(keys_NKDO, page_id, head, cos_SPO, sin_SPO, slot, row_O, keys_DO)
 
 
 @jit(inline=True, borrows=True)
-def _turn_query(
-    turned_RD: Any, row: int, cos_SNP: Any, sin_SNP: Any, slot: int, page: int,
+def _rotate_query(
+    rotated_RD: Any, row: int, cos_SNP: Any, sin_SNP: Any, slot: int, page: int,
     back_BD: Any, query_BD: Any, place: int,  # noqa: ARG001
 ) -> None:  # fmt: skip
-    turn_back(turned_RD, row, cos_SNP, sin_SNP, slot, page, query_BD, place)
+    rotate_back(rotated_RD, row, cos_SNP, sin_SNP, slot, page, query_BD, place)
 
 
 @jit()
@@ -204,8 +204,8 @@ SINGLY = Products(
     step=1,
     dtype=np.float32,
     add=add_products,
-    turn_keys=_turn_keys,
-    turn_query=_turn_query,
+    rotate_keys=_rotate_keys,
+    rotate_query=_rotate_query,
     place_values=_values_in_lanes,
     row_weigher=lambda weigh: weigh,
 )
@@ -223,11 +223,11 @@ def _put_two(keys_DO: Any, row: int, o: int, keys_NKDO: Any, base: int, page_siz
 
 
 @jit(inline=True, borrows=True)
-def _turn_query_to_pairs(
-    turned_RD: Any, row: int, cos_SNP: Any, sin_SNP: Any, slot: int, page: int,
+def _rotate_query_to_pairs(
+    rotated_RD: Any, row: int, cos_SNP: Any, sin_SNP: Any, slot: int, page: int,
     back_BD: Any, query_BD: Any, place: int,
 ) -> None:  # fmt: skip
-    turn_back(turned_RD, row, cos_SNP, sin_SNP, slot, page, back_BD, place)
+    rotate_back(rotated_RD, row, cos_SNP, sin_SNP, slot, page, back_BD, place)
     pairs, dim = cos_SNP.shape[2], back_BD.shape[1]
     in_lanes, base = pairs - pairs % WIDTH, place * dim
     for p in range(0, in_lanes, WIDTH):
@@ -265,15 +265,15 @@ def _values_in_pairs(
 
 @jit(borrows=True)
 def _weigh_half(
-    shares_BO: Any, place: int, values_OV: Any, o: int, keep: int, row: int, sum_RV: Any
+    probs_BO: Any, place: int, values_OV: Any, o: int, keep: int, row: int, acc_RV: Any
 ) -> None:
     """Of the pair at `o`, one offset's share times its values: FIRST or SECOND."""
     width = values_OV.shape[1]
     for v in range(0, width, WIDTH):
-        before = load(sum_RV, row * width + v)
-        share = place * shares_BO.shape[1] + o
-        after = add_half_products(before, shares_BO, share, values_OV, o * width + 2 * v, keep)
-        store(sum_RV, row * width + v, after)
+        before = load(acc_RV, row * width + v)
+        share = place * probs_BO.shape[1] + o
+        after = add_half_products(before, probs_BO, share, values_OV, o * width + 2 * v, keep)
+        store(acc_RV, row * width + v, after)
 
 
 def _weigher_of_halves(weigh: Any) -> Any:
@@ -281,14 +281,14 @@ def _weigher_of_halves(weigh: Any) -> Any:
 
     @jit(borrows=True)
     def weigh_row(
-        shares_BO: Any, place: int, values_OV: Any, begin: int, end: int, row: int, sum_RV: Any
+        probs_BO: Any, place: int, values_OV: Any, begin: int, end: int, row: int, acc_RV: Any
     ) -> None:
         first, behind = begin + begin % 2, end - end % 2
         if begin < min(first, end):
-            _weigh_half(shares_BO, place, values_OV, begin - 1, SECOND, row, sum_RV)
-        weigh(shares_BO, place, values_OV, first, behind, row, sum_RV)
+            _weigh_half(probs_BO, place, values_OV, begin - 1, SECOND, row, acc_RV)
+        weigh(probs_BO, place, values_OV, first, behind, row, acc_RV)
         if first <= behind < end:
-            _weigh_half(shares_BO, place, values_OV, behind, FIRST, row, sum_RV)
+            _weigh_half(probs_BO, place, values_OV, behind, FIRST, row, acc_RV)
 
     return weigh_row
 
@@ -297,8 +297,8 @@ IN_PAIRS = Products(
     step=2,
     dtype=np.uint16,
     add=add_pair_products,
-    turn_keys=keys_turner(_put_together, _put_two, 2),
-    turn_query=_turn_query_to_pairs,
+    rotate_keys=keys_rotator(_put_together, _put_two, 2),
+    rotate_query=_rotate_query_to_pairs,
     place_values=_values_in_pairs,
     row_weigher=_weigher_of_halves,
 )

@@ -44,7 +44,7 @@ def _loaded(builder: Any, address: Any) -> Any:
     return builder.load(builder.bitcast(address, _PAIRS.as_pointer()), align=2)
 
 
-def _spread(builder: Any, address: Any) -> Any:
+def _broadcast(builder: Any, address: Any) -> Any:
     """A pair in all lanes."""
     pair = builder.load(builder.bitcast(address, _INT.as_pointer()), align=2)
     first = builder.insert_element(ir.Constant(_PAIRS, ir.Undefined), pair, _INT(0))
@@ -72,7 +72,7 @@ def add_pair_products(
         before = cgutils.unpack_tuple(builder, values[0])
         after = [
             _multiplied(builder, before[r * num_columns + c], row, loaded[c])
-            for r, row in enumerate(_spread(builder, place) for place in places)
+            for r, row in enumerate(_broadcast(builder, place) for place in places)
             for c in range(num_columns)
         ]
         return context.make_tuple(builder, sums, after)
@@ -91,7 +91,7 @@ def add_half_products(
     """
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        row = _spread(builder, address_of(context, builder, factors, *values[1:3]))
+        row = _broadcast(builder, address_of(context, builder, factors, *values[1:3]))
         pairs = _loaded(builder, address_of(context, builder, numbers, *values[3:5]))
         bits = builder.insert_element(
             ir.Constant(_PAIRS, ir.Undefined), builder.trunc(values[5], _INT), _INT(0)

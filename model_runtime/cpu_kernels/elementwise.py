@@ -18,18 +18,18 @@ from model_runtime.cpu_kernels.jit import jit
 from model_runtime.cpu_kernels.simd import (
     WIDTH,
     add,
+    broadcast,
     divide,
     exp,
     fma,
-    larger,
     load,
+    maximum,
     multiply,
-    spread,
+    reduce_add,
     store,
     subtract,
-    total,
 )
-from model_runtime.cpu_kernels.threads import run_shares
+from model_runtime.cpu_kernels.threads import parallel_for
 
 _NUMBERS_PER_SHARE = 1 << 17  # below it a thread costs more than it gives
 
@@ -39,13 +39,13 @@ def _scale(row_D: Any, scale_D: Any, eps: Any) -> None:
     """The norm of one row of float32, in place; in an order that no compiler chooses."""
     dim = row_D.shape[0]
     in_lanes = dim - dim % (4 * WIDTH)
-    first = second = third = fourth = spread(np.float32(0.0))
+    first = second = third = fourth = broadcast(np.float32(0.0))
     for d in range(0, in_lanes, 4 * WIDTH):
         x0, x1 = load(row_D, d), load(row_D, d + WIDTH)
         x2, x3 = load(row_D, d + 2 * WIDTH), load(row_D, d + 3 * WIDTH)
         first, second = fma(x0, x0, first), fma(x1, x1, second)
         third, fourth = fma(x2, x2, third), fma(x3, x3, fourth)
-    squares = total(add(add(first, second), add(third, fourth)))
+    squares = reduce_add(add(add(first, second), add(third, fourth)))
     for d in range(in_lanes, dim):
         squares += row_D[d] * row_D[d]
     factor = np.float32(1.0) / np.sqrt(squares / np.float32(dim) + eps)
@@ -99,13 +99,13 @@ def gate(both_RG: Any, out_RI: Any, begin: Any, end: Any) -> None:
     """
     width = out_RI.shape[1]
     row_I = np.empty(width, np.float32)
-    none, one = spread(np.float32(0.0)), spread(np.float32(1.0))
-    least = spread(np.float32(-87.0))
+    none, one = broadcast(np.float32(0.0)), broadcast(np.float32(1.0))
+    least = broadcast(np.float32(-87.0))
     for r in range(begin, end):
         at = r * 2 * width
         for i in range(0, width, WIDTH):
             x, up = load(both_RG, at + i), load(both_RG, at + width + i)
-            x = larger(least, x)
+            x = maximum(least, x)
             below = add(one, exp(subtract(none, x)))
             store(row_I, i, multiply(divide(x, below), up))
         narrow(row_I, out_RI[r])
@@ -118,5 +118,5 @@ def gated(both_RG: Any) -> Any:
     most = max(1, min(num_rows, num_rows * width // _NUMBERS_PER_SHARE))
     num_shares = min(torch.get_num_threads(), most)
     edges = [num_rows * share // num_shares for share in range(num_shares + 1)]
-    run_shares(lambda share: gate(both_RG, out_RI, *share), list(pairwise(edges)))
+    parallel_for(lambda share: gate(both_RG, out_RI, *share), list(pairwise(edges)))
     return out_RI

@@ -21,12 +21,12 @@ import numpy as np
 from numba import carray, types
 from numba.extending import intrinsic
 
-from model_runtime.cpu_kernels.attention import attend, attend_in_pairs, put
+from model_runtime.cpu_kernels.attention import attend, attend_in_pairs, write_kv
 from model_runtime.cpu_kernels.attention_dot import uses_pairs
 from model_runtime.cpu_kernels.elementwise import add_and_normalize, gate, normalize_heads
 from model_runtime.cpu_kernels.jit import jit
 from model_runtime.cpu_kernels.skinny_gemm import PANEL, Multiplying, RowProducts
-from model_runtime.cpu_kernels.threads import meet
+from model_runtime.cpu_kernels.threads import barrier_wait
 
 _NUM_PRODUCTS = 4  # of a layer: queries, keys and values; output; gate and up; down
 _PRODUCT_FIELDS = 6
@@ -112,40 +112,40 @@ def _runner(multiplying: Multiplying, attend: Any) -> Any:
         value_at = key_at + num_key_heads * dim
         num_rows, width = hidden_RE.shape
         between_RI = np.empty((num_rows, both_RG.shape[1] // 2), hidden_RE.dtype)
-        meeting = 1
+        barrier = 1
         for layer in range(fields_LW.shape[0]):
             fields_W = fields_LW[layer]
             scales = fields_W[_NORMS:]
             keys_NKDO = carray(_pointer(pages_L2[layer, 0], hidden_RE), pages[0].shape)
             values_NKOV = carray(_pointer(pages_L2[layer, 1], hidden_RE), pages[1].shape)
             product(normal_RE, fields_W, 0, joined_RC, thread, num_threads)
-            meeting = meet(arrived, meeting, num_threads)
+            barrier = barrier_wait(arrived, barrier, num_threads)
             if thread == 0:
                 if are_normalized:
                     query_D = carray(_pointer(scales[2], like_scale), dim)
                     key_D = carray(_pointer(scales[3], like_scale), dim)
                     normalize_heads(joined_RC, 0, num_query_heads, query_D, eps)
                     normalize_heads(joined_RC, key_at, num_key_heads, key_D, eps)
-                put(
+                write_kv(
                     joined_RC, key_at, joined_RC, value_at, destinations[0], destinations[1],
                     keys_NKDO, values_NKOV,
                 )  # fmt: skip
-            meeting = meet(arrived, meeting, num_threads)
+            barrier = barrier_wait(arrived, barrier, num_threads)
             attend(
                 items_W3, joined_RC, group, keys_NKDO, values_NKOV,
                 sequences[0], sequences[1], sequences[2], sequences[3],
                 how[0], how[1], how[2], how[3], how[4], attended_RC,
             )  # fmt: skip
-            meeting = meet(arrived, meeting, num_threads)
+            barrier = barrier_wait(arrived, barrier, num_threads)
             product(attended_RC, fields_W, 1, behind_RE, thread, num_threads)
-            meeting = meet(arrived, meeting, num_threads)
+            barrier = barrier_wait(arrived, barrier, num_threads)
             scale_E = carray(_pointer(scales[0], like_scale), width)
             add_and_normalize(hidden_RE, behind_RE, scale_E, eps, normal_RE)
             product(normal_RE, fields_W, 2, both_RG, thread, num_threads)
-            meeting = meet(arrived, meeting, num_threads)
+            barrier = barrier_wait(arrived, barrier, num_threads)
             gate(both_RG, between_RI, 0, num_rows)
             product(between_RI, fields_W, 3, behind_RE, thread, num_threads)
-            meeting = meet(arrived, meeting, num_threads)
+            barrier = barrier_wait(arrived, barrier, num_threads)
             scale_E = carray(_pointer(scales[1], like_scale), width)
             add_and_normalize(hidden_RE, behind_RE, scale_E, eps, normal_RE)
 

@@ -18,10 +18,10 @@ from model_runtime.cpu_kernels.simd import (
     LANES,
     WIDTH,
     address_of,
+    emit_broadcast,
     emit_constant,
     emit_fma,
     emit_load,
-    emit_spread,
     emit_store,
 )
 
@@ -88,14 +88,14 @@ def add_products(
             for place in steps(builder, values[5], WIDTH, num_columns)
         ]
 
-        def spread(address: Any) -> Any:
-            return emit_spread(builder, builder.load(address))
+        def broadcast(address: Any) -> Any:
+            return emit_broadcast(builder, builder.load(address))
 
         places = factor_places(context, builder, factors, values, sums.count // num_columns)
         before = cgutils.unpack_tuple(builder, values[0])
         after = [
             emit_fma(builder, row, loaded[c], before[r * num_columns + c])
-            for r, row in enumerate(map(spread, places))
+            for r, row in enumerate(map(broadcast, places))
             for c in range(num_columns)
         ]
         return context.make_tuple(builder, sums, after)

@@ -98,23 +98,23 @@ def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return _called(builder, f"llvm.fma.v{WIDTH}f32", _LANES, a, b, c)
 
 
-def emit_spread(builder: Any, number: Any) -> Any:
+def emit_broadcast(builder: Any, number: Any) -> Any:
     """A number in every lane."""
     first = builder.insert_element(ir.Constant(_LANES, ir.Undefined), number, ir.Constant(_INT, 0))
     zeros = ir.Constant(_INT_LANES, [0] * WIDTH)
     return builder.shuffle_vector(first, ir.Constant(_LANES, ir.Undefined), zeros)
 
 
-def _larger(builder: Any, a: Any, b: Any) -> Any:
+def _maximum(builder: Any, a: Any, b: Any) -> Any:
     # Written so that it is one instruction; LLVM's own maximum, kind to NaN, is four.
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-def _largest(builder: Any, lanes: Any) -> Any:
+def _reduce_max(builder: Any, lanes: Any) -> Any:
     distance = WIDTH // 2
     while distance:
         order = ir.Constant(_INT_LANES, [lane ^ distance for lane in range(WIDTH)])
-        lanes = _larger(builder, lanes, builder.shuffle_vector(lanes, lanes, order))
+        lanes = _maximum(builder, lanes, builder.shuffle_vector(lanes, lanes, order))
         distance //= 2
     return builder.extract_element(lanes, ir.Constant(_INT, 0))
 
@@ -124,7 +124,7 @@ def _any_above(builder: Any, a: Any, b: Any) -> Any:
     return builder.icmp_unsigned("!=", found, ir.Constant(ir.IntType(WIDTH), 0))
 
 
-def _total(builder: Any, lanes: Any) -> Any:
+def _reduce_add(builder: Any, lanes: Any) -> Any:
     """In order of the lanes."""
     start = ir.Constant(_FLOAT, -0.0)
     return _called(builder, f"llvm.vector.reduce.fadd.v{WIDTH}f32", _FLOAT, start, lanes)
@@ -158,12 +158,12 @@ add = _operation(lambda builder, a, b: builder.fadd(a, b), arguments=2)
 subtract = _operation(lambda builder, a, b: builder.fsub(a, b), arguments=2)
 multiply = _operation(lambda builder, a, b: builder.fmul(a, b), arguments=2)
 divide = _operation(lambda builder, a, b: builder.fdiv(a, b), arguments=2)
-larger = _operation(_larger, arguments=2)  # the second where either is NaN
-spread = _operation(emit_spread, arguments=1)  # a float32 in every lane
+maximum = _operation(_maximum, arguments=2)  # the second where either is NaN
+broadcast = _operation(emit_broadcast, arguments=1)  # a float32 in every lane
 exp = _operation(_exp, arguments=1)  # for numbers up to 87; NaN stays NaN
-largest = _operation(_largest, arguments=1, returns=types.float32)  # of numbers; of NaN, any
+reduce_max = _operation(_reduce_max, arguments=1, returns=types.float32)  # of numbers; of NaN, any
 any_above = _operation(_any_above, arguments=2, returns=types.boolean)  # a > b in any lane
-total = _operation(_total, arguments=1, returns=types.float32)
+reduce_add = _operation(_reduce_add, arguments=1, returns=types.float32)
 
 
 def emit_load(builder: Any, array: Any, pointer: Any) -> Any:
@@ -228,7 +228,7 @@ def store(typingctx: Any, array: Any, at: Any, lanes: Any) -> Any:  # noqa: ARG0
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def ask_for(typingctx: Any, array: Any, at: Any) -> Any:  # noqa: ARG001
+def prefetch(typingctx: Any, array: Any, at: Any) -> Any:  # noqa: ARG001
     """Have the cache line of `array`'s number `at` brought near, while other work goes on."""
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:

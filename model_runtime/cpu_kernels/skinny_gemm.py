@@ -26,8 +26,8 @@ from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor, narrow, wide
 from model_runtime.cpu_kernels.jit import jit
 from model_runtime.cpu_kernels.processor import vectors
 from model_runtime.cpu_kernels.register_tiles import add_products, load_sums, no_sums, store_sums
-from model_runtime.cpu_kernels.simd import WIDTH, ask_for
-from model_runtime.cpu_kernels.threads import run_shares
+from model_runtime.cpu_kernels.simd import WIDTH, prefetch
+from model_runtime.cpu_kernels.threads import parallel_for
 
 MOST_ROWS = 16  # of one pass over a panel
 PANEL = 64  # outputs whose weights lie together
@@ -67,7 +67,7 @@ def _adder(num_rows: int, columns: int, add: Any, step: int) -> Any:
                 # theirs there.
                 if column == 0 and row == 0:
                     for at in range(first, first + PANEL * step, line):
-                        ask_for(packed_Q, at + ahead)
+                        prefetch(packed_Q, at + ahead)
                 factor = (top + row) * num_inputs + k
                 tile = add(tile, x_RK, factor, num_inputs, packed_Q, first, columns)
             store_sums(sums, row * PANEL + column, PANEL, tile, columns)
@@ -227,7 +227,7 @@ class RowProducts:
             rows_for(x_RK), self.packed_Q, self.bias_N, out_RN, self.num_packed, self.chain,
         )  # fmt: skip
         shares = self._shares if len(x_RK) <= MOST_ROWS else self._many_shares
-        run_shares(lambda share: kernel(*arguments, *share), shares)
+        parallel_for(lambda share: kernel(*arguments, *share), shares)
         return out_RN
 
 

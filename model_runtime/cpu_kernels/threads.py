@@ -28,7 +28,7 @@ Share = TypeVar("Share")
 _team = threading.Lock()
 
 
-def run_shares(
+def parallel_for(
     work: Callable[[Share], None],
     shares: Sequence[Share],
     give_up: Callable[[], None] | None = None,
@@ -65,14 +65,14 @@ def run_shares(
         each.result()
 
 
-def run_team(work: Callable[[int], None], size: int, give_up: Callable[[], None]) -> None:
+def run_thread_team(work: Callable[[int], None], size: int, give_up: Callable[[], None]) -> None:
     """Call `work` with 0 to `size` - 1, all at the same time, so that they may wait for each other.
 
     One team at a time: of two, each could wait for threads that the other has. `give_up` must end
     the waiting of all.
     """
     with _team:
-        run_shares(work, range(size), give_up)
+        parallel_for(work, range(size), give_up)
 
 
 @cache
@@ -80,7 +80,7 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="kernel")
 
 
-OVER = 1 << 62  # put where arrivals are counted, it ends all meetings: somebody does not come
+ABORT = 1 << 62  # put where arrivals are counted, it ends all meetings: somebody does not come
 
 _SPINS = 2000  # looks before the core is given away
 
@@ -111,7 +111,7 @@ def _look(typingctx: Any, arrived: Any) -> Any:  # noqa: ARG001
 
 
 @jit()
-def meet(arrived: Any, meeting: int, num_threads: int) -> int:
+def barrier_wait(arrived: Any, barrier: int, num_threads: int) -> int:
     """Wait until all threads are at the meeting of this number, from 1; returns the next number.
 
     `arrived`: int64 [1], 0 before the first meeting, the same array for all of them.
@@ -119,8 +119,8 @@ def meet(arrived: Any, meeting: int, num_threads: int) -> int:
     if num_threads > 1:
         _arrive(arrived)
         spins = 0
-        while _look(arrived) < meeting * num_threads:
+        while _look(arrived) < barrier * num_threads:
             spins += 1
             if spins > _SPINS:
                 _yield_core()
-    return meeting + 1
+    return barrier + 1

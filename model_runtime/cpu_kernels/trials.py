@@ -10,7 +10,7 @@ import numpy as np
 
 from model_runtime.cpu_kernels.bf16_dot import HAS_PAIR_PRODUCTS
 from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.simd import WIDTH, add, exp, fma, load, spread, store, total
+from model_runtime.cpu_kernels.simd import WIDTH, add, broadcast, exp, fma, load, reduce_add, store
 from model_runtime.cpu_kernels.skinny_gemm import (
     IN_PAIRS,
     MOST_ROWS,
@@ -65,8 +65,8 @@ def shortest(*works: Callable[[], object]) -> list[float]:
 @jit()
 def _trial(numbers: Any, out: Any) -> Any:
     lanes = load(numbers, 0)
-    store(out, 0, fma(lanes, spread(np.float32(2.0)), exp(lanes)))
-    return total(add(lanes, lanes))
+    store(out, 0, fma(lanes, broadcast(np.float32(2.0)), exp(lanes)))
+    return reduce_add(add(lanes, lanes))
 
 
 @cache

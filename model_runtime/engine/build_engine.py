@@ -48,8 +48,8 @@ def _built(
     make: type[ModelRunner],
 ) -> Engine:
     runner = build_runner(checkpoint, config, profiles, make)
-    if records_decodes(checkpoint, config):
-        runner.record_decodes(
+    if captures_graphs(checkpoint, config):
+        runner.capture_graphs(
             config.max_model_len,
             config.max_num_seqs,
             config.num_pages,
@@ -72,7 +72,7 @@ def build_runner(
     page_size = config.page_size
     try:
         # One page more for what pads a recorded step.
-        num_pages = config.num_pages + (1 if records_decodes(checkpoint, config) else 0)
+        num_pages = config.num_pages + (1 if captures_graphs(checkpoint, config) else 0)
         store = new_store(
             checkpoint.plans, num_pages, page_size, checkpoint.dtype, checkpoint.device
         )
@@ -86,9 +86,9 @@ def build_runner(
     return make(checkpoint.model, checkpoint.plans, store, tables, page_size)
 
 
-def records_decodes(checkpoint: Checkpoint, config: EngineConfig) -> bool:
+def captures_graphs(checkpoint: Checkpoint, config: EngineConfig) -> bool:
     """Whether the engine's decode steps are recorded (cuda_graphs.py)."""
-    return backend_for(checkpoint.device).is_recordable and not config.enforce_eager
+    return backend_for(checkpoint.device).can_capture and not config.enforce_eager
 
 
 def sized(

@@ -17,7 +17,7 @@ from model_runtime.config import EngineConfig
 from model_runtime.engine.engine_core import EngineCore, Runner
 from model_runtime.engine.observer import Observer
 from model_runtime.engine.output_processor import Answer
-from model_runtime.engine.request_state import Live
+from model_runtime.engine.request_state import RequestState
 from model_runtime.errors import (
     CacheCapacityError,
     EngineStoppedError,
@@ -141,7 +141,7 @@ class Engine:
             answer = Answer(request, self._tokenizer, self._eos_token_ids)
             grammar = request.grammar
             constraint = None if grammar is None else grammar.begin(answer.end_ids)
-            lives.append(Live(TokenSequence(request), answer, on_output, constraint))
+            lives.append(RequestState(TokenSequence(request), answer, on_output, constraint))
             if arrived is not None:
                 lives[-1].arrived = arrived
         with self._lock:
@@ -184,7 +184,7 @@ class Engine:
         if not self._is_running:
             raise EngineStoppedError("The engine is not running.")
 
-    def _check_queued_tokens(self, lives: Sequence[Live]) -> None:
+    def _check_queued_tokens(self, lives: Sequence[RequestState]) -> None:
         most = self._config.max_queued_prompt_tokens
         if most is None:
             return
@@ -233,7 +233,7 @@ class Engine:
                 f"{config.max_queued_requests} may (max_queued_requests)."
             )
 
-    def _add(self, lives: Sequence[Live]) -> None:
+    def _add(self, lives: Sequence[RequestState]) -> None:
         with self._lock:
             self._num_submitted -= len(lives)
         for live in lives:
@@ -256,14 +256,14 @@ class Engine:
         self._take_waiting_commands()
         self._core.fail_all("the engine stopped")
         self._after_step()
-        self._core.tell_gauges()
+        self._core.update_gauges()
         if has_died:
             self._on_death()
 
     def _take_commands(self) -> None:
         """All that are there; when nothing is live, wait for one."""
         if self._core.is_idle:
-            self._core.tell_gauges()
+            self._core.update_gauges()
             self._is_resting = True
             command = self._commands.get()
             self._last_step = time.monotonic()

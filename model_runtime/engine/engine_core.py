@@ -17,11 +17,11 @@ from torch import Tensor
 from model_runtime.batch import Span
 from model_runtime.config import EngineConfig
 from model_runtime.engine.observer import Observer
-from model_runtime.engine.postprocess import StepOutcome
-from model_runtime.engine.request_state import Live, LiveRequests
+from model_runtime.engine.postprocess import Postprocessor
+from model_runtime.engine.request_state import RequestState, RequestStates
 from model_runtime.request import FinishReason, Output
-from model_runtime.runner.step_timer import StepClock
-from model_runtime.scheduling.prefill_budget import Pacing
+from model_runtime.runner.step_timer import StepTimer
+from model_runtime.scheduling.prefill_budget import PrefillBudget
 from model_runtime.scheduling.scheduler import Chunk, Plan, Scheduler
 from rope import Profile
 
@@ -34,7 +34,7 @@ class Runner(Protocol):
     def table_slot(self, profile: Profile) -> int:
         """The slot of a profile's rotation table."""
 
-    def run(self, spans: Sequence[Span], clock: StepClock) -> Tensor:
+    def run(self, spans: Sequence[Span], clock: StepTimer) -> Tensor:
         """Logits [R, V] of the rows that the spans ask for.
 
         `clock`: to be switched to `forward` when the batch is built.
@@ -51,11 +51,11 @@ class EngineCore:
     def __init__(self, runner: Runner, config: EngineConfig, observer: Observer) -> None:
         self._runner = runner
         self._observer = observer
-        self._clock = StepClock()
+        self._clock = StepTimer()
         self.scheduler = Scheduler(config)
-        self._pacing = Pacing(config.step_target_s, config.max_num_batched_tokens)
-        self._requests = LiveRequests(self.scheduler, observer, self._clock)
-        self._outcome = StepOutcome(self._requests, self.scheduler, observer, self._clock)
+        self._pacing = PrefillBudget(config.step_target_s, config.max_num_batched_tokens)
+        self._requests = RequestStates(self.scheduler, observer, self._clock)
+        self._outcome = Postprocessor(self._requests, self.scheduler, observer, self._clock)
         self._is_retrying = False  # the step before this one ran out of memory
 
     @property
@@ -63,7 +63,7 @@ class EngineCore:
         """Whether no request is waiting or running."""
         return not self._requests
 
-    def add(self, live: Live) -> None:
+    def add(self, live: RequestState) -> None:
         """Queue a request."""
         self._requests.add(live)
 
@@ -105,7 +105,7 @@ class EngineCore:
                 _log.exception("step_failed", num_sequences=len(chunks))
                 self._fail(chunks, f"{type(error).__name__} in a step of the engine")
         self._clock.switch("deliver")
-        self.tell_gauges()
+        self.update_gauges()
         seconds = self._clock.take()
         if chunks:
             self._observer.timed(seconds)
@@ -121,7 +121,7 @@ class EngineCore:
             self._observer.preempted(preempted.request)
         return preempted is not None
 
-    def tell_gauges(self) -> None:
+    def update_gauges(self) -> None:
         """Report the queues and the cache."""
         scheduler = self.scheduler
         self._observer.stepped(
@@ -151,7 +151,7 @@ class EngineCore:
             # Nothing of the step has been noted yet, so it can be tried again.
             raise _OutOfMemoryError from error
 
-    def _span(self, chunk: Chunk, live: Live) -> Span:
+    def _span(self, chunk: Chunk, live: RequestState) -> Span:
         sequence = chunk.sequence
         logit_rows = range(0)
         if chunk.is_scored:

@@ -19,7 +19,7 @@ import torch
 from model_runtime.batch import Span
 from model_runtime.cache.kv_cache import bytes_per_token
 from model_runtime.config import EngineConfig
-from model_runtime.engine.build_engine import build_runner, records_decodes
+from model_runtime.engine.build_engine import build_runner, captures_graphs
 from model_runtime.errors import ModelError
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import MAX_LOGPROBS, SamplingParams
@@ -142,7 +142,7 @@ def profile_memory(
         run_step(runner, largest_step(tried, slot, checkpoint.vocab_size))
         after = meter.read()
         graph_bytes = 0
-        if records_decodes(checkpoint, config):
+        if captures_graphs(checkpoint, config):
             meter.reset()
             begun = meter.read()
             runner.run(decode_step(tried, slot, checkpoint.vocab_size))  # sampling is not recorded

@@ -12,28 +12,30 @@ from torch import Tensor
 
 from model_runtime.engine.observer import Observer
 from model_runtime.engine.output_processor import Answer
-from model_runtime.engine.request_state import Live, LiveRequests
+from model_runtime.engine.request_state import RequestState, RequestStates
 from model_runtime.errors import GrammarError
 from model_runtime.request import FinishReason, Output, PromptProgress, TokenLogprob
 from model_runtime.runner.sampler import choose, logprobs, rows_at
-from model_runtime.runner.step_timer import StepClock
+from model_runtime.runner.step_timer import StepTimer
 from model_runtime.scheduling.scheduler import Chunk, Scheduler
 
 _log = structlog.get_logger(__name__)
 
 
-class StepOutcome:
+class Postprocessor:
     """Brings the logits of each step home."""
 
     def __init__(
-        self, requests: LiveRequests, scheduler: Scheduler, observer: Observer, clock: StepClock
+        self, requests: RequestStates, scheduler: Scheduler, observer: Observer, clock: StepTimer
     ) -> None:
         self._requests = requests
         self._scheduler = scheduler
         self._observer = observer
         self._clock = clock
 
-    def settle(self, computed: Sequence[tuple[Chunk, Live, int]], logits_RV: Tensor) -> None:
+    def settle(
+        self, computed: Sequence[tuple[Chunk, RequestState, int]], logits_RV: Tensor
+    ) -> None:
         """`computed`: what the step computed, and how many of the rows are whose, in order."""
         self._clock.switch("sample")
         choosing, endings = self._choosing(computed)
@@ -72,11 +74,11 @@ class StepOutcome:
         self._add_tokens(chosen, logits_RV)
 
     def _choosing(
-        self, computed: Sequence[tuple[Chunk, Live, int]]
-    ) -> tuple[list[tuple[int, Live]], list[tuple[Live, Callable[[], Output]]]]:
+        self, computed: Sequence[tuple[Chunk, RequestState, int]]
+    ) -> tuple[list[tuple[int, RequestState]], list[tuple[RequestState, Callable[[], Output]]]]:
         """(from which row, who) gets a token, and (whose, how) answers end without one."""
-        choosing: list[tuple[int, Live]] = []
-        endings: list[tuple[Live, Callable[[], Output]]] = []
+        choosing: list[tuple[int, RequestState]] = []
+        endings: list[tuple[RequestState, Callable[[], Output]]] = []
         row = 0
         for chunk, live, num_rows in computed:
             row += num_rows
@@ -89,7 +91,9 @@ class StepOutcome:
                 endings.append((live, end))
         return choosing, endings
 
-    def _add_tokens(self, chosen: Sequence[tuple[int, Live, int]], logits_RV: Tensor) -> None:
+    def _add_tokens(
+        self, chosen: Sequence[tuple[int, RequestState, int]], logits_RV: Tensor
+    ) -> None:
         """(row, whose, new token), with its logprob where it was asked for."""
         reported = _reported_logprobs(chosen, logits_RV)
         for place, live, token_id in chosen:
@@ -110,7 +114,7 @@ class StepOutcome:
             self._requests.deliver(live, output)
 
 
-def _end_before(live: Live) -> Callable[[], Output] | None:
+def _end_before(live: RequestState) -> Callable[[], Output] | None:
     """How the answer ends without a further token; None if it goes on.
 
     Finds what the answer's grammar lets follow.
@@ -126,7 +130,7 @@ def _end_before(live: Live) -> Callable[[], Output] | None:
 
 
 def _reported_logprobs(
-    chosen: Sequence[tuple[int, Live, int]], logits_RV: Tensor
+    chosen: Sequence[tuple[int, RequestState, int]], logits_RV: Tensor
 ) -> dict[int, TokenLogprob]:
     """By row, for those that asked."""
     asking = [
@@ -141,12 +145,12 @@ def _reported_logprobs(
     return dict(zip(places, found, strict=True))
 
 
-def _fault_of_grammar(live: Live, error: GrammarError) -> Output:
+def _fault_of_grammar(live: RequestState, error: GrammarError) -> Output:
     _log.error("grammar_failed", request_id=live.sequence.request.request_id, error=str(error))
     return Output(finish_reason=FinishReason.ERROR, error=str(error))
 
 
-def _progress(live: Live) -> PromptProgress:
+def _progress(live: RequestState) -> PromptProgress:
     sequence = live.sequence
     began = live.arrived if live.started is None else live.started
     return PromptProgress(

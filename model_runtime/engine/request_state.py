@@ -11,7 +11,7 @@ from model_runtime.engine.output_processor import Answer
 from model_runtime.request import FinishReason, OnOutput, Output
 from model_runtime.runner.penalties import SeenTokens, has_penalty
 from model_runtime.runner.sampler import SamplingRow
-from model_runtime.runner.step_timer import StepClock
+from model_runtime.runner.step_timer import StepTimer
 from model_runtime.scheduling.scheduler import Scheduler
 from model_runtime.scheduling.sequence import Sequence as TokenSequence
 from model_runtime.text.grammar import Constraint
@@ -20,7 +20,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Live:
+class RequestState:
     """A request inside the engine."""
 
     sequence: TokenSequence
@@ -56,40 +56,40 @@ class Live:
         return self._row
 
 
-class LiveRequests:
+class RequestStates:
     """Owner of every live request. The last output that is delivered frees it."""
 
-    def __init__(self, scheduler: Scheduler, observer: Observer, clock: StepClock) -> None:
+    def __init__(self, scheduler: Scheduler, observer: Observer, clock: StepTimer) -> None:
         self._scheduler = scheduler
         self._observer = observer
         self._clock = clock
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, RequestState] = {}
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def all(self) -> list[Live]:
+    def all(self) -> list[RequestState]:
         """Those of the moment, in order of arrival."""
         return list(self._live.values())
 
-    def add(self, live: Live) -> None:
+    def add(self, live: RequestState) -> None:
         """Queue a request."""
         self._live[live.sequence.request.request_id] = live
         self._scheduler.add(live.sequence)
 
-    def get(self, request_id: str) -> Live | None:
+    def get(self, request_id: str) -> RequestState | None:
         """One of them; None if it is over."""
         return self._live.get(request_id)
 
-    def is_live(self, live: Live) -> bool:
+    def is_live(self, live: RequestState) -> bool:
         """Whether it still is one of them."""
         return self._live.get(live.sequence.request.request_id) is live
 
-    def of(self, sequence: TokenSequence) -> Live:
+    def of(self, sequence: TokenSequence) -> RequestState:
         """The request whose sequence it is. It is live."""
         return self._live[sequence.request.request_id]
 
-    def deliver(self, live: Live, output: Output) -> None:
+    def deliver(self, live: RequestState, output: Output) -> None:
         """Hand an output over; the last one frees the request."""
         before = self._clock.switch("deliver")
         sequence = live.sequence
@@ -115,18 +115,18 @@ class LiveRequests:
             _log.exception("listener_failed", request_id=sequence.request.request_id)
         self._clock.switch(before)
 
-    def fail(self, live: Live, error: str) -> None:
+    def fail(self, live: RequestState, error: str) -> None:
         """End a request with an error."""
         self.deliver(live, Output(finish_reason=FinishReason.ERROR, error=error))
 
-    def note_start(self, live: Live, now: float) -> None:
+    def note_start(self, live: RequestState, now: float) -> None:
         """A step computes some of it; tell that it has left the queue, the first time."""
         if live.started is None:
             live.started = now
             sequence, waited = live.sequence, now - live.arrived
             self._observer.started(sequence.request, sequence.num_cached_tokens or 0, waited)
 
-    def note_token(self, live: Live) -> None:
+    def note_token(self, live: RequestState) -> None:
         """Tell that it has a new token."""
         now = time.monotonic()
         request = live.sequence.request

@@ -28,15 +28,15 @@ from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor
 from model_runtime.cpu_kernels.elementwise import add_and_normalize, normalize, normalize_heads
 from model_runtime.cpu_kernels.fused_decode import Heads, layer_fields, runner_for
 from model_runtime.cpu_kernels.skinny_gemm import Multiplying
-from model_runtime.cpu_kernels.threads import MOST_THREADS, OVER, run_team
+from model_runtime.cpu_kernels.threads import ABORT, MOST_THREADS, run_thread_team
 from model_runtime.errors import ModelError
 from model_runtime.layers.gated_mlp import GatedMlp
 from model_runtime.layers.last_layer import AskedStep
-from model_runtime.layers.merged_linear import JoinedPart
+from model_runtime.layers.merged_linear import MergedPart
 from model_runtime.layers.packed_linear import PackedLinear
 from model_runtime.layers.packed_product import PackedProduct
 from model_runtime.layers.probe import are_equal, recorded_calls
-from model_runtime.layers.rms_norm import RowNorm
+from model_runtime.layers.rms_norm import RmsNorm
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -54,11 +54,11 @@ class Logits(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Layer:
     index: int  # of its pages
-    norm: RowNorm
+    norm: RmsNorm
     joined: PackedProduct  # queries, keys and values
-    head_norms: tuple[RowNorm, ...]  # of queries and of keys, or none
+    head_norms: tuple[RmsNorm, ...]  # of queries and of keys, or none
     output: PackedProduct
-    block_norm: RowNorm
+    block_norm: RmsNorm
     block: GatedMlp
 
 
@@ -86,7 +86,7 @@ class DecoderLayers:
         self,
         model: Any,
         layers: list[_Layer],
-        final_norm: RowNorm,
+        final_norm: RmsNorm,
         kind: _Kind,
         plans: Mapping[int, LayerPlan],
     ) -> None:
@@ -157,7 +157,7 @@ class DecoderLayers:
         normal_RE = np.empty_like(hidden_RE)
         normalize(hidden_RE, first_E, self._eps, normal_RE)
         heads, backend, block = self._heads, _cpu(step), self._layers[0].block
-        shares = backend.dealt(heads.num_query_heads, heads.dim, heads.num_key_heads)
+        shares = backend.partitioned(heads.num_query_heads, heads.dim, heads.num_key_heads)
         num_threads = max(len(shares), self._num_threads())
         shares = shares + [shares[0][:0]] * (num_threads - len(shares))
         columns = (
@@ -183,7 +183,7 @@ class DecoderLayers:
                 own = (hidden_RE.copy(), normal_RE.copy())
             run(thread, num_threads, arrived, *own, *arguments, shares[thread], *rest)
 
-        run_team(work, num_threads, lambda: arrived.fill(OVER))
+        run_thread_team(work, num_threads, lambda: arrived.fill(ABORT))
         return normal_RE
 
     def _how(self, step: PagedStep) -> tuple[Any, ...]:
@@ -243,7 +243,7 @@ def recognised(model: Any, plans: Mapping[int, LayerPlan]) -> DecoderLayers | No
     head = model.get_output_embeddings()
     if not (
         isinstance(modules, nn.ModuleList)
-        and isinstance(final_norm, RowNorm)
+        and isinstance(final_norm, RmsNorm)
         and isinstance(head, PackedLinear)
         and len(modules) == len(plans)
     ):
@@ -302,8 +302,8 @@ def _recognised_layer(
     call, plan = calls[index], plans[index]
     if not (
         set(children) in (set(), _HEAD_NORMS)
-        and all(isinstance(norm, RowNorm) for norm in (*norms, *head_norms))
-        and all(isinstance(each, JoinedPart) for each in projections)
+        and all(isinstance(norm, RmsNorm) for norm in (*norms, *head_norms))
+        and all(isinstance(each, MergedPart) for each in projections)
         and len({id(each.product) for each in projections}) == 1
         and isinstance(projections[0].product, PackedProduct)
         and isinstance(output, PackedLinear)

@@ -22,7 +22,7 @@ from model_runtime.cpu_kernels.elementwise import gated
 from model_runtime.cpu_kernels.simd import (
     WIDTH,
 )
-from model_runtime.layers.merged_linear import JoinedPart
+from model_runtime.layers.merged_linear import MergedPart
 from model_runtime.layers.packed_linear import PackedLinear, RowwiseActivation
 from model_runtime.layers.packed_product import PackedProduct
 from model_runtime.layers.replace_modules import swap_modules
@@ -59,7 +59,7 @@ def fuse(model: nn.Module) -> None:
 def _as_gated(module: nn.Module) -> GatedMlp | None:
     """The same block, or None where the module is something else."""
     children = list(module.children())
-    halves = [child for child in children if isinstance(child, JoinedPart)]
+    halves = [child for child in children if isinstance(child, MergedPart)]
     downs = [child for child in children if isinstance(child, PackedLinear)]
     activations = [child for child in children if isinstance(child, RowwiseActivation)]
     if (

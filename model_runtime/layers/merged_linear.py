@@ -38,12 +38,12 @@ class SharedInput:
         return out
 
 
-def stand_in(weight: Tensor) -> nn.Parameter:
+def placeholder(weight: Tensor) -> nn.Parameter:
     """For a weight that is let go: model code may ask for its dtype, never for its numbers."""
     return nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
 
 
-class JoinedPart(nn.Module):
+class MergedPart(nn.Module):
     """One of several linears that read one tensor.
 
     Its answer is a slice, so its rows are not one after the other in memory.
@@ -52,7 +52,7 @@ class JoinedPart(nn.Module):
     def __init__(self, linear: nn.Linear, shared: SharedInput, index: int) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = stand_in(linear.weight)
+        self.weight = placeholder(linear.weight)
         self.bias = linear.bias
         self._shared = shared
         self._index = index
@@ -67,7 +67,7 @@ class JoinedPart(nn.Module):
         return self._shared.part(x, self._index)
 
 
-def joined_weight(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+def merged_weight(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Weights and biases one after the other; zeros where only others have a bias."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     if all(linear.bias is None for linear in linears):
@@ -89,7 +89,7 @@ def can_join(modules: Sequence[nn.Module]) -> bool:
 
 def plain_product(linears: Sequence[nn.Linear]) -> Product:
     """By torch."""
-    weight, bias = joined_weight(linears)
+    weight, bias = merged_weight(linears)
     return lambda x: nn.functional.linear(x, weight, bias)
 
 
@@ -110,7 +110,7 @@ def join(
             continue
         shared = SharedInput(product(linears), [each.out_features for each in linears])
         for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
-            model.set_submodule(name, JoinedPart(linear, shared, index))
+            model.set_submodule(name, MergedPart(linear, shared, index))
 
 
 def shared_inputs(model: nn.Module) -> list[list[str]]:

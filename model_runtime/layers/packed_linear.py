@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
-from model_runtime.layers.merged_linear import join, stand_in
+from model_runtime.layers.merged_linear import join, placeholder
 from model_runtime.layers.packed_product import DTYPES, PackedProduct, Way, Workshop
 from model_runtime.layers.replace_modules import swap_modules
 from model_runtime.layers.way_trial import choose_way
@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.product = product or PackedProduct([linear], workshop_for(linear.weight.dtype))
-        self.weight = stand_in(linear.weight)
+        self.weight = placeholder(linear.weight)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:

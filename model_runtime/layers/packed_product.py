@@ -47,7 +47,7 @@ from model_runtime.cpu_kernels.skinny_gemm import (
     RowProducts,
     own_panels,
 )
-from model_runtime.layers.merged_linear import joined_weight
+from model_runtime.layers.merged_linear import merged_weight
 from model_runtime.layers.onednn import OneDnnWeight
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -153,7 +153,7 @@ class PackedProduct:
 
     def __init__(self, linears: Sequence[nn.Linear], workshop: Workshop) -> None:
         """Lay the weight out. Raises RuntimeError if the workshop's way is not possible here."""
-        weight_NK, bias_N = joined_weight(linears)
+        weight_NK, bias_N = merged_weight(linears)
         self.out_features, self.in_features = weight_NK.shape
         self._dtype = weight_NK.dtype
         self.way = workshop.way

@@ -28,7 +28,7 @@ _TRIAL_SHIFT = 0.5  # a norm that takes the mean away shows
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative
 
 
-class RowNorm(nn.Module):
+class RmsNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * scale over the last dimension."""
 
     def __init__(self, weight: nn.Parameter, scale_D: Tensor, eps: float) -> None:
@@ -47,7 +47,7 @@ class RowNorm(nn.Module):
         return as_tensor(out, x.dtype)
 
 
-class TorchNorm(nn.Module):
+class TorchRmsNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, by torch."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
@@ -70,10 +70,10 @@ def _candidates(weight: nn.Parameter, eps: float) -> Iterator[tuple[nn.Module, T
     """What the norm may be on the weight's device, and what it multiplies a row by."""
     wide_D = weight.detach().float()
     if weight.device.type != "cpu" or kernel_fault() is not None:
-        yield TorchNorm(weight, eps), wide_D
+        yield TorchRmsNorm(weight, eps), wide_D
         return
     for scale_D in (wide_D, 1.0 + wide_D):
-        yield RowNorm(weight, scale_D, eps), scale_D
+        yield RmsNorm(weight, scale_D, eps), scale_D
 
 
 def _as_norm(module: nn.Module) -> nn.Module | None:

@@ -37,8 +37,8 @@ from model_runtime.layers.merged_linear import shared_inputs
 from model_runtime.layers.probe import text_config
 from model_runtime.layers.way_trial import choose_way
 from model_runtime.loading.load_faults import faults_of
-from model_runtime.loading.model_config import read_outline
-from model_runtime.loading.patch_model import read_native_rope, take_over
+from model_runtime.loading.model_config import read_model_config
+from model_runtime.loading.patch_model import patch_model, read_native_rope
 from model_runtime.loading.pretrained import from_pretrained, load_tokenizer
 from model_runtime.loading.self_check import Report, check, untouched_answers
 from model_runtime.text.tokenizer import Tokenizer
@@ -76,7 +76,9 @@ def load_checkpoint(
     trust_remote_code: bool = False,
 ) -> Checkpoint:
     """Load, check and take over. Raises ModelError with a sentence that names what is wrong."""
-    outline = read_outline(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    outline = read_model_config(
+        source, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+    )
     where = outline.device
     _log.info("loading_weights", model=str(source), dtype=str(outline.dtype), device=str(where))
     with faults_of(str(source), outline.dtype, where):
@@ -84,7 +86,7 @@ def load_checkpoint(
         model = model.to(where).eval()
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         generation = _generation_defaults(source, outline.config)
-        return adopt(
+        return prepare_model(
             model,
             tokenizer,
             _eos_token_ids(generation, tokenizer),
@@ -96,7 +98,7 @@ def load_checkpoint(
         )
 
 
-def adopt(
+def prepare_model(
     model: nn.Module,
     tokenizer: Tokenizer,
     eos_token_ids: frozenset[int],
@@ -107,7 +109,7 @@ def adopt(
     native = read_native_rope(model)
     _log.info("self_check", model=type(model).__name__)
     expected = untouched_answers(model, native)
-    plans = take_over(model, native)
+    plans = patch_model(model, native)
     has_kernels = backend_for(parameter.device) is CpuAttention
     products = expected_products(parameter.device, parameter.dtype)
     if has_kernels:

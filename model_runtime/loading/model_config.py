@@ -28,7 +28,7 @@ class KVShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class ModelConfig:
     """A checkpoint that has been found and may be loaded."""
 
     source: str | Path
@@ -113,13 +113,13 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_outline(
+def read_model_config(
     source: str | Path,
     *,
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
-) -> Outline:
+) -> ModelConfig:
     """Find a checkpoint and read its config. Raises ModelError with a sentence."""
     where = _device(device)
     folder = Path(source)
@@ -130,7 +130,7 @@ def read_outline(
     config = from_pretrained(AutoConfig, source, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{config.model_type} checkpoint is quantised, which is not supported yet")
-    return Outline(source, config, _dtype(dtype, config, where), where)
+    return ModelConfig(source, config, _dtype(dtype, config, where), where)
 
 
 def _device(name: str) -> torch.device:

@@ -108,7 +108,7 @@ def _compare_table(name: str, module: nn.Module, layer_type: str, native: Native
         )
 
 
-def take_over(model: nn.Module, native: NativeRope) -> Mapping[int, LayerPlan]:
+def patch_model(model: nn.Module, native: NativeRope) -> Mapping[int, LayerPlan]:
     """Swap the rotary modules and the attention of `model` in place; return each layer's plan.
 
     Raises ModelError, naming what stands in the way.

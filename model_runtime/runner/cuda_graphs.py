@@ -179,7 +179,7 @@ class DecodeGraphs:
             page_T=page_S,
             offset_T=offset_S,
             page_table_SN=page_table_SN,
-            query_start_S1=place_S,
+            cu_seqlens_S1=place_S,
             first_position_S=position_S,
             table_slot_S=slot_S,
             logit_rows_R=place_S[:size],

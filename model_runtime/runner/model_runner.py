@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from model_runtime.attention.backends import backend_for
 from model_runtime.attention.paged_attention import STEP, LayerPlan, PagedStep, Step
 from model_runtime.batch import Batch, Span, build_batch
-from model_runtime.cache.kv_cache import KVStore
+from model_runtime.cache.kv_cache import KVCache
 from model_runtime.cache.rope_tables import RopeTables
 from model_runtime.layers.last_layer import (
     AskedStep,
@@ -24,7 +24,7 @@ from model_runtime.layers.last_layer import (
     trimmed_layer,
 )
 from model_runtime.runner.cuda_graphs import DecodeGraphs, Recorder
-from model_runtime.runner.step_timer import StepClock
+from model_runtime.runner.step_timer import StepTimer
 from rope import Profile
 
 _log = structlog.get_logger(__name__)
@@ -37,7 +37,7 @@ class ModelRunner:
         self,
         model: nn.Module,
         plans: Mapping[int, LayerPlan],
-        store: KVStore,
+        store: KVCache,
         tables: RopeTables,
         page_size: int,
     ) -> None:
@@ -56,7 +56,7 @@ class ModelRunner:
         return self._tables.slot(profile)
 
     @torch.inference_mode()
-    def run(self, spans: Sequence[Span], clock: StepClock | None = None) -> Tensor:
+    def run(self, spans: Sequence[Span], clock: StepTimer | None = None) -> Tensor:
         """One forward over all spans; float32 [R, V], rows in the order the spans ask for them.
 
         `clock`: switched to `forward` when the batch is built.
@@ -87,7 +87,7 @@ class ModelRunner:
         _log.warning("decode_not_recorded", error=str(error), remedy="enforce_eager skips this")
 
     @torch.inference_mode()
-    def record_decodes(
+    def capture_graphs(
         self, max_len: int, max_num_seqs: int, spare_page: int, record: Recorder
     ) -> None:
         """Record decode steps of up to `max_num_seqs` sequences; they are replayed from now on.

@@ -19,7 +19,7 @@ Part = Literal["schedule", "build", "forward", "sample", "detokenize", "deliver"
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
-class StepClock:
+class StepTimer:
     """Seconds of each part. Belongs to the engine's thread."""
 
     def __init__(self) -> None:

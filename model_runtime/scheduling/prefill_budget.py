@@ -18,7 +18,7 @@ _PATIENCE = 4  # targets that a step may take while only prompts wait for its en
 _SMALLEST_BLOCK = 16  # rows
 
 
-class Pacing:
+class PrefillBudget:
     """A number of prefill tokens that follows measured steps towards a target.
 
     `target_s`: seconds that a step with prefill should take; None: always `most` tokens.

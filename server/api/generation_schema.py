@@ -236,11 +236,11 @@ class GenerationRequest(Body):
         return tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
 
     def sampling(
-        self, max_tokens: int, defaults: Mapping[str, float], more_stop: Sequence[str]
+        self, max_tokens: int, defaults: Mapping[str, float], extra_stop: Sequence[str]
     ) -> list[SamplingParams]:
         """As the runtime takes it, for each answer to a prompt: each has a seed of its own.
 
-        What was left out is the model's default, or OpenAI's. `more_stop`: stop strings of the
+        What was left out is the model's default, or OpenAI's. `extra_stop`: stop strings of the
         chat template.
         """
 
@@ -261,7 +261,7 @@ class GenerationRequest(Body):
                 presence_penalty=self.presence_penalty or 0.0,
                 frequency_penalty=self.frequency_penalty or 0.0,
                 logit_bias=self.logit_bias_pairs(),
-                stop=(*stop, *more_stop),
+                stop=(*stop, *extra_stop),
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 ignore_eos=self.ignore_eos,
                 min_tokens=self.min_tokens or 0,

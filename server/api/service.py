@@ -151,14 +151,14 @@ class Service:
         self,
         body: GenerationRequest,
         read_prompts: Callable[[], Awaitable[Sequence[tuple[int, ...]]]],
-        more_stop: Sequence[str] = (),
+        extra_stop: Sequence[str] = (),
     ) -> Submission:
         """Tokenise, place and queue a request. Raises what the engine and placement raise."""
         arrived = time.monotonic()
         try:
             deployment = self.deployment(body.model)
             self.limits.check(body)
-            self.engine.config.limits.check(body.sampling(1, {}, more_stop)[0])
+            self.engine.config.limits.check(body.sampling(1, {}, extra_stop)[0])
             for token_id, _ in body.logit_bias_pairs():
                 self.check_token_id(token_id, "logit_bias")
             for token_id in body.stop_token_ids or ():
@@ -168,7 +168,7 @@ class Service:
                 grammar = await self.grammar(body.schema_asked)
                 requests = []
                 for prompt in await read_prompts():
-                    requests += self._requests(body, deployment, prompt, more_stop, grammar)
+                    requests += self._requests(body, deployment, prompt, extra_stop, grammar)
                 return Submission(
                     self.engine,
                     self.mailbox,
@@ -210,7 +210,7 @@ class Service:
         body: GenerationRequest,
         deployment: Deployment,
         prompt: tuple[int, ...],
-        more_stop: Sequence[str],
+        extra_stop: Sequence[str],
         grammar: Grammar | None,
     ) -> list[Request]:
         """One for each answer to a prompt."""
@@ -234,7 +234,7 @@ class Service:
                 wants_progress=bool(body.return_progress),
                 grammar=grammar,
             )
-            for sampling in body.sampling(max_tokens, self.sampling_defaults, more_stop)
+            for sampling in body.sampling(max_tokens, self.sampling_defaults, extra_stop)
         ]
 
 

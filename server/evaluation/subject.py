@@ -11,7 +11,7 @@ from model_runtime.deployment import Deployment
 from model_runtime.engine.build_engine import build_engine
 from model_runtime.engine.engine import Engine
 from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
-from model_runtime.loading.model_config import Outline, weight_files
+from model_runtime.loading.model_config import ModelConfig, weight_files
 from model_runtime.text.tokenizer import Tokenizer
 from rope import NativeRope
 from server.evaluation.cells import TOGETHER
@@ -92,7 +92,7 @@ def plan_variants(plan: EvalPlan, settings: ServeSettings, checkpoint: Checkpoin
     return serving
 
 
-def weights_digest(outline: Outline) -> str:
+def weights_digest(outline: ModelConfig) -> str:
     """Of a folder's weights and config; of a hub id, its name and the commit that it stands for."""
     folder = Path(outline.source)
     if not folder.is_dir():

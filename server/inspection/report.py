@@ -9,7 +9,7 @@ from typing import Any
 
 from model_runtime.cache.kv_cache import bytes_per_token
 from model_runtime.deployment import Deployment
-from model_runtime.loading.model_config import Outline
+from model_runtime.loading.model_config import ModelConfig
 from rope import NativeRope, Tier
 from server.inspection.decay import (
     DecayBounds,
@@ -118,7 +118,7 @@ def inspect_model(settings: ServeSettings, options: InspectOptions) -> str:
 
 
 def _lines(
-    outline: Outline,
+    outline: ModelConfig,
     native: NativeRope,
     costs: Costs,
     found: Sequence[InspectedDeployment],
@@ -200,7 +200,7 @@ def _state(ratio: float, factor: float) -> str:
 
 
 def _costs(
-    outline: Outline,
+    outline: ModelConfig,
     deployments: Sequence[Deployment],
     page_size: int,
     memory_gib: float | None,
@@ -222,7 +222,7 @@ def _costs(
     )
 
 
-def _model_lines(outline: Outline, native: NativeRope, costs: Costs) -> list[str]:
+def _model_lines(outline: ModelConfig, native: NativeRope, costs: Costs) -> list[str]:
     layers = outline.layers()
     shape = layers[0]
     dtype = str(outline.dtype).removeprefix("torch.")
@@ -295,7 +295,7 @@ def _table_lines(
 
 
 def _as_json(
-    outline: Outline,
+    outline: ModelConfig,
     native: NativeRope,
     costs: Costs,
     found: Sequence[InspectedDeployment],

@@ -21,7 +21,7 @@ class DoorState(enum.Enum):
     DRAINING = "draining"
 
 
-class Door:
+class AvailabilityGate:
     """Stands before the application; counts who is inside."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from model_runtime.engine.build_engine import build_runner
 from model_runtime.engine.engine_core import EngineCore
 from model_runtime.engine.observer import Observer
 from model_runtime.engine.output_processor import Answer
-from model_runtime.engine.request_state import Live
+from model_runtime.engine.request_state import RequestState
 from model_runtime.errors import ModelError
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.make_deployment import make_deployment
@@ -170,14 +170,14 @@ def run_windows(
 
 def _live(
     checkpoint: Checkpoint, deployment: Deployment, recording: _Recording, number: int
-) -> Live:
+) -> RequestState:
     window = recording.window
     max_tokens = len(window.forced_ids) + window.num_answer_tokens
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
     placement = deployment.place(RopeRequest(), len(window.prompt_ids), max_tokens)
     # A salt each, so that no window finds pages of another.
     request = Request(f"window-{number}", window.prompt_ids, params, placement, str(number))
-    return Live(
+    return RequestState(
         TokenSequence(request),
         Answer(request, checkpoint.tokenizer, frozenset()),
         recording.listen,

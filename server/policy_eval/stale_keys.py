@@ -81,7 +81,7 @@ class StaleKeyStep:
 def _turn(tables: LayerTables, batch: Batch) -> _Turn:
     """The angles of every token of the step under its own sequence's table."""
     position_T = batch.position_ids_1T[0]
-    slot_T = batch.table_slot_S.repeat_interleave(batch.query_start_S1.diff())
+    slot_T = batch.table_slot_S.repeat_interleave(batch.cu_seqlens_S1.diff())
     cos_TP, sin_TP = torch.empty(2, len(position_T), tables.num_pairs, device=position_T.device)
     factor_T = torch.empty(len(position_T), device=position_T.device)
     scale_T = torch.empty(len(position_T), device=position_T.device)

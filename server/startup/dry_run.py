@@ -6,7 +6,7 @@ from model_runtime.attention.backends import described
 from model_runtime.cache.kv_cache import bytes_per_token
 from model_runtime.engine.build_engine import affordable_bytes, total_memory
 from model_runtime.loading.checkpoint import EMBEDDED_MODEL, expected_products
-from model_runtime.loading.model_config import Outline, read_outline
+from model_runtime.loading.model_config import ModelConfig, read_model_config
 from model_runtime.loading.pretrained import load_tokenizer
 from server.settings.load import ServeSettings, SettingsError
 from server.startup.load_service import chat_template_of
@@ -17,14 +17,14 @@ from server.startup.serving_plan import ModelFacts, ServingPlan, describe, plan_
 class Outlook:
     """A plan over a model that has not been loaded."""
 
-    outline: Outline
+    outline: ModelConfig
     plan: ServingPlan
     num_weight_bytes: int | None  # None: a hub id, whose weights were not looked up
 
 
-def outline_of(settings: ServeSettings) -> Outline:
+def outline_of(settings: ServeSettings) -> ModelConfig:
     """The settings' model, or the embedded one. Raises ModelError."""
-    return read_outline(
+    return read_model_config(
         settings.model or EMBEDDED_MODEL,
         dtype=settings.dtype,
         device=settings.device,

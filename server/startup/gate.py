@@ -1,11 +1,11 @@
 """Settings -> who may ask: the keys, their file, origins, sizes."""
 
-from server.app import Gate
+from server.app import AccessPolicy
 from server.middleware.body_limits import BodyLimits
 from server.settings.load import ServeSettings, SettingsError
 
 
-def gate_of(settings: ServeSettings) -> Gate:
+def access_policy_of(settings: ServeSettings) -> AccessPolicy:
     """Raises SettingsError for a key file that cannot be read, or holds no key."""
     keys = list(settings.api_key)
     if settings.api_key_file is not None:
@@ -20,7 +20,7 @@ def gate_of(settings: ServeSettings) -> Gate:
         keys += found
     if any(not key for key in keys):
         raise SettingsError("api_key: a key must not be empty")
-    return Gate(
+    return AccessPolicy(
         api_keys=keys,
         open_metrics=settings.open_metrics,
         allowed_origins=settings.allowed_origins,

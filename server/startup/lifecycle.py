@@ -15,10 +15,10 @@ from fastapi import FastAPI
 
 from server.api.service import Service
 from server.app import create_app
-from server.middleware.availability import Door
+from server.middleware.availability import AvailabilityGate
 from server.middleware.connections import ConnectionLimits, limited_protocol
 from server.settings.load import ServeSettings, SettingsError
-from server.startup.gate import gate_of
+from server.startup.gate import access_policy_of
 from server.startup.load_service import load_service
 
 _FAREWELL_S = 5.0  # for the error events of those that did not finish
@@ -29,7 +29,7 @@ class GracefulServer(uvicorn.Server):
 
     def __init__(self, settings: ServeSettings, on_ready: Callable[[str], None]) -> None:
         """`on_ready` is called with the banner. Raises SettingsError for TLS files."""
-        self.door = Door()
+        self.door = AvailabilityGate()
         super().__init__(_uvicorn_config(settings, self.door))
         self.failure: Exception | None = None  # why the model could not be served
         self.has_died = False  # the engine ended by itself, or a second signal came
@@ -72,7 +72,7 @@ class GracefulServer(uvicorn.Server):
         assert self._loop is not None
         try:
             service, banner = load_service(self._settings)
-            app = create_app(service, gate_of(self._settings))
+            app = create_app(service, access_policy_of(self._settings))
         except Exception as error:  # noqa: BLE001  # the main thread tells it
             self.failure = error
             self.should_exit = True
@@ -100,7 +100,7 @@ class GracefulServer(uvicorn.Server):
         self.should_exit = True
 
 
-def _uvicorn_config(settings: ServeSettings, door: Door) -> uvicorn.Config:
+def _uvicorn_config(settings: ServeSettings, door: AvailabilityGate) -> uvicorn.Config:
     limits = ConnectionLimits(
         settings.max_connections, settings.head_timeout_seconds, settings.send_timeout_seconds
     )

@@ -34,7 +34,7 @@ def logits(checkpoint: Checkpoint, kind: str, *, is_recorded: bool = False) -> T
     runner = build_runner(checkpoint, CONFIG, [SCALED, LONGER], KINDS[kind])
     if is_recorded:
         limits = CONFIG.max_model_len, CONFIG.max_num_seqs, CONFIG.num_pages
-        runner.record_decodes(*limits, cuda_recorder(DEVICE))
+        runner.capture_graphs(*limits, cuda_recorder(DEVICE))
     ids = torch.arange(300).mul(37).remainder(2048).tolist()
     slots = [runner.table_slot(SCALED), runner.table_slot(LONGER)]
 

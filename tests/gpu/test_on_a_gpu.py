@@ -101,7 +101,7 @@ def test_the_embedded_model_passes_its_self_check(on_gpu: Checkpoint) -> None:
 def test_norms_and_products_are_fewer_kernels(on_gpu: Checkpoint) -> None:
     """none is left as the model had it"""
     kinds = {type(module).__name__ for module in on_gpu.model.modules()}
-    assert {"TorchNorm", "JoinedPart"} <= kinds
+    assert {"TorchRmsNorm", "MergedPart"} <= kinds
     assert "LlamaRMSNorm" not in kinds
 
 

@@ -26,7 +26,7 @@ def test_every_token_is_where_its_sequence_has_it() -> None:
     width = 6
     rows = [[*span.pages, *[0] * width][:width] for span in spans]
     assert batch.page_table_SN.tolist() == rows
-    assert batch.query_start_S1.tolist() == [0, 5, 8, 9]
+    assert batch.cu_seqlens_S1.tolist() == [0, 5, 8, 9]
     assert batch.first_position_S.tolist() == [0, 6, 20]
     assert batch.table_slot_S.tolist() == [2, 0, 1]
     assert batch.logit_rows_R.tolist() == [4, 8]

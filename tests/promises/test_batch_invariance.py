@@ -18,7 +18,7 @@ from model_runtime.engine.engine import Engine
 from model_runtime.engine.engine_core import Runner
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import Request
-from model_runtime.runner.step_timer import StepClock
+from model_runtime.runner.step_timer import StepTimer
 from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
 from tests.tiny_models import VOCAB_SIZE
 
@@ -57,7 +57,7 @@ class SharedForwards:
         """As the model runner."""
         return self._runner.table_slot(profile)
 
-    def run(self, spans: Sequence[Span], clock: StepClock) -> Tensor:
+    def run(self, spans: Sequence[Span], clock: StepTimer) -> Tensor:
         """As the model runner."""
         self.num_sequences_per_call.append(len(spans))
         self.profiles_per_call.append(len({span.table_slot for span in spans}))

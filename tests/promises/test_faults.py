@@ -11,7 +11,7 @@ from model_runtime.batch import Span
 from model_runtime.engine.observer import Observer
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import FinishReason, Request
-from model_runtime.runner.step_timer import StepClock
+from model_runtime.runner.step_timer import StepTimer
 from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
 from tests.scripted_model import Script
 
@@ -34,7 +34,7 @@ class Cramped(Script):
     most = 2
     error: Exception = ERRORS[0]
 
-    def run(self, spans: Sequence[Span], clock: StepClock) -> Tensor:
+    def run(self, spans: Sequence[Span], clock: StepTimer) -> Tensor:
         """Fails where there are more."""
         if len(spans) > self.most:
             raise self.error

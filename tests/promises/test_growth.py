@@ -17,7 +17,7 @@ from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import SamplingParams
 from model_runtime.runner.penalties import SeenTokens
 from model_runtime.runner.sampler import SamplingRow, sample
-from model_runtime.runner.step_timer import StepClock
+from model_runtime.runner.step_timer import StepTimer
 from rope import Policy, Profile, Yarn
 from tests.engines import (
     EngineFactory,
@@ -134,7 +134,7 @@ class LastLogits:
         """As the model runner."""
         return self._runner.table_slot(profile)
 
-    def run(self, spans: Any, clock: StepClock) -> torch.Tensor:
+    def run(self, spans: Any, clock: StepTimer) -> torch.Tensor:
         """As the model runner."""
         logits = self._runner.run(spans, clock)
         self.row = logits[-1:].clone() if len(logits) else self.row

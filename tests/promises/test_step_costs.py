@@ -21,7 +21,7 @@ from model_runtime.engine.build_engine import build_runner
 from model_runtime.engine.engine_core import EngineCore
 from model_runtime.engine.observer import Observer
 from model_runtime.engine.output_processor import Answer
-from model_runtime.engine.request_state import Live
+from model_runtime.engine.request_state import RequestState
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.runner.model_runner import ModelRunner
 from model_runtime.scheduling.sequence import Sequence as TokenSequence
@@ -90,7 +90,7 @@ def decoding(
         prompt = [(3 * at + 7 * place) % VOCAB_SIZE for place in range(num_prompt)]
         asked = request(deployment, prompt, max_tokens=30, **sampling)
         answer = Answer(asked, checkpoint.tokenizer, frozenset())
-        core.add(Live(TokenSequence(asked), answer, lambda _: None))
+        core.add(RequestState(TokenSequence(asked), answer, lambda _: None))
     while not core.scheduler.running or core.scheduler.waiting or reading(core):
         core.step()
     core.step()  # what is made once is made

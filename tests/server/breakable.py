@@ -49,12 +49,12 @@ def break_on_signals() -> None:
         time.sleep(_DYING_S)
         engine_died(server)
 
-    for owner, name, stand_in in (
+    for owner, name, placeholder in (
         (EngineCore, "step", breakable_step),
         (ModelRunner, "run", breakable_run),
         (GracefulServer, "_engine_died", slowly),
     ):
-        setattr(owner, name, stand_in)
+        setattr(owner, name, placeholder)
     signal.signal(DIE, lambda *_: dies.set())
     signal.signal(FAIL, lambda *_: fails.set())
     signal.signal(STALL, lambda *_: flows.clear() if flows.is_set() else flows.set())

@@ -17,7 +17,7 @@ import torch
 
 from model_runtime.attention import backends
 from model_runtime.attention.torch_backend import TorchAttention
-from model_runtime.loading.checkpoint import adopt
+from model_runtime.loading.checkpoint import prepare_model
 from model_runtime.runner import model_runner
 from tests.attention_cases import RELATIVE_ERROR, Case, Laid, cases, relative_error
 from tests.tiny_models import tiny_model
@@ -173,7 +173,7 @@ def test_a_taken_over_model_answers_as_before(
     for module in (backends, model_runner):
         monkeypatch.setattr(module, "backend_for", lambda _: TritonAttention)
     model = tiny_model(architecture).to(DEVICE)
-    checkpoint = adopt(model, byte_tokenizer(), frozenset(), {})
+    checkpoint = prepare_model(model, byte_tokenizer(), frozenset(), {})
     assert checkpoint.report.difference <= checkpoint.report.threshold
 
 

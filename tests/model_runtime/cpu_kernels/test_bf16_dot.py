@@ -36,7 +36,7 @@ def widened(bits: Any) -> Any:
 
 
 @jit()
-def put(first: Any, second: Any, out: Any) -> None:
+def write_kv(first: Any, second: Any, out: Any) -> None:
     """Rounded alone, rounded as pairs, and the alone ones as pairs again."""
     store(out, 0, load(first, 0))
     store(out, WIDTH, load(second, 0))
@@ -50,14 +50,14 @@ def test_numbers_are_rounded_to_nearest_even_and_put_side_by_side() -> None:
     first, second = rng.normal(size=(2, WIDTH)).astype(np.float32)
     first[:4] = [1 + 2**-8, 1 + 3 * 2**-8, np.inf, -0.0]
     out = np.zeros(6 * WIDTH, np.uint16)
-    put(first, second, out)
+    write_kv(first, second, out)
     expected = rounded(np.stack((first, second)))
     assert np.array_equal(out[: 2 * WIDTH], expected.ravel())
     assert np.array_equal(out[2 * WIDTH : 4 * WIDTH], expected.T.ravel())
     assert np.array_equal(out[4 * WIDTH :], expected.T.ravel())
     # A NaN whose payload is in the lower half: cut off, it would be infinite.
     first[5] = np.array([0x7F800001], np.uint32).view(np.float32)[0]
-    put(first, second, out)
+    write_kv(first, second, out)
     assert np.isnan(widened(out)[[5, 2 * WIDTH + 10]]).all()
 
 

@@ -12,15 +12,15 @@ from model_runtime.cpu_kernels.processor import target_features, vectors
 from model_runtime.cpu_kernels.simd import (
     WIDTH,
     add,
+    broadcast,
     exp,
     fma,
-    largest,
     load,
     multiply,
-    spread,
+    reduce_add,
+    reduce_max,
     store,
     subtract,
-    total,
 )
 
 
@@ -31,9 +31,9 @@ def results(first: Any, second: Any, at: int, out: Any) -> Any:
     store(out, 0, add(a, b))
     store(out, WIDTH, subtract(a, b))
     store(out, 2 * WIDTH, multiply(a, b))
-    store(out, 3 * WIDTH, fma(a, b, spread(np.float32(1.5))))
+    store(out, 3 * WIDTH, fma(a, b, broadcast(np.float32(1.5))))
     store(out, 4 * WIDTH, exp(a))
-    return largest(a), total(a)
+    return reduce_max(a), reduce_add(a)
 
 
 def test_every_operation_is_numpys_on_each_lane() -> None:

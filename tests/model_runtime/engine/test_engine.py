@@ -21,7 +21,7 @@ from model_runtime.errors import (
 )
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import FinishReason, Output, Request
-from model_runtime.runner.step_timer import StepClock
+from model_runtime.runner.step_timer import StepTimer
 from rope import Tier
 from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
 from tests.scripted_model import Script
@@ -147,7 +147,7 @@ def test_nan_logits_end_their_request_only(engines: EngineFactory, checkpoint: C
     class Poisoned(Script):
         """NaN for prompts that begin with token 9."""
 
-        def run(self, spans: Sequence[Span], clock: StepClock) -> Tensor:
+        def run(self, spans: Sequence[Span], clock: StepTimer) -> Tensor:
             logits = super().run(spans, clock)
             row = 0
             for span in spans:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model_runtime.batch import Span
-from model_runtime.cache.kv_cache import KVStore
+from model_runtime.cache.kv_cache import KVCache
 from model_runtime.config import EngineConfig
 from model_runtime.engine import build_engine, memory_profile
 from model_runtime.engine.memory_profile import (
@@ -128,7 +128,7 @@ def test_the_cache_gets_what_the_rest_leaves_of_the_share(
 ) -> None:
     """weights, a step beside them, what torch does not know of after it, recorded steps"""
     steps = sizes_of_runs(monkeypatch)
-    monkeypatch.setattr(memory_profile, "records_decodes", lambda *_: True)
+    monkeypatch.setattr(memory_profile, "captures_graphs", lambda *_: True)
     before, after, begun = (100, 80, 19, 15, 15), (100, 70, 28, 16, 22), (100, 70, 28, 16, 16)
     meter = ScriptedMeter(before, after, begun, (100, 60, 30, 16, 19))
     profile = measured(embedded, CONFIG, meter)
@@ -231,7 +231,7 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
 ) -> None:
     """once each, over one page"""
     sizes = sizes_of_runs(monkeypatch)
-    stores: list[weakref.ref[KVStore]] = []
+    stores: list[weakref.ref[KVCache]] = []
     page_counts: list[int] = []
     scored: list[int] = []
     sampled: list[tuple[int, int]] = []
@@ -241,7 +241,7 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
         memory_profile.choose,
     )
 
-    def noted_store(*args: Any) -> KVStore:
+    def noted_store(*args: Any) -> KVCache:
         store = new_store(*args)
         stores.append(weakref.ref(store))
         page_counts.append(len(store.pages(0)[0]))

@@ -16,9 +16,9 @@ from model_runtime.layers.fused_decoder import restore
 from model_runtime.layers.gated_mlp import GatedMlp
 from model_runtime.layers.merged_linear import shared_inputs
 from model_runtime.layers.packed_product import PackedProduct
-from model_runtime.layers.rms_norm import RowNorm
-from model_runtime.loading.checkpoint import adopt
-from model_runtime.loading.patch_model import read_native_rope, take_over
+from model_runtime.layers.rms_norm import RmsNorm
+from model_runtime.loading.checkpoint import prepare_model
+from model_runtime.loading.patch_model import patch_model, read_native_rope
 from model_runtime.runner.model_runner import ModelRunner
 from rope import NativeRope, Profile
 from tests.tiny_models import tiny_model
@@ -51,7 +51,7 @@ def answers(model: nn.Module, plans: dict[int, LayerPlan], native: NativeRope) -
 def test_linears_with_one_input_are_found(architecture: str, groups: list[list[str]]) -> None:
     """by watching, in every layer; the model is left as it was"""
     model = tiny_model(architecture)
-    take_over(model, read_native_rope(model))
+    patch_model(model, read_native_rope(model))
     before = [type(module) for module in model.modules()]
     found = [[name.rpartition(".")[2] for name in names] for names in shared_inputs(model)]
     assert found == groups * LAYERS
@@ -64,8 +64,8 @@ def test_answers_are_those_of_the_plain_layers(architecture: str) -> None:
     """within rounding: the same model, taken over alike, its own linears and norms"""
     plain = tiny_model(architecture)
     native = read_native_rope(plain)
-    expected = answers(plain, dict(take_over(plain, native)), native)
-    checkpoint = adopt(tiny_model(architecture), byte_tokenizer(), frozenset(), {})
+    expected = answers(plain, dict(patch_model(plain, native)), native)
+    checkpoint = prepare_model(tiny_model(architecture), byte_tokenizer(), frozenset(), {})
     restore(checkpoint.model)
     got = answers(checkpoint.model, dict(checkpoint.plans), native)
     for answer_RV, expected_RV in zip(got, expected, strict=True):
@@ -74,7 +74,7 @@ def test_answers_are_those_of_the_plain_layers(architecture: str) -> None:
 
 def test_a_decode_step_takes_so_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """four products a layer and the head's; two norms a layer and the last; a gated block each"""
-    checkpoint = adopt(tiny_model("llama"), byte_tokenizer(), frozenset(), {})
+    checkpoint = prepare_model(tiny_model("llama"), byte_tokenizer(), frozenset(), {})
     restore(checkpoint.model)
     calls: Counter[str] = Counter()
 
@@ -89,7 +89,7 @@ def test_a_decode_step_takes_so_many_calls(monkeypatch: pytest.MonkeyPatch) -> N
 
     counted(PackedProduct, "__call__")
     counted(RowProducts, "multiply")
-    counted(RowNorm, "forward")
+    counted(RmsNorm, "forward")
     counted(GatedMlp, "forward")
     answers(checkpoint.model, dict(checkpoint.plans), checkpoint.native)
     steps = 3  # the prompt's, and two of one token
@@ -97,5 +97,5 @@ def test_a_decode_step_takes_so_many_calls(monkeypatch: pytest.MonkeyPatch) -> N
     few = calls["RowProducts"]
     assert calls["PackedProduct"] == (4 * LAYERS + 1) * steps - (2 * LAYERS * 2 if few else 0)
     assert few in (0, (4 * LAYERS + 1) * steps)  # the prompt, 32 rows, has 8 left over
-    assert calls["RowNorm"] == (2 * LAYERS + 1) * steps
+    assert calls["RmsNorm"] == (2 * LAYERS + 1) * steps
     assert calls["GatedMlp"] == LAYERS * steps

@@ -12,7 +12,7 @@ from model_runtime.cpu_kernels.elementwise import gated
 from model_runtime.layers import packed_linear
 from model_runtime.layers.gated_mlp import GatedMlp, fuse
 from model_runtime.layers.merged_linear import shared_inputs
-from model_runtime.loading.patch_model import read_native_rope, take_over
+from model_runtime.loading.patch_model import patch_model, read_native_rope
 from tests.tiny_models import tiny_model
 
 
@@ -69,7 +69,7 @@ def packed(architecture: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreT
         model = tiny_model(architecture)
         for parameter in model.parameters():  # not the rotary tables
             parameter.data = parameter.data.to(dtype)
-        take_over(model, read_native_rope(model))
+        patch_model(model, read_native_rope(model))
         packed_linear.pack(model, shared_inputs(model))
         if is_fused:
             fuse(model)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from model_runtime.layers.merged_linear import JoinedPart, join, shared_inputs
-from model_runtime.loading.patch_model import read_native_rope, take_over
+from model_runtime.layers.merged_linear import MergedPart, join, shared_inputs
+from model_runtime.loading.patch_model import patch_model, read_native_rope
 from tests.tiny_models import tiny_model
 
 
@@ -32,7 +32,7 @@ def test_parts_answer_as_their_linears() -> None:
         join(model, [["first", "second"]])
         for x, answer in zip(inputs, expected, strict=True):
             torch.testing.assert_close(model(x), answer)
-    assert isinstance(model.first, JoinedPart)
+    assert isinstance(model.first, MergedPart)
     assert type(model.third) is nn.Linear
 
 
@@ -50,7 +50,7 @@ def test_a_model_answers_as_before(architecture: str) -> None:
     """queries, keys and values together, gate and up together; no linear is held twice"""
     model = tiny_model(architecture)
     num_weights = sum(weight.numel() for weight in model.parameters())
-    take_over(model, read_native_rope(model))
+    patch_model(model, read_native_rope(model))
     groups = shared_inputs(model)
     assert groups
     linears = [module for module in model.modules() if type(module) is nn.Linear]
@@ -62,6 +62,6 @@ def test_a_model_answers_as_before(architecture: str) -> None:
         after = layer.self_attn.q_proj(x), layer.self_attn.k_proj(x), layer.mlp(x)
     for got, expected in zip(after, before, strict=True):
         torch.testing.assert_close(got, expected)
-    assert sum(isinstance(each, JoinedPart) for each in model.modules()) == sum(map(len, groups))
+    assert sum(isinstance(each, MergedPart) for each in model.modules()) == sum(map(len, groups))
     held = sum(weight.numel() for weight in model.parameters() if weight.device.type != "meta")
     assert held < num_weights

@@ -9,7 +9,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from model_runtime.layers.rms_norm import RowNorm, TorchNorm, replace_norms
+from model_runtime.layers.rms_norm import RmsNorm, TorchRmsNorm, replace_norms
 
 ROWS = (1, 2, 3, 7, 8, 33, 200)
 
@@ -40,7 +40,7 @@ def test_the_same_norm(make: Any, width: int, dtype: torch.dtype) -> None:
     """against float64, and against the module; the same bits in any company"""
     original = make(width, eps=1e-5).to(dtype)
     norm = replaced(original)
-    assert isinstance(norm, RowNorm)
+    assert isinstance(norm, RmsNorm)
     x = (torch.randn(2, max(ROWS), width) * torch.rand(max(ROWS), 1) * 40).to(dtype)
     with torch.inference_mode():
         whole, expected = norm(x), original(x)
@@ -63,7 +63,7 @@ def test_torchs_own_is_the_same_norm(dtype: torch.dtype) -> None:
     nn.init.uniform_(original.weight, 0.5, 1.5)
     x = (torch.randn(5, 384) * torch.tensor([1e-3, 1.0, 3.0, 30.0, 1e3])[:, None]).to(dtype)
     with torch.inference_mode():
-        got, expected = TorchNorm(original.weight, 1e-5)(x), original(x)
+        got, expected = TorchRmsNorm(original.weight, 1e-5)(x), original(x)
     assert got.dtype == dtype
     rounding = 1e-5 if dtype == torch.float32 else 2**-7
     assert torch.allclose(got.float(), expected.float(), rtol=rounding, atol=1e-6)
@@ -121,7 +121,7 @@ def test_small_weights_do_not_hide_another_formula(size: float, dtype: torch.dty
     nn.init.uniform_(right.weight, -size, size)
     holder = nn.ModuleDict({"norm": right.to(dtype)})
     replace_norms(holder)
-    assert isinstance(holder["norm"], RowNorm) == (size > 0)
+    assert isinstance(holder["norm"], RmsNorm) == (size > 0)
 
 
 @pytest.mark.parametrize("norm", [PerHead(8), LlamaRMSNorm(1)])

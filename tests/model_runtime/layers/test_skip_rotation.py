@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from model_runtime.attention.paged_attention import STEP, AttentionCall
 from model_runtime.layers import skip_rotation as spared_rotation
-from model_runtime.loading.patch_model import read_native_rope, take_over
+from model_runtime.loading.patch_model import patch_model, read_native_rope
 from tests.tiny_models import tiny_model
 
 ARCHITECTURES = ["llama", "cohere", "gpt_neox", "phi3", "gemma3_text", "smollm3"]
@@ -44,7 +44,7 @@ def spared(model: nn.Module) -> list[nn.Module]:
 def test_layers_ask_for_the_same_without(architecture: str) -> None:
     """against the same model with the forward of its class, which multiplies by one"""
     model = tiny_model(architecture)
-    plans = take_over(model, read_native_rope(model))
+    plans = patch_model(model, read_native_rope(model))
     layers = spared(model)
     assert len(layers) == len(plans)
     without = asked(model)
@@ -61,7 +61,7 @@ def test_other_models_of_the_class_rotate_as_before() -> None:
     other = tiny_model("llama")
     expected = other(TOKENS).logits
     model = tiny_model("llama")
-    take_over(model, read_native_rope(model))
+    patch_model(model, read_native_rope(model))
     assert spared(model)
     for untouched in (other, tiny_model("llama")):
         assert torch.equal(untouched(TOKENS).logits, expected)
@@ -71,7 +71,7 @@ def test_layers_that_would_ask_for_something_else_are_left(monkeypatch: pytest.M
     """as one would whose rotation does more than to rotate"""
     monkeypatch.setattr(spared_rotation, "_as_they_are", lambda q, k, *_: (2 * q, k))
     model = tiny_model("llama")
-    take_over(model, read_native_rope(model))
+    patch_model(model, read_native_rope(model))
     assert not spared(model)
 
 

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from model_runtime.cache.kv_cache import bytes_per_token
 from model_runtime.errors import ModelError
 from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint
-from model_runtime.loading.model_config import Outline, read_outline
+from model_runtime.loading.model_config import ModelConfig, read_model_config
 from tests.engines import tiny_checkpoint
 from tests.models_page import SERVED
 
@@ -22,7 +22,7 @@ MULTI_HEAD = {"gpt_neox", "persimmon", "phi"}
 
 def test_the_embedded_model(embedded: Checkpoint) -> None:
     """tables, cache bytes and weight bytes"""
-    outline = read_outline(EMBEDDED_MODEL)
+    outline = read_model_config(EMBEDDED_MODEL)
     assert outline.architecture == "LlamaForCausalLM"
     assert outline.native() == embedded.native
     assert bytes_per_token(outline.layers(), outline.dtype) == bytes_per_token(
@@ -34,7 +34,9 @@ def test_the_embedded_model(embedded: Checkpoint) -> None:
     num_parameters = sum(math.prod(each.shape) for each in weights.values())
     num_parameters += weights["model.embed_tokens.weight"].numel()  # tied, and packed as the head
     assert outline.num_weight_bytes() == 4 * num_parameters
-    assert read_outline(EMBEDDED_MODEL, dtype="bfloat16").num_weight_bytes() == 2 * num_parameters
+    assert (
+        read_model_config(EMBEDDED_MODEL, dtype="bfloat16").num_weight_bytes() == 2 * num_parameters
+    )
 
 
 @pytest.mark.parametrize("architecture", SERVED)
@@ -44,7 +46,7 @@ def test_the_config_gives_the_cache_that_probing_finds(architecture: str) -> Non
     if architecture in MULTI_HEAD:
         overrides["num_key_value_heads"] = 4
     checkpoint = tiny_checkpoint(architecture, **overrides)
-    outline = Outline("x", checkpoint.model.config, torch.float32, torch.device("cpu"))
+    outline = ModelConfig("x", checkpoint.model.config, torch.float32, torch.device("cpu"))
     assert outline.native() == checkpoint.native
     found = {index: (each.num_key_heads, each.key_dim) for index, each in outline.layers().items()}
     probed = {index: (each.num_key_heads, each.key_dim) for index, each in checkpoint.plans.items()}
@@ -55,19 +57,19 @@ def test_only_the_files_that_are_loaded_count(tmp_path: Path) -> None:
     """a copy in another layout may lie beside them; an index names its shards"""
     folder = tmp_path / "model"
     shutil.copytree(EMBEDDED_MODEL, folder)
-    expected = read_outline(folder).num_weight_bytes()
+    expected = read_model_config(folder).num_weight_bytes()
     shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
-    assert read_outline(folder).num_weight_bytes() == expected
+    assert read_model_config(folder).num_weight_bytes() == expected
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     index = folder / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
-    assert read_outline(folder).num_weight_bytes() == expected
+    assert read_model_config(folder).num_weight_bytes() == expected
     index.write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
     with pytest.raises(ModelError, match=r"has no model-00002-of-00002\.safetensors, which its"):
-        read_outline(folder)
+        read_model_config(folder)
     index.write_text("{}")
     with pytest.raises(ModelError, match="is no index of weights"):
-        read_outline(folder)
+        read_model_config(folder)
 
 
 def test_a_config_without_a_number_is_a_sentence() -> None:
@@ -80,4 +82,4 @@ def test_a_config_without_a_number_is_a_sentence() -> None:
 
     config = Odd(num_attention_heads=4, num_key_value_heads=[2, 4], num_hidden_layers=2)
     with pytest.raises(ModelError, match="odd: the config's num_key_value_heads is not one number"):
-        Outline("x", config, torch.float32, torch.device("cpu")).layers()
+        ModelConfig("x", config, torch.float32, torch.device("cpu")).layers()

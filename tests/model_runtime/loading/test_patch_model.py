@@ -8,7 +8,7 @@ import pytest
 
 from model_runtime.errors import ModelError
 from model_runtime.layers import packed_linear
-from model_runtime.loading.patch_model import read_native_rope, take_over
+from model_runtime.loading.patch_model import patch_model, read_native_rope
 from model_runtime.loading.self_check import Report, check, untouched_answers
 from tests.models_page import REFUSED, SERVED, Outcome, outcome, page
 from tests.tiny_models import tiny_model
@@ -19,7 +19,7 @@ def taken_over(architecture: str, **overrides: Any) -> tuple[Any, Report]:
     model = tiny_model(architecture, **overrides)
     native = read_native_rope(model)
     expected = untouched_answers(model, native)
-    plans = take_over(model, native)
+    plans = patch_model(model, native)
     packed_linear.pack(model)
     return plans, check(model, plans, native, expected)
 
@@ -104,7 +104,7 @@ def test_a_window_that_is_ignored_is_seen() -> None:
     model = tiny_model("mistral")
     native = read_native_rope(model)
     expected = untouched_answers(model, native)
-    plans = take_over(model, native)
+    plans = patch_model(model, native)
     import transformers
 
     from model_runtime.attention.paged_attention import paged_attention
@@ -142,7 +142,7 @@ def test_a_checkpoint_that_carries_scaling_is_taken_over_natively() -> None:
     assert native.carries_scaling
     assert native.native_len == 64
     expected = untouched_answers(model, native)
-    plans = take_over(model, native)
+    plans = patch_model(model, native)
     check(model, plans, native, expected)
 
 

@@ -20,13 +20,13 @@ from model_runtime.attention import backends
 from model_runtime.attention.paged_attention import STEP, AttentionCall
 from model_runtime.attention.triton_backend import TritonAttention
 from model_runtime.batch import Batch, Span
-from model_runtime.cache.kv_cache import KVStore
+from model_runtime.cache.kv_cache import KVCache
 from model_runtime.cache.rope_tables import RopeTables
 from model_runtime.config import EngineConfig
 from model_runtime.deployment import Deployment
 from model_runtime.engine.build_engine import build_runner
 from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.loading.patch_model import read_native_rope, take_over
+from model_runtime.loading.patch_model import patch_model, read_native_rope
 from model_runtime.runner import model_runner
 from model_runtime.runner.cuda_graphs import MOST_RECORDED, DecodeGraphs, recorded_sizes
 from model_runtime.runner.model_runner import ModelRunner
@@ -78,7 +78,7 @@ def runner_of(
     )
     runner = build_runner(checkpoint, larger, profiles)
     if record is not None:
-        runner.record_decodes(CONFIG.max_model_len, CONFIG.max_num_seqs, SPARE, record)
+        runner.capture_graphs(CONFIG.max_model_len, CONFIG.max_num_seqs, SPARE, record)
     return runner
 
 
@@ -134,7 +134,7 @@ def test_replayed_steps_answer_as_others(checkpoint: Checkpoint) -> None:
             assert torch.equal(one[:SPARE], other[:SPARE]), "padding touched a sequence's page"
 
 
-def pages_of(runner: ModelRunner) -> KVStore:
+def pages_of(runner: ModelRunner) -> KVCache:
     """A runner's cache."""
     return runner._store
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_recorded_is_queued(
 
     (profile, *_) = profiles_of(deployment_of(checkpoint))
     runner = build_runner(checkpoint, CONFIG, [profile] if are_tables_known else [])
-    runner.record_decodes(CONFIG.max_model_len, CONFIG.max_num_seqs, 0, never)
+    runner.capture_graphs(CONFIG.max_model_len, CONFIG.max_num_seqs, 0, never)
     one = Span([1], 0, [0], runner.table_slot(profile), range(1))
     for _ in range(2):
         assert runner.run([one]).isfinite().all()
@@ -238,7 +238,7 @@ class Nowhere:
 def test_a_models_own_forward_asks_the_device_for_nothing(architecture: str) -> None:
     """on torch's `meta` device, where asking for a number raises; else it could not be recorded"""
     model = tiny_model(architecture)
-    take_over(model, read_native_rope(model))
+    patch_model(model, read_native_rope(model))
     model.to("meta")
     ids_1T = torch.zeros(1, 3, dtype=torch.int64, device="meta")
     rows_R = torch.zeros(3, dtype=torch.int64, device="meta")

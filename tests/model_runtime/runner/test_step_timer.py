@@ -11,7 +11,7 @@ from model_runtime.engine.observer import Observer
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import Output
 from model_runtime.runner import step_timer as step_clock
-from model_runtime.runner.step_timer import PARTS, Part, StepClock
+from model_runtime.runner.step_timer import PARTS, Part, StepTimer
 from model_runtime.scheduling.scheduler import Scheduler
 from model_runtime.text.tokenizer import TokenStream
 from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
@@ -112,7 +112,7 @@ def test_a_switch_gives_the_time_to_the_part_before(monkeypatch: pytest.MonkeyPa
     """and nobody's time is nobody's"""
     now = iter([1.0, 3.0, 7.0, 15.0, 31.0, 63.0])
     monkeypatch.setattr(step_clock, "perf_counter", lambda: next(now))
-    clock = StepClock()
+    clock = StepTimer()
     assert clock.switch("build") is None
     assert clock.switch("deliver") == "build"
     assert clock.switch("build") == "deliver"

@@ -2,10 +2,12 @@
 
 import pytest
 
-from model_runtime.scheduling.prefill_budget import Pacing
+from model_runtime.scheduling.prefill_budget import PrefillBudget
 
 
-def settled(pacing: Pacing, seconds_a_token: float, fixed_s: float, steps: int = 40) -> float:
+def settled(
+    pacing: PrefillBudget, seconds_a_token: float, fixed_s: float, steps: int = 40
+) -> float:
     """Seconds of a step beside one decode, after many of a machine of that speed."""
     for _ in range(steps):
         seconds = fixed_s + seconds_a_token * pacing.num_tokens(1)
@@ -16,14 +18,14 @@ def settled(pacing: Pacing, seconds_a_token: float, fixed_s: float, steps: int =
 @pytest.mark.parametrize("seconds_a_token", [1e-4, 4e-4, 1e-3])
 def test_steps_come_to_take_what_they_should(seconds_a_token: float) -> None:
     """but for a factor of 1.4, whatever a token costs, and what a step costs without any"""
-    assert 0.07 < settled(Pacing(0.1, 2048), seconds_a_token, 0.01) < 0.145
+    assert 0.07 < settled(PrefillBudget(0.1, 2048), seconds_a_token, 0.01) < 0.145
 
 
 @pytest.mark.parametrize("num_decodes", [0, 1, 5, 16])
 @pytest.mark.parametrize("seconds_a_token", [2e-5, 1e-4, 3e-4])
 def test_rows_of_a_step_fill_whole_blocks(seconds_a_token: float, num_decodes: int) -> None:
     """a power of two of them, decodes among them"""
-    pacing = Pacing(0.1, 2048)
+    pacing = PrefillBudget(0.1, 2048)
     for _ in range(40):
         num_tokens = pacing.num_tokens(num_decodes)
         pacing.note(num_tokens, 0.005 + seconds_a_token * num_tokens)
@@ -32,14 +34,14 @@ def test_rows_of_a_step_fill_whole_blocks(seconds_a_token: float, num_decodes: i
 
 def test_many_decodes_do_not_crowd_a_prompt_out() -> None:
     """where what is left of a block is less than half of what would be allowed"""
-    pacing = Pacing(0.1, 2048)
+    pacing = PrefillBudget(0.1, 2048)
     settled(pacing, 1e-3, 0.0)
     assert pacing.num_tokens(1) // 2 <= pacing.num_tokens(60) < 68 + 60
 
 
 def test_it_follows_when_tokens_become_dearer() -> None:
     """as they do the longer a prompt is"""
-    pacing = Pacing(0.1, 2048)
+    pacing = PrefillBudget(0.1, 2048)
     cost = 1e-4
     for _ in range(100):
         seconds = cost * pacing.num_tokens(1)
@@ -50,7 +52,7 @@ def test_it_follows_when_tokens_become_dearer() -> None:
 
 def test_chunks_stay_within_limits() -> None:
     """a slow machine still reads on, and a fast one does not exceed max_num_batched_tokens"""
-    slow, fast = Pacing(0.1, 2048), Pacing(0.1, 2048)
+    slow, fast = PrefillBudget(0.1, 2048), PrefillBudget(0.1, 2048)
     settled(slow, 1.0, 0.0)
     settled(fast, 1e-9, 0.0)
     assert (slow.num_tokens(1), fast.num_tokens()) == (31, 2048)
@@ -58,7 +60,7 @@ def test_chunks_stay_within_limits() -> None:
 
 def test_one_slow_step_does_not_undo_it() -> None:
     """something else may have held it up"""
-    pacing = Pacing(0.1, 2048)
+    pacing = PrefillBudget(0.1, 2048)
     settled(pacing, 1e-4, 0.0)
     before = pacing.num_tokens()
     pacing.note(before, 60.0)
@@ -69,7 +71,7 @@ def test_one_slow_step_does_not_undo_it() -> None:
 @pytest.mark.parametrize("seconds_a_token", [1e-6, 1e-4, 5e-4])
 def test_a_step_without_memory_is_tried_with_half(seconds_a_token: float, num_decodes: int) -> None:
     """of what it had, whether or not more would be allowed for the time"""
-    pacing = Pacing(0.1, 2048)
+    pacing = PrefillBudget(0.1, 2048)
     settled(pacing, seconds_a_token, 0.0)
     before = pacing.num_tokens(num_decodes)
     pacing.note_failure(before)
@@ -80,7 +82,7 @@ def test_a_step_without_memory_is_tried_with_half(seconds_a_token: float, num_de
 
 def test_a_small_step_is_not_rounded_up() -> None:
     """what is less than the smallest block stays as it is"""
-    pacing = Pacing(0.1, 64)
+    pacing = PrefillBudget(0.1, 64)
     settled(pacing, 0.05, 0.0)
     assert pacing.num_tokens(1) == 2
 
@@ -88,7 +90,7 @@ def test_a_small_step_is_not_rounded_up() -> None:
 @pytest.mark.parametrize("seconds_a_token", [1e-4, 1e-3])
 def test_steps_are_longer_while_no_answer_would_pause(seconds_a_token: float) -> None:
     """and what they take tells how long another would"""
-    pacing = Pacing(0.1, 2048)
+    pacing = PrefillBudget(0.1, 2048)
     for _ in range(40):
         long = pacing.num_tokens()
         pacing.note(long, 0.01 + seconds_a_token * long)
@@ -99,7 +101,7 @@ def test_steps_are_longer_while_no_answer_would_pause(seconds_a_token: float) ->
 
 def test_small_steps_say_nothing() -> None:
     """most of what they take is not for their tokens"""
-    pacing = Pacing(0.1, 2048)
+    pacing = PrefillBudget(0.1, 2048)
     before = pacing.num_tokens()
     pacing.note(3, 5.0)
     pacing.note(0, 5.0)
@@ -108,14 +110,14 @@ def test_small_steps_say_nothing() -> None:
 
 def test_without_a_target_chunks_are_as_large_as_allowed() -> None:
     """always the same, for whoever compares steps"""
-    pacing = Pacing(None, 512)
+    pacing = PrefillBudget(None, 512)
     pacing.note(512, 60.0)
     assert pacing.num_tokens() == 512
 
 
 def test_without_a_target_a_step_without_memory_is_forgotten_by_the_next() -> None:
     """it is tried with half, and what follows has all again"""
-    pacing = Pacing(None, 512)
+    pacing = PrefillBudget(None, 512)
     pacing.note_failure(512)
     assert pacing.num_tokens() == 256
     pacing.note(256, 60.0)
@@ -124,7 +126,7 @@ def test_without_a_target_a_step_without_memory_is_forgotten_by_the_next() -> No
 
 def test_decodes_without_memory_do_not_stop_prompts() -> None:
     """a step that read none says nothing of how long prompts take"""
-    pacing = Pacing(0.1, 2048)
+    pacing = PrefillBudget(0.1, 2048)
     settled(pacing, 1e-4, 0.0)
     before = pacing.num_tokens(1)
     pacing.note_failure(0)
