@@ -50,9 +50,7 @@ def update_softmax(
     for at in range(first + WIDTH, behind, WIDTH):
         peak = maximum(peak, load(scores_BO, at))
     top = row_max_R[row]
-    if any_above(
-        peak, broadcast(top)
-    ):  # seldom, so that what follows need not wait for the maximum
+    if any_above(peak, broadcast(top)):  # seldom, so the rest need not wait for it
         top = reduce_max(peak)
         keep = broadcast(np.exp(row_max_R[row] - top))
         store(row_sum_RL, row * WIDTH, multiply(load(row_sum_RL, row * WIDTH), keep))
@@ -170,7 +168,8 @@ def _block_reader(products: Products, num_rows: int, columns: int) -> Any:
             begin, end = seen(r, position, group, start, window, page_size)
             if begin < end:
                 update_softmax(
-                    scores_BO, place, begin, end, softcap, probs_BO, r, row_max_R, row_sum_RL, acc_RV
+                    scores_BO, place, begin, end, softcap, probs_BO, r, row_max_R, row_sum_RL,
+                    acc_RV,
                 )  # fmt: skip
                 if begin < all_begin:
                     weigh_row(probs_BO, place, values_OV, begin, min(end, all_begin), r, acc_RV)

@@ -76,16 +76,16 @@ def load_checkpoint(
     trust_remote_code: bool = False,
 ) -> Checkpoint:
     """Load, check and take over. Raises ModelError with a sentence that names what is wrong."""
-    outline = read_model_config(
+    config = read_model_config(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
-    where = outline.device
-    _log.info("loading_weights", model=str(source), dtype=str(outline.dtype), device=str(where))
-    with faults_of(str(source), outline.dtype, where):
-        model = _load_model(source, outline.dtype, trust_remote_code=trust_remote_code)
+    where = config.device
+    _log.info("loading_weights", model=str(source), dtype=str(config.dtype), device=str(where))
+    with faults_of(str(source), config.dtype, where):
+        model = _load_model(source, config.dtype, trust_remote_code=trust_remote_code)
         model = model.to(where).eval()
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-        generation = _generation_defaults(source, outline.config)
+        generation = _generation_defaults(source, config.config)
         return prepare_model(
             model,
             tokenizer,
