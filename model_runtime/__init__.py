@@ -1,1 +1,1 @@
-"""Loads a model, takes its rotation over, and serves requests from a paged cache."""
+"""Load a model, replace its rotation, and serve requests from a paged cache."""

@@ -1,9 +1,9 @@
-"""The flat tensors of one step, built from what the scheduler chose.
+"""The flat tensors of one step, built from the spans of its sequences.
 
-Tokens of all sequences stand in one row. A page table says where each sequence's positions are:
-position p of a sequence is at offset p % page_size of its page p // page_size.
+The tokens of all sequences are in one row. A page table maps each sequence's positions to pages.
+Position p of a sequence is at offset p % page_size of its page p // page_size.
 
-Shapes: S = sequences in the step, B = those of them with one token, T = flat tokens, N = pages of
+Shapes: S = sequences in the step, B = sequences with one token, T = flat tokens, N = pages of
 the longest sequence, R = rows of logits.
 """
 
@@ -25,12 +25,12 @@ class Span(NamedTuple):
     token_ids: Sequence[int]
     first_position: int
     pages: Sequence[int]  # the sequence's page table, long enough for the last position
-    table_slot: int  # which rotation table it is read under
-    logit_rows: Sequence[int]  # which of the tokens need logits, counted from the span's start
+    table_slot: int  # slot of its rotation table
+    logit_rows: Sequence[int]  # tokens that need logits, counted from the span's start
 
 
 class Place(NamedTuple):
-    """Where one sequence's tokens of a step are."""
+    """The location of one sequence's tokens in a step."""
 
     begin: int  # in the flat row
     num_tokens: int
@@ -44,21 +44,21 @@ class Batch:
 
     token_ids_1T: Tensor  # int64
     position_ids_1T: Tensor  # int64, absolute
-    page_T: Tensor  # int64, where each token's key goes
+    page_T: Tensor  # int64, page of each token's key
     offset_T: Tensor  # int64
     page_table_SN: Tensor  # int32, padded with 0
-    cu_seqlens_S1: Tensor  # int64 [S + 1], where each sequence's tokens begin in the row
+    cu_seqlens_S1: Tensor  # int64 [S + 1], start of each sequence's tokens in the row
     first_position_S: Tensor  # int64, absolute position of each sequence's first token here
     table_slot_S: Tensor  # int64
-    logit_rows_R: Tensor  # int64, flat tokens whose logits are wanted
-    single_B: Tensor  # int64, which sequences have one token here
-    places_S: tuple[Place, ...]  # what the host knows of it, so that nobody waits to ask
+    logit_rows_R: Tensor  # int64, flat tokens that need logits
+    single_B: Tensor  # int64, sequences with one token here
+    places_S: tuple[Place, ...]  # the host's copy, which avoids a wait for the device
 
 
 class PageRow:
-    """A sequence's page table as numbers of the batch, kept from step to step.
+    """A sequence's page table as an array, kept between steps.
 
-    A long context has a thousand pages, and a step adds one at most.
+    A long context has a thousand pages, and a decode step adds at most one.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class PageRow:
         self._row_N = np.empty(0, dtype=np.int32)
 
     def follow(self, pages: Sequence[int]) -> Any:
-        """The same as int32 [N]. A list that is another one, or shorter, is copied anew."""
+        """Return the pages as int32 [N]. A different or shorter list is copied from its start."""
         if pages is not self._pages or len(pages) < self._num_copied:
             self._pages, self._num_copied = pages, 0
         if len(pages) > len(self._row_N):
@@ -80,10 +80,10 @@ class PageRow:
 
 
 def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> Batch:
-    """Lay the spans out in one row; two transfers to a device.
+    """Build the batch of the spans, with two transfers to a device.
 
-    In few calls of numpy: after a forward the code of none is in the processor's cache, and
-    fetching it takes longer than the numbers of a decode step do.
+    It makes few numpy calls. After a forward, their code is not in the processor's cache, and
+    fetching it takes longer than the work of a decode step.
     """
     num_tokens_S = [len(span.token_ids) for span in spans]
     begin_S1 = [0, *accumulate(num_tokens_S)]
@@ -134,7 +134,7 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
 
 
 def page_table(spans: Sequence[Span], shape: tuple[int, int], *, padding: int) -> Any:
-    """int32 [S, N], with `padding` where a span has no page, and behind the spans."""
+    """Return the page table, int32 [S, N]; entries without a page are `padding`."""
     table_SN = np.full(shape, padding, dtype=np.int32)
     for row_N, span in zip(table_SN, spans, strict=False):
         used = span.pages[: len(row_N)]

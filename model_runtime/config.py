@@ -1,4 +1,4 @@
-"""The engine's limits, decided once at start."""
+"""The engine's limits, fixed at start."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from model_runtime.request import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingLimits:
-    """What one request may ask of the sampler. Checked before tokenising and by the engine."""
+    """The sampling limits of one request, checked before tokenising and by the engine."""
 
     max_stop_strings: int = 4
     max_stop_chars: int = 256
@@ -17,7 +17,7 @@ class SamplingLimits:
     max_logprobs: int = 20
 
     def check(self, params: SamplingParams) -> None:
-        """Raises RequestError, which names field, limit and value."""
+        """Raise RequestError, which names field, limit and value, if a limit is exceeded."""
         longest_stop = max(map(len, params.stop), default=0)
         logprobs = max(params.logprobs or 0, params.prompt_logprobs or 0)
         for param, most, what, given in (
@@ -35,16 +35,16 @@ class SamplingLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Every number the scheduler and the cache are held to; units in the names."""
+    """The limits of the scheduler and the cache, with units in their names."""
 
     kv_cache_tokens: int  # positions that all running sequences share
     max_model_len: int  # positions of the longest sequence
     page_size: int = 64  # positions in a page
     max_num_seqs: int = 32  # sequences in one step
     max_num_batched_tokens: int = 512  # tokens in one step: decodes plus prefill chunks
-    step_target_s: float | None = None  # what a step with prefill should take; None: whatever
-    max_num_logit_rows: int = 256  # prompt positions in one step whose logprobs are wanted
-    enforce_eager: bool = False  # on a GPU: no recorded decode steps
+    step_target_s: float | None = None  # target of a step with prefill; None: no target
+    max_num_logit_rows: int = 256  # prompt positions with logprobs in one step
+    enforce_eager: bool = False  # on a GPU: no CUDA graphs of decode steps
     max_queued_requests: int = 256  # requests waiting to start
     max_queued_prompt_tokens: int | None = None  # tokens of their prompts; None: no limit
     limits: SamplingLimits = SamplingLimits()

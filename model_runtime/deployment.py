@@ -1,7 +1,7 @@
-"""A served model name: its tiers and policy, and where each request is placed.
+"""A served model name, with its tiers, its policy and the placement of each request.
 
-Several deployments share one set of weights and one cache. All tables a deployment can ever use
-are fixed when it is made, so tables and cache keys stay few whatever clients send.
+Several deployments share one set of weights and one cache. All tables of a deployment are fixed
+when it is created, so clients cannot increase the number of tables and cache keys.
 """
 
 import math
@@ -23,7 +23,7 @@ class RopeRequest:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What was decided for one request, and what it is told."""
+    """The tier and policy of one request, as reported to the client."""
 
     deployment: str
     tier: Tier  # the one it starts on
@@ -33,7 +33,7 @@ class Placement:
     original_len: int  # the length that factors are multiples of
 
     def tier_covering(self, num_tokens: int) -> Tier:
-        """The tier of a growing request that has so many tokens; the first if that suffices."""
+        """Return the lowest tier of a growing request that covers its tokens."""
         for tier in (self.tier, *self.higher_tiers):
             if tier.ceiling >= num_tokens:
                 return tier
@@ -45,26 +45,27 @@ class Deployment:
     """One served name. Made by `make_deployment` (its own file)."""
 
     name: str
-    rope_type: str  # the method served when a request names none
+    rope_type: str  # the default method
     policy: Policy
-    tiers: Mapping[str, tuple[Tier, ...]]  # rope_type -> ascending tiers; what may be asked for
+    tiers: Mapping[str, tuple[Tier, ...]]  # rope_type -> ascending tiers that a request may name
     native_len: int  # L
-    original_len: int  # what factors are multiples of: L, or less where scaling is trained in
+    original_len: int  # factors are multiples of it: L, or less if scaling is trained in
     max_rope_factor: float
-    max_len: int  # positions of the longest request, whatever its tier
+    max_len: int  # positions of the longest request on any tier
     overridable: bool  # whether requests may choose a policy
-    answer_reserve: int  # tokens kept free for an answer whose request names no max_tokens
+    answer_reserve: int  # tokens reserved for an answer without max_tokens
 
     @property
     def own_tiers(self) -> tuple[Tier, ...]:
-        """The tiers in use when a request says nothing: under `fixed`, only the longest."""
+        """Return the tiers of a request without `rope`: under `fixed`, only the longest."""
         tiers = self.tiers[self.rope_type]
         return tiers[-1:] if self.policy == "fixed" else tiers
 
     def place(self, asked: RopeRequest, num_prompt_tokens: int, max_tokens: int) -> Placement:
-        """The tier a request starts on, and those it may grow to.
+        """Return the tier a request starts on, and the tiers it may grow to.
 
-        Raises RequestError for what may not be asked, ContextLengthError for what does not fit.
+        Raises RequestError if the `rope` object is not allowed, ContextLengthError if the request
+        does not fit.
         """
         policy = self._policy(asked)
         tiers = self._tiers(asked)
@@ -83,11 +84,11 @@ class Deployment:
     def open_max_tokens(
         self, asked: RopeRequest, num_prompt_tokens: int, num_positions: int
     ) -> int:
-        """The max_tokens of a request that names none: its answer may run to the end of its tier.
+        """Return the default max_tokens of a request: its answer may run to the end of its tier.
 
-        That is the smallest tier that covers prompt and reserve; for a growing request the last
-        one. `num_positions`: what the server holds for one sequence, whatever the tier.
-        Raises RequestError as `place` does; leaves what does not fit for `place` to refuse.
+        That is the smallest tier that covers prompt and reserve. For a growing request it is the
+        last one. `num_positions`: the server's limit for one sequence on any tier.
+        Raises RequestError as `place` does, but leaves ContextLengthError to `place`.
         """
         policy, tiers = self._policy(asked), self._tiers(asked)
         at_least = self._factor(asked, tiers)
@@ -145,7 +146,7 @@ class Deployment:
     def _too_long(
         self, tiers: Sequence[Tier], asked: RopeRequest, num_prompt_tokens: int, max_tokens: int
     ) -> ContextLengthError:
-        """The numbers, which limit it was, and the factor that would fit."""
+        """Build the error with the numbers, the limit, and the factor that would fit."""
         num_covered = num_prompt_tokens + max(0, max_tokens - 1)
         limit = min(longest(tiers), self.max_len)
         fits = math.ceil(num_covered / self.original_len)

@@ -1,4 +1,4 @@
-"""What can go wrong in the runtime. `server/errors.py` turns these into HTTP answers.
+"""The errors of the runtime. `server/errors.py` maps them to HTTP responses.
 
 RopewalkError
 |-- ModelError               a checkpoint cannot be served: the process ends with code 2
@@ -8,14 +8,14 @@ RopewalkError
 |   `-- UnknownModelError    no deployment of that name
 |-- QueueFullError           try again later
 |-- EngineStoppedError       the engine ended, or a step of it failed
-`-- GrammarError             an answer's grammar cannot go on: that answer ends
+`-- GrammarError             an answer's grammar cannot continue: that answer ends
 """
 
 from typing import Any
 
 
 class RopewalkError(Exception):
-    """Anything this package raises on purpose."""
+    """The base class of the errors that this package raises."""
 
 
 class ModelError(RopewalkError):
@@ -36,7 +36,7 @@ class RequestError(RopewalkError):
         super().__init__(message)
         self.param = param
         self.code = code
-        self.details = details or {}  # numbers for the error body, beside the sentence
+        self.details = details or {}  # numbers for the error body, beside the message
 
 
 class ContextLengthError(RequestError):

@@ -1,4 +1,4 @@
-"""Settings and a checkpoint's own rope block -> a Deployment (design, section 2)."""
+"""Build a Deployment from settings and a checkpoint's rope block (design, section 2)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from rope import (
     rope_type_of,
 )
 
-# What a checkpoint without scaling gets: harmless up to L, alive above it.
+# For a checkpoint without scaling: no change up to L, and scaling above it.
 DEFAULT_ROPE_SCALING: Mapping[str, Any] = {"rope_type": "yarn", "factor": 4.0}
 
 
@@ -36,15 +36,15 @@ def make_deployment(
     max_model_len: int | None = None,
     answer_reserve_tokens: int | None = None,
 ) -> Deployment:
-    """Decide how a name is served (design, section 2). Raises RopeConfigError.
+    """Build the deployment of a name (design, section 2). Raises RopeConfigError.
 
-    A checkpoint that carries scaling is served natively; on top of it only a `fixed` override is
-    accepted, which replaces its block as transformers would.
+    A checkpoint that carries scaling is served natively. The only accepted override is `fixed`,
+    which replaces its block as transformers would.
     """
     if rope_scaling is None and not native.carries_scaling:
         rope_scaling = DEFAULT_ROPE_SCALING
         if multiples:
-            rope_scaling = {**rope_scaling, "factor": None}  # the tiers say it
+            rope_scaling = {**rope_scaling, "factor": None}  # `multiples` sets the factor
     if rope_scaling is None:
         _refuse_allowed_types(allowed_rope_types)
         return _native_deployment(
@@ -122,7 +122,7 @@ def _native_deployment(
 def _method(
     block: Mapping[str, Any], native: NativeRope, multiples: Sequence[float] | None
 ) -> Method:
-    """The block's method; a list of tiers stands in for an absent factor."""
+    """Return the block's method; the largest multiple replaces an absent factor."""
     takes_factor = block.get("factor") is None and rope_type_of(block) != "default"
     standing_in = multiples if takes_factor else None
     if standing_in:
@@ -136,8 +136,8 @@ def _method(
 
 
 def _refuse_two_lengths(method: Method, multiples: Sequence[float] | None) -> None:
-    """A factor that no tier has would not be used at all, and the longest context be another."""
-    # Default has none; that of the other two is part of the formula, whatever the tier.
+    """Raise if the method's factor differs from the last multiple, as no tier would use it."""
+    # Default has no factor; the factor of the other two is part of the formula on any tier.
     if not multiples or method.scaling.rope_type in ("default", "dynamic", "longrope"):
         return
     if multiples[-1] != method.factor:
@@ -149,7 +149,7 @@ def _refuse_two_lengths(method: Method, multiples: Sequence[float] | None) -> No
 
 
 def _check_override(block: Mapping[str, Any], native: NativeRope) -> None:
-    """What only the whole checkpoint can tell of a block."""
+    """Raise if a block conflicts with the whole checkpoint."""
     share = block.get("partial_rotary_factor")
     if share is not None and share != native.partial_rotary_factor:
         raise RopeConfigError(
@@ -165,7 +165,7 @@ def _check_override(block: Mapping[str, Any], native: NativeRope) -> None:
 
 
 def _refuse_rescaling(native: NativeRope, policy: Policy) -> None:
-    """Trained-in scaling has one table: any policy that chooses among several is refused."""
+    """Raise for any policy but `fixed`, because trained-in scaling has one table."""
     if policy != "fixed":
         raise RopeConfigError(
             "rope_policy",
@@ -187,7 +187,7 @@ def _allowed_tiers(
     own: tuple[Tier, ...],
     allowed_rope_types: Sequence[str] | None,
 ) -> dict[str, tuple[Tier, ...]]:
-    """The tiers of every method that requests may name; same ceilings, the method's defaults."""
+    """Return the tiers of all allowed methods: same ceilings, each method's defaults."""
     own_type = method.scaling.rope_type
     has_lists = isinstance(method.scaling, LongRope)
     possible = [name for name in ROPE_TYPES if name != "longrope" or has_lists]
@@ -204,7 +204,7 @@ def _allowed_tiers(
         if name == "default":
             tiers[name] = (native_tier(native, longest(own)),)
             continue
-        # `dynamic` has a factor of its own beside the tier's; 1 is the paper's plain form.
+        # `dynamic` has its own factor beside the tier's; 1 is the plain form of the paper.
         block = {
             "rope_type": name,
             "factor": 1.0 if name == "dynamic" else own[-1].factor,
@@ -216,7 +216,7 @@ def _allowed_tiers(
 
 
 def _answer_reserve(answer_reserve_tokens: int | None, native_len: int) -> int:
-    """An eighth of L, where nothing is said (design, section 2)."""
+    """Return the answer reserve; default: an eighth of L (design, section 2)."""
     return native_len // 8 if answer_reserve_tokens is None else answer_reserve_tokens
 
 

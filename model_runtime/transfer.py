@@ -1,4 +1,4 @@
-"""Numbers on their way from the host to a device."""
+"""Transfers from the host to a device."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def on_device(numbers: Any, device: torch.device) -> Tensor:
-    """A numpy array as a tensor; on a CPU it shares the array's memory.
+    """Return a numpy array as a tensor; on a CPU it shares the array's memory.
 
-    A GPU takes it when it comes to that, from pinned memory, which torch keeps until then: a copy
-    from ordinary memory would wait for all that the GPU has still to do.
+    A copy to a GPU is asynchronous and comes from pinned memory, which torch keeps until it is
+    done. A copy from ordinary memory would wait for all queued work of the GPU.
     """
     tensor = torch.from_numpy(numbers)
     if device.type != "cuda":
@@ -19,12 +19,12 @@ def on_device(numbers: Any, device: torch.device) -> Tensor:
 
 
 def fill(target: Tensor, numbers: Any) -> None:
-    """The same into a tensor that is there."""
+    """Copy a numpy array into an existing tensor in the same way."""
     tensor = torch.from_numpy(numbers)
     target.copy_(tensor.pin_memory() if target.is_cuda else tensor, non_blocking=True)
 
 
 def wait_for(device: torch.device) -> None:
-    """Until all that was queued on the current stream is done; a CPU queues nothing."""
+    """Wait until the current stream has run all queued work; a CPU queues nothing."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

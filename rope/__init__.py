@@ -1,6 +1,6 @@
 """Rotary position embeddings as plain arithmetic: frequencies, tiers, angles, rotation.
 
-Knows torch and numbers only: no models, no I/O, nothing remembered between calls.
+The package uses torch and plain values only: no models, no I/O, and no state between calls.
 """
 
 from rope.angles import Angles, offset_angles, page_start_angles, position_angles

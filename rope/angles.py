@@ -1,8 +1,8 @@
-"""Cosines and sines of position x frequency, near 2e-6 at any position.
+"""Cosines and sines of position x frequency, with errors near 2e-6 at any position.
 
-Multiplying a large position by a float32 frequency in float32 loses the angle: the cosine is off
-by 1e-3 at 32 k and 3e-2 at 1 M. Here a position is a page's start plus an offset inside it. The
-start's angle is taken in float64, the offset's is small, and the addition formula joins them.
+The product of a large position and a frequency in float32 loses the angle. The cosine's error is
+1e-3 at 32 k and 3e-2 at 1 M. Here a position is a page's start plus an offset inside it. The
+start's angle is computed in float64, the offset's is small, and the addition formula combines them.
 
 Shapes: P = rotated pairs, N = pages, O = offsets in a page, T = positions.
 """
@@ -21,7 +21,7 @@ class Angles:
     sin: Tensor
 
     def plus(self, other: "Angles") -> "Angles":
-        """The angles of the sums: cos(a + b), sin(a + b)."""
+        """Return the angles of the sums: cos(a + b), sin(a + b)."""
         return Angles(
             self.cos * other.cos - self.sin * other.sin,
             self.sin * other.cos + self.cos * other.sin,
@@ -34,17 +34,17 @@ def _angles(positions: Tensor, inv_freq_P: Tensor) -> Angles:
 
 
 def page_start_angles(inv_freq_P: Tensor, num_pages: int, page_size: int) -> Angles:
-    """Angles of every page's first position, float32 [N, P]."""
+    """Return the angles of every page's first position, float32 [N, P]."""
     return _angles(torch.arange(num_pages, device=inv_freq_P.device) * page_size, inv_freq_P)
 
 
 def offset_angles(inv_freq_P: Tensor, page_size: int) -> Angles:
-    """Angles of every offset inside a page, float32 [O, P]; the same for all pages."""
+    """Return the angles of every offset inside a page, float32 [O, P]; the same for all pages."""
     return _angles(torch.arange(page_size, device=inv_freq_P.device), inv_freq_P)
 
 
 def position_angles(starts: Angles, offsets: Angles, positions_T: Tensor) -> Angles:
-    """Angles at absolute positions, float32 [T, P], from the two small tables."""
+    """Return the angles at absolute positions, float32 [T, P], from the two small tables."""
     page_size = offsets.cos.shape[0]
     pages_T, offsets_T = positions_T // page_size, positions_T % page_size
     return Angles(starts.cos[pages_T], starts.sin[pages_T]).plus(

@@ -1,7 +1,7 @@
 """How attention depends on the distance between query and key: a bound, and an expectation.
 
-The bound knows the table alone; the expectation also means and covariances of queries and keys
-before rotation. All in float64. docs/rope.md derives the formulas.
+The bound depends on the table alone. The expectation also depends on the means and covariances of
+queries and keys before rotation. All results are float64. docs/rope.md derives the formulas.
 
 Shapes: P = rotated pairs, M = distances, D = head dimensions (half-split pairs, the first 2P of
 them rotate), H = pairs of a query head and its key head.
@@ -26,16 +26,17 @@ class Moments:
 
     @property
     def spread_H(self) -> Tensor:
-        """Root mean square distance from the mean, in the mean's own unit."""
+        """Return the root mean square distance from the mean, in the mean's own unit."""
         return self.covariance_HDD.diagonal(dim1=-2, dim2=-1).sum(-1).clamp(min=0).sqrt()
 
 
 def decay_bound(table: Frequencies, distances_M: Tensor) -> Tensor:
-    """RoFormer's upper bound of a score against distance in tokens, relative units, [M].
+    """Return RoFormer's upper bound of a score by distance in tokens, relative units, [M].
 
-    (1 / P) * sum over j = 1 .. P of |S_j|, S_j the sum over pairs i < j of exp(1j * m * theta_i)
-    (arXiv 2104.09864, section 3.4.3), times the attention factor's square, by which scores grow.
-    Left out: the largest step between neighbouring pairs' products, which depends on the vectors.
+    The bound is (1 / P) * sum over j = 1 .. P of |S_j|. S_j is the sum over pairs i < j of
+    exp(1j * m * theta_i) (arXiv 2104.09864, section 3.4.3). It is multiplied by the square of the
+    attention factor, by which scores grow. It leaves out the largest step between neighbouring
+    pairs' products, which depends on the vectors.
     """
     turns_MP = _turns(table, distances_M)
     partial_sums_MP = turns_MP.cumsum(-1)
@@ -45,11 +46,11 @@ def decay_bound(table: Frequencies, distances_M: Tensor) -> Tensor:
 def expected_score(
     query: Moments, key: Moments, table: Frequencies, distances_M: Tensor, scaling: float
 ) -> Tensor:
-    """Mean logit of independent queries and keys, m tokens apart, [H, M].
+    """Return the mean logit of independent queries and keys, m tokens apart, [H, M].
 
-    The query stands m tokens after the key. `scaling` multiplies every logit (1 / sqrt(D) in most
-    models). Dimensions that do not rotate count at every distance alike and without the attention
-    factor. Left out: the log-n switch, caps of the logits and sinks.
+    The query is m tokens after the key. `scaling` multiplies every logit (1 / sqrt(D) in most
+    models). Dimensions that do not rotate count equally at every distance, without the attention
+    factor. The log-n switch, caps of the logits and sinks are left out.
     """
     num_pairs = table.inv_freq_P.shape[0]
     rotated_H = (_pairs(query.mean_HD, num_pairs) * _pairs(key.mean_HD, num_pairs).conj())[:, None]
@@ -61,10 +62,10 @@ def expected_score(
 def score_spread(
     query: Moments, key: Moments, table: Frequencies, distances_M: Tensor, scaling: float
 ) -> Tensor:
-    """Standard deviation of the logit that `expected_score` is the mean of, [H, M].
+    """Return the standard deviation of the logit with mean `expected_score`, [H, M].
 
-    Exact where query and key are independent, whatever their distributions: with the query turned
-    and lengthened first, the logit is a plain product u . k, whose variance is
+    The result is exact if query and key are independent, whatever their distributions. If the query
+    is rotated and scaled first, then the logit is a plain product u . k with variance
     mu_u' C_k mu_u + mu_k' C_u mu_k + trace(C_u C_k).
     """
     angle_MP = torch.outer(distances_M.double(), table.inv_freq_P.double())
@@ -88,16 +89,16 @@ def score_spread(
 
 
 def _turns(table: Frequencies, distances_M: Tensor) -> Tensor:
-    """exp(1j * m * theta_i), complex128 [M, P]."""
+    """Return exp(1j * m * theta_i), complex128 [M, P]."""
     angle_MP = torch.outer(distances_M.double(), table.inv_freq_P.double())
     return torch.polar(torch.ones_like(angle_MP), angle_MP)
 
 
 def _pairs(x_HD: Tensor, num_pairs: int) -> Tensor:
-    """Rotated pairs as complex numbers, [H, P]."""
+    """Return the rotated pairs as complex numbers, [H, P]."""
     return torch.complex(x_HD[:, :num_pairs], x_HD[:, num_pairs : 2 * num_pairs])
 
 
 def _quadratic(matrix_HDD: Tensor, x_HD: Tensor) -> Tensor:
-    """x' M x, [H]."""
+    """Return x' M x, [H]."""
     return torch.einsum("hd,hde,he->h", x_HD, matrix_HDD, x_HD)

@@ -6,7 +6,7 @@ ValueError
 
 
 class RopeConfigError(ValueError):
-    """A rope block, tier list or request names something that cannot be used."""
+    """An unusable field or value in a rope block, tier list or request."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")

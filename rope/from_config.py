@@ -1,6 +1,6 @@
-"""Hugging Face's rope block -> Scaling. Every field is used or refused, by name.
+"""Parser of Hugging Face's rope block to a Scaling. Every field is used or refused by name.
 
-A block is what users have: `rope_scaling` (v4 configs) or `rope_parameters` (v5), for example
+A block is the config's `rope_scaling` (v4) or `rope_parameters` (v5), for example
 `{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}`.
 """
 
@@ -19,14 +19,14 @@ from rope.yarn import Yarn
 
 ROPE_TYPES = ("default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope")
 
-_MAX_FACTOR = 65_536.0  # beyond any use; keeps ceilings and tier lists finite
+_MAX_FACTOR = 65_536.0  # above any practical factor; keeps ceilings and tier lists finite
 _REFUSED = {
     "proportional": "rope_type 'proportional' is not supported yet",
     "mrope": "multimodal rotary embeddings ('mrope') are not supported yet",
     "mrope_section": "multimodal rotary embeddings (mrope_section) are not supported yet",
 }
-# Say what the block belongs to, not how it scales. parse_method compares the base; whoever knows
-# the head's width compares partial_rotary_factor.
+# These fields describe the model of the block, not the scaling. parse_method compares the base.
+# Callers that know the head's width compare partial_rotary_factor.
 _GENERAL_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "use_logn_attn"}
 _SCALING_FIELDS: dict[str, set[str]] = {
     "default": {"original_max_position_embeddings"},
@@ -61,9 +61,9 @@ _SCALING_FIELDS: dict[str, set[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A parsed block: how to scale, and up to where."""
+    """A parsed block: the scaling, and the length that it reaches."""
 
-    scaling: Scaling  # with the block's own numbers; a tier changes them with Scaling.at
+    scaling: Scaling  # with the block's own values; a tier changes them with Scaling.at
     native_len: int  # L: the block's original_max_position_embeddings, or the model's own
     factor: float  # longest context / L
     use_logn_attn: bool = False
@@ -77,8 +77,9 @@ def parse_method(
 ) -> Method:
     """Read a block for a model that rotates by `rotary` and was trained on `native_len` tokens.
 
-    `served_len`, where a checkpoint states one beside its block (`max_position_embeddings`),
-    stands in for an absent factor as it does in transformers. Raises RopeConfigError.
+    `served_len` is the length that a checkpoint gives beside its block (`max_position_embeddings`).
+    If the block has no factor, served_len / L replaces it, as in transformers. Raises
+    RopeConfigError.
     """
     rope_type = rope_type_of(block)
     _refuse_unknown_fields(block, rope_type)
@@ -93,7 +94,7 @@ def parse_method(
 
 
 def rope_type_of(block: Mapping[str, Any]) -> str:
-    """The block's rope_type, under either spelling. Raises RopeConfigError for an unknown one."""
+    """Return the block's rope_type, under either key. Raises RopeConfigError if it is unknown."""
     if not isinstance(block, Mapping):
         raise RopeConfigError("rope_scaling", f"must be an object, got {block!r}")
     names = [block[key] for key in ("rope_type", "type") if block.get(key) is not None]

@@ -1,4 +1,4 @@
-"""Position interpolation: every pair slower by the same factor (arXiv 2306.15595)."""
+"""Position interpolation: every pair rotates slower by the same factor (arXiv 2306.15595)."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -8,15 +8,15 @@ from rope.frequencies import Frequencies, Rotary, factor_at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """Divide every frequency by `factor`, which equals dividing positions by it."""
+    """Scaling that divides every frequency by `factor`, which equals dividing positions by it."""
 
     rope_type: ClassVar[str] = "linear"
     factor: float  # served context / trained context
 
     def frequencies(self, rotary: Rotary) -> Frequencies:
-        """Equal to transformers' `linear` to the bit."""
+        """Return the table, equal to transformers' `linear` to the bit."""
         return Frequencies(1.0 / rotary.tokens_per_radian_P() / self.factor, 1.0)
 
     def at(self, ceiling: int, native_len: int) -> Self:
-        """factor := ceiling / L."""
+        """Return this method with factor = ceiling / L."""
         return replace(self, factor=factor_at(self.factor, ceiling, native_len))

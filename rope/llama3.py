@@ -1,7 +1,7 @@
 """Llama 3.1's scaling: a smooth step between two wavelengths.
 
-Measured by others and in the tests: equal to the YaRN paper's NTK-by-parts with alpha =
-low_freq_factor and beta = high_freq_factor, without the temperature.
+It equals the YaRN paper's NTK-by-parts with alpha = low_freq_factor and beta = high_freq_factor,
+without the temperature. Others have measured this, and the tests measure it, too.
 """
 
 import math
@@ -15,7 +15,7 @@ from rope.frequencies import Frequencies, Rotary, factor_at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3:
-    """Keep short wavelengths, divide long ones by factor, blend in between."""
+    """Scaling that keeps short wavelengths, divides long ones by factor, and blends in between."""
 
     rope_type: ClassVar[str] = "llama3"
     factor: float
@@ -24,7 +24,7 @@ class Llama3:
     high_freq_factor: float = 4.0  # wavelengths below L / this are kept
 
     def frequencies(self, rotary: Rotary) -> Frequencies:
-        """Equal to transformers' `llama3` to the bit."""
+        """Return the table, equal to transformers' `llama3` to the bit."""
         trained = self.original_max_position_embeddings
         longest_kept = trained / self.high_freq_factor
         shortest_divided = trained / self.low_freq_factor
@@ -40,6 +40,6 @@ class Llama3:
         return Frequencies(torch.where(between_P, blended_P, scaled_P), 1.0)
 
     def at(self, ceiling: int, native_len: int) -> Self:
-        """factor := ceiling / L."""
+        """Return this method with factor = ceiling / L."""
         factor = factor_at(self.factor, ceiling, native_len)
         return replace(self, factor=factor, original_max_position_embeddings=native_len)

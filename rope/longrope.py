@@ -11,9 +11,9 @@ from rope.frequencies import Frequencies, Rotary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRope:
-    """Divide pair i by its own number, from the short list up to L and from the long one above.
+    """Scaling that divides pair i by its own divisor, from the short list up to L, else the long.
 
-    The attention factor is the same on both sides: it follows the model's full length, as in
+    The attention factor is the same for both lists. It follows the model's full length, as in
     transformers and vLLM.
     """
 
@@ -26,14 +26,14 @@ class LongRope:
     num_tokens: int  # the length served; above L the long list applies
 
     def frequencies(self, rotary: Rotary) -> Frequencies:
-        """Equal to transformers' `longrope` for a sequence of `num_tokens`, to the bit."""
+        """Return the table, equal to transformers' `longrope` for `num_tokens`, to the bit."""
         is_long = self.num_tokens > self.original_max_position_embeddings
         divisors_P = torch.tensor(self.long_factor if is_long else self.short_factor)
         inv_freq_P = 1.0 / (divisors_P * rotary.tokens_per_radian_P())
         return Frequencies(inv_freq_P, self._attention_factor())
 
     def at(self, ceiling: int, native_len: int) -> Self:
-        """Which list: by the ceiling. Factor and attention factor stay."""
+        """Return this method with the list for the ceiling; factor and attention factor stay."""
         return replace(self, num_tokens=ceiling, original_max_position_embeddings=native_len)
 
     def _attention_factor(self) -> float:

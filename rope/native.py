@@ -1,6 +1,6 @@
-"""What a checkpoint was trained with, read from its config.
+"""The rotation that a checkpoint was trained with, read from its config.
 
-The only place that knows the config's many spellings (v4 and v5, flat and per layer type).
+Only this file handles the config's many forms (v4 and v5, flat and per layer type).
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from rope.errors import RopeConfigError
 from rope.frequencies import Frequencies, Rotary, Scaling, Unscaled
 from rope.from_config import Method, parse_method, rope_type_of
 
-# The key of a model whose layers all share one table.
+# The key of the table if all layers of a model use the same one.
 ALL_LAYERS = "all"
-# Where tables differ by layer type, a deployment scales these layers only (design, section 2).
+# If tables differ by layer type, a deployment scales these layers only (design, section 2).
 _SCALED_LAYER_TYPE = "full_attention"
 
 
@@ -25,32 +25,32 @@ class NativeTable:
     scaling: Scaling
 
     def frequencies(self, scaling: Scaling | None = None) -> Frequencies:
-        """The native table, or this rotary under another scaling."""
+        """Return the native table, or the table of this rotary with another scaling."""
         return (scaling or self.scaling).frequencies(self.rotary)
 
 
 @dataclass(frozen=True, slots=True)
 class NativeRope:
-    """Every table of the checkpoint, by layer type, and the length they hold for."""
+    """The tables of a checkpoint by layer type, and the length they were trained for."""
 
     tables: Mapping[str, NativeTable]  # layer type -> table; ALL_LAYERS when there is one
     native_len: int  # L, tokens
     method: Method  # the checkpoint's own block on the layers a deployment scales
-    partial_rotary_factor: float = 1.0  # rotated share of a head, on those layers
+    partial_rotary_factor: float = 1.0  # rotated fraction of a head, on those layers
 
     @property
     def scaled_layer_type(self) -> str:
-        """The layer type whose table deployments and requests replace."""
+        """Return the layer type with the table that deployments and requests replace."""
         return ALL_LAYERS if ALL_LAYERS in self.tables else _SCALED_LAYER_TYPE
 
     @property
     def rotary(self) -> Rotary:
-        """What rotates on the layers that deployments scale."""
+        """Return the rotary part of a head on the layers that deployments scale."""
         return self.tables[self.scaled_layer_type].rotary
 
     @property
     def carries_scaling(self) -> bool:
-        """Whether the checkpoint was trained with a scaled table."""
+        """Return whether the checkpoint was trained with a scaled table."""
         return not isinstance(self.method.scaling, Unscaled)
 
 
@@ -82,10 +82,10 @@ def native_rope(config: Mapping[str, Any]) -> NativeRope:
 
 
 def _original_len(block: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
-    """The length before scaling, where the checkpoint states one."""
+    """Return the length before scaling, if the checkpoint gives one."""
     if rope_type_of(block) not in ("yarn", "llama3", "longrope"):
         return None  # the others act on max_position_embeddings
-    # Phi-3 writes it beside the block, and there it wins (as in transformers).
+    # Phi-3 has it beside the block, and that value takes precedence (as in transformers).
     outside = config.get("original_max_position_embeddings")
     return outside or block.get("original_max_position_embeddings")
 
@@ -97,7 +97,7 @@ def _native_method(
         raise RopeConfigError(
             "truncate", "inside a per-layer-type block is ignored by transformers, so refused here"
         )
-    # Where a method acts on max_position_embeddings, transformers does not read the other length.
+    # If a method acts on max_position_embeddings, transformers does not read the other length.
     original = _original_len(block, config)
     block = {**block, "original_max_position_embeddings": original}
     return parse_method(block, _rotary(block, config), max_len, served_len=max_len)
@@ -120,7 +120,7 @@ def _rotated_share(block: Mapping[str, Any], config: Mapping[str, Any]) -> float
 
 
 def _blocks_by_layer_type(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The config's rope blocks; several only where the layer types do not share one."""
+    """Return the config's rope blocks; several only if layer types have blocks of their own."""
     block = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(block, Mapping):
         raise RopeConfigError("rope_parameters", f"must be an object, got {block!r}")

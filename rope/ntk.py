@@ -1,7 +1,7 @@
 """NTK-aware scaling: a larger base, so fast pairs keep their speed and slow ones stretch.
 
-Static form: bloc97's, as in YaRN paper (arXiv 2309.00071) equation 16. Dynamic form: the one in
-transformers, where the base follows the sequence length.
+The static form is bloc97's, as in the YaRN paper (arXiv 2309.00071), equation 16. The dynamic form
+is the one in transformers, with a base that follows the sequence length.
 """
 
 from dataclasses import dataclass, replace
@@ -15,34 +15,34 @@ def _with_base(rotary: Rotary, rope_theta: float) -> Frequencies:
 
 
 def _base_exponent(rotary: Rotary) -> float:
-    """d / (d - 2): makes the slowest pair turn exactly `factor` times slower."""
+    """Return d / (d - 2), which makes the slowest pair rotate exactly `factor` times slower."""
     return rotary.rotary_dim / (rotary.rotary_dim - 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NTK:
-    """Base times factor ** (d / (d - 2)). vLLM's `ntk` is another formula (not built here)."""
+    """Base times factor ** (d / (d - 2)). vLLM's `ntk` is another formula (not included here)."""
 
     rope_type: ClassVar[str] = "ntk"
-    factor: float  # how much slower the slowest pair turns
+    factor: float  # how many times slower the slowest pair rotates
 
     def frequencies(self, rotary: Rotary) -> Frequencies:
-        """No reference in transformers; the test holds it against equation 16."""
+        """Return the table; transformers has none, so a test compares it with equation 16."""
         base = rotary.rope_theta * self.factor ** _base_exponent(rotary)
         return _with_base(rotary, base)
 
     def at(self, ceiling: int, native_len: int) -> Self:
-        """factor := ceiling / L."""
+        """Return this method with factor = ceiling / L."""
         return replace(self, factor=factor_at(self.factor, ceiling, native_len))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicNTK:
-    """The base grows with the length beyond L: base * (f l / L - (f - 1)) ** (d / (d - 2)).
+    """A base that grows with the length above L: base * (f l / L - (f - 1)) ** (d / (d - 2)).
 
-    `num_tokens` is l. It is a field, not an argument of the moment: the server sets it to a
-    tier's ceiling, so the table equals Hugging Face's for a sequence of exactly that length and
-    is a little slower than Hugging Face's for a shorter one on the same tier.
+    `num_tokens` is l. It is a field, because the server sets it to a tier's ceiling, not to each
+    sequence's length. So the table equals Hugging Face's for a sequence of exactly that length. For
+    a shorter sequence on the same tier, it rotates a little slower than Hugging Face's.
     """
 
     rope_type: ClassVar[str] = "dynamic"
@@ -51,12 +51,12 @@ class DynamicNTK:
     num_tokens: int  # l
 
     def frequencies(self, rotary: Rotary) -> Frequencies:
-        """Equal to a fresh transformers `dynamic` module at l tokens, to the bit."""
+        """Return the table, equal to a new transformers `dynamic` module at l tokens to the bit."""
         trained = self.original_max_position_embeddings
         num_tokens = max(self.num_tokens, trained)
         stretch = (self.factor * num_tokens / trained) - (self.factor - 1)
         return _with_base(rotary, rotary.rope_theta * stretch ** _base_exponent(rotary))
 
     def at(self, ceiling: int, native_len: int) -> Self:
-        """Sequence length := ceiling; the own factor stays."""
+        """Return this method with num_tokens = ceiling; the factor stays."""
         return replace(self, num_tokens=ceiling, original_max_position_embeddings=native_len)

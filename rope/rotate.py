@@ -1,4 +1,4 @@
-"""Turning vectors, and the order their dimensions are in.
+"""Rotation of vectors, and the order of their dimensions.
 
 Shapes: D = head dimensions, P = rotated pairs; `...` = any leading dimensions.
 """
@@ -12,8 +12,8 @@ from rope.angles import Angles
 def half_split_from_interleaved(x_D: Tensor, rotary_dim: int) -> Tensor:
     """Reorder [..., D] so that pair i is (i, i + P) instead of (2i, 2i + 1).
 
-    A dot product does not care about the order of dimensions, so a query and a key reordered
-    alike score as before, and everything behind this function knows one order only.
+    A dot product does not depend on the order of dimensions. So the score stays the same if a query
+    and its key are reordered in the same way. All code after this function uses one order only.
     """
     rotary_D = x_D[..., :rotary_dim]
     paired_P2 = rotary_D.reshape(*x_D.shape[:-1], rotary_dim // 2, 2)
@@ -22,9 +22,9 @@ def half_split_from_interleaved(x_D: Tensor, rotary_dim: int) -> Tensor:
 
 
 def rotate(x_D: Tensor, angles: Angles) -> Tensor:
-    """Turn the first 2P dimensions of [..., D] (half-split) by angles [..., P]; keep the rest.
+    """Rotate the first 2P dimensions of [..., D] (half-split) by angles [..., P]; keep the rest.
 
-    The attention factor is intentionally not applied here: it belongs to the read.
+    The attention factor is intentionally not applied here, because the read applies it.
     """
     num_pairs = angles.cos.shape[-1]
     first_P, second_P = x_D[..., :num_pairs], x_D[..., num_pairs : 2 * num_pairs]
@@ -39,9 +39,9 @@ def rotate(x_D: Tensor, angles: Angles) -> Tensor:
 
 
 def logn_scale(positions_T: Tensor, logn_len: int) -> Tensor:
-    """Qwen-1's `use_logn_attn`: max(1, ln(n) / ln(L)), n the 1-based position; float32 [T].
+    """Return Qwen-1's `use_logn_attn` factor, max(1, ln(n) / ln(L)), float32 [T].
 
-    It multiplies the whole query, not only its rotary part.
+    n is the 1-based position. The factor multiplies the whole query, not only its rotary part.
     """
     scale_T = (positions_T.double() + 1).log() / torch.tensor(float(logn_len)).double().log()
     return scale_T.clamp(min=1.0).float()

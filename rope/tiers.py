@@ -1,7 +1,7 @@
-"""Tiers, and the choice among them: the one decision this server exists for.
+"""Tiers, and the choice of a request's tier, which is the main purpose of this server.
 
-A tier is a length ceiling and the table that serves up to it. Which tier a request is on depends
-on the request and its policy alone, never on other requests.
+A tier is a length ceiling and the table that serves up to it. A request's tier depends on the
+request and its policy alone, never on other requests.
 """
 
 import itertools
@@ -20,7 +20,7 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The resolved table a sequence is on. Two equal profiles rotate alike, to the bit."""
+    """The resolved table of a sequence. Two equal profiles rotate equally, to the bit."""
 
     scaling: Scaling  # of the layers that are scaled; the others keep their native table
     logn_len: int | None = None  # L of the log-n switch, None when off
@@ -31,17 +31,17 @@ class Tier:
     """One ceiling and its table."""
 
     ceiling: int  # tokens
-    factor: float  # ceiling / L, what clients are told
+    factor: float  # ceiling / L, reported to clients
     profile: Profile
 
 
 def longest(tiers: Sequence[Tier]) -> int:
-    """Tokens that the last tier covers."""
+    """Return the number of tokens that the last tier covers."""
     return tiers[-1].ceiling
 
 
 def default_multiples(factor: float) -> tuple[float, ...]:
-    """Powers of two up to the factor, and the factor itself: 6 -> 1, 2, 4, 6."""
+    """Return the powers of two up to the factor, and the factor itself: 6 -> 1, 2, 4, 6."""
     powers = [1.0]
     while powers[-1] * 2 < factor:
         powers.append(powers[-1] * 2)
@@ -51,7 +51,7 @@ def default_multiples(factor: float) -> tuple[float, ...]:
 def build_tiers(
     method: Method, native: NativeRope, multiples: Sequence[float] | None = None
 ) -> tuple[Tier, ...]:
-    """Ascending tiers of `method`; the first ends at L and is always the native table.
+    """Build the ascending tiers of `method`; the first ends at L and is always the native table.
 
     `multiples` of L replace the default list; they must rise strictly and start at 1.
     """
@@ -65,13 +65,13 @@ def build_tiers(
 
 
 def fixed_tier(method: Method) -> Tier:
-    """The one tier of policy `fixed`: the configured factor at every length, below L too."""
+    """Return policy `fixed`'s only tier: the configured factor at every length, even below L."""
     ceiling = round(method.native_len * method.factor)
     return Tier(ceiling, method.factor, _profile(method, ceiling))
 
 
 def native_tier(native: NativeRope, ceiling: int) -> Tier:
-    """The checkpoint's own table at any length: `{"rope_type": "default"}` in a request."""
+    """Return the checkpoint's own table at any length: `{"rope_type": "default"}` in a request."""
     scaling = native.tables[native.scaled_layer_type].scaling
     return Tier(ceiling, native.method.factor, Profile(scaling))
 
@@ -83,11 +83,11 @@ def choose_tier(
     num_so_far: int,
     at_least: float = 1.0,
 ) -> Tier | None:
-    """The tier a request is on now, or None when no tier can ever hold it.
+    """Return the request's current tier, or None if no tier can ever hold the request.
 
     num_covered: positions the finished request will have rotated, prompt + max_tokens - 1.
-    num_so_far: tokens it has now; only the two growing policies look at it.
-    at_least: the factor a request asked for; raised to the next tier.
+    num_so_far: tokens it has now; only the two growing policies use it.
+    at_least: the factor in the request, raised to the next tier.
     """
     if num_covered > longest(tiers):
         return None

@@ -8,7 +8,7 @@ from server.startup.thread_waiting import wait_briefly
 
 
 def main() -> None:
-    """Check that our own packages will be imported, then hand over to the command line."""
+    """Check that Python will import our own packages, then run the command line."""
     problem = foreign_package()
     if problem is not None:
         sys.stderr.write(f"ropewalk: {problem}\n")

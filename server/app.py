@@ -1,4 +1,4 @@
-"""The FastAPI application, made by a function that receives what it serves."""
+"""The FastAPI application, built over a given service."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,12 +17,12 @@ from server.middleware.body_limits import BodyLimits, BodyLimitsMiddleware
 from server.middleware.http_metrics import HttpMetricsMiddleware
 from server.openapi import describe
 
-_CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is there to read it but the log
+_CLIENT_CLOSED_REQUEST = 499  # nginx's number; only the log shows it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessPolicy:
-    """Who may ask, and with how large a request."""
+    """API keys, origins and limits that every request has to meet."""
 
     api_keys: Sequence[str] = ()
     open_metrics: bool = False
@@ -31,7 +31,7 @@ class AccessPolicy:
 
 
 def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
-    """An application over a service whose engine the caller starts and stops."""
+    """Build an application over a service; the caller starts and stops its engine."""
     gate = gate or AccessPolicy()
     app = FastAPI(title="ropewalk")
     errors.install(app, service.metrics.rejected)
@@ -44,7 +44,7 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
     app.include_router(chat_router(service))
     app.include_router(model_router(service))
     app.include_router(health_router(service))
-    # The last one added is asked first.
+    # The middleware added last runs first.
     app.add_middleware(BodyLimitsMiddleware, limits=gate.body)
     if gate.api_keys:
         open_paths = OPEN_PATHS | {"/metrics"} if gate.open_metrics else OPEN_PATHS

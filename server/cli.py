@@ -1,7 +1,7 @@
 """The `ropewalk` command: serve, inspect, config check, bench, eval.
 
-What imports transformers is imported where it is used: that takes seconds, and `--help`, `bench`
-and a wrong setting need none of it.
+Modules that import transformers are imported inside the functions that use them. That import takes
+seconds, and `--help`, `bench` and a wrong setting do not need it.
 """
 # ruff: noqa: PLC0415
 
@@ -55,7 +55,7 @@ def serve(**flags: Any) -> None:
         from server.startup.gate import access_policy_of
         from server.startup.lifecycle import GracefulServer
 
-        access_policy_of(settings)  # what is wrong there is told before anything is loaded
+        access_policy_of(settings)  # its errors are reported before anything is loaded
         listener = stack.enter_context(_bound_socket(settings))
         host, port = listener.getsockname()[:2]
         scheme = "http" if settings.ssl_certfile is None else "https"
@@ -165,8 +165,8 @@ def check(file: str) -> None:
 def _sentences() -> Iterator[None]:
     """End the command with code 2 and a line for each mistake if something cannot be served.
 
-    An error that nobody foresaw is a sentence too, and ends it with code 1. If ROPEWALK_TRACEBACK
-    is set, both are followed by the traceback.
+    An unexpected error is also printed as a sentence, and ends it with code 1. If
+    ROPEWALK_TRACEBACK is set, both are followed by the traceback.
     """
     try:
         yield
@@ -177,7 +177,7 @@ def _sentences() -> Iterator[None]:
         sys.exit(_USAGE_ERROR)
     except click.exceptions.ClickException:
         raise
-    except Exception as error:  # noqa: BLE001  # a fault of ours
+    except Exception as error:  # noqa: BLE001  # an error in the program itself
         first_line = str(error).strip().partition("\n")[0]
         click.echo(f"ropewalk: unexpected {type(error).__name__}: {first_line}", err=True)
         if not _tell_traceback():
@@ -186,7 +186,7 @@ def _sentences() -> Iterator[None]:
 
 
 def _tell_traceback() -> bool:
-    """Print the traceback of the error that is being handled, if the operator asked for it."""
+    """Print the traceback of the error being handled, if the operator has enabled that."""
     is_asked = bool(os.environ.get(TRACEBACK_VARIABLE))
     if is_asked:
         click.echo(traceback.format_exc(), err=True)
@@ -194,14 +194,15 @@ def _tell_traceback() -> bool:
 
 
 def _bound_socket(settings: ServeSettings) -> socket.socket:
-    """Bound, not listening yet. Raises SettingsError."""
+    """Return a bound socket that does not listen yet. Raises SettingsError."""
     try:
         addresses = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         family, kind, protocol, _, address = addresses[0]
-        # The protocol said: asyncio turns Nagle's delay off only for sockets that are TCP by
-        # name, and with the delay a token waits up to 40 ms for the client's acknowledgement.
+        # The protocol is explicit, because asyncio turns Nagle's delay off only for sockets with
+        # TCP as their protocol. With the delay, a token waits up to 40 ms for the client's
+        # acknowledgement.
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI writes them, and the one table from a runtime error to an HTTP status."""
+"""Errors in OpenAI's format, and the only table from runtime errors to HTTP statuses."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from model_runtime.errors import (
 
 _log = structlog.get_logger(__name__)
 
-_MAX_ERRORS = 10  # told at once; a long bad list must not make a long answer
+_MAX_ERRORS = 10  # in one answer; a long invalid list must not make a long answer
 _MAX_MESSAGE = 500  # characters of one of them
 _MAX_NAME = 64  # characters of a field's name, which a client may have chosen
 
@@ -49,7 +49,10 @@ def envelope(
     code: str | None = None,
     details: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """OpenAI's error body. What a client named may hold half characters, which no JSON can."""
+    """Build OpenAI's error body.
+
+    Names from a client may contain lone surrogates, which JSON cannot encode, so they are escaped.
+    """
     return {
         "error": {
             "message": _encodable(message),
@@ -66,13 +69,13 @@ def _encodable(text: str) -> str:
 
 
 def rejection_reasons() -> list[str]:
-    """Every word that `rejection_reason` can answer."""
+    """Return every word that `rejection_reason` can return."""
     of_requests = ["context_length_exceeded", "kv_cache_exceeded", "too_many_answers", "invalid"]
     return [*of_requests, *(code for _, _, _, code, _ in _STATUS if code is not None)]
 
 
 def rejection_reason(error: RopewalkError) -> str:
-    """A short, bounded word for the metrics."""
+    """Return the rejection reason for the metrics, one word of a bounded set."""
     if isinstance(error, RequestError) and error.code is not None:
         return error.code
     return next(
@@ -81,9 +84,9 @@ def rejection_reason(error: RopewalkError) -> str:
 
 
 def install(app: FastAPI, on_rejected: Callable[[str], None]) -> None:
-    """Answer every failure in the envelope: never 422, never a traceback.
+    """Install handlers that answer every failure in the envelope: never 422, never a traceback.
 
-    `on_rejected` hears of bodies to /v1 that fail the schema, with the metrics' word for it.
+    If a body to /v1 fails the schema, `on_rejected` is called with the metrics' reason.
     """
 
     async def on_validation_error(request: Request, error: Exception) -> JSONResponse:
@@ -127,9 +130,10 @@ def _validation_answer(error: Exception) -> JSONResponse:
 
 
 def _merged(problems: Sequence[Any]) -> list[dict[str, Any]]:
-    """One problem for a field that may have one of several shapes, instead of one per shape.
+    """Return one problem for a field with several allowed shapes, instead of one per shape.
 
-    A value of the right shape that breaks a limit is told the limit; another, the shapes.
+    If a value has the right shape but breaks a limit, the problem names the limit. Otherwise it
+    names the shapes.
     """
     merged: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for each in problems:
@@ -157,9 +161,9 @@ async def _on_bug(_: Request, error: Exception) -> JSONResponse:
 
 
 def _field(problem: dict[str, Any]) -> str:
-    """The body's field, without the branch of a union that was tried."""
+    """Return the name of the body's field, without the branch of a union."""
     if problem["type"] == "json_invalid":
-        return ""  # its location is a character
+        return ""  # its location is a character position
     parts = [part for part in problem["loc"][1:] if not _is_union_branch(part)]
     if "param" in problem.get("ctx", {}):
         parts.append(problem["ctx"]["param"])
@@ -171,7 +175,7 @@ def _is_union_branch(part: Any) -> bool:
 
 
 def _problem(problem: dict[str, Any]) -> str:
-    """`field`: what is accepted. Given: the value, where it is a number."""
+    """Format a problem as "`field`: accepted values. Given: value", the value only if a number."""
     if problem["type"] == "json_invalid":
         return f"The body is not valid JSON, at character {problem['loc'][-1]}."
     if problem["loc"] == ("body",) and problem["type"].startswith(("model_", "missing")):

@@ -1,4 +1,4 @@
-"""How sure a number is: 95 % intervals."""
+"""Estimates with 95 % intervals."""
 
 import math
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ class Estimate:
 
 
 def proportion(num_right: int, num_all: int) -> Estimate:
-    """A share and its Wilson score interval (Wilson 1927), which stays within 0 and 1."""
+    """Return a share and its Wilson score interval (Wilson 1927), which stays within 0 and 1."""
     share = num_right / num_all
     spread = Z * math.sqrt(share * (1 - share) / num_all + Z**2 / (4 * num_all**2))
     middle = share + Z**2 / (2 * num_all)
     scale = 1 + Z**2 / num_all
-    # At 0 and 1 the formula meets them exactly, but for rounding.
+    # At shares of 0 and 1 the formula gives exactly 0 and 1, except for rounding.
     low = min(share, max(0.0, (middle - spread) / scale))
     high = max(share, min(1.0, (middle + spread) / scale))
     return Estimate(share, low, high)
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """A mean, and 1.96 standard errors of it to either side."""
+    """Return a mean, and 1.96 of its standard errors to either side."""
     middle = math.fsum(values) / len(values)
     if len(values) < 2:
         return Estimate(middle, None, None)
@@ -43,7 +43,7 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def bootstrap(values: Sequence[float]) -> Estimate:
-    """The mean, and the percentile interval of the means of resampled values (Efron 1979)."""
+    """Return the mean, and the percentile interval of resampled means (Efron 1979)."""
     drawn = np.random.default_rng(_SEED).integers(len(values), size=(_RESAMPLES, len(values)))
     means = np.asarray(values, dtype=np.float64)[drawn].mean(axis=1)
     low, high = np.percentile(means, (2.5, 97.5))
@@ -51,6 +51,6 @@ def bootstrap(values: Sequence[float]) -> Estimate:
 
 
 def exponential(nats: Estimate) -> Estimate:
-    """exp of all three: mean nats per token -> perplexity."""
+    """Return exp of all three numbers: mean nats per token become perplexity."""
     low, high = (None if each is None else math.exp(each) for each in (nats.low, nats.high))
     return Estimate(math.exp(nats.value), low, high)

@@ -1,4 +1,4 @@
-"""A file of JSON lines that only grows: what is finished of a run that may be taken up again."""
+"""An append-only file of JSON lines with the finished parts of a run that can be resumed."""
 
 import json
 from collections.abc import Iterator
@@ -7,20 +7,20 @@ from typing import Any
 
 
 class LineFile:
-    """One JSON value a line, each on disk as soon as it is added."""
+    """A file with one JSON value per line, each on disk as soon as it is added."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def add(self, value: Any) -> None:
-        """Write one more line."""
+        """Append one line."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(value) + "\n")
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """(number from 1, text) of every whole line.
+        """Yield (number from 1, text) of every whole line.
 
-        When all are taken, an end in the middle of writing is cut off.
+        After the last one, an incomplete line at the end of the file is cut off.
         """
         whole, _, cut = self._path.read_text(encoding="utf-8").rpartition("\n")
         yield from enumerate(whole.splitlines(), start=1)

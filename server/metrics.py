@@ -1,4 +1,4 @@
-"""Prometheus metrics. The times carry the length of the context they were taken at.
+"""Prometheus metrics. Times are recorded by the context length at which they were measured.
 
 Labels are bounded: deployments, methods and factors come from the configuration, never from a
 client's string. Every series of the histograms exists from the start, at zero.
@@ -23,7 +23,7 @@ from model_runtime.runner.step_timer import PARTS, Part
 from rope import Tier
 from server.version import own_version
 
-# vLLM's bounds, so that panels line up.
+# vLLM's bounds, so that dashboard panels can be compared.
 _FIRST_TOKEN_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
     80, 160, 640, 2560,
@@ -39,24 +39,24 @@ _REQUEST_SECONDS = (
 
 
 class MetricFactory:
-    """Makes metrics in one registry; another factory may stand in under a distributed engine."""
+    """A factory of metrics in one registry; a distributed engine may use another factory."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a third more series that nothing here reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they add a third more series, which are not used here
         self.registry = CollectorRegistry()
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-        """A count that only grows; the client library appends _total."""
+        """Create a count that only grows; the client library appends _total."""
         return Counter(name, text, labels, registry=self.registry)
 
     def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-        """A number of the moment."""
+        """Create a metric with the current value of a number."""
         return Gauge(name, text, labels, registry=self.registry)
 
     def histogram(
         self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]
     ) -> Histogram:
-        """Observations counted by upper bound."""
+        """Create a histogram, which counts observations by upper bound."""
         return Histogram(name, text, labels, buckets=tuple(bounds), registry=self.registry)
 
 
@@ -82,7 +82,7 @@ class ByContext:
 
 
 class Metrics(Observer):
-    """Listens to the engine, and to the server for what never reaches it."""
+    """An observer of the engine, and of requests that the server refuses before it."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Metrics(Observer):
         deployments: Mapping[str, Sequence[tuple[str, float]]],
         rejection_reasons: Sequence[str],
     ) -> None:
-        """`deployments`: name -> every (rope_type, factor) that it can apply."""
+        """Create all series. `deployments`: name -> every (rope_type, factor) it can apply."""
         self._registry = factory.registry
         self._num_pages = config.num_pages
 
@@ -179,47 +179,47 @@ class Metrics(Observer):
                     self._requests.labels(deployment, rope_type, f"{factor:g}", ended.value)
 
     def render(self) -> bytes:
-        """The page that Prometheus scrapes."""
+        """Return the page that Prometheus scrapes."""
         return generate_latest(self._registry)
 
     def rejected(self, reason: str) -> None:
-        """A request was refused; `reason` is one of the server's own words."""
+        """Record a refused request; `reason` is one of `rejection_reasons()`."""
         self._rejected.labels(reason).inc()
 
     def started(self, request: Request, num_cached_tokens: int, queue_seconds: float) -> None:
-        """A request left the queue."""
+        """Record a request that left the queue."""
         self._prompt_tokens.inc(len(request.prompt_ids))
         self._cached_tokens.inc(num_cached_tokens)
         self._prefix_hits.inc(num_cached_tokens > 0)
         self._queue.observe(len(request.prompt_ids), queue_seconds)
 
     def preempted(self, request: Request) -> None:  # noqa: ARG002
-        """A request lost its pages."""
+        """Record a request that lost its pages."""
         self._preemptions.inc()
 
     def nan_aborted(self, request: Request) -> None:  # noqa: ARG002
-        """The model answered a request with NaN or Inf."""
+        """Record a request that the model answered with NaN or Inf."""
         self._nan_aborts.inc()
 
     def rescaled(self, request: Request) -> None:
-        """A request moved to a higher tier."""
+        """Record a request that moved to a higher tier."""
         self._rescales.labels(request.placement.deployment, request.placement.policy).inc()
 
     def first_token(self, request: Request, seconds: float, prefill_seconds: float) -> None:
-        """The first token is there."""
+        """Record the first token of a request."""
         self._generated_tokens.inc()
         self._first_token.observe(len(request.prompt_ids), seconds)
         self._prefill.observe(len(request.prompt_ids), prefill_seconds)
 
     def next_token(self, request: Request, context_len: int, seconds: float) -> None:  # noqa: ARG002
-        """Another token is there."""
+        """Record a further token of a request."""
         self._generated_tokens.inc()
         self._next_token.observe(context_len, seconds)
 
     def finished(
         self, request: Request, tier: Tier, reason: FinishReason, num_generated: int, seconds: float
     ) -> None:
-        """A request ended."""
+        """Record a request that ended."""
         rope_type, factor = tier.profile.scaling.rope_type, f"{tier.factor:g}"
         deployment = request.placement.deployment
         self._requests.labels(deployment, rope_type, factor, reason.value).inc()
@@ -227,13 +227,13 @@ class Metrics(Observer):
             self._end_to_end.observe(len(request.prompt_ids) + num_generated, seconds)
 
     def stepped(self, num_running: int, num_waiting: int, num_used_pages: int) -> None:
-        """A step ended."""
+        """Record the end of a step."""
         self._running.set(num_running)
         self._waiting.set(num_waiting)
         self._kv_usage.set(num_used_pages / self._num_pages)
 
     def timed(self, seconds: Mapping[Part, float]) -> None:
-        """A step's parts."""
+        """Record the times of a step's parts, in seconds."""
         self._steps.inc()
         for part, taken in seconds.items():
             self._parts[part].inc(taken)

@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's, with the statuses and bodies that are really answered."""
+"""FastAPI's OpenAPI document, with the statuses and bodies that the server really sends."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ class ErrorBody(BaseModel):
 
 
 def describe(app: FastAPI) -> None:
-    """Give the application its document, made at the first request for it."""
+    """Set the application's document, which is built at its first request."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -59,7 +59,7 @@ def describe(app: FastAPI) -> None:
 
 
 def _tell_errors(responses: dict[str, Any]) -> None:
-    responses.pop("422", None)  # FastAPI's own, which is never answered here
+    responses.pop("422", None)  # FastAPI's own, which this server never sends
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
     for status, text in _ANSWERS.items():
         responses[status] = {"description": text, "content": content}

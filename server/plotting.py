@@ -1,6 +1,6 @@
-"""What pictures share: where they may be written, and how their axes look.
+"""Helpers for all plots: the check of the output path, and the look of the axes.
 
-Imports neither torch nor, until something is drawn, matplotlib.
+This module does not import torch. It imports matplotlib only when a plot is drawn.
 """
 
 from importlib.util import find_spec
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _FORMATS = (".png", ".svg")
-COLOURS = ("#1f5f8b", "#d9822b")  # tell apart in grey, too
+COLOURS = ("#1f5f8b", "#d9822b")  # distinct in grey, too
 
 
 class PlotError(ValueError):
-    """--plot cannot be done; the message names what is accepted and what was given."""
+    """An unusable --plot; the message names the accepted and the given value."""
 
 
 def check_can_plot(path: Path) -> None:
-    """Before the work whose result is drawn. Raises PlotError."""
+    """Check the path before the work whose result is drawn. Raises PlotError."""
     if path.suffix not in _FORMATS:
         raise PlotError(f"--plot must end in {' or '.join(_FORMATS)}, got {str(path)!r}")
     if find_spec("matplotlib") is None:
@@ -31,7 +31,7 @@ def check_can_plot(path: Path) -> None:
 
 
 def tidy(axes: "Axes") -> None:
-    """A light grid behind the data, and no frame where nothing is read off."""
+    """Draw a light grid behind the data, and remove the frame on sides without a scale."""
     axes.minorticks_off()
     axes.grid(visible=True, color="0.9")
     axes.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""Which release this is, also where it runs from its sources and was never installed."""
+"""The release of this package, also if it runs from source without being installed."""
 
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def own_version() -> str:
-    """Of the installed package; else of the pyproject.toml beside the packages."""
+    """Return the version of the installed package, or of the pyproject.toml beside it."""
     try:
         return version("ropewalk")
     except PackageNotFoundError:

@@ -66,7 +66,7 @@ def _unpack_debian(folder: Path) -> None:
 
 
 def _install_wheels(folder: Path) -> None:
-    """What the project needs, for aarch64 and Python 3.11, in FOLDER/site."""
+    """Install the project's packages, for aarch64 and Python 3.11, in FOLDER/site."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

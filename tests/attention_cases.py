@@ -1,12 +1,4 @@
-"""Reads of a paged cache with everything a layer can ask, and their answer in float64.
-
-The answer is from the textbook: absolute positions times frequencies in float64, one sequence after
-the other, no pages. It shares nothing with the kernels but the frequencies.
-
-Shapes: T = flat query tokens, C = keys of one sequence, H = query heads, K = key heads,
-G = query heads per key head, D = key dimensions, V = value dimensions, N = pages,
-O = offsets in a page, P = rotated pairs.
-"""
+"""Reads of a paged cache with every feature of a layer, and their answer in float64."""
 
 import math
 from dataclasses import dataclass, field
@@ -33,7 +25,7 @@ RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is read. `spans`: context and query tokens of every sequence."""
+    """The parameters of a read; `spans` are context and query tokens of every sequence."""
 
     spans: tuple[tuple[int, int], ...] = ((1, 1), (200, 1), (70, 33), (129, 129))
     heads: tuple[int, int] = (6, 2)  # of queries, of keys
@@ -128,7 +120,7 @@ class Laid:
         return torch.cat(rows)
 
     def logits(self, index: int, query_THD: Tensor, at_T: Tensor, at_C: Tensor) -> Tensor:
-        """Of sequence `index` with its query and keys at these positions, [H, T, C]."""
+        """The logits of sequence `index`, its query and keys at these positions, [H, T, C]."""
         query_THD, key_CKD = rotated(self, index, query_THD, at_T, at_C)
         group = query_THD.shape[1] // key_CKD.shape[1]
         key_CHD = key_CKD.repeat_interleave(group, 1)
@@ -138,7 +130,7 @@ class Laid:
         return logits_HTC
 
     def answer(self, index: int, logits: list[Tensor]) -> Tensor:
-        """[T, H, V] from one or several sets of logits [H, T, C] over all of the keys."""
+        """The answer [T, H, V] of one or several sets of logits [H, T, C] over all of the keys."""
         weights = [logits_HTC.exp() for logits_HTC in logits]
         total_HT1 = torch.stack([weight.sum(-1, keepdim=True) for weight in weights]).sum(0)
         if self.read.sinks_H is not None:

@@ -1,4 +1,4 @@
-"""What every test may use: seeds, engines over tiny models, the embedded model, a server."""
+"""Fixtures for every test: seeds, engines over tiny models, the embedded model, a server."""
 
 import os
 from collections.abc import Iterator

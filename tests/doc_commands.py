@@ -1,8 +1,4 @@
-"""The fenced commands of README and docs/, and how a test runs them as they stand.
-
-A block fenced as ```bash is run. What cannot run here (a container engine, somebody's own model
-on a hub) is fenced as ```console or ```text instead.
-"""
+"""The fenced commands of README and docs/, and the way a test runs them unchanged."""
 
 import os
 import re
@@ -29,12 +25,12 @@ class Block:
 
     @property
     def is_make(self) -> bool:
-        """`make ...`: what runs the tests themselves, so not run by them."""
+        """Whether it is `make ...`, which runs the tests themselves and so is not run by them."""
         return self.text.startswith("make ")
 
     @property
     def serves(self) -> bool:
-        """Whether it goes on until it is stopped."""
+        """Whether it runs until it is stopped."""
         return _SERVE.search(self.text) is not None and not self.is_make
 
     def script(self, url: str) -> str:
@@ -49,7 +45,7 @@ class Block:
 
 
 def blocks(*languages: str) -> list[Block]:
-    """Of README and every page of docs/, in order."""
+    """The blocks of README and every page of docs/, in order."""
     found = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         fenced = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
@@ -60,7 +56,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A block to its end, with `ropewalk` on the path."""
+    """Run a block to its end, with `ropewalk` on the path."""
     return subprocess.run(
         ["/bin/bash", "-euo", "pipefail", "-c", script],
         capture_output=True,
@@ -73,7 +69,7 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def serve(script: str, folder: Path) -> str:
-    """A block that serves: until it listens, then it is ended. Returns what it said."""
+    """Run a block that serves until it listens, then end it; returns its output."""
     log = folder / "log"
     with log.open("w") as stderr:
         # exec, so that the process to end is the server and not a shell before it.

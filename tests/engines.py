@@ -28,7 +28,7 @@ def request(
     cache_salt: str = "",
     **sampling: Any,
 ) -> Request:
-    """A request placed as the server places it; greedy unless told."""
+    """A request placed like the server places it; greedy by default."""
     params = SamplingParams(**{"temperature": 0.0, **sampling})
     placement = deployment.place(rope or RopeRequest(), len(prompt_ids), params.max_tokens)
     return Request(f"test-{next(_ids)}", tuple(prompt_ids), params, placement, cache_salt)
@@ -47,7 +47,7 @@ class Result:
 
     @classmethod
     def of(cls, outputs: list[Output]) -> "Result":
-        """Joined outputs."""
+        """The result of a request's joined outputs."""
         return cls(
             "".join(each.text for each in outputs),
             tuple(token for each in outputs for token in each.token_ids),
@@ -77,7 +77,7 @@ class EngineFactory:
         eos: frozenset[int] | None = None,
         **config: Any,
     ) -> Engine:
-        """A started engine. `runner` stands in for the model."""
+        """A started engine; `runner` replaces the model."""
         # Small pages, so that short prompts fill several.
         numbers = {"kv_cache_tokens": 4096, "max_model_len": 2048, "page_size": 16, **config}
         engine_config = EngineConfig(**numbers)
@@ -116,5 +116,5 @@ def deployment_of(checkpoint: Checkpoint, **options: Any) -> Deployment:
 
 
 def answer(engine: Engine, *requests: Request) -> list[Result]:
-    """Serve them together."""
+    """Serve the requests together; returns their results."""
     return [Result.of(outputs) for outputs in engine.generate(requests)]

@@ -1,9 +1,4 @@
-"""Compiles the GPU's kernels for an H200 on a machine without a GPU, and says what they take.
-
-`python -m tests.hopper`: a line of JSON for each kernel and case. The interpreter runs kernels as
-Python; that Triton's compiler takes them, and that their registers suffice, only this shows. It
-must run without TRITON_INTERPRET.
-"""
+"""Compiles the GPU's kernels for an H200 on a machine without a GPU, and prints their usage."""
 
 import json
 import re
@@ -40,18 +35,18 @@ CASES = {
 
 
 class Device:
-    """Stands where triton looks for a GPU's driver; nothing is launched."""
+    """Replaces the GPU's driver for triton; nothing is launched."""
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """The only device."""
         return 0
 
     def get_current_stream(self, _device: int) -> int:
-        """The only one."""
+        """The only stream."""
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        """What is compiled for."""
+        """The target of the compilation."""
         return TARGET
 
 
@@ -73,7 +68,7 @@ def usage(kernel: Any) -> dict[str, int]:
 
 
 def _only_compiled(case: str) -> Any:
-    """What takes the place of a launch."""
+    """The replacement of a launch."""
 
     def compiled(function: Any, grid: Any) -> Any:
         def launch(*args: Any, **options: Any) -> None:

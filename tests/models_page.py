@@ -30,7 +30,7 @@ REFUSED = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one architecture."""
+    """The outcome of taking over one architecture."""
 
     architecture: str
     class_name: str
@@ -39,7 +39,7 @@ class Outcome:
     refusal: str  # empty when served
 
     def row(self) -> str:
-        """Its line of the page."""
+        """The outcome's line of the page."""
         if self.refusal:
             return f"| `{self.architecture}` | {self.class_name} | {self.refusal} |"
         exact = "to the bit" if self.is_bitwise else "within rounding"

@@ -29,12 +29,12 @@ class Server:
 
 
 def command(*arguments: str, module: str = "server") -> list[str]:
-    """The command line, in this interpreter; `module`: what stands for the server."""
+    """The command line in this interpreter; `module` replaces the server."""
     return [sys.executable, "-m", module, *arguments]
 
 
 def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command that ends by itself, in this process: imports take most of a new one's time."""
+    """Run a command that ends by itself in this process, which saves the time of its imports."""
     result = CliRunner().invoke(ropewalk, arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -44,7 +44,7 @@ def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
 def run_to_end(
     *arguments: str, env: dict[str, str] | None = None, module: str = "server"
 ) -> subprocess.CompletedProcess[str]:
-    """A command that ends by itself, in a process of its own."""
+    """Run a command that ends by itself in a process of its own."""
     return subprocess.run(
         command(*arguments, module=module),
         capture_output=True,

@@ -16,7 +16,7 @@ _V3 = "avx avx2 bmi bmi2 f16c fma fsgsbase invpcid lzcnt movbe pclmul rdrnd xsav
 
 @dataclass(frozen=True)
 class Older:
-    """A processor to play."""
+    """A processor that a newer one can play, and the variables for it."""
 
     environment: dict[str, str]
     seen: str  # what torch and the kernels say they are compiled for

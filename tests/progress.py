@@ -1,9 +1,9 @@
-"""Lines for who watches a long test: seen with `pytest -s`, and after a failure."""
+"""Lines about a long test's progress: seen with `pytest -s`, and after a failure."""
 
 import sys
 
 
 def say(line: str) -> None:
-    """One line, at once."""
+    """Print one line at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

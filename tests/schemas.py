@@ -1,10 +1,10 @@
-"""JSON schemas that answers are held to, and ones that only want to do harm."""
+"""JSON schemas that answers are held to, and hostile ones."""
 
 from typing import Any
 
 
 def _object(**properties: Any) -> dict[str, Any]:
-    """All of them required, no others."""
+    """A schema of an object with all of these fields required and no others."""
     return {
         "type": "object",
         "properties": properties,

@@ -1,4 +1,4 @@
-"""A model that says what it is told to: for tests of what happens around a model."""
+"""A model that generates a given text, for tests of the code around a model."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from model_runtime.runner.step_timer import StepTimer
 
 
 class Script:
-    """Stands where the model runner stands: says the tokens of a text, one a step."""
+    """Replaces the model runner: generates the tokens of a text, one a step."""
 
     def __init__(self, checkpoint: Checkpoint, text: str) -> None:
         self._ids = checkpoint.tokenizer.encode(text)
@@ -23,7 +23,7 @@ class Script:
         self.before_run: Callable[[], None] = lambda: None
 
     def table_slot(self, profile: Any) -> int:
-        """No tables."""
+        """A slot without a table."""
         return 0
 
     def run(self, spans: Sequence[Span], clock: StepTimer) -> Tensor:

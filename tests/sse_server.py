@@ -1,4 +1,4 @@
-"""A completions server without a model: it streams what it is told, with the delays it is told."""
+"""A completions server without a model: it streams given events with given delays."""
 
 import json
 import threading
@@ -28,7 +28,7 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass
 class SseServer:
-    """What it answers, and what it was asked. Lengths of prompts are counted in words."""
+    """The answers of the server, and the requests it got; prompt lengths count words."""
 
     answer: Callable[[int], Script | tuple[int, str]]  # the request's number -> stream or refusal
     tokens: list[int] | None = None  # of POST /tokenize; None: there is no such route
@@ -64,14 +64,14 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # else events wait for one another
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
-        """The models."""
+        """Answer with the list of models."""
         self._send(200, self.server_state.models)
 
     def do_POST(self) -> None:
-        """Tokens, a streamed answer, or a count."""
+        """Answer with tokens, a stream, or a count."""
         state = self.server_state
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":

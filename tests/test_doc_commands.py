@@ -1,4 +1,4 @@
-"""Every fenced command of README and docs/ that can run here is run, as it stands."""
+"""Every fenced command of README and docs/ that can run here is run unchanged."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ BLOCKS = [block for block in blocks("bash") if not block.is_make]
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}-{block.number}")
 def test_a_command_runs_as_pasted(block: Block, server: Server, tmp_path: Path) -> None:
-    """and ends without an error; one that serves gets to listen"""
+    """It exits without an error; a command that serves starts to listen."""
     if block.serves:
         assert "listening on" in serve(block.script(server.url), tmp_path)
         return
@@ -34,7 +34,7 @@ def _write_needle(server: Server, folder: Path) -> None:
 def test_what_the_readme_promises_comes_out(
     server: Server, embedded: Checkpoint, tmp_path: Path
 ) -> None:
-    """the needle is found by default, and not on the untouched table"""
+    """The needle is found by default, and not on the untouched table."""
     assert embedded.native.native_len == 256
     curls = [
         block for block in blocks("bash") if block.page == "README.md" and "curl" in block.text
@@ -56,7 +56,7 @@ def test_what_the_readme_promises_comes_out(
 
 
 def test_every_fence_says_what_it_is() -> None:
-    """so that no command escapes by having no language"""
+    """A command in a fence without a language would not be run."""
     assert blocks("") == []
     run_here = {block.page for block in BLOCKS}
     assert {"README.md", "settings.md", "bench.md"} <= run_here

@@ -1,4 +1,7 @@
-"""The documentation names everything there is. (Its commands: test_doc_commands.py.)"""
+"""The documentation names every setting, metric, route, field and folder.
+
+Its commands are run in test_doc_commands.py.
+"""
 
 import re
 from pathlib import Path
@@ -40,12 +43,12 @@ def service() -> Service:
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
 def test_every_setting_is_documented_with_its_unit_default_and_help(section: type[Section]) -> None:
-    """flag, variable and text are the code's: `python -m tests.settings_page` prints them"""
+    """The tables are generated: `python -m tests.settings_page` prints them."""
     assert table(section) in page("settings.md")
 
 
 def test_every_metric_is_documented(service: Service) -> None:
-    """by its full name"""
+    """The page has its full name."""
     rendered = service.metrics.render().decode()
     names = re.findall(r"# TYPE (\w+)", rendered)
     assert "ropewalk_http_requests_total" in names
@@ -54,7 +57,7 @@ def test_every_metric_is_documented(service: Service) -> None:
 
 
 def test_every_route_is_documented(service: Service) -> None:
-    """with its method"""
+    """The page has its method too."""
     paths = create_app(service).openapi()["paths"]
     assert "/v1/chat/completions" in paths
     for path, methods in paths.items():
@@ -64,7 +67,7 @@ def test_every_route_is_documented(service: Service) -> None:
 
 
 def test_there_are_these_routes_and_no_other(service: Service) -> None:
-    """whoever adds one decides, with this list, who may ask it"""
+    """A new route must be added here, with a decision about its access."""
     found = {
         (method.upper(), path)
         for path, methods in create_app(service).openapi()["paths"].items()
@@ -84,7 +87,7 @@ def test_there_are_these_routes_and_no_other(service: Service) -> None:
 
 
 def test_every_field_and_error_code_is_documented() -> None:
-    """of requests and answers"""
+    """The fields are those of requests and answers."""
     bodies = (
         *(CompletionRequest, ChatRequest, Message, RopeField, RopeAnswer, TokenLogprobs),
         *(PromptProgressAnswer, TokenizeRequest, TokenizeResponse, DetokenizeRequest),
@@ -104,7 +107,7 @@ def test_every_field_and_error_code_is_documented() -> None:
 
 
 def test_every_folder_has_its_row_in_the_architecture() -> None:
-    """And no row is left of a folder that is gone."""
+    """No row is left of a folder that is gone."""
     rows = set(re.findall(r"^\| `([\w/]+)/`", page("architecture.md"), re.MULTILINE))
     there = {
         str(path.parent.relative_to(ROOT))
@@ -116,7 +119,7 @@ def test_every_folder_has_its_row_in_the_architecture() -> None:
 
 
 def test_files_that_pages_name_exist() -> None:
-    """In the map of the code and on the pages beside it, by name or by path."""
+    """The pages are the map of the code and those beside it; names may be paths."""
     names = {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
     for name in ("architecture.md", "attention.md", "gpu-memory.md", "loading.md", "processors.md"):
         for path in re.findall(r"`([\w/]+\.py)`", page(name)):
@@ -127,7 +130,7 @@ def test_files_that_pages_name_exist() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    """inside the project"""
+    """Links that lead out of the project are not followed."""
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"

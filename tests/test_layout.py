@@ -1,4 +1,4 @@
-"""The shape of the project, kept by a machine."""
+"""The structure of the project, kept by tests."""
 
 import ast
 import subprocess
@@ -112,7 +112,7 @@ def offenders(paths: Iterable[Path], is_wrong: Callable[[Path], bool]) -> list[s
 
 
 def test_imports_point_one_way() -> None:
-    """From server to model_runtime to rope; rope knows torch and the standard library."""
+    """Server imports model_runtime, which imports rope; rope uses torch and the stdlib only."""
 
     def is_wrong(path: Path) -> bool:
         names, package = imported(path), path.relative_to(ROOT).parts[0]
@@ -136,7 +136,7 @@ def test_files_are_named_for_what_is_in_them() -> None:
 
 
 def test_nothing_is_unpickled() -> None:
-    """Neither by pickle nor by what rests on it, because loading such data runs code."""
+    """Neither pickle nor a package based on it is used, because such data may run code."""
     unsafe = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
     assert not offenders(
         SOURCES, lambda path: bool(imported(path) & unsafe) or "torch.load" in path.read_text()
@@ -144,7 +144,7 @@ def test_nothing_is_unpickled() -> None:
 
 
 def test_a_foreign_rope_is_noticed(tmp_path: Path) -> None:
-    """another project's package of the same name, earlier on the path"""
+    """Another project's package of the same name comes earlier on the path."""
     (tmp_path / "rope").mkdir()
     (tmp_path / "rope" / "__init__.py").write_text("")
     first = [str(tmp_path), str(ROOT)]
@@ -158,7 +158,7 @@ def test_a_foreign_rope_is_noticed(tmp_path: Path) -> None:
 
 
 def test_the_public_names_of_rope_are_sorted_and_exist() -> None:
-    """one list"""
+    """`__all__` has constants first, then the other names."""
     import rope
 
     assert rope.__all__ == sorted(rope.__all__, key=lambda name: (not name.isupper(), name))

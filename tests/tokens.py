@@ -1,4 +1,4 @@
-"""A tokenizer that needs no file: one token a byte."""
+"""A tokenizer that needs no file: each byte is one token."""
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -17,5 +17,5 @@ def byte_tokenizer_fast() -> PreTrainedTokenizerFast:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """The same, as the runtime uses it."""
+    """The same tokenizer in the runtime's own class."""
     return Tokenizer(byte_tokenizer_fast())

@@ -1,4 +1,4 @@
-"""Which attention serves a device, and the cache as that attention wants it."""
+"""The choice of the attention backend for a device, and a cache in that backend's layout."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ from model_runtime.cpu_kernels.trials import kernel_fault
 
 
 def backend_for(device: torch.device) -> type[Backend]:
-    """The compiled kernels; plain torch on a device that is served by neither numba nor triton."""
+    """Return the compiled backend; plain torch if neither numba nor triton serves the device."""
     if device.type == "cpu" and kernel_fault() is None:
         return CpuAttention
     if device.type == "cuda" and find_spec("triton") is not None:
@@ -31,13 +31,13 @@ def new_store(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
-    """An empty cache for the attention that serves the device."""
+    """Return an empty cache in the layout of the device's backend."""
     row_keys = backend_for(device).row_keys
     return KVCache(layers, num_pages, page_size, dtype, device, row_keys=row_keys)
 
 
 def described(device: torch.device) -> str:
-    """The attention that serves a device, as the banner says it."""
+    """Return the name of a device's backend, for the banner."""
     backend = backend_for(device)
     if backend is TorchAttention:
         fault = kernel_fault() if device.type == "cpu" else None

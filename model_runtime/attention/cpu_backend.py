@@ -1,4 +1,4 @@
-"""The cache on a CPU: deals a layer's work out to threads that run the compiled kernel.
+"""The cache on a CPU: partitions a layer's work among threads that run the compiled kernel.
 
 Shapes: T = flat query tokens, C = columns that hold head beside head, H = query heads, K = key
 heads, D = key dimensions, V = value dimensions, S = sequences, N = pages, O = offsets in a page,
@@ -18,14 +18,14 @@ from model_runtime.cpu_kernels.attention_dot import uses_pairs
 from model_runtime.cpu_kernels.bfloat16 import as_numpy
 from model_runtime.cpu_kernels.threads import MOST_THREADS, parallel_for
 
-_SERIAL_WORK = 200_000  # query-key-dimension products below which threads cost more than they give
+_SERIAL_WORK = 200_000  # query-key-dimension products that make one more thread worth its cost
 NO_SINKS = np.empty(0, np.float32)
 
 
 class CpuAttention:
-    """One step's reads and writes; what layers share is prepared once."""
+    """One step's reads and writes; the data that all layers use is prepared once."""
 
-    # A register of keys is scored at once, a dimension at a time.
+    # A SIMD register of keys is scored at once, one dimension at a time.
     row_keys: ClassVar[bool] = False
     can_capture: ClassVar[bool] = False
 
@@ -43,13 +43,13 @@ class CpuAttention:
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
     ) -> None:
-        """Put the step's keys and values where the batch says."""
+        """Write the step's keys and values to the pages and offsets in the batch."""
         key_TC, value_TC = (each.flatten(1).contiguous() for each in (key_TKD, value_TKV))
         pages = as_numpy(keys_NKDO), as_numpy(values_NKOV)
         write_kv(as_numpy(key_TC), 0, as_numpy(value_TC), 0, *self.destinations, *pages)
 
     def read(self, read: LayerRead) -> Tensor:
-        """Attention of one layer; float32 [T, H, V]."""
+        """Return the attention of one layer, float32 [T, H, V]."""
         num_tokens, num_heads, _ = read.query_THD.shape
         sinks_H = read.sinks_H
         out_TC = self.attend(
@@ -67,7 +67,7 @@ class CpuAttention:
         return torch.from_numpy(out_TC).view(num_tokens, num_heads, -1)
 
     def write_joined(self, joined_TC: Any, num_heads: int, pages: tuple[Any, Any]) -> None:
-        """The write, of keys and values that stand behind their queries in one array of numpy."""
+        """Write keys and values that follow their queries in the columns of one numpy array."""
         _, num_key_heads, dim, _ = pages[0].shape
         key_at = num_heads * dim
         value_at = key_at + num_key_heads * dim
@@ -76,9 +76,9 @@ class CpuAttention:
     def attend(
         self, query_TC: Any, num_heads: int, pages: tuple[Any, Any], how: tuple[Any, ...]
     ) -> Any:
-        """The read, of queries in the first columns of an array of numpy; head by head.
+        """Return the attention of queries in the first columns of a numpy array, head by head.
 
-        `how`: tables, scaling, window, soft cap and sinks as the kernel takes them.
+        `how`: tables, scaling, window, soft cap and sinks, as the kernel takes them.
         """
         _, num_key_heads, dim, _ = pages[0].shape
         out_TC = np.empty((len(query_TC), num_heads * pages[1].shape[3]), query_TC.dtype)
@@ -90,9 +90,10 @@ class CpuAttention:
         return out_TC
 
     def partitioned(self, num_heads: int, dim: int, num_key_heads: int) -> list[Any]:
-        """The work, dealt out card by card to as many threads as it can feed.
+        """Return the work items of each thread, dealt out in turn; int64 [W, 3] per thread.
 
-        A card is (sequence, key head, first query of a tile); int64 [W, 3] a thread.
+        A work item is (sequence, key head, first query of a tile). The number of threads follows
+        the amount of work.
         """
         shape = (num_heads, dim, num_key_heads, torch.get_num_threads())
         if shape not in self._shares:

@@ -1,4 +1,4 @@
-"""Which cached keys a read sees, and where it places them: what a step reads is a list of these.
+"""Key ranges: the cached keys that a read sees, and their positions. A step reads a list of them.
 
 Shapes: S = sequences, N = pages, O = offsets in a page.
 """
@@ -13,22 +13,22 @@ from model_runtime.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class KeyRange:
-    """Which cached keys of each sequence a read sees, and where it places them and the query.
+    """The cached keys of each sequence that a read sees, and the positions of keys and query.
 
-    Index = place in the sequence's pages: `page_table[index // O]`, offset `index % O`.
+    An index is a place in the sequence's pages: `page_table[index // O]`, offset `index % O`.
     """
 
     begin_S: Tensor  # int64, first index that is seen
-    end_S: Tensor  # int64, the index behind the last one
+    end_S: Tensor  # int64, the index after the last one
     position_S: Tensor  # int64, absolute position of the query
-    most: int  # no range is longer
-    page_position_SN: Tensor | None = None  # int64, where each page starts; None: page x O
+    most: int  # max length of a range
+    page_position_SN: Tensor | None = None  # int64, start of each page; None: page x O
 
 
 def whole_range(batch: Batch, window: int | None) -> KeyRange:
-    """All keys up to each sequence's own token; with a window, the last of them.
+    """Return the range of all keys up to each sequence's own token; with a window, the last ones.
 
-    At least one of the batch's sequences has a single token: left to the caller.
+    The caller must ensure that at least one of the batch's sequences has a single token.
     """
     position_S = batch.first_position_S
     singles = (place for place in batch.places_S if place.num_tokens == 1)

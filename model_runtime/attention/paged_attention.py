@@ -1,8 +1,8 @@
-"""Where a model's own forward meets the paged cache.
+"""The attention function that connects a model's own forward to the paged cache.
 
-Every attention layer of a taken-over model calls `paged_attention`. It writes the step's keys and
-values, unrotated, to their pages, and reads all pages of each sequence under that sequence's own
-table. What it needs for the step travels in the forward's keyword arguments, not in a global.
+Every attention layer of a patched model calls `paged_attention`. It writes the step's keys and
+values, unrotated, to their pages. Then it reads all pages of each sequence under that sequence's
+own table. The step is passed in the forward's keyword arguments, not in a global.
 
 Shapes: T = flat query tokens, H = query heads, K = key heads, D = key dimensions, V = value
 dimensions, N = pages, O = offsets in a page.
@@ -21,13 +21,13 @@ from model_runtime.cache.rope_tables import LayerTables, RopeTables
 from model_runtime.errors import ModelError
 from rope import half_split_from_interleaved
 
-IMPLEMENTATION = "ropewalk"  # the name transformers knows this attention by
+IMPLEMENTATION = "ropewalk"  # the name of this attention in transformers
 STEP = "ropewalk_step"  # the keyword that carries the step through a model's forward
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One layer's call, as the model made it; queries and keys not rotated."""
+    """The arguments of one layer's call; queries and keys are not rotated."""
 
     query_1HTD: Tensor
     key_1KTD: Tensor
@@ -39,30 +39,30 @@ class AttentionCall:
 
 
 class Step(Protocol):
-    """What travels in the keyword: it answers each layer's call."""
+    """The object in the keyword, which computes each layer's call."""
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
-        """The attention's output, [1, T, H, V]."""
+        """Return the attention's output, [1, T, H, V]."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """How one attention layer rotates, found by probing it (see patch_model.py)."""
+    """The rotation and dimensions of one attention layer, found by a probe (see patch_model.py)."""
 
     num_key_heads: int
     key_dim: int
     value_dim: int
-    layer_type: str | None  # whose table it reads; None: this layer does not rotate
+    layer_type: str | None  # selects the table; None: this layer does not rotate
     rotary_dim: int  # leading dimensions that rotate
     interleaved: bool  # pairs are (2i, 2i + 1) in the model, (i, i + P) in the cache
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRead:
-    """All that the read of one layer needs, beside the batch; handed to a backend."""
+    """The arguments of a backend's read of one layer, besides the batch."""
 
     query_THD: Tensor  # unrotated, half-split pairs
-    keys_NKDO: Tensor  # this layer's pages, unrotated; in whichever order in memory
+    keys_NKDO: Tensor  # this layer's pages, unrotated; in any memory order
     values_NKOV: Tensor
     tables: LayerTables
     scaling: float
@@ -74,24 +74,24 @@ class LayerRead:
 class Backend(Protocol):
     """The cache's reads and writes on one kind of device, in one step."""
 
-    row_keys: ClassVar[bool]  # how it wants keys in memory: kv_cache.py
-    # Whether a step of single tokens is the same calls of kernels for any numbers in the batch.
+    row_keys: ClassVar[bool]  # the memory order of keys, see kv_cache.py
+    # True if a step of single tokens makes the same kernel calls for any values in the batch.
     can_capture: ClassVar[bool]
 
     def __init__(self, batch: Batch) -> None:
-        """What the step's layers share is prepared here."""
+        """Prepare the data that all layers of the step use."""
 
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
     ) -> None:
-        """Put the step's keys and values of a layer where the batch says."""
+        """Write a layer's keys and values of the step to the pages and offsets in the batch."""
 
     def read(self, read: LayerRead) -> Tensor:
-        """Attention of a layer, [T, H, V]; float32, or the query's dtype."""
+        """Return the attention of a layer, [T, H, V]; float32, or the query's dtype."""
 
 
 class PagedStep:
-    """A step over the paged cache. `backend` prepares what all of its layers share."""
+    """A step over the paged cache. `backend` prepares the data that all layers use."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ def paged_attention(
     attention_mask: Tensor | None,  # noqa: ARG001  # never built: the pages say who sees what
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature; the step decides what happens."""
+    """Compute a layer's attention, with transformers' signature, by the step in the arguments."""
     step: Step | None = arguments.get(STEP)
     if step is None:
         raise ModelError(
@@ -162,9 +162,9 @@ def paged_attention(
 
 
 def register() -> None:
-    """Make this attention known to transformers under its name; harmless when repeated.
+    """Register this attention with transformers under its name; repeated calls are harmless.
 
-    No masks are registered under it: then transformers does not look in the positions, in every
-    step, for what a mask would have to say.
+    No masks are registered under the name. Then transformers does not inspect the positions in
+    every step to build a mask.
     """
     AttentionInterface.register(IMPLEMENTATION, paged_attention)

@@ -1,7 +1,8 @@
 """The reference read: gather the pages, rotate keys at their positions, attend in float32.
 
-Plain torch on any device. It is what tests hold the compiled kernels against, and what serves
-where none is for. One sequence at a time, so a long context costs its own memory only.
+This is plain torch on any device. Tests compare the compiled kernels with it, and it serves devices
+without a compiled kernel. It computes one sequence at a time, so a long context takes memory for
+itself only.
 
 Shapes: T = query tokens of one sequence, C = its context, H = query heads, K = key heads,
 G = query heads per key head, D = key dimensions, V = value dimensions, O = offsets in a page.
@@ -20,7 +21,7 @@ from rope import rotate
 class TorchAttention:
     """The cache on any device."""
 
-    row_keys: ClassVar[bool] = True  # any order is read; this one is gathered without a transpose
+    row_keys: ClassVar[bool] = True  # either order works; this one needs no transpose to gather
     can_capture: ClassVar[bool] = False
 
     def __init__(self, batch: Batch) -> None:
@@ -29,13 +30,13 @@ class TorchAttention:
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
     ) -> None:
-        """Put the step's keys and values where the batch says."""
+        """Write the step's keys and values to the pages and offsets in the batch."""
         page_T, offset_T = self._batch.page_T, self._batch.offset_T
         keys_NKDO[page_T, :, :, offset_T] = key_TKD
         values_NKOV[page_T, :, offset_T] = value_TKV
 
     def read(self, read: LayerRead) -> Tensor:
-        """Attention of one layer for one step; float32 [T, H, V] over all sequences' tokens."""
+        """Return the attention of one layer, float32 [T, H, V] over all sequences' tokens."""
         places = enumerate(self._batch.places_S)
         return torch.cat([_attend(read, self._batch, index, place) for index, place in places])
 
@@ -78,7 +79,7 @@ def _attend(read: LayerRead, batch: Batch, index: int, place: Place) -> Tensor:
 
 
 def _gather(pages_NKOX: Tensor, page_table_N: Tensor, context: int) -> Tensor:
-    """A sequence's cached vectors in order of position, float32 [C, K, X]."""
+    """Return a sequence's cached vectors in order of position, float32 [C, K, X]."""
     num_pages = -(-context // pages_NKOX.shape[2])
     gathered_NKOX = pages_NKOX[page_table_N[:num_pages].long()]
     return gathered_NKOX.transpose(1, 2).flatten(0, 1)[:context].float()

@@ -1,7 +1,7 @@
-"""The cache on a GPU: Triton's kernels, and torch's attention where that is faster.
+"""The cache on a GPU: Triton kernels, and torch's attention if that is faster.
 
-Sequences with one query token go to the decode kernel together, others to the prefill one by one.
-Importing this file imports triton, which torch's CUDA builds bring along.
+Sequences with one query token go to the decode kernel together. The others go to the prefill one by
+one. Importing this file imports triton, which torch's CUDA builds include.
 
 Shapes: T = flat query tokens, H = query heads, K = key heads, D = key dimensions, V = value
 dimensions, S = sequences, N = pages, O = offsets in a page.
@@ -30,7 +30,7 @@ def _put(
     HEADS: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
     HEADS_2: tl.constexpr, DIM_2: tl.constexpr, VALUES_2: tl.constexpr,
 ):  # fmt: skip
-    """One token's keys and values to their places, all heads."""
+    """Write one token's keys and values to its page, all heads."""
     token = tl.program_id(0).to(tl.int64)
     page, offset = tl.load(page_T + token), tl.load(offset_T + token)
     k = tl.arange(0, HEADS_2)[:, None]
@@ -46,9 +46,9 @@ def _put(
 
 
 class TritonAttention:
-    """One step's reads and writes; what layers share is prepared once."""
+    """One step's reads and writes; the data that all layers use is prepared once."""
 
-    # A key is read and written as one row: whole lines of memory.
+    # A key is read and written as one row, in whole cache lines.
     row_keys: ClassVar[bool] = True
     can_capture: ClassVar[bool] = True
 
@@ -61,7 +61,7 @@ class TritonAttention:
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
     ) -> None:
-        """Put the step's keys and values where the batch says."""
+        """Write the step's keys and values to the pages and offsets in the batch."""
         num_tokens, num_heads, dim = key_TKD.shape
         value_dim = value_TKV.shape[-1]
         _put[(num_tokens,)](
@@ -73,7 +73,7 @@ class TritonAttention:
         )  # fmt: skip
 
     def read(self, read: LayerRead) -> Tensor:
-        """Attention of one layer; [T, H, V] in the query's dtype."""
+        """Return the attention of one layer, [T, H, V] in the query's dtype."""
         num_tokens, num_heads, _ = read.query_THD.shape
         out_THV = torch.empty(
             num_tokens,

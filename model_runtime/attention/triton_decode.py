@@ -1,13 +1,14 @@
-"""The GPU's read for one query token a sequence: unrotated keys, turned in registers.
+"""The GPU's read for one query token per sequence: unrotated keys, rotated in registers.
 
-A program takes one sequence, one key head and a share of the sequence's keys, tile by tile. A
-tile's keys are turned by the angles of their offsets in the tile (one small table, the same for
-all tiles), and the query, turned to its own position, is turned back by the tile's start. Shares
-are joined by the logarithms of their summed weights; so are several key ranges of one query, which
-may place the same query and the same pages at other positions.
+A program takes one sequence, one key head and one split of the sequence's keys, tile by tile. A
+tile's keys are rotated by the angles of their offsets in the tile, from one small table for all
+tiles. The query is rotated to its own position, then rotated back by the tile's start.
+
+Splits are merged by their log-sum-exp. So are several key ranges of one query, which may place the
+same query and the same pages at other positions.
 
 Shapes: T = flat query tokens, B = sequences with one query token, S = sequences or table slots,
-H = query heads, K = key heads, M = shares of the keys, V = value dimensions, N = pages,
+H = query heads, K = key heads, M = splits of the keys, V = value dimensions, N = pages,
 O = offsets in a page, P = rotated pairs.
 """
 
@@ -37,17 +38,17 @@ from model_runtime.attention.triton_pieces import (
 from model_runtime.batch import Batch
 from model_runtime.cache.rope_tables import TILE
 
-_MERGE = tl.constexpr(16)  # shares that the merge holds at once
-_LEAST_SHARE = 8  # tiles; below it, the partial outputs are not small beside the keys
+_MERGE = tl.constexpr(16)  # splits that the merge holds at once
+_LEAST_SHARE = 8  # tiles in a split; with fewer, the partial outputs are not small beside the keys
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How the kernel is compiled, and how many programs are made of the work."""
+    """The compile options of the kernel, and the number of programs per processor."""
 
     num_warps: int = 4
-    num_stages: int = 5  # a page's number, and two tiles on their way; 3: one tile
-    programs_per_processor: int = 2  # as many as run together; shares are cut to fill them
+    num_stages: int = 5  # 5: a page's number and two tiles are in flight; 3: one tile
+    programs_per_processor: int = 2  # run at the same time; splits are chosen to fill them
 
 
 _AS_COMPILED = Tuning()
@@ -58,7 +59,7 @@ class Partial:
     """Attention over some of the keys."""
 
     out_BHMV: Tensor  # float32
-    level_BHM: Tensor  # float32, ln of the summed weights; -inf where no key was seen
+    level_BHM: Tensor  # float32, log-sum-exp of the scores; -inf if no key was seen
 
 
 @jit
@@ -76,7 +77,7 @@ def _decode(
     ROWS: tl.constexpr, PAIRS_2: tl.constexpr, REST_2: tl.constexpr, VALUES_2: tl.constexpr,
     MAPPED: tl.constexpr, CAPPED: tl.constexpr, DIRECT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, key head and share. DIRECT: it is the only share, and writes the answer."""
+    """One sequence, key head and split. DIRECT: it is the only split, and writes the output."""
     place, head, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = tl.load(sequences + place)
     token = tl.load(query_start + sequence)
@@ -115,8 +116,8 @@ def _decode(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, VALUES_2], tl.float32)
-    # A sequence's own tiles in equal shares, whatever the others are: a recorded step has as many
-    # shares as the longest context needs.
+    # Each sequence's own tiles are split equally, whatever the other sequences are. A captured step
+    # has as many splits as the longest context needs.
     first_tile, last_tile = begin // TILE, (end + TILE - 1) // TILE
     num_shares = tl.num_programs(2)
     tiles_per_share = (last_tile - first_tile + num_shares - 1) // num_shares
@@ -125,8 +126,8 @@ def _decode(
     tile_end = tl.where(begin < end, tile_end, tile_begin)
     for tile in range(tile_begin, tile_end):
         start = tile * TILE
-        # What lies outside is a key of the range once more, at a weight of zero: loads without
-        # masks are cheaper, and what may be anything (NaN) is never read.
+        # An index outside the range loads a key of the range again, with a weight of zero. Loads
+        # without masks are cheaper, and memory that may hold NaN is never read.
         index = tl.minimum(tl.maximum(start + t, begin), end - 1)
         is_seen = index == start + t
         page = tl.load(table + index // PAGE).to(tl.int64)
@@ -168,7 +169,7 @@ def _decode(
             scores = capped(scores, softcap)
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        # Weighed as they are multiplied: what rounding takes from the sum, it takes from both.
+        # The row sum adds the rounded probabilities, because the product uses the rounded ones.
         shares = tl.exp2(scores - higher[:, None]).to(values.dtype.element_ty)
         keep = tl.exp2(top - higher)
         weight = weight * keep + tl.sum(shares.to(tl.float32), 1)
@@ -178,7 +179,7 @@ def _decode(
         value = row(at, (v < VALUES)[None, :], VALUES == VALUES_2)
         total = product(shares, value, total * keep[:, None], WIDE)
 
-    # Where nothing was seen: zeros, so that a weight of zero makes nothing of them.
+    # A row that saw no key becomes zeros, so that the merge adds nothing for its weight of zero.
     total = total / tl.where(weight > 0, weight, 1.0)[:, None]
     line = token if DIRECT else place.to(tl.int64)
     heads = head * GROUP + r
@@ -196,7 +197,7 @@ def _merge(
     partials, levels, sinks, sequences, query_start, out, num_shares, out_row, out_head,
     VALUES: tl.constexpr, VALUES_2: tl.constexpr, SHARES: tl.constexpr, SUNK: tl.constexpr,
 ):  # fmt: skip
-    """One sequence and query head: the shares, weighted by their levels; a sink weighs, too."""
+    """One sequence and query head: its splits weighted by their log-sum-exp, with the sink's."""
     place, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start + tl.load(sequences + place))
     first = (place.to(tl.int64) * tl.num_programs(1) + head) * num_shares
@@ -227,19 +228,19 @@ def _merge(
 
 @cache
 def _num_processors(device: torch.device) -> int:
-    """What runs programs side by side; under the interpreter a number that makes shares."""
+    """Return the device's number of multiprocessors; 8 under the interpreter, so keys are split."""
     if device.type != "cuda":
         return 8
     found: int = torch.cuda.get_device_properties(device).multi_processor_count
     return found
 
 
-@lru_cache(maxsize=1024)  # every layer of a step asks the same
+@lru_cache(maxsize=1024)  # every layer of a step calls it with the same arguments
 def num_shares(num_programs: int, num_tiles: int, most_programs: int) -> int:
-    """Into how many shares `num_tiles` of each of `num_programs` sequences and heads are cut.
+    """Return the number of splits of `num_tiles`, for each of `num_programs` sequences and heads.
 
-    The fewest that leave no more than a twentieth of the device idle beside the best choice: all
-    programs of a wave take about as long, and the last wave is seldom full.
+    It is the smallest number that keeps at least 95% as much of the device busy as the best choice.
+    All programs of a wave take about as long, and the last wave is seldom full.
     """
     choices = range(1, max(1, min(num_tiles // _LEAST_SHARE, most_programs)) + 1)
     busy = {}
@@ -257,9 +258,9 @@ def decode(
     out_THV: Tensor,
     tuning: Tuning = _AS_COMPILED,
 ) -> None:
-    """Write the rows of the batch's single query tokens to `out_THV`; no other row is touched.
+    """Write the rows of the batch's single query tokens to `out_THV`; no other row is changed.
 
-    A key that several ranges see counts in each: left to the caller.
+    A key that several ranges see counts once in each. The caller must avoid overlaps.
     """
     is_whole = len(ranges) == 1 and read.sinks_H is None
     partials = [_launch(read, batch, keys, out_THV, tuning, is_whole=is_whole) for keys in ranges]
@@ -271,7 +272,7 @@ def decode(
 def merge(
     partials: Sequence[Partial], sinks_H: Tensor | None, batch: Batch, out_THV: Tensor
 ) -> None:
-    """Write what the partial attentions come to together to the single tokens' rows."""
+    """Merge the partial attentions, and write the result to the single tokens' rows."""
     out_BHMV, level_BHM = partials[0].out_BHMV, partials[0].level_BHM
     if len(partials) > 1:
         out_BHMV = torch.cat([partial.out_BHMV for partial in partials], 2)
@@ -294,7 +295,11 @@ def _launch(
     *,
     is_whole: bool,
 ) -> Partial | None:
-    """One range. `is_whole`: if one share does it, straight to `out_THV`; then None comes back."""
+    """Run the kernel on one key range, and return its partial attention.
+
+    `is_whole`: this is the only range. If one split suffices, the kernel then writes to `out_THV`,
+    and None is returned.
+    """
     _, num_heads, dim = read.query_THD.shape
     num_key_heads, _, page_size = read.keys_NKDO.shape[1:]
     value_dim = read.values_NKOV.shape[-1]
@@ -302,7 +307,7 @@ def _launch(
     query_THD = read.query_THD if read.query_THD.stride(-1) == 1 else read.query_THD.contiguous()
     num_sequences = len(batch.single_B)
     tile = tile_len(TILE, max(dim, value_dim), read.keys_NKDO.dtype)
-    num_tiles = -(-keys.most // tile) + 1  # a range seldom begins where a tile does
+    num_tiles = -(-keys.most // tile) + 1  # a range seldom begins at a tile's start
     most_programs = _num_processors(query_THD.device) * tuning.programs_per_processor
     shares = num_shares(num_sequences * num_key_heads, num_tiles, most_programs)
     shares = -(-num_tiles // -(-num_tiles // shares))

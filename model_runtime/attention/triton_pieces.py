@@ -1,7 +1,7 @@
-"""What the GPU's kernels are made of. Importing this file imports triton.
+"""Common functions of the GPU's kernels. Importing this file imports triton.
 
-In kernels, names in capitals are known when they are compiled; a size that ends in _2 is a power
-of two that holds the one before it.
+In kernels, names in capitals are compile-time constants. A size that ends in _2 is a power of two,
+not below the size of the same name without _2.
 """
 
 import math
@@ -14,24 +14,25 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = math.log2(math.e)
-KERNEL_LOG2_E = tl.constexpr(LOG2_E)  # kernels see no other kind of number from outside
+KERNEL_LOG2_E = tl.constexpr(LOG2_E)  # a kernel can read a global only if it is a constexpr
 _LEAST = 16  # rows and columns of the smallest matrix product
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Compile for the GPU, or run by Triton's interpreter if TRITON_INTERPRET was set in time."""
+    """Compile for the GPU; use Triton's interpreter if TRITON_INTERPRET was set before."""
     return triton.jit(function)
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run by the interpreter, whose products do not know bfloat16."""
+    """Return whether kernels run in the interpreter, which has no products of bfloat16."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def _let_interpreter_count() -> None:
-    """Triton 3.6 asks numpy for the int of an array [1], which numpy refuses from 2.5 on.
+    """Make `range` work in Triton 3.6's interpreter with numpy 2.5 and later.
 
-    That is how its interpreter runs `range`; its compiler does not. 3.7 asks otherwise.
+    The interpreter converts a numpy array [1] to an int, which numpy refuses from 2.5 on. Triton's
+    compiler does not do so, and Triton 3.7 converts in another way.
     """
     from triton.runtime import interpreter  # noqa: PLC0415  # nothing that a GPU needs
 
@@ -49,26 +50,27 @@ if is_interpreted() and triton.__version__.startswith("3.6."):
 
 
 def padded(size: int, least: int = _LEAST) -> int:
-    """A power of two that holds `size`; what a kernel's blocks are made of."""
+    """Return the next power of two from `size` on, at least `least`, as a kernel's block size."""
     return max(least, int(triton.next_power_of_2(size)))
 
 
 def tile_len(most: int, width: int, dtype: torch.dtype) -> int:
-    """Rows that a program holds at once: `most` of 128 bfloat16 numbers, fewer of wider ones.
+    """Return the number of rows that a program holds at once, a power of two.
 
-    A power of two. Read off what the compiler says of registers (tests/hopper.py).
+    It is `most` for rows of 128 bfloat16 values, and fewer for larger rows. The sizes come from the
+    compiler's report of register use (tests/hopper.py).
     """
     return max(_LEAST, min(most, most * 256 // (padded(width) * dtype.itemsize)))
 
 
 def key_strides(keys_NKDO: Tensor) -> tuple[int, ...]:
-    """By page, head, offset, dimension."""
+    """Return the strides by page, head, offset and dimension."""
     return tuple(keys_NKDO.stride(at) for at in (0, 1, 3, 2))
 
 
 @jit
 def product(a, b, total, WIDE: tl.constexpr):
-    """total + a @ b, float32. WIDE: from operands widened to float32 after they were rounded."""
+    """Return total + a @ b, float32. WIDE: the rounded operands are first widened to float32."""
     if WIDE:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     return tl.dot(a, b, total, input_precision="ieee")
@@ -76,7 +78,7 @@ def product(a, b, total, WIDE: tl.constexpr):
 
 @jit
 def row(at, mask, WHOLE: tl.constexpr):
-    """What stands there. WHOLE: the mask hides nothing, and is left out."""
+    """Load the values at `at`. WHOLE: the mask hides nothing and is not used."""
     if WHOLE:
         return tl.load(at)
     return tl.load(at, mask=mask, other=0.0)
@@ -84,7 +86,7 @@ def row(at, mask, WHOLE: tl.constexpr):
 
 @jit
 def angles(start_cos, start_sin, offset_cos, offset_sin, start_at, offset_at, mask):
-    """Cosine and sine of page start + offset, from the places of both in their tables."""
+    """Return cosine and sine of page start + offset, from the places of both in their tables."""
     a = tl.load(start_cos + start_at, mask=mask, other=0.0)
     b = tl.load(start_sin + start_at, mask=mask, other=0.0)
     c = tl.load(offset_cos + offset_at, mask=mask, other=0.0)
@@ -94,5 +96,5 @@ def angles(start_cos, start_sin, offset_cos, offset_sin, start_at, offset_at, ma
 
 @jit
 def capped(scores, softcap):
-    """softcap x tanh(scores / softcap), as a logarithm to base 2."""
+    """Return softcap x tanh(scores / softcap), in units of log base 2."""
     return (KERNEL_LOG2_E * softcap) * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))

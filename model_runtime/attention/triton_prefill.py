@@ -1,7 +1,8 @@
 """The GPU's read for many query tokens of one sequence.
 
-Its keys are gathered from their pages and turned once, then attended to by torch's attention, or
-by a kernel of our own where a layer has what torch's lacks: a sliding window, a soft cap, sinks.
+The sequence's keys are gathered from their pages and rotated once. Then torch's attention reads
+them. If a layer has a sliding window, a soft cap or sinks, a kernel of our own reads them instead,
+because torch's attention lacks these.
 
 Shapes: T = query tokens of one sequence, C = the keys they see, H = query heads, K = key heads,
 D = key dimensions, V = value dimensions, N = pages, P = rotated pairs.
@@ -31,8 +32,8 @@ from model_runtime.attention.triton_pieces import (
 from model_runtime.batch import Batch, Place
 from rope import rotate
 
-_TILE = 64  # most keys, and query tokens, that a program holds at once
-_LIBRARY_DIM = 256  # the widest head of torch's flash attention
+_TILE = 64  # max number of keys, and of query tokens, that a program holds at once
+_LIBRARY_DIM = 256  # max head dimension of torch's flash attention
 _WARPS, _STAGES = 4, 2
 
 
@@ -46,7 +47,7 @@ def _gather(
     PAIRS: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, PAIRS_2: tl.constexpr, REST_2: tl.constexpr, VALUES_2: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one key head: keys at their absolute angles, values as they are."""
+    """A tile of one key head: keys rotated to their absolute positions, values unchanged."""
     head = tl.program_id(1)
     index = begin + tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_key = index < end
@@ -87,7 +88,7 @@ def _attend(
     DIM_2: tl.constexpr, VALUES_2: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SUNK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of query tokens under one head. The last token sees up to the last key."""
+    """A tile of query tokens under one head. The last token sees all keys up to the last."""
     head = tl.program_id(1)
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     d, v = tl.arange(0, DIM_2), tl.arange(0, VALUES_2)
@@ -97,11 +98,11 @@ def _attend(
         query + rows[:, None] * DIM + d[None, :],
         mask=is_token[:, None] & (d < DIM)[None, :], other=0.0,
     )  # fmt: skip
-    own = num_keys - num_tokens + token  # the key that stands at the token's own position
+    own = num_keys - num_tokens + token  # the key at the token's own position
     top = tl.full([TILE], float("-inf"), tl.float32)
     weight = tl.zeros([TILE], tl.float32)
     if SUNK:
-        # A logit of its own that carries no value.
+        # A sink is an extra logit without a value.
         sink = tl.load(sinks + head).to(tl.float32)
         top = tl.zeros([TILE], tl.float32) + sink * KERNEL_LOG2_E
         weight = weight + 1.0
@@ -126,9 +127,9 @@ def _attend(
             is_seen = is_seen & (index[None, :] > own[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        # A row whose window begins behind this tile has seen nothing yet.
+        # A row has seen no key yet if its window begins after this tile.
         level = tl.where(higher == float("-inf"), 0.0, higher)
-        # Weighed as they are multiplied: what rounding takes from the sum, it takes from both.
+        # The row sum adds the rounded probabilities, because the product uses the rounded ones.
         shares = tl.exp2(scores - level[:, None]).to(values.dtype.element_ty)
         keep = tl.exp2(top - level)
         weight = weight * keep + tl.sum(shares.to(tl.float32), 1)
@@ -138,13 +139,13 @@ def _attend(
             mask=is_key[:, None] & (v < VALUES)[None, :], other=0.0,
         )  # fmt: skip
         total = product(shares, value, total * keep[:, None], WIDE)
-    total = total / tl.where(weight > 0, weight, 1.0)[:, None]  # rows behind the last token: 0
+    total = total / tl.where(weight > 0, weight, 1.0)[:, None]  # rows after the last token: 0
     target = out + token.to(tl.int64)[:, None] * out_t + head * out_h + v[None, :]
     tl.store(target, total, mask=is_token[:, None] & (v < VALUES)[None, :])
 
 
 def prefill(read: LayerRead, batch: Batch, index: int, out_THV: Tensor) -> None:
-    """Write the rows of the batch's sequence `index` to `out_THV`."""
+    """Write the output rows of the batch's sequence `index` to `out_THV`."""
     place = batch.places_S[index]
     end = place.first_position + place.num_tokens
     begin = max(0, place.first_position - read.sliding_window + 1) if read.sliding_window else 0
@@ -167,7 +168,7 @@ def prefill(read: LayerRead, batch: Batch, index: int, out_THV: Tensor) -> None:
 
 
 def _library_serves(read: LayerRead) -> bool:
-    """Whether torch's attention does what this layer asks, and without a mask in memory."""
+    """Return whether torch's attention can compute this layer without a mask in memory."""
     dim, value_dim = read.query_THD.shape[-1], read.values_NKOV.shape[-1]
     return (
         not read.sliding_window
@@ -182,16 +183,17 @@ def _library_serves(read: LayerRead) -> bool:
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    """Whether torch's flash attention runs there; what it falls back to makes a mask."""
+    """Return whether torch's flash attention runs on the device; its fallback makes a mask."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def gathered(
     read: LayerRead, page_table_N: Tensor, slot: int, begin: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """A sequence's keys at positions begin ... end - 1, turned, [K, C, D]; its values [K, C, V].
+    """Gather a sequence's rotated keys at positions begin ... end - 1, and its values.
 
-    Without the attention factor: the query has it for both.
+    Keys are [K, C, D], values [K, C, V]. The keys are without the attention factor, because the
+    query includes it for both.
     """
     num_heads, dim, page_size = read.keys_NKDO.shape[1:]
     value_dim = read.values_NKOV.shape[-1]
@@ -212,7 +214,7 @@ def gathered(
 
 
 def _turned(read: LayerRead, place: Place) -> Tensor:
-    """The sequence's queries at their positions, with all that multiplies them but the scaling."""
+    """Rotate the sequence's queries to their positions, and apply all factors except `scaling`."""
     tables, slot = read.tables, place.table_slot
     query_THD = read.query_THD[place.begin : place.begin + place.num_tokens]
     first = place.first_position

@@ -1,4 +1,4 @@
-"""The tensors that hold cached keys and values. Keys are stored before rotation, and unscaled.
+"""The tensors of cached keys and values. Keys are stored unrotated and unscaled.
 
 Shapes: N = pages, K = key heads, O = offsets in a page, D = key dimensions, V = value dimensions.
 """
@@ -15,7 +15,7 @@ from model_runtime.cpu_kernels.bfloat16 import as_numpy
 
 
 class LayerShape(Protocol):
-    """What the store needs to know of a layer."""
+    """The cache shape of a layer."""
 
     @property
     def num_key_heads(self) -> int:
@@ -31,7 +31,7 @@ class LayerShape(Protocol):
 
 
 def bytes_per_token(layers: Mapping[int, LayerShape], dtype: torch.dtype) -> int:
-    """Cache bytes that one position takes over all layers."""
+    """Return the cache bytes of one position over all layers."""
     numbers = sum(
         layer.num_key_heads * (layer.key_dim + layer.value_dim) for layer in layers.values()
     )
@@ -41,8 +41,8 @@ def bytes_per_token(layers: Mapping[int, LayerShape], dtype: torch.dtype) -> int
 class KVCache:
     """Pages of keys [N, K, D, O] and values [N, K, O, V] for every attention layer.
 
-    `row_keys`: the numbers of one key lie side by side in memory, not those of one dimension. The
-    attention that reads them says which (`Backend.row_keys`); what is seen here is the same.
+    `row_keys`: if True, the numbers of one key are contiguous in memory, else those of one
+    dimension. The attention backend decides (`Backend.row_keys`). The tensor shapes are the same.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class KVCache:
 
     @cached_property
     def arrays(self) -> dict[int, tuple[Any, Any]]:
-        """The same as numpy's arrays, by layer; bfloat16 as its bits. On a CPU."""
+        """Return the pages as numpy arrays, by layer; bfloat16 as its bits. On a CPU."""
         return {index: (as_numpy(k), as_numpy(v)) for index, (k, v) in self._pages.items()}
 
     @cached_property
     def addresses_L2(self) -> Any:
-        """Where each layer's keys and values begin, int64, layers in their order. On a CPU."""
+        """Return the start addresses of keys and values by layer order, int64. On a CPU."""
         arrays = [self.arrays[index] for index in sorted(self.arrays)]
         return np.array([[each.ctypes.data for each in pair] for pair in arrays], np.int64)
 
     def pages(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys [N, K, D, O] and values [N, K, O, V]."""
+        """Return a layer's keys [N, K, D, O] and values [N, K, O, V]."""
         return self._pages[layer_idx]

@@ -1,8 +1,8 @@
-"""Which cache pages are free, in use, or kept for their content. No tensors: those are in kv_store.
+"""The pool of cache pages: free, in use, or kept for their content. It holds no tensors.
 
-A page is used while sequences hold it (several may share it), kept while nobody holds it but the
-prefix index knows it, and free otherwise. Allocation takes free pages first, then evicts kept ones,
-least recently used first.
+A page is used while its ref count is positive; several sequences may share it. A page is kept if
+its ref count is 0 but the prefix index knows it, and free otherwise. Allocation takes free pages
+first, then evicts kept pages, least recently used first.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from model_runtime.cache.prefix_cache import PrefixIndex
 
 
 class PagePool:
-    """Hands out page ids and takes them back."""
+    """The owner of all page ids and their ref counts."""
 
     def __init__(self, num_pages: int, index: PrefixIndex) -> None:
         self.num_pages = num_pages
@@ -22,21 +22,21 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be allocated now, evicting where needed."""
+        """Return the number of pages that can be allocated now, evicted ones included."""
         return len(self._free) + len(self._kept)
 
     @property
     def num_used(self) -> int:
-        """Pages that sequences hold."""
+        """Return the number of pages that sequences hold."""
         return self.num_pages - self.num_available
 
     @property
     def num_kept(self) -> int:
-        """Pages that nobody holds, but whose content can still be found."""
+        """Return the number of pages with ref count 0 that the prefix index still knows."""
         return len(self._kept)
 
     def allocate(self, num_pages: int) -> list[int]:
-        """That many pages for one holder; the caller has checked `num_available`."""
+        """Allocate pages for one sequence; the caller has checked `num_available`."""
         assert num_pages <= self.num_available, "allocate() without a look at num_available"
         pages = []
         for _ in range(num_pages):
@@ -51,20 +51,20 @@ class PagePool:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more holder for pages that are used or kept."""
+        """Increase the ref count of pages that are used or kept."""
         for page in pages:
             assert self._num_holders[page] > 0 or page in self._kept, f"page {page} is free"
             self._kept.pop(page, None)
             self._num_holders[page] += 1
 
     def is_kept(self, page: int) -> bool:
-        """Whether sharing this page takes one from those that can be allocated."""
+        """Return whether the page is kept; sharing it would reduce `num_available`."""
         return page in self._kept
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder less, for a sequence's pages in order of position.
+        """Decrease the ref count of a sequence's pages, given in order of position.
 
-        The last pages count as used longest ago: a prefix is worth more than what follows it.
+        The last pages are evicted first, because a prefix is more useful than its continuation.
         """
         for page in reversed(pages):
             assert self._num_holders[page] > 0, f"page {page} released twice"
@@ -76,14 +76,14 @@ class PagePool:
                     self._free.append(page)
 
     def drop_kept(self) -> None:
-        """Free every page that is only kept for its content."""
+        """Free every kept page."""
         for page in self._kept:
             self._index.forget(page)
             self._free.append(page)
         self._kept.clear()
 
     def check_integrity(self) -> None:
-        """Every page is in exactly one state, none lost. Raises AssertionError."""
+        """Check that every page is in exactly one state. Raises AssertionError."""
         self._index.check_integrity()
         free = set(self._free)
         assert len(free) == len(self._free), "a page is free twice"

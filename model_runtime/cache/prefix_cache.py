@@ -1,8 +1,8 @@
-"""Which cached pages hold which prefix. Keys and numbers only, no tensors.
+"""The index of cached pages by prefix. It holds keys and page numbers, no tensors.
 
-A page's key is a sha256 chained over everything its content depends on: the profile that computed
-it and all its predecessors, the request's salt, and every token up to its end. Equal keys hold
-equal keys and values; another profile, or another salt, never has the same key.
+A page's key is a chained sha256 over all inputs of its content. The inputs are the profile of this
+page and its predecessors, the request's salt, and every token up to its end. Pages with
+equal keys hold equal keys and values. Another profile or another salt never gives the same key.
 """
 
 import hashlib
@@ -15,29 +15,29 @@ Key = bytes
 
 
 def root_key(profile: Profile, cache_salt: str) -> Key:
-    """The key before the first page."""
+    """Return the key before the first page."""
     digest = hashlib.sha256()
     for part in (repr(profile), cache_salt):
-        # surrogatepass: a salt is any string, and two different ones must stay different.
+        # surrogatepass: a salt may be any string, and different salts must stay different.
         encoded = part.encode("utf-8", "surrogatepass")
         digest.update(struct.pack("<q", len(encoded)) + encoded)
     return digest.digest()
 
 
 def next_key(previous: Key, token_ids: Sequence[int]) -> Key:
-    """The key of a full page after the one (or the root) with key `previous`."""
+    """Return the key of a full page after the page (or root) with key `previous`."""
     return hashlib.sha256(previous + struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()
 
 
 class PrefixIndex:
-    """Key -> page, and back. Which pages are in use is the page pool's business."""
+    """The mapping of key to page, and back. The page pool keeps the ref counts."""
 
     def __init__(self) -> None:
         self._page_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
 
     def match(self, keys: Iterable[Key]) -> list[int]:
-        """Pages of the longest run of keys, from the first, that are all known."""
+        """Return the pages of the longest known prefix of `keys`."""
         pages = []
         for key in keys:
             page = self._page_of.get(key)
@@ -47,28 +47,28 @@ class PrefixIndex:
         return pages
 
     def publish(self, page: int, key: Key) -> None:
-        """Let others find a page; harmless where another page has the key already."""
+        """Add a page under its key; no effect if another page already has the key."""
         if key not in self._page_of:
             self._page_of[key] = page
             self._key_of[page] = key
 
     def holds(self, page: int) -> bool:
-        """Whether a page can be found."""
+        """Return whether a page is in the index."""
         return page in self._key_of
 
     def forget(self, page: int) -> None:
-        """Take a page out; its content is about to change."""
+        """Remove a page before its content changes."""
         del self._page_of[self._key_of.pop(page)]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all pages."""
         self._page_of.clear()
         self._key_of.clear()
 
     def published(self) -> dict[Key, int]:
-        """Everything that can be found: for tests."""
+        """Return a copy of the index, for tests."""
         return dict(self._page_of)
 
     def check_integrity(self) -> None:
-        """Both directions agree. Raises AssertionError."""
+        """Check that both directions agree. Raises AssertionError."""
         assert {page: key for key, page in self._page_of.items()} == self._key_of

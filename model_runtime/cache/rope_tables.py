@@ -1,7 +1,7 @@
-"""The rotation tables on the device: one slot per profile, so a batch can mix them.
+"""The rotation tables on the device. Each profile has a slot, so a batch can mix them.
 
-The set of profiles is bounded by what the operator configured (deployments x methods x tiers), so
-slots are added when a profile is first used and never dropped.
+The operator's configuration bounds the set of profiles (deployments x methods x tiers). Slots are
+therefore added when a profile is first used and never removed.
 
 Shapes: S = slots, N = pages of the longest context, O = offsets in a page, P = rotated pairs,
 T = positions.
@@ -27,14 +27,14 @@ from rope import (
     position_angles,
 )
 
-TILE = 64  # most keys that the GPU's kernel turns together, by their offsets in such a tile
+TILE = 64  # max keys that the GPU kernel rotates together, by their offsets in a tile
 
 
 @dataclass(frozen=True)
 class LayerTables:
-    """Every profile's table for one kind of layer."""
+    """The tables of all profiles for one layer type."""
 
-    starts: Angles  # [S, N, P], angles of the pages' first positions
+    starts: Angles  # [S, N, P], angles of each page's first position
     offsets: Angles  # [S, O, P], angles inside a page
     attention_factor: tuple[float, ...]  # [S]
     logn_len: tuple[int | None, ...]  # [S], L of the log-n switch, None when off
@@ -45,7 +45,7 @@ class LayerTables:
         return self.starts.cos.shape[-1]
 
     def at(self, slot: int, positions_T: Tensor) -> Angles:
-        """Angles of one slot at absolute positions, [T, 1, P] (the 1 is for heads)."""
+        """Return the angles of one slot at absolute positions, [T, 1, P] (1 for the heads)."""
         angles = position_angles(
             Angles(self.starts.cos[slot], self.starts.sin[slot]),
             Angles(self.offsets.cos[slot], self.offsets.sin[slot]),
@@ -54,7 +54,7 @@ class LayerTables:
         return Angles(angles.cos[:, None], angles.sin[:, None])
 
     def logn_scale(self, slot: int, positions_T: Tensor) -> Tensor:
-        """What the whole query is multiplied by, [T]."""
+        """Return the factor of the whole query, [T]."""
         logn_len = self.logn_len[slot]
         if logn_len is None:
             return torch.ones(len(positions_T), device=positions_T.device)
@@ -62,7 +62,7 @@ class LayerTables:
 
     @cached_property
     def kernel_arrays(self) -> tuple[Any, ...]:
-        """What the CPU kernel takes: tables [S, N, P] and [S, P, O], factors, ln(L) or 0."""
+        """Return the CPU kernel's inputs: tables [S, N, P] and [S, P, O], factors, ln(L) or 0."""
         logn = [math.log(length) if length else 0.0 for length in self.logn_len]
         return (
             self.starts.cos.numpy(),
@@ -75,14 +75,14 @@ class LayerTables:
 
     @cached_property
     def device_tensors(self) -> tuple[Tensor, ...]:
-        """What the GPU's kernels take, [S, N, P], [S, O, P], [S, TILE, P], [S] and [S].
+        """Return the GPU kernels' inputs: [S, N, P], [S, O, P], [S, TILE, P], [S] and [S].
 
-        The last two are the attention factor's square (queries and keys have it both) and ln(L),
-        0 when log-n is off.
+        The first three shapes are pairs of cos and sin. The last two inputs are the squared
+        attention factor, because queries and keys both have it, and ln(L), 0 if log-n is off.
         """
         longest = self.starts.cos.shape[1] * self.offsets.cos.shape[1]
         device = self.starts.cos.device
-        # No key of a context shorter than a tile reads the rows behind it.
+        # If the context is shorter than a tile, then no key reads the rows behind it.
         positions_T = torch.arange(TILE, device=device).clamp(max=longest - 1)
         tile = [self.at(slot, positions_T) for slot in range(len(self.attention_factor))]
         squares = [factor * factor for factor in self.attention_factor]
@@ -99,7 +99,7 @@ class LayerTables:
         )
 
     def with_slot(self, other: "LayerTables") -> "LayerTables":
-        """These slots and those of `other` after them."""
+        """Return these slots followed by those of `other`."""
         return LayerTables(
             _joined(self.starts, other.starts),
             _joined(self.offsets, other.offsets),
@@ -109,7 +109,7 @@ class LayerTables:
 
 
 class RopeTables:
-    """Owner of the tables; asked for a slot by profile, and for a layer's tables by type."""
+    """The owner of the tables: slots by profile, and layer tables by layer type."""
 
     def __init__(
         self, native: NativeRope, page_size: int, max_len: int, device: torch.device
@@ -123,11 +123,11 @@ class RopeTables:
 
     @property
     def num_slots(self) -> int:
-        """How many profiles have one. With a new one, all tables move in memory."""
+        """Return the number of slots. A new slot moves all tables in memory."""
         return len(self._slots)
 
     def slot(self, profile: Profile) -> int:
-        """The profile's slot, made on first use."""
+        """Return the profile's slot, which is built on first use."""
         if profile not in self._slots:
             self._slots[profile] = len(self._slots)
             for layer_type in [*self._native.tables, None]:
@@ -137,11 +137,11 @@ class RopeTables:
         return self._slots[profile]
 
     def layer(self, layer_type: str | None) -> LayerTables:
-        """The tables that layers of this type read; None: layers that do not rotate."""
+        """Return the tables of a layer type; None: layers that do not rotate."""
         return self._layers[layer_type]
 
     def _make(self, layer_type: str | None, profile: Profile) -> LayerTables:
-        """One slot."""
+        """Build the tables of one slot."""
         table = self._frequencies(layer_type, profile)
         inv_freq_P = table.inv_freq_P.to(self.device)
         starts = page_start_angles(inv_freq_P, self._num_pages, self._page_size)

@@ -1,16 +1,18 @@
 """The compiled kernel: attention over pages of unrotated keys, on a CPU.
 
-A row is one query token under one query head. Rows are independent of each other: a row walks its
-own pages in ascending order and reduces page by page, so its bits do not depend on the batch, the
-chunking, or the number of threads (design, section 5). `attention_torch` is the reference.
+A row is one query token under one query head. Rows are independent of each other. A row reads its
+own pages in ascending order and reduces page by page. Its bits therefore do not depend on the
+batch, the chunking, or the number of threads (design, section 5). The reference is
+`attention/torch_backend.py`.
 
-Rotation costs little here. A query is turned to its absolute position once, and back by a page's
-start once a page; keys are turned by the small in-page table once for a tile of queries.
+Rotation costs little here. A query is rotated to its absolute position once, and rotated back by
+each page's start once per page. Keys are rotated by the small in-page table, once per tile of
+queries.
 
 Shapes: T = flat query tokens, C = columns that hold head beside head, H = query heads, K = key
 heads, D = key dimensions, V = value dimensions, S = sequences or table slots, N = pages,
 O = offsets in a page, W = work items, R = rows of a tile, B = rows of a block, L = lanes. In
-scratch arrays O and V are rounded up to whole lanes.
+scratch arrays O and V are rounded up to whole SIMD registers.
 """
 
 from typing import Any
@@ -23,10 +25,10 @@ from model_runtime.cpu_kernels.bfloat16 import narrow, widen
 from model_runtime.cpu_kernels.jit import jit
 from model_runtime.cpu_kernels.simd import WIDTH, load, reduce_add
 
-TILE = 32  # query tokens that share one rotation of a page's keys
+TILE = 32  # query tokens that use one rotation of a page's keys
 
-_LINE = 64  # bytes of the processor's cache
-_SPARE = 2  # rows that the last block of a tile may have too many; what they give is not used
+_LINE = 64  # bytes in a cache line of the processor
+_SPARE = 2  # unused rows that the last block of a tile may compute
 
 
 @jit(borrows=True)
@@ -34,7 +36,7 @@ def _rotate_query(
     query_D: Any, position: int, page_size: int, slot: int, tables: Any,
     rotary_scale: Any, scale: Any, out_D: Any,
 ) -> None:  # fmt: skip
-    """Turn a query to its absolute position (addition formula) and scale it."""
+    """Rotate a query to its absolute position (addition formula) and scale it."""
     start_cos, start_sin, offset_cos, offset_sin = tables[:4]
     page, offset = position // page_size, position % page_size
     pairs = start_cos.shape[2]
@@ -54,7 +56,7 @@ def write_kv(
     key_TC: Any, key_at: int, value_TC: Any, value_at: int, page_T: Any, offset_T: Any,
     keys_NKDO: Any, values_NKOV: Any,
 ) -> None:  # fmt: skip
-    """Put new keys and values into their pages; they begin in columns `key_at` and `value_at`."""
+    """Write new keys and values to their pages; they begin in columns `key_at` and `value_at`."""
     _, num_heads, dim, _ = keys_NKDO.shape
     value_dim = values_NKOV.shape[3]
     for t in range(key_TC.shape[0]):
@@ -73,7 +75,7 @@ def _start_rows(
     page_size: int, tables: Any, scaling: Any, sinks_H: Any,
     query_D: Any, rotated_RD: Any, row_max_R: Any, row_sum_RL: Any, acc_RV: Any,
 ) -> None:  # fmt: skip
-    """Turn and scale the tile's queries; empty their running softmax."""
+    """Rotate and scale the tile's queries, and initialize their online softmax."""
     attention_factor, logn = tables[4:]
     dim = query_D.shape[0]
     for r in range(num_rows):
@@ -87,7 +89,7 @@ def _start_rows(
         _rotate_query(
             query_D, here, page_size, slot, tables, rotary_scale, scale, rotated_RD[r]
         )  # fmt: skip
-        # A sink is a logit of its own that carries no value.
+        # A sink is an extra logit without a value.
         has_sink = sinks_H.shape[0] > 0
         row_max_R[r] = sinks_H[h] if has_sink else -np.inf
         row_sum_RL[r] = 0.0
@@ -97,10 +99,10 @@ def _start_rows(
 
 @jit()
 def _room(num_rows: int, width: int, dtype: Any) -> Any:
-    """Zeros, from the start of a cache line on.
+    """Return zeros that begin at the start of a cache line.
 
-    A register is as long as a line; where arrays begin elsewhere, a load takes two lines, and
-    attention 5 percent longer.
+    A register is as long as a cache line. If an array begins elsewhere, each load reads two lines,
+    and attention takes 5 percent longer.
     """
     numbers = np.zeros(num_rows * width + _LINE, dtype)
     at = -numbers.ctypes.data % _LINE // numbers.itemsize
@@ -108,7 +110,7 @@ def _room(num_rows: int, width: int, dtype: Any) -> Any:
 
 
 def _attention(products: Products) -> Any:
-    """Compiled: the kernel, with one way to multiply."""
+    """Compiled: the attention kernel for one way to multiply."""
     dtype, rotate_keys, place_values = products.dtype, products.rotate_keys, products.place_values
     read_rows = rows_reader(products)
 
@@ -120,8 +122,8 @@ def _attention(products: Products) -> Any:
     ) -> None:  # fmt: skip
         """Compute the work items (sequence, key head, first query of a tile).
 
-        Queries are in the first columns of `query_TC`, `group` heads for each head of keys; the
-        output is head beside head in `out_TC`.
+        Queries are in the first columns of `query_TC`, with `group` query heads for each key head.
+        The output is head beside head in `out_TC`.
         """
         start_cos, start_sin, offset_cos, offset_sin = tables[:4]
         dim, page_size = keys_NKDO.shape[2:]

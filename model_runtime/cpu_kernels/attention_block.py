@@ -1,8 +1,8 @@
 """The compiled kernel, one block: rows that read a page together.
 
-Rows share what is loaded once and stays in registers (`register_tiles.py`): a page's keys for their
-scores, its values for their sums. Each row's own operations and their order are the same in a block
-of any size, so its bits do not tell how many rows were beside it.
+The rows of a block use each loaded register together (`register_tiles.py`): a page's keys for their
+scores, and its values for their accumulators. Each row's operations and their order are the same in
+a block of any size. A row's bits therefore do not depend on the size of its block.
 
 Shapes: D = key dimensions, V = value dimensions, S = table slots, N = pages, O = offsets in a page,
 P = rotated pairs, R = rows of a tile, B = rows of a block, L = lanes.
@@ -36,7 +36,7 @@ def update_softmax(
     scores_BO: Any, place: int, begin: int, end: int, softcap: Any, probs_BO: Any,
     row: int, row_max_R: Any, row_sum_RL: Any, acc_RV: Any,
 ) -> None:  # fmt: skip
-    """Scores of one page -> shares, and the row's running softmax brought to their level."""
+    """Compute probabilities from one page's scores, and update the row's online softmax."""
     width = scores_BO.shape[1]
     first, behind = place * width, (place + 1) * width
     if softcap > 0:
@@ -50,7 +50,7 @@ def update_softmax(
     for at in range(first + WIDTH, behind, WIDTH):
         peak = maximum(peak, load(scores_BO, at))
     top = row_max_R[row]
-    if any_above(peak, broadcast(top)):  # seldom, so the rest need not wait for it
+    if any_above(peak, broadcast(top)):  # seldom true, so later code need not wait for it
         top = reduce_max(peak)
         keep = broadcast(np.exp(row_max_R[row] - top))
         store(row_sum_RL, row * WIDTH, multiply(load(row_sum_RL, row * WIDTH), keep))
@@ -65,8 +65,8 @@ def update_softmax(
     store(row_sum_RL, row * WIDTH, weight)
 
 
-# Rows of a block and registers of each, the largest block first: together with one or two for
-# what they are made of, sums should fit into a processor's registers.
+# Rows of a block and registers per row, the largest block first. The sums, and one or two registers
+# for their operands, should fit into the processor's registers.
 _SHAPES = ((8, 2), (4, 4), (1, 4)) if vectors().num_registers >= 32 else ((6, 2), (4, 2), (1, 4))
 BLOCK = _SHAPES[0][0]
 
@@ -75,10 +75,10 @@ BLOCK = _SHAPES[0][0]
 def seen(
     row: int, position: int, group: int, start: int, window: int, page_size: int
 ) -> tuple[int, int]:
-    """The first offset of a page that a row sees, and the one behind the last.
+    """Return the first offset of a page that a row sees, and the offset after the last.
 
-    Rows are `group` heads of one query token after another; `position` is the first token's,
-    `start` the page's. `window`: keys that a query sees, itself included; 0: all.
+    Rows are ordered by query token, with `group` heads per token. `position` is the first token's
+    position, `start` the page's. `window`: keys that a query sees, itself included; 0: all.
     """
     behind = position + row // group + 1 - start
     begin = max(0, behind - window) if window > 0 else 0
@@ -86,12 +86,12 @@ def seen(
 
 
 def _multiplier(products: Products, num_rows: int, columns: int) -> tuple[Any, Any]:
-    """Scores and weighing of so many rows, `columns` registers of each at a time."""
+    """Return `score` and `weigh` for `num_rows` rows, `columns` registers of each at a time."""
     add, step = products.add, products.step
 
     @jit(borrows=True)
     def score(query_BD: Any, keys_DO: Any, scores_BO: Any) -> None:
-        """Queries times a page's keys."""
+        """Multiply the queries by a page's keys."""
         dim, width = keys_DO.shape
         at = 0
         while at + columns * WIDTH <= width:
@@ -112,7 +112,7 @@ def _multiplier(products: Products, num_rows: int, columns: int) -> tuple[Any, A
     def weigh(
         probs_BO: Any, place: int, values_OV: Any, begin: int, end: int, row: int, acc_RV: Any
     ) -> None:
-        """Shares times the values of some of a page's keys, added to the rows' sums."""
+        """Add probabilities times values, at offsets `begin` to `end` - 1, to the accumulators."""
         stride, width = probs_BO.shape[1], values_OV.shape[1]
         share = place * stride
         at = 0
@@ -137,7 +137,7 @@ def _multiplier(products: Products, num_rows: int, columns: int) -> tuple[Any, A
 
 
 def _block_reader(products: Products, num_rows: int, columns: int) -> Any:
-    """Compiled: so many rows, from `row` on, read one page; sums are `columns` registers a row."""
+    """Compiled: `num_rows` rows read one page; sums take `columns` registers per row."""
     score, weigh = _multiplier(products, num_rows, columns)
     weigh_row = products.row_weigher(_multiplier(products, 1, 4)[1])
     rotate_query, step = products.rotate_query, products.step
@@ -156,9 +156,9 @@ def _block_reader(products: Products, num_rows: int, columns: int) -> Any:
                 rotated_RD, row + place, start_cos, start_sin, slot, page, back_BD, query_BD, place
             )  # fmt: skip
         score(query_BD, keys_DO, scores_BO)
-        # Keys that all rows see are weighed for all together, the others row by row: what a row
-        # does not see is not even multiplied by zero, for it may be NaN. Later rows see from later
-        # keys on, and up to later ones.
+        # Keys that all rows see are weighed for all rows together, the others row by row. A key
+        # that a row does not see is not even multiplied by zero, because it may be NaN. The range
+        # of a later row begins and ends at later keys.
         _, all_end = seen(row, position, group, start, window, page_size)
         all_begin, any_end = seen(row + num_rows - 1, position, group, start, window, page_size)
         all_begin += all_begin % step

@@ -1,18 +1,20 @@
-"""How the compiled kernel multiplies: float32 numbers one by one, or bfloat16 numbers in pairs.
+"""How the compiled kernel multiplies: float32 values one by one, or bfloat16 values in pairs.
 
-Scores are products of turned keys and queries, sums those of shares and values, and everything
-else is float32. Where the cache is bfloat16 and the processor is fast with pairs
-(`bf16_dot.py`), a product takes two dimensions of a key, or two offsets' values, at once, for
-which keys, queries and shares are rounded to bfloat16 when they are turned and softened; elsewhere
-they stay float32, and values are widened as they are loaded.
+Scores are products of rotated keys and queries. Accumulators are products of probabilities and
+values. Everything else is float32.
 
-In scratch arrays pairs are two numbers side by side: of keys and queries the two dimensions that
-rotate together, p and p + P, and two neighbours of those that do not rotate; of values and shares
-the offsets o and o + 1, o even.
+If the cache is bfloat16 and the processor multiplies pairs fast (`bf16_dot.py`), one product takes
+two dimensions of a key, or values at two offsets. For that, keys and queries are rounded
+to bfloat16 when they are rotated, and probabilities when the softmax is computed. Otherwise all
+three stay float32, and values are widened as they are loaded.
+
+In scratch arrays a pair is two elements side by side. A pair of keys or queries holds the two
+dimensions that rotate together, p and p + P, or two neighbouring dimensions that do not rotate. A
+pair of values or probabilities holds the offsets o and o + 1, with o even.
 
 Shapes: K = key heads, D = key dimensions, V = value dimensions, S = table slots, N = pages,
 O = offsets in a page, P = rotated pairs, R = rows of a tile, B = rows of a block. In scratch arrays
-O and V are rounded up to whole lanes.
+O and V are rounded up to whole SIMD registers.
 """
 
 from typing import Any, NamedTuple
@@ -41,7 +43,7 @@ from model_runtime.cpu_kernels.simd import (
 )
 from model_runtime.cpu_kernels.trials import pairs_pay
 
-_LINE = 16  # float32 numbers of a cache line
+_LINE = 16  # float32 values in a cache line
 
 
 @jit(inline=True, borrows=True)
@@ -49,7 +51,7 @@ def rotate_back(
     rotated_RD: Any, row: int, cos_SNP: Any, sin_SNP: Any, slot: int, page: int,
     back_BD: Any, place: int,
 ) -> None:  # fmt: skip
-    """Turn a query back by a page's start, so that in-page angles of the keys suffice."""
+    """Rotate a query back by a page's start, so that the keys need in-page angles only."""
     pairs, dim = cos_SNP.shape[2], rotated_RD.shape[1]
     table = (slot * cos_SNP.shape[1] + page) * pairs
     source, target = row * dim, place * dim
@@ -71,10 +73,10 @@ def rotate_back(
 
 
 def keys_rotator(put_rotated: Any, put_rest: Any, step: int) -> Any:
-    """Compiled: turns the keys of pages that are whole lanes.
+    """Compiled: the rotation of keys, for page sizes that are a multiple of WIDTH.
 
-    `put_rotated` puts the two outputs of a rotation, `put_rest` what does not rotate, `step`
-    dimensions at once.
+    `put_rotated` stores the two outputs of a rotation. `put_rest` stores the dimensions that do not
+    rotate, `step` of them at once.
     """
 
     @jit(borrows=True)
@@ -82,9 +84,10 @@ def keys_rotator(put_rotated: Any, put_rest: Any, step: int) -> Any:
         keys_NKDO: Any, values_NKOV: Any, page_id: int, next_id: int, head: int,
         cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,  # noqa: ARG001
     ) -> None:  # fmt: skip
-        """Turn a page's keys by their offsets, and ask for the page that is read next, -1: none.
+        """Rotate a page's keys by their offsets, and prefetch the page that is read next.
 
-        Pages lie anywhere in memory, so the processor cannot guess which one follows.
+        `next_id` is -1 if no page follows. Pages lie anywhere in memory, so the processor cannot
+        predict which page follows.
         """
         _, num_heads, dim, page_size = keys_NKDO.shape
         pairs = cos_SPO.shape[1]
@@ -118,7 +121,7 @@ def rotate_keys_singly(
     keys_NKDO: Any, page_id: int, head: int,
     cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,
 ) -> None:  # fmt: skip
-    """Turn a page's keys by their offsets, number by number."""
+    """Rotate a page's keys by their offsets, element by element."""
     _, _, dim, page_size = keys_NKDO.shape
     pairs = cos_SPO.shape[1]
     for d in range(dim):
@@ -133,15 +136,15 @@ def rotate_keys_singly(
 
 
 class Products(NamedTuple):
-    """One way to multiply; functions are compiled."""
+    """One way to multiply; its functions are compiled."""
 
     step: int  # dimensions of a key, or offsets of values, that one product takes
-    dtype: Any  # of keys, queries and shares as they are multiplied
-    add: Any  # lane_tiles.add_products or its like
-    rotate_keys: Any  # a page's keys -> keys_DO
-    rotate_query: Any  # a row's query, turned back -> query_BD
-    place_values: Any  # a page's first values, each in whole lanes -> likewise
-    row_weigher: Any  # what weighs whole steps of a row -> what weighs any of its offsets
+    dtype: Any  # of keys, queries and probabilities as they are multiplied
+    add: Any  # register_tiles.add_products, or bf16_dot.add_pair_products
+    rotate_keys: Any  # rotates a page's keys into keys_DO
+    rotate_query: Any  # rotates a row's query back into query_BD
+    place_values: Any  # returns a page's first values, each row padded to whole SIMD registers
+    row_weigher: Any  # makes a `weigh` for any offsets of a row from one for whole steps
 
 
 def uses_pairs(keys_NKDO: Any) -> bool:
@@ -170,7 +173,7 @@ def _rotate_keys(
     keys_NKDO: Any, values_NKOV: Any, page_id: int, next_id: int, head: int,
     cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,
 ) -> None:  # fmt: skip
-    """Any page; keys of one that is not whole lanes are turned number by number."""
+    """Rotate a page's keys; element by element if the page size is no multiple of WIDTH."""
     if keys_NKDO.shape[3] % WIDTH == 0:
         _rotate_in_registers(
             keys_NKDO, values_NKOV, page_id, next_id, head, cos_SPO, sin_SPO, slot, row_O, keys_DO
@@ -191,7 +194,7 @@ def _rotate_query(
 def _values_in_lanes(
     values_NKOV: Any, page_id: int, head: int, num_keys: int, scratch_OV: Any
 ) -> Any:
-    """Where they are, or padded in `scratch_OV`."""
+    """Return a page's values in place, or padded in `scratch_OV`."""
     dim = values_NKOV.shape[3]
     if dim == scratch_OV.shape[1]:
         return values_NKOV[page_id, head]
@@ -248,7 +251,11 @@ def _rotate_query_to_pairs(
 def _values_in_pairs(
     values_NKOV: Any, page_id: int, head: int, num_keys: int, scratch_OV: Any
 ) -> Any:
-    """The last one's neighbour may be what no token has written: `_weigher_of_halves`."""
+    """Copy a page's values into pairs.
+
+    The last value may be paired with an offset that no token has written. `_weigher_of_halves`
+    masks it.
+    """
     _, num_heads, page_size, dim = values_NKOV.shape
     width = scratch_OV.shape[1]
     in_lanes = dim - dim % WIDTH
@@ -267,7 +274,7 @@ def _values_in_pairs(
 def _weigh_half(
     probs_BO: Any, place: int, values_OV: Any, o: int, keep: int, row: int, acc_RV: Any
 ) -> None:
-    """Of the pair at `o`, one offset's share times its values: FIRST or SECOND."""
+    """Add one offset's probability times its values; `keep` is the half of the pair at `o`."""
     width = values_OV.shape[1]
     for v in range(0, width, WIDTH):
         before = load(acc_RV, row * width + v)
@@ -277,7 +284,7 @@ def _weigh_half(
 
 
 def _weigher_of_halves(weigh: Any) -> Any:
-    """What a row sees may begin and end inside a pair; the other half may be NaN."""
+    """Return a `weigh` for ranges that begin or end inside a pair; the other half may be NaN."""
 
     @jit(borrows=True)
     def weigh_row(

@@ -1,10 +1,10 @@
-"""bfloat16 numbers in pairs, as processors with AVX512_BF16 multiply them, for numba.
+"""Products of bfloat16 pairs on processors with AVX512_BF16, for numba.
 
-One instruction multiplies sixteen pairs of numbers and adds both products of each to a float32 sum:
-twice the products of a float32 instruction. It rounds in its own way, and takes numbers below
-2^-126 for zero. What is here compiles where HAS_PAIR_PRODUCTS is set.
+One instruction multiplies sixteen pairs of values and adds both products of each pair to a float32
+sum. That is twice the products of a float32 instruction. The instruction rounds in its own way, and
+takes values below 2^-126 for zero. These functions compile only if HAS_PAIR_PRODUCTS is true.
 
-uint16 arrays hold bfloat16 as its bits; the two numbers of a pair lie side by side.
+uint16 arrays hold bfloat16 as its bits; the two values of a pair lie side by side.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from model_runtime.cpu_kernels.register_tiles import factor_places, steps
 from model_runtime.cpu_kernels.simd import HALVES, LANES, WIDTH, Bfloat, address_of, emit_rounded
 
 HAS_PAIR_PRODUCTS = {"avx512bf16", "avx512vl"} <= target_features()
-FIRST, SECOND = 0x0000_FFFF, 0xFFFF_0000  # a pair's bits, of which one number is kept
+FIRST, SECOND = 0x0000_FFFF, 0xFFFF_0000  # masks of a pair's bits that keep one of its values
 
 
 _INT = ir.IntType(32)
@@ -32,7 +32,7 @@ _BY_TURNS = ir.Constant(
 
 
 def _multiplied(builder: Any, sums: Any, factors: Any, numbers: Any) -> Any:
-    """Products of pairs, added to sixteen sums."""
+    """Emit the products of sixteen pairs, added to sixteen sums."""
     values = sums, builder.bitcast(factors, _BFLOATS), builder.bitcast(numbers, _BFLOATS)
     kind = ir.FunctionType(sums.type, [value.type for value in values])
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
@@ -40,12 +40,12 @@ def _multiplied(builder: Any, sums: Any, factors: Any, numbers: Any) -> Any:
 
 
 def _loaded(builder: Any, address: Any) -> Any:
-    """Sixteen pairs."""
+    """Emit a load of sixteen pairs."""
     return builder.load(builder.bitcast(address, _PAIRS.as_pointer()), align=2)
 
 
 def _broadcast(builder: Any, address: Any) -> Any:
-    """A pair in all lanes."""
+    """Emit a load of one pair, broadcast to all lanes."""
     pair = builder.load(builder.bitcast(address, _INT.as_pointer()), align=2)
     first = builder.insert_element(ir.Constant(_PAIRS, ir.Undefined), pair, _INT(0))
     return builder.shuffle_vector(first, first, ir.Constant(_PAIRS, [0] * WIDTH))
@@ -56,10 +56,10 @@ def add_pair_products(
     typingctx: Any,  # noqa: ARG001
     sums: Any, factors: Any, factor: Any, stride: Any, numbers: Any, number: Any, columns: Any,
 ) -> Any:  # fmt: skip
-    """Two factors of each row times pairs of numbers, added to the row's sums.
+    """Add two factors of each row, times pairs of numbers, to the row's sums.
 
-    As `lane_tiles.add_products`, but a register of numbers holds sixteen pairs: the first factor's
-    number, the second factor's, and so on.
+    Like `register_tiles.add_products`, but a register of numbers holds sixteen pairs. Each pair
+    holds the first factor's number, then the second factor's.
     """
     num_columns = columns.literal_value
 
@@ -85,9 +85,9 @@ def add_half_products(
     typingctx: Any,  # noqa: ARG001
     sums: Any, factors: Any, factor: Any, numbers: Any, number: Any, keep: Any,
 ) -> Any:  # fmt: skip
-    """The same of one row and register (Lanes), with one number of each pair: FIRST or SECOND.
+    """Add a row's factor times one number of each pair to one register of sums (Lanes).
 
-    The other is 0, whatever is there, NaN included.
+    `keep` is FIRST or SECOND. The other number counts as 0, even if it is NaN.
     """
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -104,7 +104,7 @@ def add_half_products(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def store_pairs(typingctx: Any, array: Any, at: Any, first: Any, second: Any) -> Any:  # noqa: ARG001
-    """Round two Lanes and put them into a uint16 array as pairs, from number `at` on."""
+    """Round two Lanes and store them in a uint16 array as pairs, from element `at` on."""
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         rows = [emit_rounded(builder, lanes) for lanes in values[2:]]
@@ -118,7 +118,7 @@ def store_pairs(typingctx: Any, array: Any, at: Any, first: Any, second: Any) ->
 def copy_as_pairs(
     typingctx: Any, array: Any, at: Any, source: Any, first: Any, second: Any  # noqa: ARG001
 ) -> Any:  # fmt: skip
-    """The same with sixteen numbers of the uint16 array `source` from `first`, from `second` on."""
+    """Store sixteen elements of `source` from `first`, and from `second`, as pairs; all uint16."""
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         places = [address_of(context, builder, source, values[2], place) for place in values[3:]]

@@ -1,4 +1,4 @@
-"""bfloat16, which numba and numpy lack: uint16 arrays hold its bits, float32's upper half."""
+"""bfloat16 for numba and numpy, which lack it: uint16 arrays hold float32's upper 16 bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def as_numpy(numbers: Tensor) -> Any:
-    """A tensor's memory, not copied; bfloat16, which numpy lacks too, as its bits."""
+    """Return a tensor's memory as a numpy array, without a copy; bfloat16 as its bits."""
     if numbers.requires_grad:
         numbers = numbers.detach()
     if numbers.dtype == torch.bfloat16:
@@ -20,18 +20,18 @@ def as_numpy(numbers: Tensor) -> Any:
 
 
 def as_tensor(numbers: Any, dtype: torch.dtype) -> Tensor:
-    """The way back, not copied either."""
+    """Return a numpy array's memory as a tensor of `dtype`, without a copy."""
     tensor = torch.from_numpy(numbers)
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
 def widen(row: Any, out: Any) -> None:
-    """Copy a row to float32; replaced at compile time by the row's own type."""
+    """Copy a row to float32; numba replaces it by an overload for the row's type."""
     raise NotImplementedError
 
 
 def narrow(row: Any, out: Any) -> None:
-    """The way back, rounding to nearest even; replaced alike."""
+    """Copy a float32 row to `out`, rounding to nearest even; numba replaces it, too."""
     raise NotImplementedError
 
 

@@ -1,7 +1,7 @@
-"""Compiled passes over rows: root-mean-square norms and the gate of a feed-forward block.
+"""Compiled passes over rows: RMSNorm and the gate of a feed-forward block.
 
-A row is computed by the same code whatever stands beside it, so its bits do not depend on the
-batch. Sums are float32.
+Every row is computed by the same code, whatever other rows there are. Its bits therefore do not
+depend on the batch. Sums are float32.
 
 Shapes: R = rows, D = dimensions of a row or of one head, C = columns that hold head beside head,
 I = dimensions between the products of a block, G = both halves of them.
@@ -31,12 +31,12 @@ from model_runtime.cpu_kernels.simd import (
 )
 from model_runtime.cpu_kernels.threads import parallel_for
 
-_NUMBERS_PER_SHARE = 1 << 17  # below it a thread costs more than it gives
+_NUMBERS_PER_SHARE = 1 << 17  # with fewer, starting a thread costs more time than it saves
 
 
 @jit()
 def _scale(row_D: Any, scale_D: Any, eps: Any) -> None:
-    """The norm of one row of float32, in place; in an order that no compiler chooses."""
+    """Normalize one float32 row in place; the order of the sum does not depend on the compiler."""
     dim = row_D.shape[0]
     in_lanes = dim - dim % (4 * WIDTH)
     first = second = third = fourth = broadcast(np.float32(0.0))
@@ -55,7 +55,7 @@ def _scale(row_D: Any, scale_D: Any, eps: Any) -> None:
 
 @jit()
 def normalize(x_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
-    """The norm of each row; out may be x."""
+    """Write the RMSNorm of each row to `out_RD`, which may be `x_RD`."""
     row_D = np.empty(x_RD.shape[1], np.float32)
     for r in range(x_RD.shape[0]):
         widen(x_RD[r], row_D)
@@ -65,7 +65,7 @@ def normalize(x_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
 
 @jit()
 def add_and_normalize(x_RD: Any, other_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
-    """Add to x in place, and the norm of the sum."""
+    """Add `other_RD` to `x_RD` in place, and write the RMSNorm of the sum to `out_RD`."""
     row_D = np.empty(x_RD.shape[1], np.float32)
     other_D = np.empty(x_RD.shape[1], np.float32)
     for r in range(x_RD.shape[0]):
@@ -74,14 +74,14 @@ def add_and_normalize(x_RD: Any, other_RD: Any, scale_D: Any, eps: Any, out_RD: 
         for d in range(row_D.shape[0]):
             row_D[d] += other_D[d]
         narrow(row_D, x_RD[r])
-        widen(x_RD[r], row_D)  # rounded, as a model does
+        widen(x_RD[r], row_D)  # the rounded sum, as in the model
         _scale(row_D, scale_D, eps)
         narrow(row_D, out_RD[r])
 
 
 @jit()
 def normalize_heads(x_RC: Any, at: int, num_heads: int, scale_D: Any, eps: Any) -> None:
-    """The norm of each head of each row, in place; heads are side by side from column `at` on."""
+    """Normalize each head of each row in place; heads are side by side from column `at` on."""
     dim = scale_D.shape[0]
     row_D = np.empty(dim, np.float32)
     for r in range(x_RC.shape[0]):
@@ -93,9 +93,9 @@ def normalize_heads(x_RC: Any, at: int, num_heads: int, scale_D: Any, eps: Any) 
 
 @jit()
 def gate(both_RG: Any, out_RI: Any, begin: Any, end: Any) -> None:
-    """silu(first half) * second half, of the rows from begin to end.
+    """Compute silu(first half) * second half for rows `begin` to `end` - 1.
 
-    silu(x) = x / (1 + e^-x); what is less than -87 is taken for -87, of which 1e-36 is left.
+    silu(x) = x / (1 + e^-x). Values of x below -87 are taken for -87, which leaves about 1e-36.
     """
     width = out_RI.shape[1]
     row_I = np.empty(width, np.float32)
@@ -112,7 +112,10 @@ def gate(both_RG: Any, out_RI: Any, begin: Any, end: Any) -> None:
 
 
 def gated(both_RG: Any) -> Any:
-    """silu(first half) * second half; float32 or bf16's bits [R, G] -> [R, I], I whole lanes."""
+    """Return silu(first half) * second half, [R, G] -> [R, I]; I is a multiple of WIDTH.
+
+    The arrays are float32 or bf16's bits.
+    """
     num_rows, width = len(both_RG), both_RG.shape[1] // 2
     out_RI = np.empty((num_rows, width), both_RG.dtype)
     most = max(1, min(num_rows, num_rows * width // _NUMBERS_PER_SHARE))

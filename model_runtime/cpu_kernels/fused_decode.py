@@ -1,13 +1,13 @@
-"""The layers of a decode step in one call: what fused_decoder.py does, compiled as a whole.
+"""The layers of a decode step in one compiled call, for fused_decoder.py.
 
-A step of few rows reads every weight once and computes little. Where each norm, product and read is
-a call of its own, what stands between them takes as long as they do: after a product has run
-through the caches, the code of every call is fetched anew. Here nothing stands between them.
+A step of few rows reads every weight once and computes little. If each norm, product and read is a
+call of its own, the code between the calls takes as long as the calls. The reason is that a product
+evicts the caches, so the code of every call is fetched again. Here nothing runs between them.
 
-The pieces are the ones that are called singly, in the same order, so the bits are the same. Threads
-share out the outputs of each product and the heads of each read; norms of heads and the write to
-the cache are the first one's; each adds and norms all rows for itself, which takes less time than
-to wait for others.
+The functions are the ones that are otherwise called one by one, in the same order, so the bits are
+the same. The threads split the outputs of each product and the heads of each read. The first thread
+normalizes the heads and writes to the cache. Every thread adds and normalizes all rows for itself,
+because that takes less time than a barrier.
 
 Shapes: L = layers, W = fields of a layer's weights, R = rows, E = dimensions of the hidden state,
 C = columns that hold head beside head, G = both halves of a gated block, I = one of them.
@@ -30,12 +30,12 @@ from model_runtime.cpu_kernels.threads import barrier_wait
 
 _NUM_PRODUCTS = 4  # of a layer: queries, keys and values; output; gate and up; down
 _PRODUCT_FIELDS = 6
-_NORMS = _NUM_PRODUCTS * _PRODUCT_FIELDS  # then: behind attention, behind the block, queries, keys
+_NORMS = _NUM_PRODUCTS * _PRODUCT_FIELDS  # then: after attention, after the block, queries, keys
 _NUM_FIELDS = _NORMS + 4
 
 
 class Heads(NamedTuple):
-    """Of every layer."""
+    """The heads of every layer."""
 
     num_query_heads: int
     num_key_heads: int
@@ -45,7 +45,7 @@ class Heads(NamedTuple):
 
 
 def _product_fields(product: RowProducts) -> list[int]:
-    """What the kernel takes of a product."""
+    """Return the fields of one product, as the kernel reads them."""
     return [
         product.packed_Q.ctypes.data,
         product.packed_Q.size,
@@ -57,7 +57,7 @@ def _product_fields(product: RowProducts) -> list[int]:
 
 
 def layer_fields(products: Sequence[RowProducts], scales_D: Sequence[Any]) -> list[int]:
-    """What it takes of a layer: four products; 2 norms, or 4 with the heads' norms."""
+    """Return a layer's fields: four products, then 2 norms, or 4 with the heads' norms."""
     fields = [field for product in products for field in _product_fields(product)]
     fields += [scale_D.ctypes.data for scale_D in scales_D]
     return fields + [0] * (_NUM_FIELDS - len(fields))
@@ -65,7 +65,7 @@ def layer_fields(products: Sequence[RowProducts], scales_D: Sequence[Any]) -> li
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _pointer(typingctx: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
-    """An address as a pointer to numbers of an array's type."""
+    """Convert an address to a pointer to elements of the array `like`."""
     kind = types.CPointer(like.dtype)
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -83,7 +83,7 @@ def _runner(multiplying: Multiplying, attend: Any) -> Any:
     def product(
         x_RK: Any, fields_W: Any, index: int, out_RN: Any, thread: int, num_threads: int
     ) -> None:
-        """A thread's share of one of a layer's products."""
+        """Compute a thread's part of one of a layer's products."""
         at = index * _PRODUCT_FIELDS
         packed_Q = carray(_pointer(fields_W[at], x_RK), fields_W[at + 1])
         bias_N = carray(_pointer(fields_W[at + 2], x_RK), fields_W[at + 3])
@@ -99,11 +99,11 @@ def _runner(multiplying: Multiplying, attend: Any) -> Any:
         shared: Any, fields_LW: Any, pages_L2: Any, pages: Any, heads: Any, eps: Any,
         like_scale: Any, destinations: Any, items_W3: Any, sequences: Any, how: Any,
     ) -> None:  # fmt: skip
-        """All layers, in place: the hidden state, and its norm as the next reader wants it.
+        """Run all layers in place on the hidden state, and leave its norm for the next product.
 
-        Both belong to the thread, as does what it makes of them; `shared` are the outputs of
-        products and of attention, of which each thread writes a part. `pages`: of any layer, for
-        their shapes. `like_scale`: any float32.
+        Each thread has its own hidden state and norm. `shared` holds the outputs of the products
+        and of attention; each thread writes a part of them. `pages`: the pages of any layer, for
+        their shapes. `like_scale`: any float32 array.
         """
         num_query_heads, num_key_heads, dim, _, are_normalized = heads
         joined_RC, attended_RC, behind_RE, both_RG = shared
@@ -153,5 +153,5 @@ def _runner(multiplying: Multiplying, attend: Any) -> Any:
 
 
 def runner_for(multiplying: Multiplying, keys_NKDO: Any) -> Any:
-    """The one for a cache, and a model whose products are of one kind."""
+    """Return the runner for a cache's pages and a model with one kind of product."""
     return _runner(multiplying, attend_in_pairs if uses_pairs(keys_NKDO) else attend)

@@ -1,7 +1,7 @@
-"""numba's compiler as the kernels use it; what it compiled is kept across starts.
+"""numba's compiler as the kernels use it, with a cache of machine code that outlives the process.
 
-numba keeps machine code beside the file of a function, and compiles again when that file changes.
-A kernel is inlined from several: here all of them count.
+numba keeps machine code beside the file of a function, and compiles again if that file changes. A
+kernel is inlined from several files, so here a change of any of them makes the code stale.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def fingerprint() -> str:
-    """What all sources of the kernels hold, as a hash."""
+    """Return a hash of all sources of the kernels."""
     found = hashlib.sha256()
     for path in SOURCES:
         found.update(path.read_bytes())
@@ -31,9 +31,9 @@ _FINGERPRINT = fingerprint()
 
 
 def _variant(function: Callable[..., Any]) -> str:
-    """What a function takes from around it, as text; empty where that is nothing.
+    """Return the variables that a function takes from its enclosing scope, as text; may be empty.
 
-    The same in every process, which numba's own hash of it is not where a kernel is among it.
+    The text is the same in every process. numba's own hash is not, if one variable is a kernel.
     """
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     return ",".join(map(_described, cells))
@@ -53,7 +53,10 @@ class KeptCode(FunctionCache):  # type: ignore[misc]
     """numba's cache of a function, stale when any source of the kernels has changed."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        """With the function's own code, for one outside SOURCES; its name tells variants apart."""
+        """Return the key, with the function's own code for a function outside SOURCES.
+
+        The function's name tells its variants apart.
+        """
         code = hashlib.sha256(self._py_func.__code__.co_code).hexdigest()
         return sig, codegen.magic_tuple(), code
 
@@ -65,19 +68,19 @@ class KeptCode(FunctionCache):  # type: ignore[misc]
 
 
 def jit(*, inline: bool = False, borrows: bool = False) -> Callable[[Function], Function]:
-    """A decorator that compiles; products and sums may fuse, and NaN stays NaN.
+    """Return a decorator that compiles; products and sums may fuse, and NaN stays NaN.
 
-    `inline`: worth it for what is called for each row, since an array is handed over as nine
-    arguments; compiling takes longer. `borrows`: for what neither makes nor returns an array, and
-    is called often: who refers to the arrays that it is handed is not counted, which takes two
-    atomic instructions each.
+    `inline` pays for a function that is called for each row, because an array is passed as nine
+    arguments. It makes compiling longer. `borrows` is for a function that is called often and
+    neither makes nor returns an array. It skips reference counting of the array arguments, which
+    takes two atomic instructions per array.
     """
 
     def compiled(function: Function) -> Function:
         variant = _variant(function)
         if variant:
-            # Names of symbols come from it too: two variants of one name in two files of the
-            # cache, made by two processes, would be taken for the same code.
+            # The names of symbols come from it too. Without it, two variants of one name from two
+            # processes would be taken for the same code.
             function.__qualname__ += f"_{hashlib.sha256(variant.encode()).hexdigest()[:12]}"
         made: Any = numba.njit(
             nogil=True,

@@ -1,7 +1,7 @@
 """The processor that numba compiles for: the width and the number of its vector registers.
 
-Kernels follow the target of the compiler, which is not always the machine: NUMBA_CPU_NAME and
-NUMBA_CPU_FEATURES let one processor play an older one, and CONTRIBUTING.md says how to test so.
+Kernels follow the target of the compiler, which is not always the machine's own processor:
+NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can select an older one. CONTRIBUTING.md describes such tests.
 """
 
 from functools import cache
@@ -13,24 +13,24 @@ from numba.core.codegen import get_host_cpu_features
 
 
 class Vectors(NamedTuple):
-    """Vector registers of a processor."""
+    """The vector registers of a processor."""
 
-    name: str  # of the instructions, as the banner says it
-    lanes: int  # float32 numbers in one register
+    name: str  # of the instruction set, for the banner
+    lanes: int  # float32 values in one register
     num_registers: int
-    has_fma: bool  # multiplies and adds with one rounding
+    has_fma: bool  # an instruction multiplies and adds with one rounding
 
 
 @cache
 def target_features() -> frozenset[str]:
-    """LLVM's names of what the target has, such as avx2 and fma."""
+    """Return LLVM's names of the target's features, such as avx2 and fma."""
     text = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
     return frozenset(each[1:] for each in text.split(",") if each.startswith("+"))
 
 
 @cache
 def vectors() -> Vectors:
-    """The registers of the target; the narrowest of its kind where nothing is known."""
+    """Return the vector registers of the target; the narrowest kind if no feature is known."""
     features = target_features()
     architecture = binding.get_process_triple().partition("-")[0]
     if architecture in {"aarch64", "arm64"}:

@@ -1,11 +1,11 @@
 """Sums of several rows that stay in registers while a loop adds products to them, for numba.
 
-A tile holds `rows` x `columns` Lanes (`simd.py`): `columns` neighbouring registers of each row.
-One pass of a loop loads a number of each row and the registers of a column once, and adds all
-their products. Every sum is a chain of its own, so its bits do not depend on the tile it stands in.
+A tile holds `rows` x `columns` Lanes (`simd.py`): `columns` neighbouring registers of each row. One
+iteration of a loop loads one number per row and `columns` registers once, and adds all their
+products. Every sum is a chain of its own, so its bits do not depend on the shape of the tile.
 
-`rows` and `columns` are constants when numba compiles: a number written in the call or a variable
-of an enclosing function.
+`rows` and `columns` must be constants when numba compiles: a literal in the call, or a variable of
+an enclosing function.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def _tile(rows: Any, columns: Any) -> Any:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def no_sums(typingctx: Any, rows: Any, columns: Any) -> Any:  # noqa: ARG001
-    """A tile of zeros."""
+    """Return a tile of zeros."""
     tile = _tile(rows, columns)
 
     def code(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
@@ -45,7 +45,7 @@ def no_sums(typingctx: Any, rows: Any, columns: Any) -> Any:  # noqa: ARG001
 def load_sums(
     typingctx: Any, array: Any, at: Any, stride: Any, rows: Any, columns: Any  # noqa: ARG001
 ) -> Any:  # fmt: skip
-    """The tile whose first number is `array`'s number `at`; a row is `stride` numbers."""
+    """Load the tile that begins at element `at` of `array`; rows are `stride` elements apart."""
     tile = _tile(rows, columns)
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -59,7 +59,7 @@ def load_sums(
 def store_sums(
     typingctx: Any, array: Any, at: Any, stride: Any, sums: Any, columns: Any  # noqa: ARG001
 ) -> Any:  # fmt: skip
-    """Put a tile where `load_sums` would find it."""
+    """Store a tile at the place from which `load_sums` would load it."""
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         places = _places(context, builder, array, values, sums, columns.literal_value)
@@ -75,10 +75,10 @@ def add_products(
     typingctx: Any,  # noqa: ARG001
     sums: Any, factors: Any, factor: Any, stride: Any, numbers: Any, number: Any, columns: Any,
 ) -> Any:  # fmt: skip
-    """Each row's factor times the same numbers, added to the row's sums.
+    """Add each row's factor times the same numbers to the row's sums.
 
-    Row r's factor is `factors`' number `factor + r * stride`; the numbers are `columns` registers
-    from `numbers`' number `number` on.
+    Row r's factor is element `factor + r * stride` of `factors`. The numbers are `columns`
+    registers, from element `number` of `numbers` on.
     """
     num_columns = columns.literal_value
 
@@ -104,7 +104,7 @@ def add_products(
 
 
 def factor_places(context: Any, builder: Any, array: Any, values: Any, num_rows: int) -> list[Any]:
-    """The address of each row's factor; `values` are sums, factors, factor, stride, ..."""
+    """Return the address of each row's factor; `values`: sums, factors, factor, stride, ..."""
     _, memory, place, stride = values[:4]
     addresses = []
     for r in range(num_rows):
@@ -115,14 +115,14 @@ def factor_places(context: Any, builder: Any, array: Any, values: Any, num_rows:
 
 
 def steps(builder: Any, start: Any, step: int, count: int) -> list[Any]:
-    """start, start + step, ..."""
+    """Return `count` values: start, start + step, ..."""
     return [builder.add(start, start.type(index * step)) for index in range(count)]
 
 
 def _places(
     context: Any, builder: Any, array: Any, values: Any, tile: Any, num_columns: int
 ) -> list[Any]:
-    """The address of every register of a tile, row by row."""
+    """Return the address of every register of a tile, row by row."""
     memory, at, stride = values[:3]
     places = []
     for r in range(tile.count // num_columns):

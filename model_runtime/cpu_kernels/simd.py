@@ -1,14 +1,14 @@
-"""A vector register of float32 numbers, for numba: what its own loops do not keep in registers.
+"""A SIMD register of float32 values for numba, with operations that keep it in a register.
 
 numba compiles a loop that sums into an array as loads and stores of that array. A `Lanes` value is
-one vector register of WIDTH numbers: 16 with AVX-512, 8 with AVX2, 4 with NEON (`processor.py`).
-Every operation below is one instruction on it, in the order written: nothing is reassociated, so
-results do not depend on what stands around an operation. They do depend on WIDTH where lanes are
-summed, so two kinds of processors may differ in the last bit.
+one SIMD register of WIDTH values: 16 with AVX-512, 8 with AVX2, 4 with NEON (`processor.py`).
 
-Arrays are contiguous; `at` counts numbers from the array's first, whatever its shape. uint16 arrays
-hold bfloat16 as its bits, and are widened as they are loaded; numbers stored there are rounded to
-nearest even.
+Every operation below is one instruction on it, in the order written. Nothing is reassociated, so
+results do not depend on the code around an operation. Sums over lanes do depend on WIDTH, so two
+kinds of processors may differ in the last bit.
+
+Arrays are contiguous. `at` counts elements from the array's first, whatever its shape. uint16
+arrays hold bfloat16 as its bits. Loads widen them, and stores round to nearest even.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ HALVES = ir.VectorType(ir.IntType(16), WIDTH)
 
 
 class Bfloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's bfloat type, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -59,7 +59,7 @@ class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def _operation(emit: Callable[..., Any], *, arguments: int, returns: Any = LANES) -> Any:
-    """An intrinsic on Lanes from what it emits; numba asks for a fixed count of arguments."""
+    """Build an intrinsic on Lanes from `emit`; numba needs a fixed count of arguments."""
 
     def typed(*kinds: Any) -> Any:
         def code(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -76,7 +76,7 @@ def _operation(emit: Callable[..., Any], *, arguments: int, returns: Any = LANES
 
 
 def emit_constant(number: float) -> Any:
-    """The same number in every lane."""
+    """Return a constant with the same number in every lane."""
     return ir.Constant(_LANES, [number] * WIDTH)
 
 
@@ -85,28 +85,28 @@ def _constant_int(number: int) -> Any:
 
 
 def _called(builder: Any, name: str, returns: Any, *values: Any) -> Any:
-    """A call of one of LLVM's own functions."""
+    """Emit a call of one of LLVM's own functions."""
     kind = ir.FunctionType(returns, [value.type for value in values])
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, values)
 
 
 def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once; twice on a processor that has no such instruction."""
+    """Emit a * b + c, rounded once; rounded twice on a processor without such an instruction."""
     if not vectors().has_fma:
-        return builder.fadd(builder.fmul(a, b), c)  # LLVM would call a function for each number
+        return builder.fadd(builder.fmul(a, b), c)  # LLVM would call a function for each lane
     return _called(builder, f"llvm.fma.v{WIDTH}f32", _LANES, a, b, c)
 
 
 def emit_broadcast(builder: Any, number: Any) -> Any:
-    """A number in every lane."""
+    """Broadcast a number to every lane."""
     first = builder.insert_element(ir.Constant(_LANES, ir.Undefined), number, ir.Constant(_INT, 0))
     zeros = ir.Constant(_INT_LANES, [0] * WIDTH)
     return builder.shuffle_vector(first, ir.Constant(_LANES, ir.Undefined), zeros)
 
 
 def _maximum(builder: Any, a: Any, b: Any) -> Any:
-    # Written so that it is one instruction; LLVM's own maximum, kind to NaN, is four.
+    # This form compiles to one instruction. LLVM's own maximum handles NaN and takes four.
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
@@ -125,17 +125,18 @@ def _any_above(builder: Any, a: Any, b: Any) -> Any:
 
 
 def _reduce_add(builder: Any, lanes: Any) -> Any:
-    """In order of the lanes."""
+    """Emit the sum of the lanes, in their order."""
     start = ir.Constant(_FLOAT, -0.0)
     return _called(builder, f"llvm.vector.reduce.fadd.v{WIDTH}f32", _FLOAT, start, lanes)
 
 
-# exp(x) = 2^n * exp(r), n = round(x / ln 2), |r| <= ln(2) / 2; ln 2 in two parts, so that r is
-# exact to float32; Taylor's terms to the sixth: relative error below 2e-7 where exp(x) is normal.
+# exp(x) = 2^n * exp(r), n = round(x / ln 2), |r| <= ln(2) / 2. ln 2 is in two parts, so that r is
+# exact to float32. With Taylor terms to the sixth, the relative error is below 2e-7 if exp(x) is
+# a normal number.
 _ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in the low bits
 _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
 _TERMS = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
-_LEAST = -87.0  # exp of less is 0 here
+_LEAST = -87.0  # exp of smaller values is 0 here
 
 
 def _exp(builder: Any, x: Any) -> Any:
@@ -158,16 +159,16 @@ add = _operation(lambda builder, a, b: builder.fadd(a, b), arguments=2)
 subtract = _operation(lambda builder, a, b: builder.fsub(a, b), arguments=2)
 multiply = _operation(lambda builder, a, b: builder.fmul(a, b), arguments=2)
 divide = _operation(lambda builder, a, b: builder.fdiv(a, b), arguments=2)
-maximum = _operation(_maximum, arguments=2)  # the second where either is NaN
+maximum = _operation(_maximum, arguments=2)  # b if either is NaN
 broadcast = _operation(emit_broadcast, arguments=1)  # a float32 in every lane
-exp = _operation(_exp, arguments=1)  # for numbers up to 87; NaN stays NaN
-reduce_max = _operation(_reduce_max, arguments=1, returns=types.float32)  # of numbers; of NaN, any
+exp = _operation(_exp, arguments=1)  # for x up to 87; NaN stays NaN
+reduce_max = _operation(_reduce_max, arguments=1, returns=types.float32)  # undefined if any is NaN
 any_above = _operation(_any_above, arguments=2, returns=types.boolean)  # a > b in any lane
 reduce_add = _operation(_reduce_add, arguments=1, returns=types.float32)
 
 
 def emit_load(builder: Any, array: Any, pointer: Any) -> Any:
-    """WIDTH numbers of an array from an address on; `array` is its numba type."""
+    """Emit a load of WIDTH elements from an address; `array` is the array's numba type."""
     if array.dtype != types.uint16:
         return builder.load(builder.bitcast(pointer, _LANES.as_pointer()), align=4)
     loaded = builder.load(builder.bitcast(pointer, HALVES.as_pointer()), align=2)
@@ -176,7 +177,7 @@ def emit_load(builder: Any, array: Any, pointer: Any) -> Any:
 
 
 def emit_rounded(builder: Any, lanes: Any) -> Any:
-    """Lanes as the bits of bfloat16; with AVX512_BF16 one instruction."""
+    """Emit the rounding of Lanes to the bits of bfloat16; one instruction with AVX512_BF16."""
     if "avx512bf16" in target_features():
         rounded = builder.fptrunc(lanes, ir.VectorType(Bfloat(), WIDTH))
         return builder.bitcast(rounded, HALVES)
@@ -192,7 +193,7 @@ def emit_rounded(builder: Any, lanes: Any) -> Any:
 
 
 def emit_store(builder: Any, array: Any, pointer: Any, lanes: Any) -> None:
-    """Put WIDTH numbers at an address of an array; `array` is its numba type."""
+    """Emit a store of WIDTH elements at an address; `array` is the array's numba type."""
     if array.dtype == types.uint16:
         rounded = emit_rounded(builder, lanes)
         builder.store(rounded, builder.bitcast(pointer, HALVES.as_pointer()), align=2)
@@ -201,14 +202,14 @@ def emit_store(builder: Any, array: Any, pointer: Any, lanes: Any) -> None:
 
 
 def address_of(context: Any, builder: Any, array: Any, memory: Any, at: Any) -> Any:
-    """Where an array's number `at` is."""
+    """Emit the address of an array's element `at`."""
     struct = context.make_array(array)(context, builder, memory)
     return builder.gep(struct.data, [at])
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def load(typingctx: Any, array: Any, at: Any) -> Any:  # noqa: ARG001
-    """WIDTH numbers of `array` from `at` on."""
+    """Load WIDTH elements of `array` from `at` on."""
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         return emit_load(builder, array, address_of(context, builder, array, *values))
@@ -218,7 +219,7 @@ def load(typingctx: Any, array: Any, at: Any) -> Any:  # noqa: ARG001
 
 @intrinsic  # type: ignore[untyped-decorator]
 def store(typingctx: Any, array: Any, at: Any, lanes: Any) -> Any:  # noqa: ARG001
-    """Put WIDTH numbers into `array` from `at` on."""
+    """Store WIDTH elements in `array` from `at` on."""
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         emit_store(builder, array, address_of(context, builder, array, *values[:2]), values[2])
@@ -229,7 +230,7 @@ def store(typingctx: Any, array: Any, at: Any, lanes: Any) -> Any:  # noqa: ARG0
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(typingctx: Any, array: Any, at: Any) -> Any:  # noqa: ARG001
-    """Have the cache line of `array`'s number `at` brought near, while other work goes on."""
+    """Prefetch the cache line of element `at` of `array`."""
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         pointer = address_of(context, builder, array, *values)

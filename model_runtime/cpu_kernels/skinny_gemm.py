@@ -1,16 +1,18 @@
-"""Products of rows with a weight that lies in panels, compiled: few rows at the speed of memory.
+"""GEMV and GEMM with few rows over a weight in panels, compiled, at the speed of memory.
 
 A panel is 64 outputs with the inputs in order, as oneDNN packs weights on x86-64. A decode step
-multiplies one row, or a few, with every weight of the model, and oneDNN takes about twice as long
-for that as reading the weight takes. So few rows are multiplied here, over oneDNN's memory or over
-panels of our own, and in the order of oneDNN's sums, so that a row's bits do not depend on which of
-the two computed it: a number is one chain over the inputs, or one for each block of them, added up.
-oneDNN does not document how long a block is; `packed_product.py` finds it by trial.
+multiplies one row, or a few, by every weight of the model. oneDNN takes about twice as long for
+that as reading the weight takes. So few rows are multiplied here, over oneDNN's memory or over
+panels of our own.
 
-A weight of bfloat16 is multiplied in pairs (`bf16_dot.py`), or each number is widened to float32
-in a register, where the model's numbers stay what they are and only half the bytes are read.
+The sums are in the order of oneDNN's, so a row's bits do not depend on which of the two computed
+it. An output is one chain of sums over all inputs, or the sum of one chain per K-block. oneDNN does
+not document the length of a K-block; `packed_product.py` finds it by trial.
 
-Shapes: R = rows, K = inputs, N = outputs, Q = numbers in packed memory.
+A bfloat16 weight is multiplied in pairs (`bf16_dot.py`), or each value is widened to float32 in a
+register. Widening is exact, and only half the bytes of float32 are read.
+
+Shapes: R = rows, K = inputs, N = outputs, Q = elements of packed memory.
 """
 
 from dataclasses import dataclass
@@ -29,14 +31,14 @@ from model_runtime.cpu_kernels.register_tiles import add_products, load_sums, no
 from model_runtime.cpu_kernels.simd import WIDTH, prefetch
 from model_runtime.cpu_kernels.threads import parallel_for
 
-MOST_ROWS = 16  # of one pass over a panel
-PANEL = 64  # outputs whose weights lie together
-_CHUNK = 64  # inputs of a panel that stay in the fastest cache while all rows pass
+MOST_ROWS = 16  # in one pass over a panel
+PANEL = 64  # outputs with adjacent weights
+_CHUNK = 64  # inputs of a panel that stay in the level-1 cache while all rows use them
 _LINE_BYTES = 64
 _AHEAD_BYTES = 32 << 10
-_BYTES_PER_SHARE = 4 << 20  # a thread's part below which waking it costs more than it gives
-# Rows of a tile and registers of each: sums take at most half of many registers and three quarters
-# of few, so that factors and numbers find room beside them; a panel is whole tiles.
+_BYTES_PER_SHARE = 4 << 20  # with a smaller part, waking a thread costs more time than it saves
+# Rows of a tile and registers per row. Sums take at most half of 32 registers or three quarters of
+# 16, so that the factors and numbers fit beside them. A panel is whole tiles.
 _TILES = (
     ((4, 4), (2, 4), (1, 4))
     if WIDTH == 16
@@ -47,7 +49,7 @@ _TILES = (
 
 
 def _adder(num_rows: int, columns: int, add: Any, step: int) -> Any:
-    """Compiled: so many rows times a chunk of a panel; `add` multiplies `step` inputs at once."""
+    """Compiled: `num_rows` rows times a chunk of a panel; `add` takes `step` inputs at once."""
     width = columns * WIDTH
 
     @jit(inline=True)
@@ -63,8 +65,8 @@ def _adder(num_rows: int, columns: int, add: Any, step: int) -> Any:
                 tile = no_sums(num_rows, columns)
             for k in range(chunk, stop, step):
                 first = base + k * PANEL + column * step
-                # The first pass over a chunk has the next ones brought near; later passes find
-                # theirs there.
+                # The first pass over a chunk prefetches later chunks; later passes need no
+                # prefetch.
                 if column == 0 and row == 0:
                     for at in range(first, first + PANEL * step, line):
                         prefetch(packed_Q, at + ahead)
@@ -86,7 +88,7 @@ def _multiplier(add: Any, step: int) -> Any:
         x_RK: Any, packed_Q: Any, bias_N: Any, out_RN: Any, num_packed: int, chain: int,
         first: int, behind: int,
     ) -> None:  # fmt: skip
-        """Outputs of panels `first` to `behind` - 1; a panel holds `num_packed` inputs."""
+        """Write the outputs of panels `first` to `behind` - 1, each of `num_packed` inputs."""
         num_inputs = x_RK.shape[1]
         num_outputs = out_RN.shape[1]
         sums = np.empty((MOST_ROWS, PANEL), np.float32)
@@ -140,7 +142,7 @@ def _as_they_are(x_RK: Any) -> Any:
 
 @jit()
 def _widened(x_RK: Any) -> Any:
-    """A copy in float32."""
+    """Return a copy in float32."""
     wide_RK = np.empty(x_RK.shape, np.float32)
     for r in range(x_RK.shape[0]):
         widen(x_RK[r], wide_RK[r])
@@ -148,15 +150,15 @@ def _widened(x_RK: Any) -> Any:
 
 
 class Multiplying(NamedTuple):
-    """One way to multiply rows with panels; functions are compiled.
+    """One way to multiply rows by panels; its functions are compiled.
 
-    Weights stored in eight or four bits would be another one, with products that scale a number as
-    it is loaded.
+    Weights stored in eight or four bits would need another one, with products that scale a weight
+    as it is loaded.
     """
 
-    dtype: torch.dtype  # of rows, of the stored weight and of the answer
+    dtype: torch.dtype  # of rows, stored weight and output
     step: int  # inputs that one product takes
-    rows_for: Any  # [R, K] of the dtype's numbers or bits -> as `multiply` wants them
+    rows_for: Any  # converts [R, K] of the dtype's values or bits to the input of `multiply`
     multiply: Any
 
 
@@ -170,26 +172,26 @@ IN_PAIRS = Multiplying(torch.bfloat16, 2, _as_they_are, _multiplier(add_pair_pro
 class Panels:
     """A weight in panels, and the bias beside it."""
 
-    packed_Q: Any  # numpy, float32 or bf16's bits; the last panel is filled up
-    num_packed: int  # inputs that a panel holds; the last ones may fill it up
+    packed_Q: Any  # numpy, float32 or bf16's bits; the last panel is padded
+    num_packed: int  # inputs that a panel holds; the last ones may be padding
     num_outputs: int
     num_inputs: int
     bias_N: Tensor | None
-    owner: Any = None  # of the memory, kept alive
+    owner: Any = None  # object that owns the memory, kept alive
 
     @property
     def num_panels(self) -> int:
-        """How many; the last may hold fewer outputs than the others."""
+        """Return the number of panels; the last may hold fewer outputs than the others."""
         return -(-self.num_outputs // PANEL)
 
     def takes(self, multiplying: Multiplying) -> bool:
-        """Return whether these can be multiplied so, on this processor."""
+        """Return whether these panels can be multiplied that way on this processor."""
         is_possible = multiplying is not IN_PAIRS or HAS_PAIR_PRODUCTS
         return is_possible and self.num_inputs % multiplying.step == 0
 
 
 def own_panels(weight_NK: Tensor, bias_N: Tensor | None, num_packed: int | None = None) -> Panels:
-    """Copy a weight into panels of `num_packed` inputs, by default as many as it has."""
+    """Copy a weight into panels of `num_packed` inputs; by default, all of the weight's inputs."""
     num_outputs, num_inputs = weight_NK.shape
     num_packed = num_inputs if num_packed is None else num_packed
     filled_NK = nn.functional.pad(weight_NK, (0, num_packed - num_inputs, 0, -num_outputs % PANEL))
@@ -202,7 +204,7 @@ class RowProducts:
     """Rows times one weight in panels."""
 
     def __init__(self, panels: Panels, chain: int, multiplying: Multiplying) -> None:
-        """`chain`: inputs of one chain of sums."""
+        """Prepare the product. `chain`: inputs of one chain of sums."""
         self._panels, self.chain, self.multiplying = panels, chain, multiplying
         self.packed_Q, self.num_packed = panels.packed_Q, panels.num_packed
         bias_N = panels.bias_N
@@ -212,15 +214,15 @@ class RowProducts:
         self._many_shares = _parts(panels.num_panels, torch.get_num_threads())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N]; x is contiguous."""
+        """Multiply x, [..., K] -> [..., N]; x is contiguous."""
         panels = self._panels
         assert x.dtype == self.multiplying.dtype, "the kernel reads bits"
-        # Shapes are numpy's business here: torch takes twice as long for each of these calls.
+        # numpy reshapes here, because torch takes twice as long for each of these calls.
         out_RN = self.multiply(as_numpy(x).reshape(-1, panels.num_inputs))
         return as_tensor(out_RN.reshape(*x.shape[:-1], panels.num_outputs), x.dtype)
 
     def multiply(self, x_RK: Any) -> Any:
-        """[R, K] -> [R, N], numpy's arrays of float32 or of bf16's bits."""
+        """Multiply rows, [R, K] -> [R, N]; numpy arrays of float32 or of bf16's bits."""
         _, _, rows_for, kernel = self.multiplying
         out_RN = np.empty((len(x_RK), self._panels.num_outputs), x_RK.dtype)
         arguments = (
@@ -232,7 +234,7 @@ class RowProducts:
 
 
 def _parts(count: int, num_parts: int) -> list[tuple[int, int]]:
-    """Equal parts of range(count), as (first, behind)."""
+    """Split range(count) into equal parts, each (first, first of the next part)."""
     num_parts = min(count, num_parts)
     edges = [count * part // num_parts for part in range(num_parts + 1)]
     return list(pairwise(edges))

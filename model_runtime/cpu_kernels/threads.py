@@ -1,11 +1,12 @@
 """Threads that run compiled kernels beside each other.
 
-Python's threads, since a kernel lets go of the interpreter's lock: a second OpenMP runtime beside
-torch's would fight it for the cores.
+The threads are Python's, because a kernel releases the interpreter's lock. A second OpenMP runtime
+would compete with torch's for the cores.
 
-A kernel whose parts need all of what stands before them runs on every thread of a team, each with a
-share of every part, and the threads meet in between. That takes a microsecond if each has a core of
-its own. A thread that waits longer yields its core, because a thread it waits for may need it.
+Some kernels have stages, and each stage needs the complete result of the one before. Such a kernel
+runs on every thread of a team. Each thread computes a part of every stage, and a barrier separates
+the stages. A barrier takes a microsecond if each thread has a core of its own. A thread that waits
+longer yields its core, because a thread that it waits for may need the core.
 """
 
 import threading
@@ -33,9 +34,10 @@ def parallel_for(
     shares: Sequence[Share],
     give_up: Callable[[], None] | None = None,
 ) -> None:
-    """Call `work` for each share, one of them here; an error in any is raised when all have ended.
+    """Call `work` for each share, the first of them on the calling thread.
 
-    `give_up`: called first when one fails, or cannot be started, for others that wait for it.
+    An error in any call is raised after all calls have ended. `give_up` is called first if a call
+    fails or cannot be started. It must release the calls that wait for the failed one.
     """
     if len(shares) == 1:  # a decode step has dozens of these
         work(shares[0])
@@ -66,10 +68,10 @@ def parallel_for(
 
 
 def run_thread_team(work: Callable[[int], None], size: int, give_up: Callable[[], None]) -> None:
-    """Call `work` with 0 to `size` - 1, all at the same time, so that they may wait for each other.
+    """Call `work` with 0 to `size` - 1 at the same time, so that the calls may wait for each other.
 
-    One team at a time: of two, each could wait for threads that the other has. `give_up` must end
-    the waiting of all.
+    Only one team runs at a time, because two teams could wait for each other's threads. `give_up`
+    must end the waiting of all calls.
     """
     with _team:
         parallel_for(work, range(size), give_up)
@@ -80,16 +82,16 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="kernel")
 
 
-ABORT = 1 << 62  # put where arrivals are counted, it ends all meetings: somebody does not come
+ABORT = 1 << 62  # written to the arrival count, it releases every barrier after a thread has failed
 
-_SPINS = 2000  # looks before the core is given away
+_SPINS = 2000  # reads of the count before the thread yields its core
 
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _arrive(typingctx: Any, arrived: Any) -> Any:  # noqa: ARG001
-    """Add one to the array's only number; what was written before is seen by who sees it."""
+    """Add one to the array's only element; a thread that reads the sum sees all earlier writes."""
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         pointer = address_of(context, builder, arrived, values[0], ir.Constant(ir.IntType(64), 0))
@@ -101,7 +103,7 @@ def _arrive(typingctx: Any, arrived: Any) -> Any:  # noqa: ARG001
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _look(typingctx: Any, arrived: Any) -> Any:  # noqa: ARG001
-    """The array's only number."""
+    """Return the array's only element."""
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         pointer = address_of(context, builder, arrived, values[0], ir.Constant(ir.IntType(64), 0))
@@ -112,9 +114,10 @@ def _look(typingctx: Any, arrived: Any) -> Any:  # noqa: ARG001
 
 @jit()
 def barrier_wait(arrived: Any, barrier: int, num_threads: int) -> int:
-    """Wait until all threads are at the meeting of this number, from 1; returns the next number.
+    """Wait until all threads are at barrier number `barrier`; return the next barrier's number.
 
-    `arrived`: int64 [1], 0 before the first meeting, the same array for all of them.
+    Barriers are numbered from 1. `arrived`: int64 [1], 0 before the first barrier, the same array
+    for all threads.
     """
     if num_threads > 1:
         _arrive(arrived)

@@ -1,4 +1,4 @@
-"""Trials of the kernels: whether they work here, and which of two is faster."""
+"""Trials of the kernels on this processor: do they work, and which of two is faster."""
 
 import math
 import time
@@ -20,18 +20,18 @@ from model_runtime.cpu_kernels.skinny_gemm import (
     RowProducts,
 )
 
-CLEARLY = 1.15  # times faster; less may be chance
-_TIMES = 9  # of each trial, of which the shortest counts
-_NUM_INPUTS = 1024  # of the panel by which pairs are timed: it stays in the second cache
-_ONE = 0x3F80  # 1.0 in bfloat16; numbers below 2^-126 would slow one of the two down
+CLEARLY = 1.15  # times faster; a smaller difference may be noise
+_TIMES = 9  # repetitions of each trial; the shortest counts
+_NUM_INPUTS = 1024  # of the panel by which pairs are timed; it stays in the level-2 cache
+_ONE = 0x3F80  # 1.0 in bfloat16; values below 2^-126 would slow one of the two down
 
 
 @cache
 def pairs_pay() -> bool:
-    """Return whether this processor gains by multiplying bfloat16 in pairs.
+    """Return whether multiplying bfloat16 in pairs is faster on this processor.
 
-    The instruction takes as long as a product of single numbers on some processors, and four times
-    as long on others.
+    On some processors the instruction takes as long as a float32 product, and on others four times
+    as long.
     """
     if not HAS_PAIR_PRODUCTS:
         return False
@@ -48,9 +48,9 @@ def pairs_pay() -> bool:
 
 
 def shortest(*works: Callable[[], object]) -> list[float]:
-    """Return the shortest of several times of each, in seconds, taken in turns.
+    """Return the shortest of several times of each callable, in seconds; the calls alternate.
 
-    The first call of each may compile, and does not count.
+    The first call of each does not count, because it may compile.
     """
     times = [[math.inf] for _ in works]
     for attempt in range(_TIMES + 1):

@@ -1,4 +1,4 @@
-"""A checked checkpoint and its limits -> an engine, with its cache sized and allocated."""
+"""Build an engine with an allocated cache from a checked checkpoint and its limits."""
 
 import os
 from collections.abc import Iterable
@@ -19,8 +19,8 @@ from model_runtime.runner.cuda_graphs import cuda_recorder
 from model_runtime.runner.model_runner import ModelRunner
 from rope import Profile
 
-_CPU_SHARE = 0.25  # of the memory there is
-_STEP_SHARE = 0.1  # a guess: of what weights leave on a GPU, what a step's tensors take
+_CPU_SHARE = 0.25  # of the total memory
+_STEP_SHARE = 0.1  # estimate: of the GPU memory beside the weights, for a step's tensors
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -31,10 +31,10 @@ def build_engine(
     profiles: Iterable[Profile] = (),
     make: type[ModelRunner] = ModelRunner,
 ) -> Engine:
-    """Allocate the cache and wire the parts together; the caller starts it.
+    """Allocate the cache and build the engine; the caller starts it.
 
-    Rotation tables of `profiles` are made now, others when a request first needs them.
-    `make`: another kind of model runner, for comparisons. Raises ModelError.
+    Rotation tables of `profiles` are built now, others when a request first needs them.
+    `make`: another class of model runner, for comparisons. Raises ModelError.
     """
     with faults_of(type(checkpoint.model).__name__, checkpoint.dtype, checkpoint.device):
         return _built(checkpoint, config, observer, profiles, make)
@@ -55,7 +55,7 @@ def _built(
             config.num_pages,
             cuda_recorder(checkpoint.device),
         )
-        torch.cuda.empty_cache()  # of what ran before it was recorded, on a stream of its own
+        torch.cuda.empty_cache()  # memory of the warm-up runs on the capture stream
     return Engine(runner, checkpoint.tokenizer, config, checkpoint.eos_token_ids, observer)
 
 
@@ -65,18 +65,18 @@ def build_runner(
     profiles: Iterable[Profile] = (),
     make: type[ModelRunner] = ModelRunner,
 ) -> ModelRunner:
-    """The engine's model runner over a cache of its own. Raises ModelError for no memory.
+    """Build the engine's model runner over a new cache. Raises ModelError if memory is short.
 
-    `make`: another kind, for comparisons.
+    `make`: another class of model runner, for comparisons.
     """
     page_size = config.page_size
     try:
-        # One page more for what pads a recorded step.
+        # One extra page for the padding of a captured step.
         num_pages = config.num_pages + (1 if captures_graphs(checkpoint, config) else 0)
         store = new_store(
             checkpoint.plans, num_pages, page_size, checkpoint.dtype, checkpoint.device
         )
-    except RuntimeError as error:  # torch's word for no memory, on a CPU and on a GPU
+    except RuntimeError as error:  # raised by torch if memory is short, on a CPU and on a GPU
         raise ModelError(
             f"there is no memory for a KV cache of {config.kv_cache_tokens} tokens: {error}"
         ) from error
@@ -87,16 +87,16 @@ def build_runner(
 
 
 def captures_graphs(checkpoint: Checkpoint, config: EngineConfig) -> bool:
-    """Whether the engine's decode steps are recorded (cuda_graphs.py)."""
+    """Return whether the engine captures its decode steps as CUDA graphs (cuda_graphs.py)."""
     return backend_for(checkpoint.device).can_capture and not config.enforce_eager
 
 
 def sized(
     config: EngineConfig, token_bytes: int, affordable_bytes: int, kv_cache_gib: float | None = None
 ) -> EngineConfig:
-    """`config` with kv_cache_tokens from a size in GiB, or from the memory that may be taken.
+    """Return `config` with kv_cache_tokens from a size in GiB, or from `affordable_bytes`.
 
-    Without a size the cache never exceeds what max_num_seqs sequences of max_model_len need.
+    Without a size, the cache is at most max_num_seqs sequences of max_model_len.
     """
     if kv_cache_gib is not None:
         return replace(config, kv_cache_tokens=int(kv_cache_gib * 2**30) // token_bytes)
@@ -107,11 +107,11 @@ def sized(
 def affordable_bytes(
     device: torch.device, gpu_utilization: float, num_bytes_to_come: int = 0
 ) -> int:
-    """Memory that a cache may take when nothing is said: a share of what there is.
+    """Return the default memory of a cache, a fraction of the memory of the machine.
 
-    On a GPU an estimate of what memory_profile.py measures once weights are loaded: a share of
-    what `gpu_utilization` of the device holds beside what is taken already and
-    `num_bytes_to_come`, the weights that are not loaded yet.
+    On a GPU it estimates the value that memory_profile.py measures after the weights are loaded.
+    The memory in use and `num_bytes_to_come`, the weights not loaded yet, are subtracted from
+    `gpu_utilization` of the device. The estimate is a fraction of the rest.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -121,7 +121,7 @@ def affordable_bytes(
 
 
 def total_memory() -> int:
-    """Bytes of the machine, or of the container where that has fewer."""
+    """Return the memory of the machine in bytes, or of the container if that is smaller."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if _CGROUP_LIMIT.is_file():
         limit = _CGROUP_LIMIT.read_text().strip()

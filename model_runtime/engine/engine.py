@@ -1,7 +1,7 @@
-"""The engine: one thread that steps, fed through a queue of commands.
+"""The engine: one thread that runs steps and reads a queue of commands.
 
-Everything mutable belongs to that thread. Others only put commands in, and get outputs through the
-callback they handed over.
+All mutable state belongs to that thread. Other threads only put commands into the queue, and get
+outputs through their callbacks.
 """
 
 import queue
@@ -33,13 +33,13 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class Reservation:
-    """Places in the queue that somebody has taken and not filled yet."""
+    """Places in the queue that are reserved and not filled yet."""
 
     num_places: int
 
 
 class Engine:
-    """Serves requests. Create, `start`, `submit`, `abort`, `stop`."""
+    """The serving engine. The calls are `start`, `submit`, `abort` and `stop`."""
 
     def __init__(
         self,
@@ -56,27 +56,27 @@ class Engine:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards the three below
         self._is_running = False
-        self._num_submitted = 0  # and not yet taken by the thread
-        self._num_reserved = 0  # places taken by requests that are still being read
-        self._is_resting = True  # waits for a command, since nothing is live
-        self._last_step = time.monotonic()  # when a step ended, or a rest
+        self._num_submitted = 0  # requests that the thread has not added yet
+        self._num_reserved = 0  # places of requests that are still being parsed
+        self._is_resting = True  # no request is live: the thread waits for a command
+        self._last_step = time.monotonic()  # when the last step or wait ended
         self._on_death: Callable[[], None] = lambda: None
         self._after_step: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
     @property
     def config(self) -> EngineConfig:
-        """What it is held to."""
+        """Return the engine's limits."""
         return self._config
 
     @property
     def is_running(self) -> bool:
-        """Whether requests can be submitted."""
+        """Return whether requests can be submitted."""
         return self._is_running
 
     @property
     def seconds_since_step(self) -> float:
-        """How long the current step takes so far; 0 while nothing is to be done."""
+        """Return the duration of the current step so far; 0 while the engine is idle."""
         return 0.0 if self._is_resting else time.monotonic() - self._last_step
 
     def start(
@@ -86,18 +86,18 @@ class Engine:
     ) -> None:
         """Start the thread.
 
-        On it `on_death` is called, should it end without being stopped, and `after_step` when all
-        outputs of a step have been handed over, and of the end.
+        The thread calls `on_death` if it ends because of an error. It calls `after_step` when all
+        outputs of a step have been delivered, and after the last outputs when it ends.
         """
         self._on_death, self._after_step = on_death, after_step
         self._is_running = True
         self._thread.start()
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """End the thread after its current step, and every request with an error."""
+        """Stop the thread after its current step, and end every request with an error."""
         with self._lock:
             self._is_running = False
-        self._commands.put(lambda: None)  # wakes it
+        self._commands.put(lambda: None)  # wakes the thread
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
@@ -107,9 +107,9 @@ class Engine:
 
     @contextmanager
     def reserved(self, num: int) -> Iterator["Reservation"]:
-        """Places for requests, taken before the work of reading them; submit them inside.
+        """Reserve places for requests before they are parsed; submit them inside the block.
 
-        Raises QueueFullError, RequestError or EngineStoppedError at once when there are none.
+        Raises QueueFullError, RequestError or EngineStoppedError at once if there are none.
         """
         with self._lock:
             self._check_running()
@@ -128,12 +128,12 @@ class Engine:
         arrived: float | None = None,
         reservation: "Reservation | None" = None,
     ) -> None:
-        """Queue requests, all or none; into their `reservation`, where they have one.
+        """Queue requests, all or none; they fill the places of `reservation` if it is given.
 
-        Outputs arrive on the engine's thread through each one's callback, until one has a
+        The engine's thread passes the outputs of a request to its callback. The last output has a
         finish_reason.
-        `arrived`: time.monotonic() when the client asked, if that was earlier than now.
-        Raises RequestError, QueueFullError or EngineStoppedError, and then calls nothing back.
+        `arrived`: time.monotonic() when the client sent the requests, if earlier than now.
+        Raises RequestError, QueueFullError or EngineStoppedError, and then calls no callback.
         """
         lives = []
         for request, on_output in requests:
@@ -157,11 +157,11 @@ class Engine:
             self._commands.put(lambda: self._add(lives))
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its pages; harmless if it is already over."""
+        """End a request and free its pages; no effect if it has already ended."""
         self._commands.put(lambda: self._core.abort(request_id))
 
     def generate(self, requests: Sequence[Request]) -> list[list[Output]]:
-        """Serve requests together and wait: for scripts and tests, not for the server."""
+        """Serve requests together and wait; for scripts and tests, not for the server."""
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
         outputs: list[list[Output]] = [[] for _ in requests]
 
@@ -190,7 +190,7 @@ class Engine:
             return
         waiting = sum(each.num_prompt_tokens for each in list(self._core.scheduler.waiting))
         new = sum(live.sequence.num_prompt_tokens for live in lives)
-        # An empty queue takes a prompt of any length.
+        # An empty queue accepts a prompt of any length.
         if waiting and waiting + new > most:
             raise QueueFullError(
                 f"{waiting} prompt tokens are waiting; with these {new} they would be more than "
@@ -198,7 +198,7 @@ class Engine:
             )
 
     def _check(self, request: Request) -> None:
-        """Refuse what can never be served."""
+        """Raise RequestError for a request that can never be served."""
         self._config.limits.check(request.sampling)
         if not request.prompt_ids:
             raise RequestError("`prompt` must have at least one token", param="prompt")
@@ -214,7 +214,11 @@ class Engine:
             )
 
     def _check_queue(self, num_new: int) -> None:
-        """Those that can start at once do not count as waiting; those of a burst all do count."""
+        """Raise if the queue has no room for the new requests.
+
+        Requests that can start at once do not count as waiting. Submitted and reserved requests
+        that the thread has not added yet all count.
+        """
         config, scheduler = self._config, self._core.scheduler
         most = config.max_num_seqs + config.max_queued_requests
         if num_new > most:
@@ -261,7 +265,7 @@ class Engine:
             self._on_death()
 
     def _take_commands(self) -> None:
-        """All that are there; when nothing is live, wait for one."""
+        """Run all queued commands; if no request is live, wait for a command first."""
         if self._core.is_idle:
             self._core.update_gauges()
             self._is_resting = True

@@ -1,7 +1,7 @@
 """The engine without its thread: requests in, steps, outputs out.
 
-A step is: schedule, run, and what follows from its logits (`postprocess.py`). Nothing here is safe
-to call from two threads.
+A step is scheduled, runs, and its logits are processed (`postprocess.py`). Nothing here is
+thread-safe.
 
 Shapes: R = rows of logits, V = vocabulary.
 """
@@ -29,24 +29,24 @@ _log = structlog.get_logger(__name__)
 
 
 class Runner(Protocol):
-    """What runs a step: a ModelRunner, or whatever a test puts in its place."""
+    """The interface that runs a step: a ModelRunner, or a test's replacement."""
 
     def table_slot(self, profile: Profile) -> int:
-        """The slot of a profile's rotation table."""
+        """Return the slot of a profile's rotation table."""
 
     def run(self, spans: Sequence[Span], clock: StepTimer) -> Tensor:
-        """Logits [R, V] of the rows that the spans ask for.
+        """Return the logits [R, V] of the rows that the spans request.
 
-        `clock`: to be switched to `forward` when the batch is built.
+        `clock`: the implementation switches it to `forward` when the batch is built.
         """
 
 
 class _OutOfMemoryError(Exception):
-    """A forward pass found no memory."""
+    """A forward pass ran out of memory."""
 
 
 class EngineCore:
-    """Owner of every live request."""
+    """The owner of every live request."""
 
     def __init__(self, runner: Runner, config: EngineConfig, observer: Observer) -> None:
         self._runner = runner
@@ -56,11 +56,11 @@ class EngineCore:
         self._pacing = PrefillBudget(config.step_target_s, config.max_num_batched_tokens)
         self._requests = RequestStates(self.scheduler, observer, self._clock)
         self._outcome = Postprocessor(self._requests, self.scheduler, observer, self._clock)
-        self._is_retrying = False  # the step before this one ran out of memory
+        self._is_retrying = False  # the previous step ran out of memory
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is waiting or running."""
+        """Return whether no request is waiting or running."""
         return not self._requests
 
     def add(self, live: RequestState) -> None:
@@ -68,7 +68,7 @@ class EngineCore:
         self._requests.add(live)
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its pages; harmless if it is already over."""
+        """End a request and free its pages; no effect if it has already ended."""
         live = self._requests.get(request_id)
         if live is not None:
             self._requests.deliver(live, Output(finish_reason=FinishReason.ABORT))
@@ -79,9 +79,10 @@ class EngineCore:
             self._requests.fail(live, error)
 
     def step(self) -> int:
-        """One step. Returns how many sequences took part; a step that fails fails those only.
+        """Run one step and return the number of its sequences.
 
-        One that runs out of memory preempts the newest sequence and is tried again, once.
+        If a step fails, then only its own sequences fail. If it runs out of memory, then the
+        newest sequence is preempted and the step is retried once.
         """
         self._clock.switch("schedule")
         plan = self.scheduler.schedule(
@@ -114,7 +115,7 @@ class EngineCore:
         return len(chunks)
 
     def _make_room(self) -> bool:
-        """Preempt the newest sequence; False when there is no other to go on."""
+        """Preempt the newest sequence; return False if no other sequence runs."""
         preempted = self.scheduler.preempt_newest()
         if preempted is not None:
             _log.warning("out_of_memory", preempted=preempted.request.request_id)
@@ -122,14 +123,14 @@ class EngineCore:
         return preempted is not None
 
     def update_gauges(self) -> None:
-        """Report the queues and the cache."""
+        """Report the sizes of the queues and the pages in use."""
         scheduler = self.scheduler
         self._observer.stepped(
             len(scheduler.running), len(scheduler.waiting), scheduler.pool.num_used
         )
 
     def check_integrity(self) -> None:
-        """What is live is what the scheduler knows. Raises AssertionError."""
+        """Check that the live requests are those of the scheduler. Raises AssertionError."""
         self.scheduler.check_integrity()
         known = [*self.scheduler.running, *self.scheduler.waiting]
         assert {id(live.sequence) for live in self._requests.all()} == {id(each) for each in known}
@@ -145,10 +146,10 @@ class EngineCore:
     def _forward(self, spans: Sequence[Span]) -> Tensor:
         try:
             return self._runner.run(spans, self._clock)
-        except (RuntimeError, MemoryError) as error:  # torch's own of a device is the former
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             if not _is_out_of_memory(error):
                 raise
-            # Nothing of the step has been noted yet, so it can be tried again.
+            # The step has changed no state yet, so it can be retried.
             raise _OutOfMemoryError from error
 
     def _span(self, chunk: Chunk, live: RequestState) -> Span:
@@ -169,7 +170,7 @@ class EngineCore:
     def _fail(self, chunks: Sequence[Chunk], error: str) -> None:
         for chunk in chunks:
             live = self._requests.get(chunk.sequence.request.request_id)
-            if live is not None:  # else it ended before the step failed
+            if live is not None:  # None: it ended before the step failed
                 self._requests.fail(live, error)
 
     def _note_plan(self, plan: Plan) -> None:
@@ -183,7 +184,7 @@ class EngineCore:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """A device's own error; of a CPU's allocator torch makes a plain RuntimeError."""
+    """Return whether an error means out of memory; a CPU allocator raises a RuntimeError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,9 +1,10 @@
-"""What a step takes of a GPU's memory: the largest that the limits allow is run, and measured.
+"""Measure the GPU memory of a step by running the largest step that the limits allow.
 
-The cache gets what weights, such a step and everything outside torch's allocator leave of a share
-of the device. Logits, logprobs and sampling are part of the step: with a large vocabulary they are
-its largest tensors. Where decode steps are recorded as graphs, which happens after the cache is
-there and keeps tensors in a pool of their own, what they will take is added.
+The cache gets a fraction of the device, minus the weights, this step and all memory outside torch's
+allocator. Logits, logprobs and sampling are part of the step, because with a large vocabulary they
+are its largest tensors. CUDA graphs of decode steps are captured after the cache is allocated and
+keep their tensors in a separate pool. If graphs are captured, then an estimate of their memory is
+added.
 
 Shapes: R = rows of logits, V = vocabulary.
 """
@@ -28,13 +29,13 @@ from model_runtime.runner.model_runner import ModelRunner
 from model_runtime.runner.sampler import SamplingRow, choose, logprobs, rows_at
 from rope import Profile
 
-# Of one recorded step: its launches, and what is left over in the blocks of the pool. A guess, not
+# Of one captured step: its launches, and the unused rest of the pool's blocks. An estimate, not
 # measured yet.
 GRAPH_BYTES = 8 * 2**20
-# cuBLAS keeps 32 MiB on a Hopper for each stream that multiplies: where steps are tried, recorded
-# and replayed.
+# cuBLAS keeps 32 MiB on a Hopper for each stream with matrix products. There are three: for the
+# warm-up, the capture and the replay of steps.
 WORKSPACE_BYTES = 3 * 32 * 2**20
-# All that makes the sampler's tensors: a copy of the logits for the bias, and ranks for top_p.
+# The parameters with the largest sampler tensors: a bias copies the logits, top_p sorts them.
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, logit_bias=((0, 0.0),))
 
 
@@ -43,29 +44,29 @@ class Reading:
     """A device's memory at one moment, in bytes."""
 
     total: int
-    free: int  # of the device, whoever has the rest
+    free: int  # on the device, after the use of all processes
     reserved: int  # by torch's allocator
-    allocated: int  # of that, by tensors
-    peak: int  # most that tensors have had since the last reset
+    allocated: int  # part of `reserved` that tensors use
+    peak: int  # maximum of `allocated` since the last reset
 
     @property
     def outside(self) -> int:
-        """What torch's allocator does not know: other processes, contexts, code, libraries."""
+        """Return the memory of other processes, contexts, code and libraries."""
         return self.total - self.free - self.reserved
 
 
 class Meter(Protocol):
-    """Reads a device's memory."""
+    """The interface that reads a device's memory."""
 
     def reset(self) -> None:
-        """Give back what no tensor holds, and forget the peak."""
+        """Free the memory that no tensor holds, and reset the peak."""
 
     def read(self) -> Reading:
-        """How it is now, with all that was queued done."""
+        """Return the current memory, after all queued work is done."""
 
 
 class CudaMeter:
-    """The memory of a CUDA device, and what torch's allocator says of it."""
+    """The meter of a CUDA device, with the figures of torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,24 +92,25 @@ class CudaMeter:
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """What a device's memory goes to, in bytes."""
+    """The uses of a device's memory, in bytes."""
 
     total_bytes: int
-    outside_bytes: int  # see Reading.outside; with what the step brought in
-    weight_bytes: int  # tensors that were there before the step
-    step_bytes: int  # most that the step's tensors took beside them
-    graph_bytes: int  # what recorded decode steps will keep; 0 where none are recorded
+    outside_bytes: int  # see Reading.outside; measured after the step
+    weight_bytes: int  # tensors allocated before the step
+    step_bytes: int  # peak of the step's tensors, without the weights
+    graph_bytes: int  # estimate for captured decode steps; 0 if none are captured
 
     def cache_bytes(self, utilization: float) -> int:
-        """What is left for the cache of `utilization` of the device; negative if nothing is."""
+        """Return the bytes left for the cache within `utilization` of the device; may be < 0."""
         taken = self.outside_bytes + self.weight_bytes + self.step_bytes + self.graph_bytes
         return int(self.total_bytes * utilization) - taken
 
 
 def graphs_bytes(working_bytes: int, config: EngineConfig, vocab_size: int) -> int:
-    """What all recorded decode steps keep: one's tensors, which the others use in turn.
+    """Return the memory of all captured decode steps, in bytes.
 
-    Beside these each has float32 logits and a page table (int32) of its own.
+    They share the working tensors of one step, because only one runs at a time. Each step also has
+    its own float32 logits and page table (int32).
     """
     sizes = recorded_sizes(config.max_num_seqs)
     num_pages = -(-config.max_model_len // config.page_size)
@@ -123,15 +125,15 @@ def profile_memory(
     utilization: float,
     meter: Meter,
 ) -> MemoryProfile:
-    """Run the largest step over a cache of one page, which is gone afterwards.
+    """Run the largest step over a cache of one page, and free that cache afterwards.
 
-    `config`: its kv_cache_tokens are not known yet and not read. `profiles`: all that will be
-    served, one at least. Raises ModelError if the step alone finds no memory.
+    `config`: kv_cache_tokens is not known yet and not read. `profiles`: all profiles that will be
+    served, at least one. Raises ModelError if the step does not fit into memory.
     """
     gc.collect()
     meter.reset()
     before = meter.read()
-    # No context is longer than what the cache could hold if a step took nothing.
+    # No context is longer than a cache with all the memory left after the weights.
     room = int(before.total * utilization) - before.outside - before.allocated
     most = room // bytes_per_token(checkpoint.plans, checkpoint.dtype)
     context_len = min(config.max_model_len, max(most, config.page_size))
@@ -145,7 +147,7 @@ def profile_memory(
         if captures_graphs(checkpoint, config):
             meter.reset()
             begun = meter.read()
-            runner.run(decode_step(tried, slot, checkpoint.vocab_size))  # sampling is not recorded
+            runner.run(decode_step(tried, slot, checkpoint.vocab_size))  # sampling is not captured
             working_bytes = meter.read().peak - begun.allocated
             graph_bytes = graphs_bytes(working_bytes, tried, checkpoint.vocab_size)
     except torch.OutOfMemoryError as error:
@@ -164,9 +166,10 @@ def profile_memory(
 
 @torch.inference_mode()
 def run_step(runner: ModelRunner, spans: Sequence[Span]) -> None:
-    """A forward and what `postprocess.py` makes of its logits; the answers mean nothing.
+    """Run a forward and the work of `postprocess.py` on its logits; the results are discarded.
 
-    Every sequence gets a token, all rows are scored as a prompt's are, then those that were chosen.
+    One token is sampled for every sequence. Then logprobs are computed for all rows, like those of
+    a prompt, and for the sampled rows.
     """
     logits_RV = runner.run(spans)
     places = [end - 1 for end in accumulate(len(span.logit_rows) for span in spans)]
@@ -177,18 +180,19 @@ def run_step(runner: ModelRunner, spans: Sequence[Span]) -> None:
 
 
 def decode_step(config: EngineConfig, table_slot: int, vocab_size: int) -> list[Span]:
-    """One token of as many sequences as are recorded."""
+    """Return the spans of the largest captured step, one token per sequence."""
     most = recorded_sizes(config.max_num_seqs)[-1]
     decodes = replace(config, max_num_seqs=most, max_num_batched_tokens=most, max_num_logit_rows=1)
     return largest_step(decodes, table_slot, vocab_size)
 
 
 def largest_step(config: EngineConfig, table_slot: int, vocab_size: int) -> list[Span]:
-    """Spans that use all of the limits, each at the end of a context of max_model_len.
+    """Return spans that use all limits, each at the end of a context of max_model_len.
 
-    The first has all the tokens it can, the others what is left, one at least: as when sequences
-    decode beside a long prompt. Its last positions are scored, as many as may be; of the others
-    the last is sampled. Page 0 stands for every page: what is in it changes no tensor's size.
+    The first span has the maximum number of tokens and the others the rest, at least one each.
+    This is the shape of a long prompt beside decoding sequences. The last positions of the first
+    span are scored, up to the limit. Each other span has at least one row, the last.
+    Page 0 is used for every page, because its content changes no tensor's size.
     """
     pages = [0] * -(-config.max_model_len // config.page_size)
     tokens_left, rows_left = config.max_num_batched_tokens, config.max_num_logit_rows

@@ -1,4 +1,4 @@
-"""One request's answer as it grows: text, reported logprobs, and when it is over."""
+"""The growing answer of one request: text, reported logprobs and finish reason."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from model_runtime.text.tokenizer import Tokenizer
 
 
 class Answer:
-    """Turns tokens into outputs; ends at an end token, a stop string or max_tokens."""
+    """The outputs of one request; they end at an end token, a stop string or max_tokens."""
 
     def __init__(
         self, request: Request, tokenizer: Tokenizer, eos_token_ids: frozenset[int]
@@ -17,23 +17,23 @@ class Answer:
         own = frozenset() if request.sampling.ignore_eos else eos_token_ids
         self.end_ids = own | frozenset(request.sampling.stop_token_ids)
         self._detokenizer = Detokenizer(tokenizer, request.prompt_ids, request.sampling.stop)
-        # Nothing comes before the first token, so it has no logprob.
+        # The first token has no predecessor, so it has no logprob.
         wanted = request.sampling.prompt_logprobs is not None
         self._prompt_logprobs: list[TokenLogprob | None] = [None] if wanted else []
         self._num_generated = 0
 
     def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
-        """Those of a prefill chunk's tokens; they leave with the first output."""
+        """Add the logprobs of a prefill chunk; the next output contains them."""
         self._prompt_logprobs += logprobs
 
     def end_without_tokens(self) -> Output:
-        """The only output of a request with max_tokens 0."""
+        """Return the only output of a request with max_tokens 0."""
         return Output(
             prompt_logprobs=self._take_prompt_logprobs(), finish_reason=FinishReason.LENGTH
         )
 
     def complete(self) -> Output:
-        """The last output of an answer that is complete without an end token."""
+        """Return the last output of an answer that is complete without an end token."""
         return Output(
             text=self._detokenizer.flush(),
             prompt_logprobs=self._take_prompt_logprobs(),
@@ -43,7 +43,7 @@ class Answer:
     def add(
         self, token_id: int, logprob: TokenLogprob | None, *, is_complete: bool = False
     ) -> Output:
-        """The output that one generated token makes. `is_complete`: nothing may follow it."""
+        """Return the output of one generated token. `is_complete`: the answer ends with it."""
         self._num_generated += 1
         may_stop = self._num_generated >= self._params.min_tokens
         is_end = may_stop and token_id in self.end_ids

@@ -1,4 +1,4 @@
-"""What a step's logits do to its requests: tokens chosen, prompts scored, answers ended.
+"""Process a step's logits: sample tokens, score prompts and end answers.
 
 Shapes: R = rows of logits, V = vocabulary.
 """
@@ -23,7 +23,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Postprocessor:
-    """Brings the logits of each step home."""
+    """The update of all requests of a step from its logits."""
 
     def __init__(
         self, requests: RequestStates, scheduler: Scheduler, observer: Observer, clock: StepTimer
@@ -36,7 +36,7 @@ class Postprocessor:
     def settle(
         self, computed: Sequence[tuple[Chunk, RequestState, int]], logits_RV: Tensor
     ) -> None:
-        """`computed`: what the step computed, and how many of the rows are whose, in order."""
+        """Update the requests of a step. `computed`: (chunk, request, row count), in row order."""
         self._clock.switch("sample")
         choosing, endings = self._choosing(computed)
         is_finite_R, token_ids = choose(
@@ -61,7 +61,7 @@ class Postprocessor:
             self._scheduler.computed(chunk)
             if chunk.sequence.request.wants_progress and not chunk.sequence.num_generated:
                 self._requests.deliver(live, Output(progress=_progress(live)))
-        # Those that are no longer live had logits that are not finite.
+        # Requests that are no longer live had logits that are not finite.
         for live, end in endings:
             if self._requests.is_live(live):
                 self._requests.deliver(live, end())
@@ -76,7 +76,7 @@ class Postprocessor:
     def _choosing(
         self, computed: Sequence[tuple[Chunk, RequestState, int]]
     ) -> tuple[list[tuple[int, RequestState]], list[tuple[RequestState, Callable[[], Output]]]]:
-        """(from which row, who) gets a token, and (whose, how) answers end without one."""
+        """Return (row, request) pairs to sample, and (request, end) pairs of answers that end."""
         choosing: list[tuple[int, RequestState]] = []
         endings: list[tuple[RequestState, Callable[[], Output]]] = []
         row = 0
@@ -94,7 +94,7 @@ class Postprocessor:
     def _add_tokens(
         self, chosen: Sequence[tuple[int, RequestState, int]], logits_RV: Tensor
     ) -> None:
-        """(row, whose, new token), with its logprob where it was asked for."""
+        """Add new tokens, as (row, request, token), with their logprobs if requested."""
         reported = _reported_logprobs(chosen, logits_RV)
         for place, live, token_id in chosen:
             self._clock.switch("deliver")
@@ -115,9 +115,9 @@ class Postprocessor:
 
 
 def _end_before(live: RequestState) -> Callable[[], Output] | None:
-    """How the answer ends without a further token; None if it goes on.
+    """Return the function that ends the answer without another token; None if it continues.
 
-    Finds what the answer's grammar lets follow.
+    Also computes the tokens that the answer's grammar allows next.
     """
     if live.sequence.request.sampling.max_tokens == 0:
         return live.answer.end_without_tokens
@@ -132,7 +132,7 @@ def _end_before(live: RequestState) -> Callable[[], Output] | None:
 def _reported_logprobs(
     chosen: Sequence[tuple[int, RequestState, int]], logits_RV: Tensor
 ) -> dict[int, TokenLogprob]:
-    """By row, for those that asked."""
+    """Return the logprobs by row, for the requests that report them."""
     asking = [
         (place, token_id, most)
         for place, live, token_id in chosen
@@ -162,9 +162,10 @@ def _progress(live: RequestState) -> PromptProgress:
 
 
 def _score_prompt(chunk: Chunk, answer: Answer, logits_RV: Tensor) -> None:
-    """Each row says how likely the token after it was; the prompt's last has none after it.
+    """Add the logprobs of a prompt chunk to its answer.
 
-    A sequence that was preempted in its prompt has delivered the first of them before.
+    Each row gives the logprob of the next token. The last row of the prompt has no next token.
+    A sequence that was preempted in its prompt has delivered its first logprobs already.
     """
     sequence = chunk.sequence
     first = max(chunk.first, sequence.num_scored)

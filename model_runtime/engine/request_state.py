@@ -1,4 +1,4 @@
-"""The requests inside the engine, and how they hear of what becomes of them."""
+"""The state of the requests inside the engine, and the delivery of their outputs."""
 
 import time
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class RequestState:
-    """A request inside the engine."""
+    """The state of one request inside the engine."""
 
     sequence: TokenSequence
     answer: Answer
     on_output: OnOutput
-    constraint: Constraint | None = None  # where the answer has a grammar
+    constraint: Constraint | None = None  # None: the answer has no grammar
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
     last_token: float | None = None
@@ -34,13 +34,13 @@ class RequestState:
     _row: SamplingRow | None = None
 
     def add_token(self, token_id: int) -> None:
-        """The answer has one token more."""
+        """Append a token to the answer."""
         self.sequence.token_ids.append(token_id)
         if self._row is not None and self._row.seen is not None:
             self._row.seen.add(token_id)
 
     def sampling_row(self) -> SamplingRow:
-        """What the choice of the next token depends on."""
+        """Return the inputs for sampling the next token, apart from its logits."""
         sequence = self.sequence
         if self._row is None:
             params = sequence.request.sampling
@@ -57,7 +57,7 @@ class RequestState:
 
 
 class RequestStates:
-    """Owner of every live request. The last output that is delivered frees it."""
+    """The owner of every live request. Delivering the last output of a request frees it."""
 
     def __init__(self, scheduler: Scheduler, observer: Observer, clock: StepTimer) -> None:
         self._scheduler = scheduler
@@ -69,7 +69,7 @@ class RequestStates:
         return len(self._live)
 
     def all(self) -> list[RequestState]:
-        """Those of the moment, in order of arrival."""
+        """Return the live requests, in order of arrival."""
         return list(self._live.values())
 
     def add(self, live: RequestState) -> None:
@@ -78,19 +78,19 @@ class RequestStates:
         self._scheduler.add(live.sequence)
 
     def get(self, request_id: str) -> RequestState | None:
-        """One of them; None if it is over."""
+        """Return a live request; None if it has ended."""
         return self._live.get(request_id)
 
     def is_live(self, live: RequestState) -> bool:
-        """Whether it still is one of them."""
+        """Return whether the request is still live."""
         return self._live.get(live.sequence.request.request_id) is live
 
     def of(self, sequence: TokenSequence) -> RequestState:
-        """The request whose sequence it is. It is live."""
+        """Return the request of a sequence. It must be live."""
         return self._live[sequence.request.request_id]
 
     def deliver(self, live: RequestState, output: Output) -> None:
-        """Hand an output over; the last one frees the request."""
+        """Pass an output to the callback; the last output frees the request."""
         before = self._clock.switch("deliver")
         sequence = live.sequence
         if output.finish_reason is not None:
@@ -120,14 +120,14 @@ class RequestStates:
         self.deliver(live, Output(finish_reason=FinishReason.ERROR, error=error))
 
     def note_start(self, live: RequestState, now: float) -> None:
-        """A step computes some of it; tell that it has left the queue, the first time."""
+        """Report that the request left the queue, when a step first computes some of it."""
         if live.started is None:
             live.started = now
             sequence, waited = live.sequence, now - live.arrived
             self._observer.started(sequence.request, sequence.num_cached_tokens or 0, waited)
 
     def note_token(self, live: RequestState) -> None:
-        """Tell that it has a new token."""
+        """Report that the request has a new token."""
         now = time.monotonic()
         request = live.sequence.request
         if live.last_token is None:

@@ -1,4 +1,4 @@
-"""What replaces modules of a transformers model.
+"""Modules and forwards that replace those of a transformers model.
 
 May import: attention, cache, cpu_kernels. tests/test_layout.py checks it.
 """

@@ -1,14 +1,14 @@
-"""The forward of a plain decoder on a CPU, without what stands between its kernels.
+"""The forward of a plain decoder on a CPU, without PyTorch calls between its kernels.
 
-Most models with rotary embeddings are one design: layers of norm, attention, norm and a gated block
-added to one hidden state, between an embedding and a head. Their own forward gets there in some
-forty calls of PyTorch a layer, with copies of queries, keys and values between them. Here a layer
-is four products and four passes over memory; and where a step has few rows, all layers are one call
+Most models with rotary embeddings have the same design: an embedding, layers and a head. Each layer
+adds norm, attention, norm and a gated block to one hidden state. A model's own forward takes about
+forty PyTorch calls per layer, with copies of queries, keys and values between them. Here a layer is
+four products and four passes over memory. If a step has few rows, all layers are one call
 (fused_decode.py).
 
-A model is recognised by the names and kinds of its modules, as gated_mlp.py, rms_norm.py and
-packed_linear.py have left them, and what it makes of them is not trusted: self_check.py asks for
-the same bits as the model's own forward gives, and leaves the model that one where they are others.
+A model is recognised by the names and kinds of its modules, after gated_mlp.py, rms_norm.py and
+packed_linear.py have replaced them. That is not proof of what the model computes. So self_check.py
+compares the bits with the model's own forward, and restores that one if they differ.
 
 Shapes: T = flat tokens, R = rows, E = dimensions of the hidden state, C = columns that hold
 queries, keys and values head beside head, V = vocabulary.
@@ -42,11 +42,11 @@ _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _FAR = 1 << 20  # a position that no short prompt has
-_BYTES_PER_THREAD = 4 << 20  # of weights; below it a thread costs more than it gives
+_BYTES_PER_THREAD = 4 << 20  # of weights; with fewer, a thread costs more time than it saves
 
 
 class Logits(NamedTuple):
-    """What a forward answers."""
+    """The result of a forward."""
 
     logits: Tensor  # [1, R, V]
 
@@ -63,24 +63,24 @@ class _Layer:
 
 
 class _Kind(NamedTuple):
-    """What all layers have in common."""
+    """The properties that all layers have in common."""
 
     plan: LayerPlan
     num_heads: int  # of queries
     scaling: float
     num_head_norms: int
-    num_between: int  # numbers between a block's products
+    num_between: int  # dimensions between a block's products
 
     @property
     def heads(self) -> Heads:
-        """As the kernel takes them."""
+        """Return the heads as the kernel takes them."""
         plan = self.plan
         dims = (plan.num_key_heads, plan.key_dim, plan.value_dim)
         return Heads(self.num_heads, *dims, self.num_head_norms > 0)
 
 
 class DecoderLayers:
-    """A model's forward over a paged cache; what is not that stays with the model's own."""
+    """A model's forward over a paged cache; other calls go to the model's own forward."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class DecoderLayers:
         self._embed = model.get_input_embeddings()
         self._head: PackedProduct = model.get_output_embeddings().product
         self._layers, self._heads = layers, kind.heads
-        self._norms = [each.norm for each in layers[1:]] + [final_norm]  # behind each layer
+        self._norms = [each.norm for each in layers[1:]] + [final_norm]  # after each layer
         self._eps, self._kind, self._plans = final_norm.eps, kind, plans
         self._dtype = next(model.parameters()).dtype
         self._num_bytes = 0  # of weights that the kernel reads
@@ -102,7 +102,7 @@ class DecoderLayers:
         self._fields_LW = self._fields()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Logits of the rows that are asked for; with a step of others, what the model says."""
+        """Return the logits of the requested rows; other steps go to the model's own forward."""
         step = named.get(STEP)
         every, asked, rows_R = step, None, None
         if isinstance(step, AskedStep):
@@ -122,7 +122,7 @@ class DecoderLayers:
     def _one_by_one(
         self, hidden_TE: Any, every: PagedStep, asked: PagedStep | None, rows_R: Any
     ) -> Any:
-        """The final norm of every token, or of those that the last layer is asked for."""
+        """Return the final norm of every token, or of those that the last layer computes."""
         normal_TE = np.empty_like(hidden_TE)
         normalize(hidden_TE, self._layers[0].norm.scale_D, self._eps, normal_TE)
         num_heads = self._heads.num_query_heads
@@ -152,7 +152,7 @@ class DecoderLayers:
             normalize_heads(joined_TC, key_at, heads.num_key_heads, key_norm.scale_D, self._eps)
 
     def _all_at_once(self, hidden_RE: Any, step: PagedStep) -> Any:
-        """The final norm of every row."""
+        """Return the final norm of every row."""
         first_E = self._layers[0].norm.scale_D
         normal_RE = np.empty_like(hidden_RE)
         normalize(hidden_RE, first_E, self._eps, normal_RE)
@@ -187,12 +187,12 @@ class DecoderLayers:
         return normal_RE
 
     def _how(self, step: PagedStep) -> tuple[Any, ...]:
-        """What the read takes beside the pages: no window, soft cap or sinks."""
+        """Return the read's arguments besides the pages: no window, soft cap or sinks."""
         tables = step.tables.layer(self._kind.plan.layer_type).kernel_arrays
         return tables, np.float32(self._kind.scaling), np.int64(0), np.float32(0.0), NO_SINKS
 
     def _is_ours(self, step: Any) -> TypeGuard[PagedStep]:
-        """Whether it reads the cache as the model's layers do, and on a CPU."""
+        """Return whether the step reads the cache as the model's layers do, on a CPU."""
         return (
             type(step) is PagedStep
             and step.plans is self._plans
@@ -200,16 +200,16 @@ class DecoderLayers:
         )
 
     def _is_one_call(self, num_rows: int) -> bool:
-        """Whether the kernel takes so many rows, and the products still are what was tried."""
+        """Return whether the kernel takes `num_rows`, and the trial of its products still holds."""
         return self._fields_LW is not None and self._layers[0].joined.few(num_rows) is not None
 
     def _num_threads(self) -> int:
-        """As many as the weights of all layers are worth."""
+        """Return the number of threads that the size of all layers' weights is worth."""
         most = min(torch.get_num_threads(), MOST_THREADS)
         return max(1, min(most, self._num_bytes // _BYTES_PER_THREAD))
 
     def _fields(self) -> Any:
-        """Of every layer what the kernel takes, int64 [L, W]; None: it has no such products."""
+        """Return every layer's fields for the kernel, int64 [L, W]; None if it cannot run them."""
         fields = []
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
             products = (layer.joined, layer.output, layer.block.gate_up, layer.block.down)
@@ -236,7 +236,7 @@ def restore(model: nn.Module) -> None:
 
 
 def recognised(model: Any, plans: Mapping[int, LayerPlan]) -> DecoderLayers | None:
-    """This forward for a plain decoder on a CPU; None: the model is something else."""
+    """Return this forward for a plain decoder on a CPU; None if the model is something else."""
     decoder = getattr(model, model.base_model_prefix, None)
     modules = getattr(decoder, "layers", None)
     final_norm = getattr(decoder, "norm", None)
@@ -253,7 +253,7 @@ def recognised(model: Any, plans: Mapping[int, LayerPlan]) -> DecoderLayers | No
         return None
     found = [_recognised_layer(module, plans, calls) for module in modules]
     layers = [layer for layer in found if layer is not None]
-    if [layer.index for layer in layers] != sorted(plans):  # in that order pages are looked up
+    if [layer.index for layer in layers] != sorted(plans):  # pages are looked up in this order
         return None
     kinds = {_kind(each, plans, calls) for each in layers}
     norms = [final_norm]
@@ -269,10 +269,10 @@ def recognised(model: Any, plans: Mapping[int, LayerPlan]) -> DecoderLayers | No
 
 
 def _know_no_positions(model: nn.Module, calls: Mapping[int, AttentionCall]) -> bool:
-    """Whether queries and keys depend on their positions by rotation alone."""
+    """Return whether queries and keys depend on their positions by rotation alone."""
     try:
         far = recorded_calls(model, first_position=_FAR)
-    except ModelError:  # it looks something up by position, and has no such one
+    except ModelError:  # the model looks up a table by position, and the position is outside
         return False
     return all(are_equal(call, far[index]) for index, call in calls.items())
 
@@ -288,7 +288,7 @@ def _kind(
 def _recognised_layer(
     module: nn.Module, plans: Mapping[int, LayerPlan], calls: Mapping[int, AttentionCall]
 ) -> _Layer | None:
-    """A layer that consists of these parts and reads attention plainly, or None."""
+    """Return a layer that consists of these parts and has plain attention, or None."""
     parts: dict[str, Any] = dict(module.named_children())
     attention = parts.get("self_attn")
     index: int = getattr(attention, "layer_idx", -1)
@@ -317,7 +317,7 @@ def _recognised_layer(
     num_heads, width = call.query_1HTD.shape[1], len(norms[0].scale_D)
     joined = projections[0].product
     num_joined = num_heads * plan.key_dim + plan.num_key_heads * (plan.key_dim + plan.value_dim)
-    # The kernel is handed addresses, and trusts these.
+    # The kernel gets addresses only, and does not check these lengths.
     lengths = {
         *((len(norm.scale_D), plan.key_dim) for norm in head_norms),
         (len(norms[1].scale_D), width),

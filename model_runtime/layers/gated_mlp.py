@@ -1,13 +1,13 @@
-"""Gated feed-forward blocks on a CPU: down(silu(gate(x)) * up(x)), between its products one pass.
+"""Gated feed-forward blocks on a CPU: down(silu(gate(x)) * up(x)), one pass between its products.
 
-A model computes it in a module of its own, with a copy of gate's half, an activation and a product
-for what is one pass over memory, and in a decode step each of these calls costs as much as the
-numbers do. Every architecture has a class of its own for it, so a block is recognised by its parts
-and by what it answers. What answers anything else is left.
+A model's own module copies gate's half, computes an activation and multiplies, which here is one
+pass over memory. In a decode step each of these calls costs as much as the arithmetic. Every
+architecture has its own class for the block, so a block is recognised by its parts and its outputs.
+A module with other outputs is not replaced.
 
-A number is computed by the same code whatever stands beside it, so its bits do not depend on the
-batch. Everything between the products is float32; a bf16 result is rounded once, where models
-round twice.
+Every value is computed by the same code, whatever the other rows are. Its bits therefore do not
+depend on the batch. Everything between the products is float32. A bf16 result is rounded once,
+although models round it twice.
 
 Shapes: R = rows, I = dimensions between the products, G = both halves of them.
 """
@@ -27,12 +27,12 @@ from model_runtime.layers.packed_linear import PackedLinear, RowwiseActivation
 from model_runtime.layers.packed_product import PackedProduct
 from model_runtime.layers.replace_modules import swap_modules
 
-_TRIAL_SCALES = (0.1, 1.0, 30.0)  # other activations, and those that cut large numbers off, show
-_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}  # of the answer's length
+_TRIAL_SCALES = (0.1, 1.0, 30.0)  # reveal other activations, and those that clip large values
+_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}  # relative to the norm of the output
 
 
 class GatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one product."""
+    """A gated block, down(silu(gate(x)) * up(x)); gate and up are one product."""
 
     def __init__(self, gate_up: PackedProduct, down: PackedProduct) -> None:
         super().__init__()
@@ -40,24 +40,24 @@ class GatedMlp(nn.Module):
         self.down = down
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], each row as if it were alone."""
+        """Compute the block, [..., in] -> [..., out]; rows do not depend on each other."""
         x_RK = as_numpy(x.contiguous()).reshape(-1, self.gate_up.in_features)
         out_RN = self.multiply(x_RK)
         return as_tensor(out_RN, x.dtype).view(*x.shape[:-1], self.down.out_features)
 
     def multiply(self, x_RK: Any) -> Any:
-        """[R, in] -> [R, out], numpy's arrays of float32 or of bf16's bits."""
+        """Compute the block, [R, in] -> [R, out]; numpy arrays of float32 or of bf16's bits."""
         return self.down.multiply(gated(self.gate_up.multiply(x_RK)))
 
 
 @torch.inference_mode()
 def fuse(model: nn.Module) -> None:
-    """Put a GatedMlp in the place of every packed module that answers as one, in place."""
+    """Replace every packed module that computes the same block by a GatedMlp, in place."""
     swap_modules(model, _as_gated)
 
 
 def _as_gated(module: nn.Module) -> GatedMlp | None:
-    """The same block, or None where the module is something else."""
+    """Return the same block as a GatedMlp, or None if the module is something else."""
     children = list(module.children())
     halves = [child for child in children if isinstance(child, MergedPart)]
     downs = [child for child in children if isinstance(child, PackedLinear)]
@@ -85,7 +85,7 @@ def _as_gated(module: nn.Module) -> GatedMlp | None:
 
 
 def _are_alike(answer: Tensor, expected: Tensor) -> bool:
-    """Whether each row differs by rounding only."""
+    """Return whether each row differs by rounding only."""
     if answer.shape != expected.shape or answer.dtype != expected.dtype:
         return False
     apart = (answer.float() - expected.float()).norm(dim=-1)

@@ -1,13 +1,14 @@
-"""The last layer of a taken-over model, computed only where its answer is asked for.
+"""The last layer of a patched model, computed only for the tokens that need logits.
 
-Of the last layer every token's key and value are wanted, for later tokens read them. The rest of it
-leads to logits, and most tokens of a prompt are asked for none. So where a step asks for few, the
-layer's own forward is called twice: with all rows, until their keys and values are written, and
-with the rows that are asked for, which go on alone to the final norm and the logits.
+The last layer must write every token's key and value, because later tokens read them. The rest of
+the layer leads to logits, and most tokens of a prompt need none. So if a step needs few logits, the
+layer's own forward is called twice. The first call has all rows and ends after their keys and
+values are written. The second call has the requested rows only, and they go on to the final norm
+and the logits.
 
-Outside attention rows do not depend on each other, so an answer stays the same (to the bit where
-products are, packed_linear.py). Whether a model bears it is not concluded from its structure:
-self_check.py asks it, and takes `trim` back where it does not.
+Outside attention, rows do not depend on each other, so the logits stay the same. They are the same
+to the bit if products are (packed_linear.py). A model's structure does not prove that it allows
+this: self_check.py tests the model, and undoes `trim` if the test fails.
 
 Shapes: R = rows that go on.
 """
@@ -21,30 +22,30 @@ from model_runtime.attention.paged_attention import STEP, AttentionCall, LayerPl
 from model_runtime.batch import Batch, Span
 from model_runtime.errors import ModelError
 
-_FEWEST_SPARED = 8  # rows below which a second call costs more than it spares
+_FEWEST_SPARED = 8  # rows; if fewer are saved, a second call costs more time than it saves
 
 
 class _WrittenError(Exception):
-    """Leaves the layer's forward when keys and values are in the cache; nothing is wrong."""
+    """A signal that ends the layer's forward after keys and values are written; no failure."""
 
 
 class WritingStep(Protocol):
-    """A step that can also leave the reading out."""
+    """A step that can also write without reading."""
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
-        """Write and read; the attention's output, [1, T, H, V]."""
+        """Write and read the cache; return the attention's output, [1, T, H, V]."""
 
     def write(self, layer_idx: int, call: AttentionCall) -> None:
         """Write keys and values of the step's tokens to the cache."""
 
 
 class AskedStep:
-    """A step of all tokens up to the last layer's keys and values, and of few from there on."""
+    """A step with all tokens up to the last layer's keys and values, and with few after that."""
 
     def __init__(
         self, every: WritingStep, asked: WritingStep, rows_R: Tensor, last_layer: int
     ) -> None:
-        """`rows_R`: where the tokens of `asked` are among those of `every`."""
+        """Combine two steps. `rows_R`: indices of the tokens of `asked` in `every`."""
         self.every = every
         self.asked = asked
         self.last_layer = last_layer
@@ -52,9 +53,10 @@ class AskedStep:
         self.rows_R = rows_R
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
-        """The attention's output, [1, T, H, V]; in the last layer [1, R, H, V]."""
+        """Return the attention's output, [1, T, H, V]; in the last layer [1, R, H, V]."""
         if self._is_written:
-            # Told before the cache is: a compiled kernel would write where there are no tokens.
+            # Checked before the cache is written, because a compiled kernel would write rows
+            # without tokens.
             num_rows = call.query_1HTD.shape[2]
             if layer_idx != self.last_layer or num_rows != len(self.rows_R):
                 raise ModelError(
@@ -70,7 +72,7 @@ class AskedStep:
 
 
 class _TwoCalls:
-    """The forward of a trimmed layer."""
+    """The forward of a trimmed layer, which calls the layer's own forward twice."""
 
     def __init__(self, layer: nn.Module, layer_idx: int) -> None:
         self._forward = layer.forward
@@ -90,7 +92,7 @@ class _TwoCalls:
 
 
 def _at_rows(thing: Any, num_tokens: int, rows_R: Tensor) -> Any:
-    """What has a row for each token, [1, T, ...], with the asked ones only."""
+    """Return tensors that have a row per token, [1, T, ...], with the requested rows only."""
     if isinstance(thing, tuple | list):
         return type(thing)(_at_rows(each, num_tokens, rows_R) for each in thing)
     if isinstance(thing, Tensor) and thing.shape[:2] == (1, num_tokens):
@@ -99,7 +101,7 @@ def _at_rows(thing: Any, num_tokens: int, rows_R: Tensor) -> Any:
 
 
 def trim(model: nn.Module, plans: Mapping[int, LayerPlan]) -> None:
-    """Give the last layer the two calls, in place; a model without a list of layers stays."""
+    """Give the last layer the two calls, in place; without a list of layers, do nothing."""
     last = max(plans)
     for layers in model.modules():
         if isinstance(layers, nn.ModuleList) and len(layers):
@@ -110,22 +112,22 @@ def trim(model: nn.Module, plans: Mapping[int, LayerPlan]) -> None:
 
 
 def untrim(model: nn.Module) -> None:
-    """Take it back."""
+    """Restore the last layer's own forward."""
     for layer in model.modules():
         if isinstance(vars(layer).get("forward"), _TwoCalls):
             del layer.forward
 
 
 def trimmed_layer(model: nn.Module) -> int | None:
-    """The index of the layer that has two calls."""
+    """Return the index of the trimmed layer; None if there is none."""
     forwards = (vars(layer).get("forward") for layer in model.modules())
     return next((each.layer_idx for each in forwards if isinstance(each, _TwoCalls)), None)
 
 
 def asked_spans(spans: Sequence[Span]) -> list[Span] | None:
-    """The spans cut down to the tokens whose logits are asked for; None where that spares little.
+    """Return the spans cut to the tokens that need logits; None if that saves little.
 
-    Where none is asked for, it is the last token, still without a row of logits.
+    If no token needs logits, the result is the last token, without a row of logits.
     """
     num_rows = sum(len(span.logit_rows) for span in spans)
     num_spared = sum(len(span.token_ids) for span in spans) - num_rows
@@ -139,7 +141,7 @@ def asked_spans(spans: Sequence[Span]) -> list[Span] | None:
         rows = span.logit_rows
         if rows:
             if rows[-1] + 1 - rows[0] != len(rows):
-                return None  # they are not one after the other
+                return None  # the rows are not consecutive
             asked.append(_cut(span, rows[0], rows[-1] + 1))
     return asked
 
@@ -155,7 +157,7 @@ def _cut(span: Span, first: int, behind: int) -> Span:
 
 
 def asked_rows(batch: Batch) -> Tensor:
-    """Where the tokens of `asked_spans` are in the batch of the spans, int64 [R]."""
+    """Return the indices of the tokens of `asked_spans` in the batch of all spans, int64 [R]."""
     if len(batch.logit_rows_R):
         return batch.logit_rows_R
     last = batch.token_ids_1T.shape[1] - 1

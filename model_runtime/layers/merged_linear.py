@@ -1,7 +1,7 @@
-"""Linears that read one tensor, multiplied at once: queries, keys and values; gate and up.
+"""Merged linears: linears that read one tensor, such as queries, keys and values, or gate and up.
 
-One product of a wide weight is one call where there were several, and on a GPU one kernel that
-fills it better. The first linear that is called computes for all of them, the others take their
+One product of a wide weight replaces several calls. On a GPU it is one kernel that fills the device
+better. The first linear that is called computes the outputs of all of them. The others return their
 part.
 """
 
@@ -22,14 +22,14 @@ class SharedInput:
     """The product of linears that read one tensor, until the last of them has read it."""
 
     def __init__(self, product: Product, widths: Sequence[int]) -> None:
-        """`widths`: outputs of each linear, in the order of their calls."""
+        """Keep the product. `widths`: outputs of each linear, in the order of their calls."""
         self.product = product
         self._widths = list(widths)
         self._input: Tensor | None = None
         self._parts: Sequence[Tensor] = ()
 
     def part(self, x: Tensor, index: int) -> Tensor:
-        """What one of the linears makes of x, computed for all of them when x is new."""
+        """Return one linear's output for x; if x is new, compute the outputs of all linears."""
         if self._input is not x:
             self._input, self._parts = x, self.product(x).split_with_sizes(self._widths, dim=-1)
         out = self._parts[index]
@@ -39,14 +39,14 @@ class SharedInput:
 
 
 def placeholder(weight: Tensor) -> nn.Parameter:
-    """For a weight that is let go: model code may ask for its dtype, never for its numbers."""
+    """Return a parameter without memory, for a freed weight; model code may read its dtype only."""
     return nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
 
 
 class MergedPart(nn.Module):
     """One of several linears that read one tensor.
 
-    Its answer is a slice, so its rows are not one after the other in memory.
+    Its output is a slice, so its rows are not contiguous in memory.
     """
 
     def __init__(self, linear: nn.Linear, shared: SharedInput, index: int) -> None:
@@ -59,16 +59,16 @@ class MergedPart(nn.Module):
 
     @property
     def product(self) -> Product:
-        """Of this linear and those beside it."""
+        """Return the product of all linears of the group."""
         return self._shared.product
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """Return this linear's output, [..., in] -> [..., out]."""
         return self._shared.part(x, self._index)
 
 
 def merged_weight(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases one after the other; zeros where only others have a bias."""
+    """Concatenate weights and biases; a linear without a bias gets zeros if another has one."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     if all(linear.bias is None for linear in linears):
         return weight, None
@@ -80,7 +80,7 @@ def merged_weight(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 
 def can_join(modules: Sequence[nn.Module]) -> bool:
-    """Whether all are plain linears of one dtype, and no two share a weight."""
+    """Return whether all are plain linears of one dtype, and no two use the same weight."""
     linears = [module for module in modules if type(module) is nn.Linear]
     dtypes = {linear.weight.dtype for linear in linears}
     weights = {id(linear.weight) for linear in linears}
@@ -88,7 +88,7 @@ def can_join(modules: Sequence[nn.Module]) -> bool:
 
 
 def plain_product(linears: Sequence[nn.Linear]) -> Product:
-    """By torch."""
+    """Return torch's product of the merged linear."""
     weight, bias = merged_weight(linears)
     return lambda x: nn.functional.linear(x, weight, bias)
 
@@ -99,10 +99,10 @@ def join(
     groups: Sequence[Sequence[str]],
     product: Callable[[Sequence[nn.Linear]], Product] = plain_product,
 ) -> None:
-    """Replace each group of linears by parts of one product, in place; the weights are let go.
+    """Replace each group of linears by parts of one product, in place; their weights are freed.
 
     `groups`: names of linears that read one tensor, in the order of their calls
-    (takeover.shared_inputs finds them).
+    (`shared_inputs` finds them).
     """
     for names in groups:
         linears: list[Any] = [model.get_submodule(name) for name in names]
@@ -114,10 +114,10 @@ def join(
 
 
 def shared_inputs(model: nn.Module) -> list[list[str]]:
-    """Names of a taken-over model's linears that read one tensor, a list for each such tensor.
+    """Return the names of a patched model's linears that read one tensor, a list per tensor.
 
-    Found by watching a forward: linears called once each, one after the other, with the same
-    object. Raises ModelError if the model does not run.
+    Hooks on a forward find linears that are called once each, in sequence, with the same object.
+    Raises ModelError if the model does not run.
     """
     calls: list[tuple[str, Tensor]] = []
 

@@ -1,7 +1,7 @@
-"""oneDNN's packed products, through the operators that torch keeps for itself.
+"""oneDNN's packed products, through torch's private operators.
 
-Only this file names `torch.ops.mkldnn`. A build of torch may lack the operators, and a processor
-may lack what oneDNN needs for a number type: `pack` raises RuntimeError then.
+Only this file uses `torch.ops.mkldnn`. A build of torch may lack the operators, and a processor may
+lack the instructions that oneDNN needs for a dtype. `OneDnnWeight` then raises RuntimeError.
 """
 
 import ctypes
@@ -14,9 +14,9 @@ from torch import Tensor
 from model_runtime.cpu_kernels.skinny_gemm import PANEL, Panels
 
 _OPS: Any = torch.ops.mkldnn
-# Any number above one chooses the layout that is good for several rows. But for float32 oneDNN 3.10
-# (torch 2.11) lays nothing out below 128, some widths not below 1,024, and then has other products
-# for few rows than for many.
+# Any number above one selects the layout for several rows. For float32, however, oneDNN 3.10 (torch
+# 2.11) packs no weight for a number below 128, and some widths not below 1,024. An unpacked weight
+# has other products for few rows than for many.
 _PACKED_FOR_ROWS = {torch.float32: 4096, torch.bfloat16: 8}
 
 
@@ -27,35 +27,35 @@ def is_available() -> bool:
 
 
 def shows_memory() -> bool:
-    """Return whether this build of torch tells where packed memory is."""
+    """Return whether this build of torch exposes the address of packed memory."""
     return hasattr(_OPS, "data_ptr") and hasattr(_OPS, "_nbytes")
 
 
 class OneDnnWeight:
-    """A weight as oneDNN has packed it, and the product of rows with it."""
+    """A weight packed by oneDNN, and the product of rows with it."""
 
     def __init__(self, weight_NK: Tensor) -> None:
-        """Pack. Raises RuntimeError if oneDNN cannot, on this processor or in this build."""
+        """Pack the weight. Raises RuntimeError if this processor or this build cannot."""
         self._shape = weight_NK.shape
         self.dtype = weight_NK.dtype
         self._packed = _OPS._reorder_linear_weight(weight_NK, _PACKED_FOR_ROWS[weight_NK.dtype])
         self._product = _OPS._linear_pointwise.default
 
     def multiply(self, x_RK: Tensor, bias_N: Tensor | None) -> Tensor:
-        """[R, K] -> [R, N]; rows are contiguous and of the weight's dtype."""
+        """Multiply rows, [R, K] -> [R, N]; rows are contiguous and of the weight's dtype."""
         out: Tensor = self._product(x_RK, self._packed, bias_N, "none", [], "")
         return out
 
     def memory(self) -> Any:
-        """The packed numbers where they are, float32 or bf16's bits; `self` keeps them alive."""
+        """Return the packed memory, not copied; float32 or bf16's bits. `self` keeps it alive."""
         kind = ctypes.c_float if self.dtype == torch.float32 else ctypes.c_uint16
         pointer = ctypes.cast(_OPS.data_ptr(self._packed), ctypes.POINTER(kind))
         return np.ctypeslib.as_array(pointer, (_OPS._nbytes(self._packed) // self.dtype.itemsize,))
 
     def panels(self, bias_N: Tensor | None) -> Panels | None:
-        """The memory as panels; None if its size shows that it is something else.
+        """Return the memory as panels; None if its size shows another layout.
 
-        Whether the numbers are where panels would have them, only a product shows.
+        Only a product shows if the elements are in the order of panels.
         """
         if not shows_memory():
             return None

@@ -1,8 +1,8 @@
-"""Linear layers and activations on a CPU whose rows do not depend on the batch, to the bit.
+"""Linear layers and activations on a CPU with rows that do not depend on the batch, to the bit.
 
-How a weight is laid out and multiplied: `packed_product.py`. torch's silu and tanh-gelu differ in
-the last bit near the end of each thread's part, unless the part is a multiple of the vector width.
-Padded blocks too small for two threads have no such end.
+`packed_product.py` describes the layout and product of a weight. torch's silu and tanh-gelu differ
+in the last bit near the end of each thread's part, unless the part is a multiple of the SIMD width.
+Padded blocks that are too small for two threads have no such end.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,12 +18,12 @@ from model_runtime.layers.packed_product import DTYPES, PackedProduct, Way, Work
 from model_runtime.layers.replace_modules import swap_modules
 from model_runtime.layers.way_trial import choose_way
 
-_VECTOR = 64  # a multiple of every vector width in use, in numbers
-_UNSPLIT = 16_384  # numbers; torch gives a thread at least this many of any activation
+_VECTOR = 64  # elements; a multiple of every SIMD width in use
+_UNSPLIT = 16_384  # elements; torch gives a thread at least this many of any activation
 
 
 class PackedLinear(nn.Module):
-    """A linear whose weight is laid out once for the processor; the original is let go."""
+    """A linear with a weight that is laid out once for the processor; the original is freed."""
 
     def __init__(self, linear: nn.Linear, product: PackedProduct | None = None) -> None:
         super().__init__()
@@ -33,15 +33,15 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], each row as if it were alone."""
+        """Compute the linear, [..., in] -> [..., out]; rows do not depend on each other."""
         return self.product(x)
 
 
 class RowwiseActivation(nn.Module):
-    """An activation in which no number is in a vector loop's remainder, on any number of threads.
+    """An activation without elements in a SIMD loop's remainder, on any number of threads.
 
-    Where torch would leave one, the tensor is padded to whole vectors, and computed in blocks that
-    torch never splits.
+    If torch would leave a remainder, the tensor is padded to whole SIMD registers and computed in
+    blocks that torch never splits.
     """
 
     def __init__(self, activation: nn.Module) -> None:
@@ -49,9 +49,9 @@ class RowwiseActivation(nn.Module):
         self._activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """The activation, same shape."""
+        """Return the activation, same shape."""
         num_numbers = x.numel()
-        # Not for a slice of linears with one input: torch has another gelu where rows have gaps.
+        # A merged linear's slice has gaps between rows, and torch has another gelu for those.
         x = x.contiguous()
         if _leaves_no_remainder(num_numbers, torch.get_num_threads()):
             return self._activation(x)  # type: ignore[no-any-return]
@@ -63,7 +63,7 @@ class RowwiseActivation(nn.Module):
 
 @lru_cache
 def _leaves_no_remainder(num_numbers: int, num_threads: int) -> bool:
-    """Whether equal parts for any number of threads are whole vectors."""
+    """Return whether equal parts for any number of threads are whole SIMD registers."""
     most = min(num_threads, -(-num_numbers // _UNSPLIT))
     return all(-(-num_numbers // parts) % _VECTOR == 0 for parts in range(1, most + 1)) and (
         num_numbers % _VECTOR == 0
@@ -74,7 +74,7 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
     """Replace every linear and stateless activation of the model, in place.
 
     `groups`: names of linears that read one tensor, in the order of their calls
-    (takeover.shared_inputs finds them).
+    (merged_linear.shared_inputs finds them).
     """
     workshops = {dtype: workshop_for(dtype) for dtype in _dtypes(model)}
 
@@ -98,7 +98,7 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
 
 
 def workshop_for(dtype: torch.dtype) -> Workshop:
-    """A workshop for weights of a number type, in the way that suits this processor."""
+    """Return a workshop for weights of a dtype, with the way that suits this processor."""
     return Workshop(choose_way(dtype))
 
 
@@ -107,13 +107,13 @@ def _dtypes(model: nn.Module) -> set[torch.dtype]:
 
 
 def described(ways: Iterable[Way], dtype: torch.dtype) -> str:
-    """How weights of a dtype are laid out and multiplied, as the banner says it."""
+    """Return the ways in which weights of a dtype are laid out, for the banner."""
     name = str(dtype).removeprefix("torch.")
     return " and ".join(way.value.format(name) for way in sorted(set(ways), key=list(Way).index))
 
 
 def ways_of(model: nn.Module) -> set[Way]:
-    """The ways of all products of a packed model."""
+    """Return the ways of all products of a packed model."""
     products = (getattr(module, "product", None) for module in model.modules())
     return {product.way for product in products if isinstance(product, PackedProduct)}
 

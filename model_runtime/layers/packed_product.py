@@ -1,30 +1,30 @@
 """A weight laid out for this processor, and its products: each row has the same bits in any batch.
 
-torch's own linear picks another kernel for one row than for several, which flips near-ties between
-tokens, and then a request's text depends on its neighbours. Here a weight is laid out in one of
-three ways, and `way_trial.py` finds which of them this processor and this build of torch bear, and
-which is fastest.
+torch's own linear uses one kernel for one row and another for several. That flips near-ties between
+tokens, so a request's text depends on the other requests in its batch. Here a weight is laid out in
+one of three ways. `way_trial.py` finds which of them work on this processor with this build of
+torch, and which is fastest.
 
-- `ONEDNN`: packed by oneDNN in the model's number type; up to 16 rows are multiplied over the same
-  memory by `skinny_gemm.py`, at the speed at which memory gives the weight.
-- `STORED`: bfloat16 in panels of our own. Up to 16 rows are widened in registers. For more, a block
-  of the weight is widened into scratch memory and multiplied by oneDNN's float32 product. Widening
-  is exact and the sums are in the same order, so few rows and many have the same bits. For
-  processors that multiply no bfloat16, or slowly.
-- `OWN`: panels of our own, and every row multiplied by `skinny_gemm.py`. Needs no oneDNN.
+- `ONEDNN`: packed by oneDNN in the model's dtype. Up to 16 rows are multiplied over the same memory
+  by `skinny_gemm.py`, at the speed of memory.
+- `STORED`: bfloat16 in panels of our own. For up to 16 rows, the weight is widened in registers.
+  For more rows, a block of the weight is widened into scratch memory and multiplied by oneDNN's
+  float32 product. Widening is exact and the sums are in the same order, so few rows and many have
+  the same bits. This way is for processors that multiply bfloat16 slowly or not at all.
+- `OWN`: panels of our own, and every row is multiplied by `skinny_gemm.py`. It needs no oneDNN.
 
-Measured with torch 2.13 and oneDNN 3.12 on AVX2, on AVX-512 with AMX and with AVX512_BF16 alone, on
-1 to 16 threads, for widths 64 to 11,008 and 1 to 1,024 rows. A part is repeated in
-tests/model_runtime/layers/test_packed_linear.py:
-- Packed for several rows, every count of rows from two up gives the same bits, in bf16 up to 32.
-  One row alone does not where the input is wider than 1,024, so there a single row is computed
-  twice. With AVX2 one row alone does, too.
-- bf16: products of more than 32 rows give the same bits without AMX; with it they are blocked
-  differently from size to size. So sizes above 32 are tried when the model is packed.
-- oneDNN keeps code for every count of rows it has seen, 2 MiB and more for those of a chunk, and
-  takes half a millisecond to make it. So a product is made of blocks of a few sizes, with rows of
+These results were measured with torch 2.13 and oneDNN 3.12 on AVX2, on AVX-512 with AMX and with
+AVX512_BF16 alone. They cover 1 to 16 threads, widths 64 to 11,008 and 1 to 1,024 rows. A part is
+repeated in tests/model_runtime/layers/test_packed_linear.py:
+- If a weight is packed for several rows, all counts of rows from two up give the same bits, in bf16
+  up to 32. With inputs wider than 1,024, one row alone gives other bits, so a single row is then
+  computed twice. With AVX2, one row alone gives the same bits, too.
+- In bf16, products of more than 32 rows give the same bits without AMX. With AMX, their blocking
+  differs from size to size. So sizes above 32 are tried when the model is packed.
+- oneDNN keeps code for every count of rows it has seen. It takes 2 MiB and more for the counts of a
+  chunk, and half a millisecond to make. So a product is made of blocks of a few sizes, with rows of
   zeros in the last one.
-- Packed products are also 2 to 3 times faster than plain ones, whatever the dtype.
+- Packed products are also 2 to 3 times faster than plain ones, for every dtype.
 """
 
 import enum
@@ -51,17 +51,17 @@ from model_runtime.layers.merged_linear import merged_weight
 from model_runtime.layers.onednn import OneDnnWeight
 
 DTYPES = (torch.float32, torch.bfloat16)
-_WIDEST_SINGLE_ROW = 1024  # inputs of a product whose one row may go alone
+_WIDEST_SINGLE_ROW = 1024  # max inputs of a product that may compute one row alone
 SMALL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # rows of a block
-LARGE_SIZES = (64, 128, 256, 512)  # where they give the same bits
-# bf16 hides what sums differ in: another order of them shows in about one number of 10,000.
+LARGE_SIZES = (64, 128, 256, 512)  # used if they give the same bits
+# bf16 hides most differences of sums. Another order shows in about one value of 10,000.
 _TRIAL_NUMBERS = 1 << 18
-_CHAINS = (512, 1024, 2048, 4096)  # inputs of a chain; to be tried after all of them
-_SCRATCH_BYTES = 1 << 20  # of widened weights: they should stay in a core's second cache
+_CHAINS = (512, 1024, 2048, 4096)  # inputs of a chain, tried after one chain of all inputs
+_SCRATCH_BYTES = 1 << 20  # of widened weights, which should stay in a core's level-2 cache
 
 
 class Way(enum.Enum):
-    """How a weight is laid out, as the banner says it."""
+    """The layout of a weight; values are the banner's text."""
 
     ONEDNN = "oneDNN packed {}"
     STORED = "stored {}, multiplied in float32"
@@ -70,14 +70,14 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What products with a weight of some shape were found to do."""
+    """The result of the trial of one weight shape."""
 
-    sizes: tuple[int, ...]  # rows of blocks that give the same bits, ascending
+    sizes: tuple[int, ...]  # block sizes in rows that give the same bits, ascending
     chain: int | None  # inputs of one chain of the library's sums; None: not found
 
 
 class Workshop:
-    """What the products of one model share: their way, trials by shape, scratch memory."""
+    """The way, the trials by shape and the scratch memory of one model's products."""
 
     def __init__(self, way: Way) -> None:
         self.way = way
@@ -85,13 +85,13 @@ class Workshop:
         self._scratch: dict[int, OneDnnWeight] = {}
 
     def tried(self, product: "PackedProduct", shape: tuple[int | bool | torch.dtype, ...]) -> Tried:
-        """What is known of products of this shape, found by the first of them."""
+        """Return the trial's result for this shape; the first product of a shape runs it."""
         if shape not in self._tried:
             self._tried[shape] = product.trial()
         return self._tried[shape]
 
     def scratch(self, num_inputs: int) -> OneDnnWeight:
-        """A float32 weight of so many inputs, as many outputs as fit, to be written over."""
+        """Return a float32 scratch weight of `num_inputs`, with as many outputs as fit."""
         if num_inputs not in self._scratch:
             panels = max(1, _SCRATCH_BYTES // (4 * PANEL * num_inputs))
             self._scratch[num_inputs] = OneDnnWeight(torch.zeros(panels * PANEL, num_inputs))
@@ -99,7 +99,7 @@ class Workshop:
 
 
 class _Stored:
-    """bfloat16 panels whose numbers are widened, block by block, for oneDNN's float32 product."""
+    """bfloat16 panels, widened block by block for oneDNN's float32 product."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, workshop: Workshop) -> None:
         self._scratch = workshop.scratch(weight_NK.shape[1])
@@ -114,7 +114,7 @@ class _Stored:
         self._bias_N = None if bias_N is None else bias_N.float()
 
     def multiply(self, x_RK: Tensor) -> Tensor:
-        """[R, K] -> [R, N]."""
+        """Multiply rows, [R, K] -> [R, N]."""
         num_outputs, rows_RK = self.panels.num_outputs, x_RK.float()
         out_RN = x_RK.new_empty(len(x_RK), num_outputs)
         for first in range(0, self.panels.num_panels, self._block):
@@ -131,9 +131,10 @@ class _Stored:
 
 @cache
 def _blocks(num_rows: int, sizes: tuple[int, ...], *, are_few_apart: bool) -> tuple[int, ...]:
-    """Sizes of blocks that `num_rows` rows are computed in; `sizes` ascend.
+    """Return the sizes of the blocks in which `num_rows` rows are computed; `sizes` ascend.
 
-    The last block may be larger than its rows, unless up to MOST_ROWS are computed otherwise.
+    The last block may be larger than its rows, unless `are_few_apart`: then up to MOST_ROWS rows
+    are computed by another kernel.
     """
     blocks = []
     while num_rows >= SMALL_SIZES[-1]:
@@ -152,7 +153,7 @@ class PackedProduct:
     """The weight of one or several linears with one input, laid out once for the processor."""
 
     def __init__(self, linears: Sequence[nn.Linear], workshop: Workshop) -> None:
-        """Lay the weight out. Raises RuntimeError if the workshop's way is not possible here."""
+        """Lay out the weight. Raises RuntimeError if the workshop's way is not possible here."""
         weight_NK, bias_N = merged_weight(linears)
         self.out_features, self.in_features = weight_NK.shape
         self._dtype = weight_NK.dtype
@@ -183,7 +184,7 @@ class PackedProduct:
         self._few = None if chain is None else self._row_products(chain)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], each row as if it were alone."""
+        """Compute the product, [..., in] -> [..., out]; rows do not depend on each other."""
         num_rows = x.numel() // self.in_features
         if num_rows == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
@@ -210,14 +211,14 @@ class PackedProduct:
         return out[:num_rows].reshape(*x.shape[:-1], self.out_features)
 
     def multiply(self, x_RK: Any) -> Any:
-        """[R, in] -> [R, out], numpy's arrays of float32 or of bf16's bits."""
+        """Compute the product, [R, in] -> [R, out]; numpy arrays of float32 or of bf16's bits."""
         few = self.few(len(x_RK))
         if few is not None:
             return few.multiply(x_RK)
         return as_numpy(self(as_tensor(x_RK, self._dtype)))
 
     def few(self, num_rows: int) -> RowProducts | None:
-        """What multiplies so few rows; None: the call itself does, whatever the number."""
+        """Return the kernel for few rows; None if `num_rows` must go through the call itself."""
         return self._few if 0 < num_rows <= MOST_ROWS and self._holds() else None
 
     def trial(self) -> Tried:
@@ -233,7 +234,9 @@ class PackedProduct:
             return torch.cat([self._multiply(block) for block in blocks])
 
         large: Sequence[int] = LARGE_SIZES
-        if self.way is Way.ONEDNN and self._dtype != torch.float32:  # there all are always alike
+        if (
+            self.way is Way.ONEDNN and self._dtype != torch.float32
+        ):  # in float32 all sizes are alike
             counts = {size: -(-least // size) * size for size in large}
             expected = by(MOST_ROWS, max(counts.values()))
             large = [
@@ -245,7 +248,7 @@ class PackedProduct:
         return Tried((*self._small, *large), chain)
 
     def _find_chain(self, x_RK: Tensor, expected_RN: Tensor) -> int | None:
-        """Find how many inputs make a chain of the library's sums; None if none has its bits."""
+        """Find how many inputs make a chain of the library's sums; None if no length matches."""
         if self._panels is None or not self._panels.takes(self._multiplying()):
             return None
         for chain in dict.fromkeys((self.in_features, *_CHAINS)):
@@ -265,7 +268,7 @@ class PackedProduct:
         return IN_PAIRS if self.way is Way.ONEDNN else WIDENED
 
     def _holds(self) -> bool:
-        """Whether threads are as many as when it was tried: what was found holds for no others."""
+        """Return whether the number of threads is the trial's; its results hold for no other."""
         return self._many is None or torch.get_num_threads() == self._num_threads
 
     def _sizes_of_other_threads(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a model's layers ask of attention, seen by running it on a few tokens.
+"""The attention calls of a model's layers, found by running the model on a few tokens.
 
 Shapes: H = query heads, K = key heads, T = tokens of the probe, D = key dimensions.
 """
@@ -15,18 +15,18 @@ from model_runtime.attention.paged_attention import (
 )
 from model_runtime.errors import ModelError
 
-_PROBE_LEN = 3  # tokens; a layer's output is thrown away, so only its own projections matter
+_PROBE_LEN = 3  # tokens; layers' outputs are discarded, so only their own projections matter
 
 
 def text_config(model: nn.Module) -> Any:
-    """The config of the language model inside."""
+    """Return the config of the language model inside."""
     config: Any = model.config
     return config.get_text_config()
 
 
 @dataclass(slots=True)
 class _Probe:
-    """A step that records what each layer asks and answers nothing."""
+    """A step that records each layer's call and returns zeros."""
 
     calls: dict[int, AttentionCall]
 
@@ -39,7 +39,7 @@ class _Probe:
 
 
 def are_equal(call: AttentionCall, other: AttentionCall) -> bool:
-    """Whether a layer asks for the same queries and keys, to the bit."""
+    """Return whether two calls have the same queries and keys, to the bit."""
     return torch.equal(call.query_1HTD, other.query_1HTD) and torch.equal(
         call.key_1KTD, other.key_1KTD
     )
@@ -47,7 +47,7 @@ def are_equal(call: AttentionCall, other: AttentionCall) -> bool:
 
 @torch.inference_mode()
 def recorded_calls(model: nn.Module, first_position: int = 0) -> dict[int, AttentionCall]:
-    """Every attention layer's call for a short prompt. Raises ModelError if there is none."""
+    """Return every attention layer's call for a short prompt; raise ModelError if there is none."""
     device = next(model.parameters()).device
     vocabulary = text_config(model).vocab_size
     probe = _Probe({})

@@ -1,4 +1,4 @@
-"""Modules of a loaded model exchanged for others, in place."""
+"""Replacement of modules in a loaded model, in place."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def swap_modules(model: nn.Module, other: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Put what `other` makes of a module in its place; None: the module stays."""
+    """Replace each module by the result of `other`; if that is None, the module stays."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             made = other(child)

@@ -1,11 +1,12 @@
-"""Root-mean-square norms in one pass over a row instead of seven over the tensor.
+"""RMSNorm in one pass over a row instead of seven over the tensor.
 
-Every architecture has a class of its own for the same formula, so a norm is recognised by what it
-answers: x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight). What answers anything else is left.
+Every architecture has its own class for the same formula, so a norm is recognised by its outputs:
+x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight). A module with other outputs is not replaced.
 
-On a CPU a row is computed by the same code whatever stands beside it, so its bits do not depend on
-the batch. On a GPU the first of the two is torch's own kernel, one instead of eight; the second is
-left. Sums are taken in float32; a bf16 result is rounded once, where some models round twice.
+On a CPU every row is computed by the same code, whatever the other rows are. Its bits therefore do
+not depend on the batch. On a GPU the first formula is torch's own kernel, one instead of eight. The
+second formula is not replaced there. Sums are float32. A bf16 result is rounded once, although some
+models round it twice.
 
 Shapes: R = rows, D = dimensions of a row or of one head, C = columns that hold head beside head.
 """
@@ -23,23 +24,23 @@ from model_runtime.cpu_kernels.trials import kernel_fault
 from model_runtime.layers.replace_modules import swap_modules
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_TRIAL_SCALES = (1e-3, 1.0, 30.0)  # the smallest shows a wrong eps
-_TRIAL_SHIFT = 0.5  # a norm that takes the mean away shows
+_TRIAL_SCALES = (1e-3, 1.0, 30.0)  # the smallest reveals a wrong eps
+_TRIAL_SHIFT = 0.5  # reveals a norm that subtracts the mean
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative
 
 
 class RmsNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * scale over the last dimension."""
+    """RMSNorm, x / sqrt(mean(x^2) + eps) * scale over the last dimension."""
 
     def __init__(self, weight: nn.Parameter, scale_D: Tensor, eps: float) -> None:
         super().__init__()
-        self.weight = weight  # model code may ask for its dtype
+        self.weight = weight  # model code may read its dtype
         self.scale_D = scale_D.float().numpy()
         self.eps = np.float32(eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm, same shape and dtype."""
-        # Shapes are numpy's business here: torch takes twice as long for each of these calls.
+        """Return the norm, same shape and dtype."""
+        # numpy reshapes here, because torch takes twice as long for each of these calls.
         numbers = as_numpy(x.contiguous())
         out = np.empty_like(numbers)
         rows = (-1, len(self.scale_D))
@@ -48,7 +49,7 @@ class RmsNorm(nn.Module):
 
 
 class TorchRmsNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, by torch."""
+    """torch's RMSNorm, x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -56,18 +57,18 @@ class TorchRmsNorm(nn.Module):
         self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm, same shape and dtype."""
+        """Return the norm, same shape and dtype."""
         return nn.functional.rms_norm(x, (len(self.weight),), self.weight, self._eps)
 
 
 @torch.inference_mode()
 def replace_norms(model: nn.Module) -> None:
-    """Put one of these in the place of every module that answers as one, in place."""
+    """Replace every module that computes an RMSNorm by one of these, in place."""
     swap_modules(model, _as_norm)
 
 
 def _candidates(weight: nn.Parameter, eps: float) -> Iterator[tuple[nn.Module, Tensor]]:
-    """What the norm may be on the weight's device, and what it multiplies a row by."""
+    """Yield the possible norms on the weight's device, each with its scale of a row."""
     wide_D = weight.detach().float()
     if weight.device.type != "cpu" or kernel_fault() is not None:
         yield TorchRmsNorm(weight, eps), wide_D
@@ -77,14 +78,14 @@ def _candidates(weight: nn.Parameter, eps: float) -> Iterator[tuple[nn.Module, T
 
 
 def _as_norm(module: nn.Module) -> nn.Module | None:
-    """The same norm, or None where the module is something else."""
+    """Return the same norm, or None if the module is something else."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if (
         not isinstance(weight, nn.Parameter)
         or not isinstance(eps, float)
         or weight.dim() != 1
-        or len(weight) < 2  # one number for a whole row would be taken for rows of one
+        or len(weight) < 2  # a single weight for whole rows would look like rows of one element
         or weight.dtype not in _DTYPES
         or len(list(module.parameters())) + len(list(module.buffers())) > 1
         or len(inspect.signature(module.forward).parameters) != 1
@@ -106,7 +107,10 @@ def _as_norm(module: nn.Module) -> nn.Module | None:
 
 
 def _are_alike(answer_RD: Tensor, expected_RD: Tensor, scale_D: Tensor) -> bool:
-    """Whether they differ by rounding only. Small scales make small answers: without the scales."""
+    """Return whether the outputs differ by rounding only.
+
+    The outputs are divided by their scales first, because small scales make small outputs.
+    """
     seen_D = scale_D != 0
     rounding = _ROUNDING[expected_RD.dtype]
     answer_RD, expected_RD = (

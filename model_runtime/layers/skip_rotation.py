@@ -1,13 +1,15 @@
-"""Attention layers of a taken-over model that do not compute the identity rotation.
+"""Attention layers of a patched model that skip the identity rotation.
 
-A model whose rotary modules answer cos = 1 and sin = 0 (patch_model.py) still multiplies by the
-one, turns pairs for the other, and adds: some ten small operations a layer that change nothing.
-Modelling code does it in a function that it finds by name in its module,
-`apply_rotary_pos_emb(q, k, cos, sin, ...)`. Here each attention layer gets a copy of its own
-forward in whose globals that name is a function that returns queries and keys as they are. The
-module itself is not touched, so other models of the process rotate as before.
+In a patched model, rotary modules return cos = 1 and sin = 0 (patch_model.py). The layers still
+multiply by cos, rotate pairs by sin and add, which is about ten small operations per layer without
+an effect. Modelling code does this in a function that it finds by name in its module,
+`apply_rotary_pos_emb(q, k, cos, sin, ...)`.
 
-Whether the copies do the same is not concluded from names: patch_model.py compares what layers ask.
+Here each attention layer gets a copy of its own forward. In the copy's globals, that name is a
+function that returns queries and keys unchanged. The module itself is not changed, so other models
+in the process rotate as before.
+
+Names do not prove that the copies compute the same. So patch_model.py compares the layers' calls.
 """
 
 from collections.abc import Iterable
@@ -21,22 +23,22 @@ _FIRST_PARAMETERS = ("q", "k", "cos", "sin")
 
 
 def spare_rotation(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of the attention layers that no longer call their modelling code's rotation."""
-    copies: dict[FunctionType, FunctionType] = {}  # layers of one class share theirs
+    """Remove the rotation from the layers that call it by name, and return those layers."""
+    copies: dict[FunctionType, FunctionType] = {}  # one for all layers of a class
     spared = []
     for layer in layers:
         forward = type(layer).forward
         if isinstance(forward, FunctionType) and _rotates_by_name(forward):
             if forward not in copies:
                 copies[forward] = _with_globals(forward, {_NAME: _as_they_are})
-            # In the instance's own dictionary, where it hides the class's.
+            # The instance's attribute hides the forward of the class.
             layer.forward = MethodType(copies[forward], layer)
             spared.append(layer)
     return spared
 
 
 def restore_rotation(layers: Iterable[nn.Module]) -> None:
-    """Give layers back the forward of their class."""
+    """Restore the layers' forward of their class."""
     for layer in layers:
         del layer.forward
 
@@ -54,7 +56,7 @@ def _as_they_are(q: Tensor, k: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tens
 
 
 def _with_globals(function: FunctionType, replaced: dict[str, Any]) -> FunctionType:
-    """The same code and defaults, with other globals."""
+    """Return a copy of a function, with some globals replaced."""
     copy = FunctionType(
         function.__code__,
         {**function.__globals__, **replaced},

@@ -1,7 +1,7 @@
-"""Which way to multiply this processor bears, and which is fastest: found by trial at load.
+"""Trials at load that find which ways to multiply work on this processor, and which is fastest.
 
-No way is chosen by a processor's name. Times decide only where two ways both work, and only if one
-is clearly faster, because the ways differ in the last bits.
+No way is chosen by a processor's name. Times decide only if two ways both work and one is clearly
+faster, because the ways differ in the last bits.
 """
 
 import math
@@ -21,7 +21,7 @@ from model_runtime.layers.packed_product import (
 )
 
 _PROBE = (448, 1536)  # outputs and inputs of the weight by which a way is chosen
-_PROBE_ROWS = (1, 8, 256)  # whose times decide between two ways
+_PROBE_ROWS = (1, 8, 256)  # rows of the timed products that decide between two ways
 
 
 def is_possible(way: Way, dtype: torch.dtype) -> bool:
@@ -31,9 +31,9 @@ def is_possible(way: Way, dtype: torch.dtype) -> bool:
 
 @cache
 def choose_way(dtype: torch.dtype) -> Way:
-    """Find how weights of a number type are laid out on this processor.
+    """Find the way in which weights of a dtype are laid out on this processor.
 
-    Everything runs on one thread: several, on a busy machine, wait for each other by chance.
+    Everything runs on one thread, because on a busy machine several wait for each other at random.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -45,7 +45,7 @@ def choose_way(dtype: torch.dtype) -> Way:
 
 def _chosen(dtype: torch.dtype) -> Way:
     native = _probe(Way.ONEDNN, dtype)
-    if dtype == torch.float32:  # if the order of sums is unknown, so is whether rows are alike
+    if dtype == torch.float32:  # an unknown order of sums does not ensure equal bits of rows
         return Way.OWN if native is None or native.few(1) is None else Way.ONEDNN
     stored = _probe(Way.STORED, dtype)
     if stored is None or stored.way is not Way.STORED:
@@ -61,7 +61,7 @@ def _chosen(dtype: torch.dtype) -> Way:
 
 
 def _probe(way: Way, dtype: torch.dtype) -> PackedProduct | None:
-    """A product laid out that way, whose rows do not depend on the batch; None: there is none."""
+    """Return a product laid out that way; None if its rows depend on the batch or it fails."""
     if way is not Way.OWN and not onednn.is_available():
         return None
     linear = nn.Linear(_PROBE[1], _PROBE[0], bias=False).requires_grad_(requires_grad=False)
@@ -75,6 +75,6 @@ def _probe(way: Way, dtype: torch.dtype) -> PackedProduct | None:
             torch.equal(product(x_RK[:count]), whole_RN[:count])
             for count in (*SMALL_SIZES, LARGE_SIZES[0])
         )
-    except (RuntimeError, NotImplementedError):  # no such operator, or not for this processor
+    except (RuntimeError, NotImplementedError):  # no such operator, or this processor lacks it
         return None
     return product if is_invariant else None

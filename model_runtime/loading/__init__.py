@@ -1,4 +1,4 @@
-"""From a checkpoint to a checked model that is ready to serve.
+"""Load a checkpoint, then patch and check its model.
 
 May import: runner, layers, attention, cache, text, cpu_kernels. tests/test_layout.py checks it.
 """

@@ -1,6 +1,6 @@
-"""A model id or folder -> a model that is taken over, checked and ready to serve.
+"""Load a model id or folder into a patched and checked model that is ready to serve.
 
-Weights come from safetensors only, and code from the checkpoint runs only if asked for.
+Weights come from safetensors only. Code from the checkpoint runs only if trust_remote_code is set.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ from model_runtime.text.tokenizer import Tokenizer
 from rope import NativeRope
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
-# Of a model's generation_config, what stands in for what a request leaves out (as in vLLM).
+# Fields of generation_config that replace parameters absent from a request (as in vLLM).
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 _log = structlog.get_logger(__name__)
@@ -65,7 +65,7 @@ class Checkpoint:
     dtype: torch.dtype
     device: torch.device
     report: Report  # of the self-check
-    products: str  # how weights are laid out and multiplied
+    products: str  # layout of the weights and kernel of their products
 
 
 def load_checkpoint(
@@ -75,7 +75,7 @@ def load_checkpoint(
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> Checkpoint:
-    """Load, check and take over. Raises ModelError with a sentence that names what is wrong."""
+    """Load, patch and check a model. Raises ModelError with a sentence that names the problem."""
     config = read_model_config(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
@@ -104,7 +104,7 @@ def prepare_model(
     eos_token_ids: frozenset[int],
     sampling_defaults: Mapping[str, float],
 ) -> Checkpoint:
-    """Take a loaded model over, in place, and check it. Raises ModelError."""
+    """Patch a loaded model in place and check it. Raises ModelError."""
     parameter = next(model.parameters())
     native = read_native_rope(model)
     _log.info("self_check", model=type(model).__name__)
@@ -140,17 +140,17 @@ def prepare_model(
 
 
 def expected_products(device: torch.device, dtype: torch.dtype) -> str:
-    """How weights will be laid out and multiplied, before there are any."""
+    """Return the layout and products that weights will have, before they are loaded."""
     if backend_for(device) is not CpuAttention:
         return "torch"
     return packed_linear.described([choose_way(dtype)], dtype)
 
 
 def _leave_file(model: nn.Module) -> None:
-    """Copy what is left of the loaded weights, in place.
+    """Copy the remaining loaded weights out of the file mapping, in place.
 
-    They are views of the file, mapped into memory as a whole: while one of them lives, so do the
-    pages of all that have been packed.
+    They are views of the file, which is mapped into memory as a whole. While one view lives, the
+    file's pages of all packed weights stay in memory.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "cpu":
@@ -171,7 +171,7 @@ def _load_model(source: str | Path, dtype: torch.dtype, *, trust_remote_code: bo
         raise ModelError(f"{source} lacks {len(missing)} weights, the first is {missing[0]}")
     unused = sorted(info["unexpected_keys"])
     if unused:
-        # Often harmless (a head that is not served), sometimes a config with too few layers.
+        # Often harmless (a head that is not served), but the config may have too few layers.
         _log.warning("weights_unused", count=len(unused), first=unused[0])
     mismatched = sorted(str(each) for each in info.get("mismatched_keys", ()))
     if mismatched:
@@ -183,7 +183,7 @@ def _load_model(source: str | Path, dtype: torch.dtype, *, trust_remote_code: bo
 
 
 def _generation_defaults(source: str | Path, config: Any) -> dict[str, Any]:
-    """What generation_config states; the config's end token where there is none."""
+    """Return the fields of generation_config; if it is absent, the config's end token."""
     try:
         stated: dict[str, Any] = GenerationConfig.from_pretrained(source).to_diff_dict()
     except OSError:
@@ -192,7 +192,7 @@ def _generation_defaults(source: str | Path, config: Any) -> dict[str, Any]:
 
 
 def _eos_token_ids(generation: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
-    """End tokens of generation_config, and the tokenizer's."""
+    """Return the end tokens of generation_config and of the tokenizer."""
     declared = generation.get("eos_token_id")
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(each for each in (*ids, tokenizer.eos_token_id) if each is not None)

@@ -1,7 +1,7 @@
-"""What fails while a model is loaded, as one sentence for the operator.
+"""Convert the errors of a model load into one sentence for the operator.
 
-torch, transformers, numba and a checkpoint's own code raise whatever they meet. A load has one
-place in which that becomes a ModelError: number type, device, reason, and another setting to try.
+torch, transformers, numba and a checkpoint's own code raise errors of any type. A load converts
+them to a ModelError in this one place. It names dtype, device, reason and another setting to try.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from model_runtime.errors import ModelError, RopewalkError
 
 @contextmanager
 def faults_of(what: str, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Turn any error of the block into a ModelError about `what`, with the original behind it."""
+    """Convert any error of the block into a ModelError about `what`, with the original as cause."""
     try:
         yield
     except RopewalkError:

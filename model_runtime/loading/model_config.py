@@ -1,4 +1,4 @@
-"""What a checkpoint's config says before any weight is loaded: tables, cache shapes, sizes."""
+"""Read tables, cache shapes and sizes from a checkpoint's config, before weights are loaded."""
 
 import json
 import math
@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one attention layer keeps of a token."""
+    """The cached numbers of one token in one attention layer."""
 
     num_key_heads: int
     key_dim: int
@@ -29,31 +29,32 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A checkpoint that has been found and may be loaded."""
+    """A checkpoint that was found and can be loaded."""
 
     source: str | Path
-    config: Any  # transformers'
+    config: Any  # the config object of transformers
     dtype: torch.dtype
     device: torch.device
 
     @property
     def architecture(self) -> str:
-        """The class that transformers will make."""
+        """Return the name of the class that transformers will create."""
         named = self.config.architectures
         return str(named[0] if named else self.config.model_type)
 
     def native(self) -> NativeRope:
-        """Its rotary tables. Raises ModelError."""
+        """Return its rotary tables. Raises ModelError."""
         try:
             return native_rope(self._text_config.to_dict())
         except RopeConfigError as error:
             raise ModelError(f"{self.architecture}: {error}") from error
 
     def layers(self) -> Mapping[int, KVShape]:
-        """Cache shapes by the config, by layer index. Raises ModelError where it does not say.
+        """Return the config's cache shapes by layer index. Raises ModelError if they are absent.
 
-        Probing the loaded model finds the same for every architecture in docs/models.md; one that
-        is not there, with another shape in some layers, would be misjudged until it is loaded.
+        Probing the loaded model finds the same shapes for every architecture in docs/models.md.
+        Another architecture may have different shapes in some layers. For it the result is wrong
+        until the model is loaded.
         """
         num_heads = self._number("num_attention_heads")
         num_key_heads = num_heads
@@ -65,7 +66,7 @@ class ModelConfig:
         return dict.fromkeys(range(self._number("num_hidden_layers")), shape)
 
     def num_weight_bytes(self) -> int | None:
-        """Memory of the weights in the dtype they will have; None for a hub id, not looked up."""
+        """Return the bytes of the weights in the served dtype; None for a hub id."""
         folder = Path(self.source)
         if not folder.is_dir():
             return None
@@ -75,7 +76,7 @@ class ModelConfig:
                 shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118
             num_parameters += sum(math.prod(shape) for shape in shapes)
         if self.config.get_text_config().tie_word_embeddings and self._packs_linears:
-            # The head is packed for its products, and the embedding stays as it is.
+            # The head gets a packed copy, and the embedding keeps the original.
             num_parameters += self._number("vocab_size") * self._number("hidden_size")
         return num_parameters * self.dtype.itemsize
 
@@ -95,9 +96,11 @@ class ModelConfig:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files transformers loads: one, or those its index names. Others may lie beside them.
+    """Return the files that transformers loads: a single one, or those that the index names.
 
-    Raises ModelError for an index that cannot be read, or names a file that is not there.
+    Other files in the folder are ignored.
+
+    Raises ModelError for an index that cannot be read or names a missing file.
     """
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
@@ -120,7 +123,7 @@ def read_model_config(
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> ModelConfig:
-    """Find a checkpoint and read its config. Raises ModelError with a sentence."""
+    """Find a checkpoint and read its config. Raises ModelError that names the problem."""
     where = _device(device)
     folder = Path(source)
     if folder.is_dir():
@@ -142,7 +145,7 @@ def _device(name: str) -> torch.device:
 
 
 def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
-    """`auto`: float32 on a CPU, the checkpoint's own elsewhere."""
+    """Return the dtype; `auto`: float32 on a CPU, the checkpoint's own dtype elsewhere."""
     if name == "auto":
         own: torch.dtype = getattr(config, "dtype", None) or torch.float32
         return torch.float32 if device.type == "cpu" else own
@@ -152,7 +155,7 @@ def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
 
 
 def _check_files(folder: Path) -> None:
-    """A folder that lacks a file is told which, before anything is loaded."""
+    """Raise ModelError that names a missing or broken file, before anything is loaded."""
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise ModelError(f"{folder} has no {name}")

@@ -1,12 +1,12 @@
-"""Take a transformers model over: its own forward runs, but hands queries and keys out unrotated.
+"""Patch a transformers model so that its own forward passes on unrotated queries and keys.
 
-Every rotary module is replaced by one that returns the identity rotation. Which layers rotate, how
-wide, in which pairing and by which table is found by probing the model, not from a list of names:
-with cos = sin = 0 exactly the rotated dimensions of a layer's queries come out zero, and with
-cos = 0, sin = 1 they come out exchanged, which shows the pairs.
+Every rotary module is replaced by one that returns the identity rotation. Probing the model, not a
+list of names, shows which layers rotate, their width, their pairing and their table. With
+cos = sin = 0, exactly the rotated dimensions of a layer's queries are zero. With cos = 0 and
+sin = 1, the two dimensions of every pair are exchanged, which shows the pairs.
 
-Then layers that would compute the identity rotation are spared it (skip_rotation.py), if they ask
-for the same queries and keys without. Only the sign of a zero may differ: -0 + 0 is 0.
+Then the layers skip the identity rotation (skip_rotation.py), if their queries and keys are the
+same without it. Only the sign of a zero may differ, because -0 + 0 is 0.
 
 Shapes: H = query heads, K = key heads, T = tokens of the probe, D = key dimensions.
 """
@@ -30,7 +30,7 @@ from rope import ALL_LAYERS, NativeRope, RopeConfigError, half_split_from_interl
 
 
 class IdentityRotary(nn.Module):
-    """Stands where a rotary module stood; answers cos = 1, sin = 0 in the shape it answered."""
+    """A replacement for a rotary module that returns cos = 1, sin = 0 in the original shape."""
 
     def __init__(self, original: nn.Module, layer_types: tuple[str, ...], hidden_size: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class IdentityRotary(nn.Module):
     def forward(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Cos and sin [1, T, width], constant everywhere."""
+        """Return cos and sin [1, T, width], constant at all positions."""
         name = layer_type or ALL_LAYERS
         cos, sin = self.constants[name]
         shape = (1, position_ids.shape[-1], self._widths[name])
@@ -61,7 +61,7 @@ def _answer_width(original: nn.Module, example: Tensor, layer_type: str | None) 
 
 
 def rotary_modules(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
-    """Name -> (module, the layer types it has a table for), for every rotary module."""
+    """Return name -> (module, the layer types of its tables), for every rotary module."""
     found = {}
     for name, module in model.named_modules():
         buffers = [key for key, _ in module.named_buffers(recurse=False)]
@@ -76,9 +76,9 @@ def rotary_modules(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ..
 
 
 def read_native_rope(model: nn.Module) -> NativeRope:
-    """The checkpoint's tables from its config, compared to the bit with what the model holds.
+    """Return the tables of the checkpoint's config, compared bit for bit with the model's.
 
-    Raises ModelError if the model has none, holds others, or carries a block that is refused.
+    Raises ModelError if the model has no tables, other tables, or an unsupported rope block.
     """
     name = type(model).__name__
     modules = rotary_modules(model)
@@ -109,9 +109,9 @@ def _compare_table(name: str, module: nn.Module, layer_type: str, native: Native
 
 
 def patch_model(model: nn.Module, native: NativeRope) -> Mapping[int, LayerPlan]:
-    """Swap the rotary modules and the attention of `model` in place; return each layer's plan.
+    """Replace the rotary modules and the attention of `model` in place; return each layer's plan.
 
-    Raises ModelError, naming what stands in the way.
+    Raises ModelError that names the obstacle.
     """
     register()
     rotaries = []
@@ -179,7 +179,7 @@ def _plan(
 
 
 def _zeroed_width(index: int, plain_XTD: Tensor, zeroed_XTD: Tensor) -> int:
-    """How many leading dimensions become zero with cos = sin = 0."""
+    """Return the number of leading dimensions that are zero with cos = sin = 0."""
     is_zero_D = (zeroed_XTD == 0).flatten(0, 1).all(0) & (plain_XTD != 0).flatten(0, 1).any(0)
     width = int(is_zero_D.sum())
     if not bool(is_zero_D[:width].all()):
@@ -190,7 +190,7 @@ def _zeroed_width(index: int, plain_XTD: Tensor, zeroed_XTD: Tensor) -> int:
 def _is_quarter_turn(
     plain_XTD: Tensor, turned_XTD: Tensor, rotary_dim: int, *, interleaved: bool
 ) -> bool:
-    """Whether (a, b) became (-b, a) in every pair under this pairing."""
+    """Return whether (a, b) became (-b, a) in every pair of this pairing."""
     if interleaved:
         plain_XTD = half_split_from_interleaved(plain_XTD, rotary_dim)
         turned_XTD = half_split_from_interleaved(turned_XTD, rotary_dim)
@@ -208,7 +208,7 @@ def _check_width(plan: LayerPlan, native: NativeRope) -> None:
 
 
 def _spare_rotation(model: nn.Module, plans: Mapping[int, LayerPlan]) -> None:
-    """Let layers leave the identity rotation out, if that changes nothing they ask for."""
+    """Make layers skip the identity rotation, if their attention calls stay equal."""
     rotated = recorded_calls(model)
     layers = [each for each in model.modules() if getattr(each, "layer_idx", None) in plans]
     spared = spare_rotation(layers)

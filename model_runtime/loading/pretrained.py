@@ -1,4 +1,4 @@
-"""transformers' own loading, with one sentence for whatever goes wrong."""
+"""Load with transformers, and report any failure as one sentence."""
 
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ _GENERAL_CLASS = "TokenizersBackend"  # as transformers 5 writes PreTrainedToken
 
 
 def from_pretrained(factory: Any, source: str | Path, **options: Any) -> Any:
-    """transformers' own loading, with one sentence for whatever goes wrong. ModelError."""
+    """Load with transformers. Raises ModelError with one sentence for any failure."""
     try:
         return factory.from_pretrained(source, **options)
-    except Exception as error:  # transformers raises whatever a file's content leads it to
+    except Exception as error:  # transformers raises any type, depending on a file's content
         first_line = str(error).strip().partition("\n")[0]
         if not isinstance(error, OSError | ValueError):
             first_line = f"{type(error).__name__}: {first_line}"
@@ -26,21 +26,22 @@ def from_pretrained(factory: Any, source: str | Path, **options: Any) -> Any:
 
 
 class _StatedTokenizer:
-    """transformers' tokenizer of the class that a checkpoint states.
+    """A factory of transformers tokenizers with the class that the checkpoint states.
 
-    AutoTokenizer gives some model types, Qwen2 among them, a class of their own, which splits text
-    its own way whatever tokenizer.json says; not here where the general class is stated.
+    AutoTokenizer uses a special class for some model types, for example Qwen2. That class splits
+    text in its own way and ignores tokenizer.json. If the checkpoint states the general class,
+    then this factory uses it.
     """
 
     @staticmethod
     def from_pretrained(source: str | Path, **options: Any) -> Any:
-        """The loaded tokenizer; raises what transformers raises."""
+        """Load the tokenizer; errors of transformers pass through."""
         stated = get_tokenizer_config(source).get("tokenizer_class")
         kind = PreTrainedTokenizerFast if stated == _GENERAL_CLASS else AutoTokenizer
         return kind.from_pretrained(source, **options)
 
 
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer of a model folder or hub id. Raises ModelError."""
+    """Load the tokenizer of a model folder or hub id. Raises ModelError."""
     loaded = from_pretrained(_StatedTokenizer, source, trust_remote_code=trust_remote_code)
     return Tokenizer(loaded)

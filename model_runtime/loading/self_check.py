@@ -1,8 +1,8 @@
-"""Does the taken-over model answer as the untouched one did? Decided at every load, by numbers.
+"""Compare the logits of the patched model with those of the original model, at every load.
 
-The untouched model answers first, then it is taken over in place: weights are never held twice.
-The prompts are short random token ids; windows are shrunk below them for the time of the check, so
-that a window that is ignored shows.
+The original model runs first and is then patched in place, so the weights are never held twice.
+The prompts are short random token ids. During the check, sliding windows are smaller than the long
+prompt, so that an ignored window changes the logits.
 
 Shapes: T = tokens of a prompt, V = vocabulary.
 """
@@ -28,28 +28,28 @@ from model_runtime.runner.model_runner import ModelRunner
 from rope import ALL_LAYERS, NativeRope, Profile, Yarn
 
 _LONG, _SHORT = 48, 29  # tokens of the two prompts
-_WINDOW = 16  # every sliding window, for the time of the check
+_WINDOW = 16  # size of every sliding window during the check
 _PAGE_SIZE = 16
-_FIRST_CHUNK, _DECODED = 31, 7  # the long prompt in pieces: 31, then 10, then 7 single tokens
-_FEW_ROWS = 2  # tokens at the end that logits are asked of, and of no others
-# The scaled profile: most pairs interpolated even within 48 tokens, and a temperature.
+_FIRST_CHUNK, _DECODED = 31, 7  # pieces of the long prompt: 31, then 10, then 7 single tokens
+_FEW_ROWS = 2  # only these last tokens have logits in one of the checks
+# The scaled profile: it interpolates most pairs even within 48 tokens, and has a temperature.
 _SCALED = Yarn(factor=4.0, original_max_position_embeddings=64)
-# Allowed difference: this many times the model's own between eager and sdpa attention, but at
-# least this share of the logits' standard deviation.
+# Allowed difference: this multiple of the model's own difference between eager and sdpa attention,
+# but at least this fraction of the logits' standard deviation.
 _TIMES_OWN_DIFFERENCE = 5.0
 _LEAST_SHARE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What the untouched model said."""
+    """The logits of the original model."""
 
     long_ids: list[int]
     short_ids: list[int]
     long_TV: Tensor
     short_TV: Tensor
     scaled_TV: Tensor  # the long prompt under the scaled profile
-    threshold: float  # largest difference in a logit that passes
+    threshold: float  # largest allowed difference in a logit
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class Report:
 
     difference: float  # largest difference in a logit
     threshold: float
-    bitwise: bool  # alone, in a batch, in chunks and token by token: the same bits
+    bitwise: bool  # same bits alone, in a batch, in chunks and token by token
 
 
 @torch.inference_mode()
 def untouched_answers(model: nn.Module, native: NativeRope) -> Answers:
-    """Ask the model before it is taken over. Raises ModelError if it cannot answer."""
+    """Run the model before it is patched. Raises ModelError if it fails."""
     config = text_config(model)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (_LONG + _SHORT,), generator=generator).tolist()
@@ -87,9 +87,9 @@ def untouched_answers(model: nn.Module, native: NativeRope) -> Answers:
 
 
 def _attentions(config: Any) -> tuple[str, ...]:
-    """Those of transformers that do what the layers ask; the last one's answer is the expected.
+    """Return the attentions of transformers that implement the layers; the last is the reference.
 
-    sdpa has no soft cap, and transformers 5.17 leaves it out in silence, which 5.23 refuses.
+    sdpa has no soft cap. transformers 5.17 leaves the cap out silently, and 5.23 raises an error.
     """
     softcap = getattr(config, "attn_logit_softcapping", None)
     return ("eager", "sdpa") if softcap is None else ("eager",)
@@ -103,10 +103,10 @@ def check(
     expected: Answers,
     simpler: DecoderLayers | None = None,
 ) -> Report:
-    """Ask the taken-over model the same. Raises ModelError with the figure if it differs.
+    """Run the patched model on the same prompts. Raises ModelError if a difference is too large.
 
-    A last layer that does not bear being trimmed (last_layer.py) is given back whole. A `simpler`
-    forward is put in the place of the model's own if it gives the same bits.
+    If a trimmed last layer (last_layer.py) fails, then the layer is restored. A `simpler` forward
+    replaces the model's own forward if it gives the same bits.
     """
     parameter = next(model.parameters())
     pages = list(range(-(-_LONG // _PAGE_SIZE)))
@@ -164,7 +164,7 @@ def check(
 
 
 def _simplify(model: nn.Module, simpler: DecoderLayers, runner: ModelRunner, whole: Span) -> None:
-    """Give the model a simpler forward, if it has the bits of its own."""
+    """Replace the model's forward by a simpler one, if both give the same bits."""
 
     def span(first: int, behind: int, rows: Sequence[int]) -> Span:
         return whole._replace(
@@ -197,7 +197,7 @@ def _simplify(model: nn.Module, simpler: DecoderLayers, runner: ModelRunner, who
 def _few_rows(
     runner: ModelRunner, token_ids: list[int], pages: list[int], slot: int
 ) -> Tensor | None:
-    """Logits of the last tokens, where others are not asked for any; None: the model cannot."""
+    """Return logits of the last tokens only; None if the model raises an error."""
     first, second = token_ids[:_FIRST_CHUNK], token_ids[_FIRST_CHUNK:]
     rows = range(len(second) - _FEW_ROWS, len(second))
     try:
@@ -234,7 +234,7 @@ def _run(model: nn.Module, runner: ModelRunner, spans: list[Span]) -> Tensor:
 
 
 def _ask(model: nn.Module, token_ids: list[int]) -> Tensor:
-    """Logits [T, V] of a plain forward, float32."""
+    """Return the float32 logits [T, V] of a plain forward."""
     device = next(model.parameters()).device
     try:
         answer = model(input_ids=torch.tensor([token_ids], device=device), use_cache=False)
@@ -250,7 +250,7 @@ def _ask(model: nn.Module, token_ids: list[int]) -> Tensor:
 
 @contextmanager
 def _windows_shrunk(model: nn.Module) -> Iterator[None]:
-    """Every sliding window smaller than the long prompt."""
+    """Set every sliding window to a size below the long prompt, within the block."""
     with ExitStack() as stack:
         for owner in (text_config(model), *model.modules()):
             if type(getattr(owner, "sliding_window", None)) is int:
@@ -260,7 +260,7 @@ def _windows_shrunk(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _tables_scaled(model: nn.Module, native: NativeRope) -> Iterator[None]:
-    """The untouched model's own rotary modules, holding the scaled table."""
+    """Put the scaled table into the original model's rotary modules, within the block."""
     table = native.tables[native.scaled_layer_type].frequencies(_SCALED)
     with ExitStack() as stack:
         for module, types in rotary_modules(model).values():
@@ -268,7 +268,7 @@ def _tables_scaled(model: nn.Module, native: NativeRope) -> Iterator[None]:
                 continue
             shared = native.scaled_layer_type == ALL_LAYERS
             prefix = "" if shared else f"{native.scaled_layer_type}_"
-            # LongRoPE copies the second over the first in every forward.
+            # LongRoPE copies the second buffer over the first in every forward.
             for name in (f"{prefix}inv_freq", f"{prefix}original_inv_freq"):
                 buffer = getattr(module, name)
                 scaled = table.inv_freq_P.to(buffer.device, buffer.dtype)

@@ -1,12 +1,12 @@
-"""Decode steps of a GPU, recorded once for each number of sequences and then replayed.
+"""CUDA graphs of decode steps, captured once for each batch size and then replayed.
 
-A step in which every sequence has one token runs the same kernels over other numbers. Queueing
-these kernels one by one takes the host longer than a small step takes the GPU; a recorded step (a
-CUDA graph) is queued by one call. What it reads stands at fixed places in memory, which are filled
-before a replay. Numbers of sequences in between are padded: the sequences that are not there have
-one token at position 0 of a page that no sequence holds.
+A step in which every sequence has one token runs the same kernels on different inputs. For a small
+step, the host needs longer to queue these kernels one by one than the GPU needs to run them. A
+captured step (a CUDA graph) is queued by one call. Its inputs are at fixed addresses, which are
+filled before a replay. A batch between two captured sizes is padded: each padding sequence has one
+token at position 0 of a page that no sequence holds.
 
-Shapes: S = sequences that were recorded, N = pages of the longest sequence, V = vocabulary,
+Shapes: S = captured sequences, N = pages of the longest sequence, V = vocabulary,
 F = fields of a sequence's token.
 """
 
@@ -22,15 +22,15 @@ from model_runtime.batch import Batch, Place, Span, page_table
 from model_runtime.cache.rope_tables import RopeTables
 from model_runtime.transfer import fill
 
-# Runs the work once; the second of what it returns runs it again, and the result is in the first.
+# Captures the work. Returns the result tensor and a function that replays the work into it.
 Recorder = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
-MOST_RECORDED = 256  # sequences; above it, launches no longer are what a step waits for
+MOST_RECORDED = 256  # sequences; in a larger step, kernel launches are no longer the bottleneck
 
 
 def recorded_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences that are recorded, ascending; less than half of any is padding."""
+    """Return the captured batch sizes, ascending; less than half of any batch is padding."""
     most = min(max_num_seqs, MOST_RECORDED)
     steps = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, most, 32)]
     return [*(size for size in steps if size < most), most]
@@ -38,7 +38,7 @@ def recorded_sizes(max_num_seqs: int) -> list[int]:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Waiting for the device raises RuntimeError."""
+    """Make a wait for the device raise RuntimeError within the block."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -48,10 +48,11 @@ def _no_waiting() -> Iterator[None]:
 
 
 def cuda_recorder(device: torch.device) -> Recorder:
-    """Records CUDA graphs, which share one pool of memory since only one runs at a time.
+    """Return a function that captures CUDA graphs into one shared memory pool.
 
-    Raises RuntimeError for work that waits for the device, before anything is recorded: torch 2.11
-    does not recover from a recording that breaks off.
+    The graphs can share the pool because only one runs at a time. The function raises RuntimeError
+    for work that waits for the device, before the capture, because torch 2.11 does not recover from
+    a failed capture.
     """
     pool = torch.cuda.graph_pool_handle()
     with torch.cuda.device(device):
@@ -62,12 +63,12 @@ def cuda_recorder(device: torch.device) -> Recorder:
             current = torch.cuda.current_stream()
             aside.wait_stream(current)
             with torch.cuda.stream(aside):
-                work()  # kernels are compiled, tables made and libraries set up by then
+                work()  # warm-up: compiles kernels, builds tables and sets up libraries
                 with _no_waiting():
                     work()
             current.wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
-            # The outer one: a recording that breaks off leaves its own stream the current one.
+            # The outer `stream` restores the current stream if the capture fails.
             with torch.cuda.stream(current), torch.cuda.graph(graph, pool=pool):
                 result = work()
         return result, graph.replay
@@ -77,19 +78,19 @@ def cuda_recorder(device: torch.device) -> Recorder:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A step of S sequences."""
+    """A captured step of S sequences."""
 
     numbers_FS: Tensor  # int64: token, position, page, offset, table slot
-    batch: Batch  # views of these numbers, and what never changes: kernels read all of it
-    logits_SV: Tensor  # float32, where a replay leaves them
+    batch: Batch  # views of these numbers and constants, the inputs of the kernels
+    logits_SV: Tensor  # float32, the output of a replay
     replay: Callable[[], None]
-    num_slots: int  # rotation tables there were; with more, all of them are elsewhere
+    num_slots: int  # rotation tables at capture; a new one moves all of them in memory
 
 
 class DecodeGraphs:
-    """Runs decode steps by replaying them. One thread at a time.
+    """The captured decode steps, which are replayed. Not thread-safe.
 
-    `forward`: the model's logits [S, V] of a batch; asks the device for nothing.
+    `forward`: returns the logits [S, V] of a batch and never waits for the device.
     `spare_page`: a page that no sequence holds.
     """
 
@@ -114,9 +115,9 @@ class DecodeGraphs:
         self._recorded: dict[int, _Recorded] = {}
 
     def record_all(self) -> int:
-        """Record every size now, the largest first: the others fit into its memory. How many.
+        """Capture every size and return their number; the largest first, the others fit its memory.
 
-        Before there is a rotation table none can be, and each is when it is first needed.
+        Without a rotation table nothing is captured now, and each size is captured at first use.
         """
         if self._tables.num_slots:
             for size in reversed(self._sizes):
@@ -124,15 +125,15 @@ class DecodeGraphs:
         return len(self._recorded)
 
     def takes(self, spans: Sequence[Span]) -> bool:
-        """Whether the step is one of those that are recorded."""
+        """Return whether a captured size fits the step and every span is a decode."""
         return len(spans) <= self._sizes[-1] and all(
             len(span.token_ids) == len(span.logit_rows) == 1 for span in spans
         )
 
     def prepared(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
-        """Put a step's numbers in their places. What it returns runs it: float32 [S, V].
+        """Fill the inputs of a step, and return a function that runs it: float32 [S, V].
 
-        The logits stand until the next step runs. At least one span.
+        The logits are valid until the next step runs. There must be at least one span.
         """
         size = next(size for size in self._sizes if size >= len(spans))
         recorded = self._recorded.get(size)
@@ -149,7 +150,7 @@ class DecodeGraphs:
         return run
 
     def _numbers(self, spans: Sequence[Span], size: int) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [F, S] and int32 [S, pages in use]."""
+        """Return the inputs of a step: int64 [F, S] and int32 [S, pages in use]."""
         num_there = len(spans)
         numbers_FS = np.zeros((5, size), dtype=np.int64)
         tokens_S, positions_S, pages_S, offsets_S, slots_S = numbers_FS
@@ -163,7 +164,7 @@ class DecodeGraphs:
         return numbers_FS, table_SN
 
     def _new(self, size: int) -> _Recorded:
-        """Record a step of padding; what is longer or elsewhere is read by the same kernels."""
+        """Capture a step of padding; the same kernels read longer sequences and other pages."""
         device = self._tables.device
         num_pages = -(-self._max_len // self._page_size)
         numbers_FS = torch.zeros(5, size, dtype=torch.int64, device=device)
@@ -184,7 +185,7 @@ class DecodeGraphs:
             table_slot_S=slot_S,
             logit_rows_R=place_S[:size],
             single_B=place_S[:size],
-            # The host knows no positions here, only how long a context may be.
+            # The host does not know the positions here, only the maximum context length.
             places_S=tuple(Place(index, 1, self._max_len - 1, 0) for index in range(size)),
         )
         logits_SV, replay = self._record(lambda: self._forward(batch))

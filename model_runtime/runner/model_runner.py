@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 
 
 class ModelRunner:
-    """Runs a taken-over model over the paged cache. One thread at a time."""
+    """The forward pass of a patched model over the paged cache. Not thread-safe."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
 
     def table_slot(self, profile: Profile) -> int:
-        """The slot of the rotation table that sequences of this profile are read under."""
+        """Return the slot of the rotation table for sequences of this profile."""
         return self._tables.slot(profile)
 
     @torch.inference_mode()
     def run(self, spans: Sequence[Span], clock: StepTimer | None = None) -> Tensor:
-        """One forward over all spans; float32 [R, V], rows in the order the spans ask for them.
+        """Run one forward over all spans; return float32 [R, V] in the order of their logit rows.
 
-        `clock`: switched to `forward` when the batch is built.
+        `clock`: is switched to `forward` when the batch is built.
         """
         run = self._recorded(spans)
         if run is None:
@@ -70,19 +70,19 @@ class ModelRunner:
         return run()
 
     def _recorded(self, spans: Sequence[Span]) -> Callable[[], Tensor] | None:
-        """A recorded step, ready to run; None where there is none for these spans."""
+        """Return a captured step, ready to run; None if there is none for these spans."""
         if self._graphs is None or not self._graphs.takes(spans):
             return None
         try:
             return self._graphs.prepared(spans)
-        except torch.OutOfMemoryError:  # with a request less it may work
+        except torch.OutOfMemoryError:  # it may work with one request fewer
             raise
         except RuntimeError as error:
             self._give_up_recording(error)
             return None
 
     def _give_up_recording(self, error: RuntimeError) -> None:
-        """The forward asks the device for something: its kernels are queued one by one."""
+        """Disable graphs after a failed capture; kernels are then queued one by one."""
         self._graphs = None
         _log.warning("decode_not_recorded", error=str(error), remedy="enforce_eager skips this")
 
@@ -90,9 +90,9 @@ class ModelRunner:
     def capture_graphs(
         self, max_len: int, max_num_seqs: int, spare_page: int, record: Recorder
     ) -> None:
-        """Record decode steps of up to `max_num_seqs` sequences; they are replayed from now on.
+        """Capture decode steps of up to `max_num_seqs` sequences, and replay them from now on.
 
-        Takes seconds. What cannot be recorded is queued kernel by kernel, as without.
+        Takes seconds. If the capture fails, then kernels are queued one by one.
         """
         began = time.monotonic()
         graphs = DecodeGraphs(
@@ -106,7 +106,7 @@ class ModelRunner:
         )
         try:
             num_recorded = graphs.record_all()
-        except RuntimeError as error:  # or memory is full
+        except RuntimeError as error:  # the forward waits for the device, or memory is full
             self._give_up_recording(error)
             return
         self._graphs = graphs
@@ -114,7 +114,7 @@ class ModelRunner:
         _log.info("decode_recorded", sizes=num_recorded, seconds=seconds)
 
     def _single_tokens(self, batch: Batch) -> Tensor:
-        """The forward of a decode step, which depends on nothing but the batch's tensors."""
+        """Run the forward of a decode step, which depends only on the batch's tensors."""
         return self._forward(batch, self._step(batch), batch.logit_rows_R)
 
     def _forward(self, batch: Batch, step: Step, logit_rows_R: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class ModelRunner:
         return logits_RV
 
     def _asked_step(self, spans: Sequence[Span], batch: Batch) -> tuple[Step, Tensor]:
-        """What answers the layers' calls, and the rows of logits among those that it leaves."""
+        """Return the step for the attention calls, and the logit rows among its remaining rows."""
         every = self._step(batch)
         asked = None if self._trimmed_layer is None else asked_spans(spans)
         if self._trimmed_layer is None or asked is None:
@@ -139,5 +139,5 @@ class ModelRunner:
         return step, small.logit_rows_R
 
     def _step(self, batch: Batch) -> WritingStep:
-        """What answers the attention layers' calls in a forward over a batch."""
+        """Return the step for the attention calls in a forward over a batch."""
         return PagedStep(batch, self._store, self._tables, self._plans, self._backend)

@@ -1,6 +1,6 @@
-"""Penalties on tokens that a request has seen: what was counted is kept from step to step.
+"""Penalties on tokens that a request has seen; their counts are kept between steps.
 
-Shapes: R = rows, V = vocabulary, E = a row's distinct tokens, of all rows one after the other.
+Shapes: R = rows, V = vocabulary, E = distinct tokens of each row, with the rows concatenated.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from model_runtime.transfer import on_device
 
 
 def has_penalty(params: SamplingParams) -> bool:
-    """Whether a request's tokens so far change its logits."""
+    """Return whether a request's earlier tokens change its logits."""
     return params.repetition_penalty != 1 or bool(
         params.presence_penalty or params.frequency_penalty
     )
 
 
 class SeenTokens:
-    """The distinct tokens of a prompt and its answer, and how often the answer has each."""
+    """The distinct tokens of a prompt and its answer, with their counts in the answer."""
 
     def __init__(self, prompt_ids: Sequence[int], generated_ids: Sequence[int] = ()) -> None:
         ids = list(dict.fromkeys(prompt_ids))
@@ -33,11 +33,11 @@ class SeenTokens:
             self.add(token_id)
 
     def add(self, token_id: int) -> None:
-        """The answer has one token more. Takes the same time however long it is."""
+        """Add a token of the answer, in amortised constant time."""
         place = self._place.get(token_id)
         if place is None:
             place = self._place[token_id] = len(self._place)
-            if place == len(self._ids):  # twice as many places, so that few tokens pay for it
+            if place == len(self._ids):  # double the capacity, so that few tokens cause a copy
                 self._ids = np.concatenate((self._ids, np.zeros(place + 16, dtype=np.int64)))
                 self._counts = np.concatenate((self._counts, np.zeros(place + 16, np.float32)))
             self._ids[place] = token_id
@@ -45,27 +45,27 @@ class SeenTokens:
 
     @property
     def ids_E(self) -> Any:
-        """Token ids, each once, int64."""
+        """Return the distinct token ids, int64."""
         return self._ids[: len(self._place)]
 
     @property
     def counts_E(self) -> Any:
-        """How often each stands in the answer, float32; 0 for those of the prompt alone."""
+        """Return their counts in the answer, float32; 0 for tokens only in the prompt."""
         return self._counts[: len(self._place)]
 
 
 def penalise(
     logits_RV: Tensor, penalised: Sequence[tuple[int, SamplingParams, SeenTokens]]
 ) -> None:
-    """Change the logits of (row, parameters, tokens) in place, at the tokens seen only.
+    """Apply the penalties of (row, parameters, tokens) in place, to the seen tokens only.
 
-    Repetition as transformers (prompt and answer), presence and frequency as OpenAI (answer).
+    Repetition as in transformers (prompt and answer); presence and frequency as in OpenAI (answer).
     """
     rows, params, seen = zip(*penalised, strict=True)
     sizes = [len(each.ids_E) for each in seen]
 
     def spread(numbers: Sequence[float]) -> Tensor:
-        """A row's number, for each of its tokens."""
+        """Return each row's number, repeated for its tokens."""
         return on_device(np.repeat(np.array(numbers, np.float32), sizes), device)
 
     device = logits_RV.device

@@ -1,7 +1,7 @@
-"""Logits to tokens, for all rows of a step at once.
+"""Sample tokens from logits, for all rows of a step at once.
 
-A row's random number comes from its request's seed and the count of tokens it has generated, not
-from a generator that rows share: a seed gives the same tokens in any batch.
+A row's random number depends on its request's seed and its number of generated tokens. No generator
+is shared between rows, so a seed gives the same tokens in any batch.
 
 Shapes: R = rows, V = vocabulary, A = a token and its alternatives.
 """
@@ -20,23 +20,23 @@ from model_runtime.runner.penalties import SeenTokens, penalise
 from model_runtime.transfer import on_device, wait_for
 
 GREEDY_BELOW = 1e-5  # temperatures below this are 0: dividing by them overflows
-_LOGPROB_ROWS = 64  # rows normalised at a time, so that no second copy of all logits exists
+_LOGPROB_ROWS = 64  # rows normalised at a time, to avoid a second copy of all logits
 
 
 @dataclass(slots=True, eq=False)
 class SamplingRow:
-    """What the choice of one token depends on, beside its logits.
+    """The inputs for sampling one token, apart from its logits.
 
-    A request has one for its whole life: what does not change from token to token is laid out once.
+    A request keeps one for its whole life, so the constant inputs are built once.
     """
 
     params: SamplingParams
     num_generated: int  # tokens of the answer so far
     end_ids: frozenset[int]  # tokens that would end the answer
-    seen: SeenTokens | None = None  # for rows with a penalty: what it is taken of
-    # Where the answer has a grammar: a bit a token, the lowest first; None: all may follow.
+    seen: SeenTokens | None = None  # for rows with a penalty: the tokens it applies to
+    # The grammar's mask: one bit per token, lowest first; None: all tokens are allowed.
     allowed: bytes | None = None
-    _bias: tuple[Any, Any] = field(init=False)  # token ids, what is added to their logits
+    _bias: tuple[Any, Any] = field(init=False)  # token ids, values added to their logits
     _ban: tuple[Any, Any] = field(init=False)  # the same for end tokens before min_tokens
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class SamplingRow:
         self._ban = _edits(list(self.end_ids), [-np.inf] * len(self.end_ids))
 
     def added(self) -> Sequence[tuple[Any, Any]]:
-        """(token ids int64, what is added to their logits float32), each not empty."""
+        """Return non-empty (token ids int64, values float32) pairs to add to the logits."""
         may_end = self.num_generated >= self.params.min_tokens
         edits = (self._bias,) if may_end else (self._bias, self._ban)
         return [each for each in edits if len(each[0])]
@@ -56,7 +56,7 @@ def _edits(token_ids: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]
 
 
 def uniform(seed: int, step: int) -> float:
-    """The random number in [0, 1) of one request's one token."""
+    """Return the random number in [0, 1) of one token of a request."""
     digest = hashlib.blake2b(f"{seed},{step}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / 2**53
 
@@ -64,9 +64,9 @@ def uniform(seed: int, step: int) -> float:
 def choose(
     logits_RV: Tensor, places: Sequence[int], rows: Sequence[SamplingRow]
 ) -> tuple[list[bool], list[int]]:
-    """Whether each of the logits' rows is finite, and a token id for those at `places`.
+    """Return whether each row of the logits is finite, and a token id for each row in `places`.
 
-    What is chosen from a row that is not finite means nothing.
+    The token of a row that is not finite has no meaning.
     """
     chosen_RV = logits_RV
     if list(places) != list(range(len(logits_RV))):
@@ -74,7 +74,7 @@ def choose(
     if logits_RV.device.type == "cpu":
         return finite_rows(logits_RV), sample(chosen_RV, rows)
     if not len(logits_RV):
-        # Part of a prompt: nothing to read, but steps must not pile up, nor their times be lost.
+        # A part of a prompt: the wait keeps steps from piling up, and their times correct.
         wait_for(logits_RV.device)
         return [], []
     return in_one_transfer(logits_RV, chosen_RV, rows)
@@ -83,30 +83,30 @@ def choose(
 def in_one_transfer(
     logits_RV: Tensor, chosen_RV: Tensor, rows: Sequence[SamplingRow]
 ) -> tuple[list[bool], list[int]]:
-    """`choose` on a device, which is waited for once."""
-    # In one pass: a sum is finite if all its terms are (they would have to be 1e33 to overflow).
+    """Run `choose` on a device with a single wait for it."""
+    # One pass: a sum is finite if all terms are (only terms of about 1e33 would overflow).
     is_finite_R = logits_RV.sum(dim=-1).isfinite().long()
     told: list[int] = torch.cat((is_finite_R, _sampled(chosen_RV, rows))).tolist()
     return [one == 1 for one in told[: len(logits_RV)]], told[len(logits_RV) :]
 
 
 def finite_rows(logits_RV: Tensor) -> list[bool]:
-    """Whether all of a row's logits are finite; on a CPU."""
+    """Return whether all logits of each row are finite; on a CPU."""
     if not logits_RV.shape[0]:
         return []
-    # One pass. Torch's isfinite takes eighteen times as long as its extremes, which take two.
+    # One pass. Torch's isfinite takes 18 times as long as its min and max, which take two.
     are_finite: list[bool] = np.isfinite(logits_RV.numpy()).all(axis=-1).tolist()
     return are_finite
 
 
 def sample(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """One token id a row."""
+    """Sample one token id per row."""
     token_ids: list[int] = _sampled(logits_RV, rows).tolist()
     return token_ids
 
 
 def _sampled(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """One token id a row, int64 [R]; nothing is read back from a device."""
+    """Sample one token id per row, int64 [R], without reading back from a device."""
     if not rows:
         return torch.empty(0, dtype=torch.int64, device=logits_RV.device)
     logits_RV = adjusted(logits_RV, rows)
@@ -121,9 +121,9 @@ def _sampled(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _likeliest(logits_RV: Tensor) -> Tensor:
-    """The first of the greatest in each row."""
+    """Return the first index of the max of each row."""
     if logits_RV.device.type == "cpu":
-        # A tenth of the time that torch's takes.
+        # numpy's argmax takes a tenth of the time of torch's.
         return torch.from_numpy(logits_RV.numpy().argmax(axis=-1))
     return logits_RV.argmax(dim=-1)
 
@@ -133,14 +133,14 @@ def _index(places: Sequence[int], device: torch.device) -> Tensor:
 
 
 def rows_at(rows_RV: Tensor, places: Sequence[int]) -> Tensor:
-    """Some of a device's rows, a copy; without waiting for it."""
+    """Return a copy of some rows, without waiting for the device."""
     return rows_RV[_index(places, rows_RV.device)]
 
 
 def adjusted(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Logits after bias, min_tokens and penalties, in vLLM's order, then the grammar's mask.
+    """Apply bias, min_tokens and penalties, in vLLM's order, then the grammar's mask.
 
-    A copy where any applies.
+    Returns a copy if any applies, else the same tensor.
     """
     edits = [(index, *edit) for index, row in enumerate(rows) for edit in row.added()]
     penalised = [
@@ -174,12 +174,12 @@ def _add(logits_RV: Tensor, edits: Sequence[tuple[int, Any, Any]]) -> None:
 
 
 def _allowed(logits_RV: Tensor, masks: Sequence[bytes]) -> Tensor:
-    """A bit a token -> [R, V]; tokens behind a mask's end are not allowed."""
+    """Unpack one bit per token to [R, V]; tokens beyond a mask's end are not allowed."""
     vocabulary = logits_RV.shape[-1]
     num_bytes = -(-vocabulary // 8)
     packed = b"".join(mask[:num_bytes].ljust(num_bytes, b"\0") for mask in masks)
     packed_RB = np.frombuffer(packed, np.uint8).reshape(len(masks), num_bytes)
-    # numpy's is ten times as fast as shifting in torch.
+    # numpy's unpackbits is ten times as fast as shifts in torch.
     allowed_RV = np.unpackbits(packed_RB, axis=1, bitorder="little", count=vocabulary)
     return on_device(allowed_RV.view(np.bool_), logits_RV.device)
 
@@ -189,17 +189,17 @@ def _column(logits_RV: Tensor, numbers: Sequence[float]) -> Tensor:
 
 
 def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Temperature, then one token by its row's random number, which points into the sum so far.
+    """Apply the temperature, then sample one token per row from the cumulative probabilities.
 
-    The sum runs over token ids, and over ranks where top_k, top_p or min_p cut the tail off.
+    They are in the order of token ids, or of ranks if top_k, top_p or min_p cut the tail off.
     """
-    # Relative to the likeliest, so that a low temperature overflows towards minus infinity only.
+    # Relative to the row max, so that a low temperature overflows only to minus infinity.
     relative_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
     scaled_RV = relative_RV / _column(logits_RV, [row.params.temperature for row in rows])
     cut = [index for index, row in enumerate(rows) if _cuts(row.params)]
     if len(cut) == len(rows):
         return _draw_ranked(scaled_RV, rows)
-    # Sorting a row takes ten times as long as all the rest, so rows that need none have none.
+    # Sorting a row takes ten times as long as all the rest, so only rows with a cut are sorted.
     chosen_R = _pointed_at(scaled_RV.softmax(dim=-1), rows)[:, 0]
     if cut:
         ranked_R = _draw_ranked(rows_at(scaled_RV, cut), [rows[index] for index in cut])
@@ -212,13 +212,13 @@ def _cuts(params: SamplingParams) -> bool:
 
 
 def _draw_ranked(scaled_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """top_k, top_p, min_p (the order of transformers), then a token of what is left, [R]."""
+    """Apply top_k, top_p, min_p (the order of transformers), then sample a token per row, [R]."""
     params = [row.params for row in rows]
     vocabulary = scaled_RV.shape[-1]
     sorted_RV, token_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
     top_k_R1 = _column(scaled_RV, [each.top_k or vocabulary for each in params])
     rank_V = torch.arange(vocabulary, device=scaled_RV.device)
-    # Ties with the k-th stay, as in the reference.
+    # Ties with the k-th token stay, as in the reference.
     kth_R1 = sorted_RV.gather(1, (top_k_R1.clamp(max=vocabulary) - 1).long())
     sorted_RV = sorted_RV.masked_fill(sorted_RV < kth_R1, -torch.inf)
     probability_RV = sorted_RV.softmax(dim=-1)
@@ -231,22 +231,22 @@ def _draw_ranked(scaled_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _pointed_at(probability_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Which column each row's random number points at, [R, 1]; one that has a probability."""
+    """Return the column at each row's random number, [R, 1]; its probability is not 0."""
     cumulated_RV = probability_RV.double().cumsum(dim=-1)
     draws = [uniform(row.params.seed, row.num_generated) for row in rows]
     target_R1 = on_device(np.array(draws, dtype=np.float64)[:, None], probability_RV.device)
     total_R1 = cumulated_RV[:, -1:].contiguous()
     index_R1 = torch.searchsorted(cumulated_RV, target_R1 * total_R1, right=True)
-    # The last that adds to the sum, should rounding point behind it.
+    # The last column that adds to the sum, in case rounding gives a later one.
     last_R1 = torch.searchsorted(cumulated_RV, total_R1)
-    # NaN is behind all columns: a row of it must not be what stops the device.
+    # NaN gives an index beyond all columns; clamp it, or the device would fail.
     return torch.minimum(index_R1, last_R1).clamp(max=cumulated_RV.shape[-1] - 1)
 
 
 def logprobs(
     logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprob]:
-    """Each row's token under the raw logits, with that row's number of likeliest tokens."""
+    """Return the logprob of each row's token under the raw logits, with its top tokens."""
     found: list[TokenLogprob] = []
     for start in range(0, len(token_ids), _LOGPROB_ROWS):
         rows = slice(start, start + _LOGPROB_ROWS)
@@ -260,7 +260,7 @@ def _logprobs(
     logprob_RV = logits_RV.log_softmax(dim=-1)
     chosen_R1 = logprob_RV.gather(1, _index(token_ids, logits_RV.device)[:, None])
     top = logprob_RV.topk(min(MAX_LOGPROBS, logits_RV.shape[-1]), dim=-1)
-    # In one transfer: numbers as the integers that have their bits.
+    # One transfer: the float values are sent as int32 with the same bits.
     bits_RA = torch.cat((chosen_R1, top.values), dim=1).view(torch.int32)
     told_RA = torch.cat((bits_RA, top.indices.int()), dim=1).cpu()
     values_RA, ids_RA = told_RA.split_with_sizes([bits_RA.shape[1], top.indices.shape[1]], dim=1)

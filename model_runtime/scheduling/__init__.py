@@ -1,4 +1,4 @@
-"""Which tokens the next step computes. Knows no torch.
+"""The choice of tokens for the next step. The package does not import torch.
 
 May import: cache. tests/test_layout.py checks it.
 """

@@ -1,20 +1,20 @@
-"""How many prompt tokens a step may compute, so that those who wait for it do not wait long.
+"""The number of prefill tokens that a step may compute, so that a step stays short.
 
-Everybody waits for a step to end: a sequence that decodes, for its next token; a request that has
-just arrived, for its first. Most of a long step is its prefill, so its size follows what the last
-steps took. Sizes depend on the clock, texts do not: rows of a chunk are the same in any chunk (to
-the bit on a CPU, within rounding elsewhere).
+Every sequence waits for a step to end. A decoding sequence waits for its next token, and a new
+request for its first. Prefill takes most of a long step, so its size follows the duration of the
+last steps. The sizes depend on the clock, but the generated text does not. A row has the same
+result in any chunk (to the bit on a CPU, within rounding elsewhere).
 
-Products take rows in blocks, and what does not fill one costs up to a third more a row
-(packed_linear.py). So the rows of a step, decodes among them, are a power of two, the nearest: it
-takes what it should but for a factor of up to 1.4.
+Matrix products process rows in blocks. A block that is not full costs up to a third more per row
+(packed_linear.py). The rows of a step, decodes included, are therefore the nearest power of two.
+The duration of a step can differ from its target by a factor of up to 1.4.
 """
 
 import math
 
-_SMALLEST_SHARE = 64  # of the largest chunk: slower than this, long prompts would hardly move
-_LARGEST_CHANGE = 2.0  # from one step to the next: a single step may be slow for another reason
-_PATIENCE = 4  # targets that a step may take while only prompts wait for its end
+_SMALLEST_SHARE = 64  # of the largest chunk; with a smaller one, long prompts would hardly progress
+_LARGEST_CHANGE = 2.0  # factor between two steps, because one step may be slow for another reason
+_PATIENCE = 4  # a step without decodes may take this many times the target
 _SMALLEST_BLOCK = 16  # rows
 
 
@@ -28,12 +28,12 @@ class PrefillBudget:
         self._target_s = target_s
         self._most = most
         self._fewest = max(1, most // _SMALLEST_SHARE)
-        # Nothing is known of the first step, and somebody may be waiting for it.
+        # The first step has no measurement, and a request may be waiting for it.
         self._tokens = float(most if target_s is None else min(most, 4 * self._fewest))
-        self._limit = most  # after a step that memory was too small for
+        self._limit = most  # lower after a step that ran out of memory
 
     def num_tokens(self, num_decodes: int = 0) -> int:
-        """Prefill tokens of the next step beside so many decodes; more where there are none."""
+        """Return the prefill tokens of the next step; more if it has no decodes."""
         patience = 1 if num_decodes else _PATIENCE
         allowed = min(int(self._tokens * patience), self._most, self._limit)
         num_rows = allowed + num_decodes
@@ -44,14 +44,14 @@ class PrefillBudget:
         return min(in_whole, self._most, self._limit) if is_near else allowed
 
     def note(self, num_prefill_tokens: int, seconds: float) -> None:
-        """A step has computed so many prefill tokens, and taken so long in all."""
+        """Record the prefill tokens of a step and its duration."""
         self._limit = self._most
-        # A step that had few to compute says little about how long many take.
+        # A step with few prefill tokens does not predict the duration of many.
         if self._target_s is not None and 2 * num_prefill_tokens >= int(self._tokens):
             self._set(num_prefill_tokens * self._target_s / max(seconds, 1e-9))
 
     def note_failure(self, num_prefill_tokens: int) -> None:
-        """A step with so many was too much for the memory: half of them at the next attempt."""
+        """Record that a step ran out of memory, and halve its prefill tokens for the retry."""
         self._limit = max(1, num_prefill_tokens // 2)
         if self._target_s is not None:
             self._set(0)

@@ -1,13 +1,13 @@
-"""Which tokens the next step computes. Plain Python: it can be tested in milliseconds.
+"""The choice of tokens for the next step. Plain Python: it can be tested in milliseconds.
 
-Decodes go first, one token each; what is left of the token budget goes to prefill in chunks, to
-the prompts that have least left to read, so that a short one does not wait for a long one's end. A
-quarter is the oldest prompt's in any case, so that the longest is read to its end.
+Decodes go first, one token each. The rest of the token budget goes to prefill in chunks. The
+prompts with the fewest uncomputed tokens go first, so a short prompt does not wait for a long one.
+A quarter of the prefill budget is reserved for the oldest prompt, so the longest prompt completes.
 
-Pages are taken as they are needed. When there are none left, the running sequence that arrived last
-gives up all of its own, so that one which arrived earlier can go on; it waits at its old place and
-is computed again later. The oldest is therefore never interrupted, and a request that fits the
-cache alone is always finished.
+Pages are allocated as they are needed. If none are left, the running sequence that arrived last is
+preempted, so a sequence that arrived earlier can continue. The preempted sequence returns to its
+old place in the queue and is computed again later. The oldest sequence is therefore never
+preempted, and a request that fits the cache alone always finishes.
 """
 
 import bisect
@@ -19,7 +19,7 @@ from model_runtime.config import EngineConfig
 from model_runtime.scheduling.sequence import Sequence
 from rope import Tier
 
-_SHARE_OF_OLDEST = 0.25  # of a step's prefill, whatever shorter prompts wait
+_SHARE_OF_OLDEST = 0.25  # of a step's prefill, even if shorter prompts wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,35 +28,35 @@ class Chunk:
 
     sequence: Sequence
     num_tokens: int
-    tier: Tier  # whose table they are computed and everything before them is read under
+    tier: Tier  # its table rotates these tokens and the cached keys before them
 
     @property
     def first(self) -> int:
-        """Position of its first token."""
+        """Return the position of the first token."""
         return self.sequence.num_computed
 
     @property
     def is_last(self) -> bool:
-        """Whether it reaches the end of the known tokens, so that a new one can be chosen."""
+        """Return whether the chunk ends at the last known token, so that a new one is sampled."""
         return self.num_tokens == self.sequence.num_uncomputed
 
     @property
     def is_scored(self) -> bool:
-        """Whether logprobs of its prompt tokens are wanted and not yet delivered."""
+        """Return whether logprobs of its prompt tokens are requested and not yet delivered."""
         sequence = self.sequence
         wanted = sequence.request.sampling.prompt_logprobs is not None
         return wanted and max(self.first, sequence.num_scored) < sequence.num_prompt_tokens
 
     @property
     def num_logit_rows(self) -> int:
-        """Rows of logits that scoring its tokens takes."""
+        """Return the number of logit rows that scoring its tokens takes."""
         first = max(self.first, self.sequence.num_scored)
         return max(0, self.first + self.num_tokens - first) if self.is_scored else 0
 
 
 @dataclass(slots=True)
 class Plan:
-    """One step, and what had to happen for it."""
+    """One step, with the preemptions and tier changes that it required."""
 
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
     preempted: list[Sequence] = field(default_factory=list)
@@ -64,14 +64,17 @@ class Plan:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens of prompts, or of answers that are computed again; known until it is run."""
+        """Return the number of prefill tokens, including answers that are computed again.
+
+        The value is valid until the step has run.
+        """
         return sum(
             chunk.num_tokens for sequence, chunk in self.chunks.items() if not sequence.is_decoding
         )
 
 
 class Scheduler:
-    """Owner of the two queues, the page pool and the prefix index."""
+    """The owner of the two queues, the page pool and the prefix index."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -90,17 +93,17 @@ class Scheduler:
     def schedule(
         self, *, starts_waiting: bool = True, num_prefill_tokens: int | None = None
     ) -> Plan:
-        """The next step; no chunks when nothing waits or runs.
+        """Plan the next step. The plan has no chunks if no sequence waits or runs.
 
-        `starts_waiting`: False after a step that ran out of memory, which is tried with fewer.
-        `num_prefill_tokens`: at most so many, within max_num_batched_tokens; None: no other limit.
+        `starts_waiting`: False after a step that ran out of memory; its retry has fewer sequences.
+        `num_prefill_tokens`: maximum within max_num_batched_tokens; None: no other limit.
         """
         plan = Plan()
         for sequence in list(self.running):
-            # Each of these may have been preempted for one before it.
+            # An earlier sequence of this loop may have preempted this one.
             if sequence in self.running and sequence.is_decoding:
                 if self._cross(sequence, plan):
-                    # Computed again from the start under the new table, on other pages.
+                    # It is computed again from the start, under the new table and on other pages.
                     self.pool.release(sequence.forget_computed())
                     self._read_prefix(sequence)
                 if sequence.is_decoding:
@@ -116,11 +119,11 @@ class Scheduler:
 
     @property
     def num_decodes(self) -> int:
-        """Sequences that are past their prompts."""
+        """Return the number of running sequences that are decoding."""
         return sum(sequence.is_decoding for sequence in self.running)
 
     def computed(self, chunk: Chunk) -> None:
-        """A step has computed this chunk; its full pages may be shared from now on."""
+        """Record that a step has computed this chunk, and publish its full pages."""
         sequence = chunk.sequence
         sequence.num_computed += chunk.num_tokens
         size = self._config.page_size
@@ -132,10 +135,10 @@ class Scheduler:
             sequence.num_published = num_full
 
     def distrust_cache(self) -> None:
-        """Let nobody find any page any more: a NaN was seen, and who else read it is not known.
+        """Clear the prefix cache after a NaN, because its other readers are not known.
 
-        Pages are published before logits show what is in them, so their descendants may be ill
-        too. Running sequences keep the pages they hold, but offer no more of them.
+        Pages are published before the logits show a NaN, so pages computed from them may be bad
+        too. Running sequences keep the pages they hold, but publish no more of them.
         """
         self.pool.drop_kept()
         self.index.clear()
@@ -143,7 +146,10 @@ class Scheduler:
             sequence.is_trusted = False
 
     def preempt_newest(self) -> Sequence | None:
-        """Make room after a step that ran out of memory; None when only one runs."""
+        """Preempt the newest sequence after a step that ran out of memory.
+
+        Returns None if fewer than two sequences run.
+        """
         if len(self.running) < 2:
             return None
         newest = self.running[-1]
@@ -151,13 +157,13 @@ class Scheduler:
         return newest
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is, and take its pages back."""
+        """Remove a sequence from its queue and release its pages."""
         queue = self.running if sequence in self.running else self.waiting
         queue.remove(sequence)
         self.pool.release(sequence.forget_computed())
 
     def check_integrity(self) -> None:
-        """Pages are held by whom they should be, and queues are in order. AssertionError."""
+        """Check page ref counts and the order of the queues. Raises AssertionError."""
         self.pool.check_integrity()
         holders = [0] * self.pool.num_pages
         for sequence in self.running:
@@ -171,9 +177,9 @@ class Scheduler:
             assert queue == sorted(queue, key=_arrival), "a queue is out of order"
 
     def _cross(self, sequence: Sequence, plan: Plan) -> bool:
-        """Move a growing sequence up when its known tokens are beyond its tier.
+        """Move a growing sequence to a higher tier if its known tokens exceed its tier.
 
-        True: what it has computed so far does not serve it any more.
+        Returns True if its computed keys and values are no longer valid for it.
         """
         placement = sequence.request.placement
         if placement.policy not in ("grow", "grow-exact"):
@@ -187,7 +193,7 @@ class Scheduler:
         return placement.policy == "grow-exact"
 
     def _prefill(self, tokens_left: int, plan: Plan) -> None:
-        """Share the budget out among the prompts that are being read."""
+        """Split the token budget among the prompts in prefill."""
         reading = [sequence for sequence in self.running if not sequence.is_decoding]
         if not reading or tokens_left <= 0:
             return
@@ -197,10 +203,10 @@ class Scheduler:
         of_others = sum(each for each in needed if each < oldest.num_uncomputed)
         kept_back = min(of_others, int(tokens_left * (1 - _SHARE_OF_OLDEST)))
         rows_left = self._config.max_num_logit_rows
-        # What the others leave, for there are only so many rows of logits, is the oldest's again.
+        # The oldest comes again at the end: the limit on logit rows may leave tokens unused.
         for sequence in (oldest, *others, oldest):
             if sequence not in self.running or not tokens_left:
-                continue  # preempted for one before it, or too late
+                continue  # an earlier chunk preempted it, or used the last token
             given = plan.chunks.get(sequence)
             tokens, rows = (given.num_tokens, given.num_logit_rows) if given else (0, 0)
             most = tokens + tokens_left - kept_back
@@ -213,11 +219,11 @@ class Scheduler:
     def _prefill_chunk(self, sequence: Sequence, tokens_left: int, rows_left: int) -> Chunk:
         first = sequence.num_computed
         tier = sequence.tier_at(first)
-        # A sequence that is rebuilt goes from tier to tier as it did before.
+        # A sequence that is computed again goes through the same tiers as before.
         num_tokens = min(sequence.num_uncomputed, tokens_left, max(tier.ceiling - first, 1))
         chunk = Chunk(sequence, num_tokens, tier)
         if chunk.is_scored:
-            # A row of logits for every token to be scored: the largest tensor of a step.
+            # Every scored token needs a row of logits, the largest tensor of a step.
             num_unscored = max(0, sequence.num_scored - first)
             chunk = Chunk(sequence, min(num_tokens, num_unscored + rows_left), tier)
         return chunk
@@ -233,20 +239,20 @@ class Scheduler:
             keys = self._readable_keys(sequence)
             found = self.index.match(keys)
             if len(found) < len(keys) and keys[len(found)] in coming:
-                # Somebody is computing its prefix: share it when it is there.
+                # Another sequence is computing its prefix; wait until those pages can be shared.
                 sequence.awaited_key = keys[len(found)]
                 continue
             num_pages = self._num_pages(len(sequence.token_ids)) - len(found)
             num_kept = sum(self.pool.is_kept(page) for page in found)
             if num_pages + num_kept + self._num_promised() > self.pool.num_available:
-                return  # the first that does not fit is not overtaken
+                return  # no later sequence starts before the first that does not fit
             self.waiting.remove(sequence)
             bisect.insort(self.running, sequence, key=_arrival)
             self._read_prefix(sequence)
             coming |= set(self._keys_to_come(sequence))
 
     def _read_prefix(self, sequence: Sequence) -> None:
-        """Give a sequence the cached pages that its known tokens begin with."""
+        """Assign to a sequence the cached pages that match its known tokens."""
         found = self.index.match(self._readable_keys(sequence))
         self.pool.share(found)
         sequence.pages = list(found)
@@ -256,23 +262,23 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed
 
     def _readable_keys(self, sequence: Sequence) -> list[Key]:
-        """Keys of the pages it could read: all but the last token, under one profile."""
+        """Return the keys of the pages it could read: all but the last token, under one profile."""
         wants_logits = sequence.request.sampling.prompt_logprobs is not None
         if wants_logits and sequence.num_scored < sequence.num_prompt_tokens:
-            return []  # cached positions have none
+            return []  # cached positions have no logits
         length = min(len(sequence.token_ids) - 1, sequence.num_one_profile)
         size = self._config.page_size
         return sequence.page_keys(length // size, size)
 
     def _num_promised(self) -> int:
-        """Pages that running sequences still need for the tokens they already have."""
+        """Return the number of pages that running sequences still need for their known tokens."""
         return sum(
             self._num_pages(len(sequence.token_ids)) - len(sequence.pages)
             for sequence in self.running
         )
 
     def _keys_to_come(self, sequence: Sequence) -> list[Key]:
-        """Keys of the pages that a running sequence is about to compute."""
+        """Return the keys of the full pages that a running sequence has yet to publish."""
         size = self._config.page_size
         num_full = min(len(sequence.token_ids), sequence.num_one_profile) // size
         if num_full <= sequence.num_published or not sequence.is_trusted:
@@ -285,7 +291,10 @@ class Scheduler:
         return {key for sequence in self.running for key in self._keys_to_come(sequence)}
 
     def _take(self, chunk: Chunk, plan: Plan) -> bool:
-        """Put a chunk into the plan with the pages it needs, at the cost of later arrivals."""
+        """Add a chunk to the plan and allocate its pages, preempting later arrivals if needed.
+
+        Returns False if the chunk is empty or its own sequence was preempted.
+        """
         sequence = chunk.sequence
         if chunk.num_tokens == 0:
             return False

@@ -1,4 +1,4 @@
-"""The state of a request while it is served. The scheduler and the engine share it."""
+"""The state of a request while it is served, used by the scheduler and the engine."""
 
 from dataclasses import dataclass, field
 
@@ -9,19 +9,19 @@ from rope import Tier
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens known so far, how many of them are in the cache, and under which table."""
+    """The tokens known so far, the number of them in the cache, and their tier."""
 
     request: Request
     arrival: int = 0  # order of arrival, from the scheduler
     token_ids: list[int] = field(default_factory=list)  # prompt and answer
     pages: list[int] = field(default_factory=list)  # page table, in order of position
     num_computed: int = 0  # tokens whose keys and values are in the cache
-    num_published: int = 0  # of its pages, those offered to others
-    is_trusted: bool = True  # False: what it has read may be ill, so it offers no more pages
-    num_scored: int = 0  # prompt tokens whose rows have been delivered, or are not wanted
+    num_published: int = 0  # leading pages that other sequences can find
+    is_trusted: bool = True  # False: it may have read bad pages, so it publishes no more
+    num_scored: int = 0  # prompt tokens whose rows were delivered or not requested
     num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first start
-    num_rescales: int = 0  # how often its table changed
-    awaited_key: Key | None = None  # of the page that it waits for another to compute
+    num_rescales: int = 0  # number of rotation table changes
+    awaited_key: Key | None = None  # of a page that another sequence computes, and it waits for
     tier: Tier = field(init=False)  # the one in force for its newest token
     num_prompt_tokens: int = field(init=False)
     _keys: list[Key] = field(default_factory=list)  # of its full pages, under the first profile
@@ -35,25 +35,25 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        """Tokens of the answer so far."""
+        """Return the number of answer tokens so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that a forward has still to see."""
+        """Return the number of tokens that no forward has computed yet."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its next step computes the one token generated last."""
+        """Return whether its next step computes only the last generated token."""
         return self.num_generated > 0 and self.num_uncomputed == 1
 
     def tier_at(self, position: int) -> Tier:
-        """The tier in force when this position's key is computed.
+        """Return the tier in force when this position's key is computed.
 
-        `grow` moves up with the tokens so far; a whole prompt is computed under the tier that
-        covers it. A sequence that is rebuilt goes through the same tiers again. `grow-exact`
-        computes every position under its newest tier.
+        `grow` changes to higher tiers as the tokens grow. A whole prompt is computed under the
+        tier that covers it. A sequence that is computed again goes through the same tiers.
+        `grow-exact` computes every position under its newest tier.
         """
         placement = self.request.placement
         if placement.policy != "grow":
@@ -63,13 +63,13 @@ class Sequence:
 
     @property
     def num_one_profile(self) -> int:
-        """Leading positions that are computed under one profile, and so may be shared."""
+        """Return the number of leading positions under one profile, which may be shared."""
         if self.request.placement.policy == "grow":
             return self.request.placement.tier.ceiling
         return len(self.token_ids)
 
     def page_keys(self, num_pages: int, page_size: int) -> list[Key]:
-        """Prefix keys of its first full pages, under the profile of its first position."""
+        """Return the prefix keys of its first full pages, under its first position's profile."""
         if not self._keys:
             self._keys = [root_key(self.tier_at(0).profile, self.request.cache_salt)]
         while len(self._keys) <= num_pages:
@@ -80,7 +80,7 @@ class Sequence:
         return self._keys[1 : num_pages + 1]
 
     def forget_computed(self) -> list[int]:
-        """Start again from nothing; returns the pages it held, for the pool."""
+        """Reset the computed state, and return the held pages so the pool can release them."""
         pages, self.pages = self.pages, []
         self.num_computed = self.num_published = 0
         self.is_trusted = True
@@ -91,4 +91,4 @@ class Sequence:
         self.tier = tier
         self.num_rescales += 1
         if self.request.placement.policy == "grow-exact":
-            self._keys = []  # from here on its pages are those of another profile
+            self._keys = []  # from now on its pages have another profile

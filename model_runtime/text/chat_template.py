@@ -1,6 +1,6 @@
-"""Messages -> the text a model was trained to read, by the tokenizer's own Jinja template.
+"""Render messages into a model's prompt with the tokenizer's own Jinja template.
 
-Rendered in transformers' immutable sandbox: a template comes with a checkpoint, and is not trusted.
+transformers renders it in an immutable sandbox, because a checkpoint's template is not trusted.
 """
 
 import re
@@ -12,7 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from model_runtime.errors import ModelError, RequestError
 
-# For a tokenizer without a template: a transcript, which a base model goes on with.
+# For a tokenizer without a template: a transcript that a base model continues.
 FALLBACK_TEMPLATE = (
     "{% for message in messages %}"
     "{{ message['role'] | capitalize }}: {{ message['content'] }}"
@@ -20,9 +20,9 @@ FALLBACK_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-# transformers' own tag around what an assistant said; for training, and unknown to Jinja.
+# transformers' tag around assistant text; it is for training, and Jinja does not know it.
 _GENERATION_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
-# What the rendering itself gives to a template; no request may set these.
+# Variables that the renderer itself passes to a template; a request cannot set them.
 RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
     | {"chat_template", "conversation", "tokenize", "bos_token", "eos_token", "pad_token"}
@@ -30,11 +30,11 @@ RESERVED = frozenset(
     | {"return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"}
 )
 MAX_TEMPLATE_STOPS = 1
-_FALLBACK_STOP = "\nUser:"  # or a base model would write the user's next turn, too
+_FALLBACK_STOP = "\nUser:"  # without it, a base model would also write the user's next message
 
 
 class ChatTemplate:
-    """A tokenizer's template, another one in its place, or the fallback."""
+    """A tokenizer's template, its override, or the fallback."""
 
     def __init__(self, tokenizer: Any, override: str | None = None) -> None:
         """`tokenizer` is transformers'. Raises ModelError for a template that cannot be parsed."""
@@ -44,7 +44,7 @@ class ChatTemplate:
         self.stop: tuple[str, ...] = (_FALLBACK_STOP,) if self.is_fallback else ()
         self.text = FALLBACK_TEMPLATE if own is None else own
         try:
-            # For the names only; transformers compiles and renders it.
+            # Parsed only for its names; transformers compiles and renders it.
             environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
             parsed = environment.parse(_GENERATION_TAG.sub("", self.text))
             self.variables = frozenset(meta.find_undeclared_variables(parsed)) - RESERVED
@@ -62,12 +62,12 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt as text, special tokens included.
+        """Render the prompt as text, including special tokens.
 
-        Raises RequestError in the template's own words, where it refuses the messages.
+        Raises RequestError with the template's own message if it rejects the messages.
         """
         if continue_final_message and not messages[-1]["content"].strip():
-            # transformers would cut the prompt inside the head of the turn.
+            # transformers would cut the prompt inside the header of the message.
             raise RequestError(
                 "`continue_final_message` needs a last message that says something",
                 param="continue_final_message",
@@ -85,7 +85,7 @@ class ChatTemplate:
             raise RequestError(
                 f"`messages`: the model's chat template refuses them: {error}", param="messages"
             ) from error
-        except Exception as error:  # whatever an expression in a template may raise
+        except Exception as error:  # an expression in a template may raise any error
             raise RequestError(
                 "`messages`: the model's chat template failed on them: "
                 f"{type(error).__name__}: {error}",
@@ -99,6 +99,6 @@ def _own_template(tokenizer: Any) -> str | None:
         return None
     try:
         found: str = tokenizer.get_chat_template()
-    except ValueError as error:  # several named ones, none of them the default
+    except ValueError as error:  # several named templates without a default
         raise ModelError(f"the tokenizer's chat templates: {error}") from error
     return found

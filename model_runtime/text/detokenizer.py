@@ -1,29 +1,29 @@
-"""An answer's text as it grows: whole characters, and no further than a stop string."""
+"""Incremental decoding of an answer: whole characters, up to a stop string."""
 
 from model_runtime.text.tokenizer import Tokenizer
 
-PROMPT_TAIL = 6  # tokens; more than any incomplete character takes
+PROMPT_TAIL = 6  # tokens; more than any incomplete character needs
 
 
 class Detokenizer:
-    """One request's text. `push` a token, get what may be sent now."""
+    """The text of one request. `push` adds a token and returns the text to send."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: tuple[int, ...], stop: tuple[str, ...]
     ) -> None:
         self._stream = tokenizer.stream()
-        # A token's text may depend on the ones before it (sentencepiece drops the first space),
-        # so the stream has to have seen the end of the prompt.
+        # A token's text may depend on earlier tokens (sentencepiece drops the first space),
+        # so the stream first decodes the end of the prompt.
         for token_id in prompt_ids[-PROMPT_TAIL:]:
             self._stream.push(token_id)
         self._stop = stop
-        self._held = ""  # decoded, but it may turn out to begin a stop string
+        self._held = ""  # decoded text that may begin a stop string
         self.is_stopped = False
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """Text that this token makes safe to send; sets `is_stopped` at a stop string.
+        """Return the text that is safe to send after this token; set `is_stopped` at a stop string.
 
-        With `may_stop` False (before min_tokens) all of it is, whatever it contains.
+        If `may_stop` is False (before min_tokens), then all text is safe to send.
         """
         self._held += self._stream.push(token_id)
         if not may_stop or not self._stop:
@@ -39,13 +39,13 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The text held back, when the answer ends without a stop string."""
+        """Return the text held back, when the answer ends without a stop string."""
         text, self._held = self._held, ""
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

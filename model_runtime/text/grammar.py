@@ -1,8 +1,8 @@
-"""JSON schemas as grammars over a tokenizer: which tokens may follow, one answer at a time.
+"""JSON schemas as grammars over a tokenizer: the allowed next tokens of each answer.
 
-The grammars are llguidance's. A schema is compiled away from the event loop and from the engine's
-thread, at first for trial in a process of its own (`grammar_trial.py`), which ends at a limit of
-time and memory. What has passed is compiled again here, which costs what the trial has cost.
+The grammars are those of llguidance. A schema is not compiled in the event loop or the engine's
+thread. It is first compiled in a separate process (`grammar_trial.py`) with limits on time and
+memory. A schema that passes is compiled again here, at the same cost.
 """
 
 import json
@@ -24,43 +24,43 @@ from model_runtime.text.grammar_trial import matcher_of, problem_of
 from model_runtime.text.schema_keywords import refuse_unsupported
 from model_runtime.text.tokenizer import Tokenizer
 
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}  # of response_format `json_object`
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}  # for response_format `json_object`
 _TRIAL = Path(__file__).with_name("grammar_trial.py")
 _MAX_TRIAL_BYTES = 32 * 2**20  # ordinary schemas take less than 1 MiB
 _NUM_COMPILERS = 2  # at once; each trial keeps a core busy
-_MAX_WAITING = 64  # schemas; more are answered 429
-_NUM_KEPT = 16  # compiled schemas that are kept for the next request
+_MAX_WAITING = 64  # schemas; the server answers more with 429
+_NUM_KEPT = 16  # size of the cache of compiled schemas
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled schema. Nothing changes it: answers work on copies."""
+    """A compiled schema. It is immutable, because answers use copies."""
 
     matcher: LLMatcher
-    num_tokens: int  # ids that the tokenizer knows
+    num_tokens: int  # number of the tokenizer's ids
 
     def begin(self, end_ids: frozenset[int]) -> "Constraint":
-        """The state of an answer that `end_ids` end; a copy takes some 10 microseconds."""
+        """Return the state of an answer with these end tokens; a copy takes about 10 us."""
         return Constraint(self.matcher.deep_copy(), self.num_tokens, end_ids)
 
 
 class Constraint:
-    """How far one answer is in its grammar. Belongs to the engine's thread.
+    """The grammar state of one answer. Only the engine's thread may use it.
 
-    Built from the tokens as they are chosen, once each: a sequence that is preempted and computed
-    again chooses none again.
+    Each sampled token advances it once. If a sequence is preempted and computed again, then its
+    tokens are not sampled again.
     """
 
     def __init__(self, matcher: LLMatcher, num_tokens: int, end_ids: frozenset[int]) -> None:
         self._matcher = matcher
         self._num_tokens = num_tokens
         self._end_ids = end_ids
-        self.allowed = b""  # a bit a token, the lowest first; from `look`
+        self.allowed = b""  # one bit per token, lowest first; set by `look`
 
     def look(self) -> bool:
-        """Find the tokens that may follow; False if none can, since the answer is complete.
+        """Compute the allowed next tokens; return False if the answer is complete.
 
-        End tokens are among them where the grammar may end. Raises GrammarError.
+        They include end tokens if the grammar may end. Raises GrammarError.
         """
         with _faults():
             allowed = bytearray(self._matcher.compute_bitmask())
@@ -80,7 +80,7 @@ class Constraint:
         return True
 
     def advance(self, token_id: int) -> bool:
-        """Take a chosen token; True if the answer is complete with it. Raises GrammarError."""
+        """Add a sampled token; return True if it completes the answer. Raises GrammarError."""
         if token_id in self._end_ids:
             return True
         with _faults():
@@ -96,29 +96,29 @@ class Constraint:
 
 @contextmanager
 def _faults() -> Iterator[None]:
-    """Whatever the library may raise, as a GrammarError."""
+    """Convert any error of the library into a GrammarError."""
     try:
         yield
-    except BaseException as error:  # a panic of Rust is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         raise GrammarError(f"the grammar's matcher failed: {type(error).__name__}") from error
 
 
 class GrammarCompiler:
-    """Schemas to grammars over one tokenizer. Safe to use from several threads."""
+    """A compiler of schemas to grammars over one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, max_bytes: int = 65_536, seconds: float = 5.0) -> None:
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
         self._seconds = seconds
         self._pool = ThreadPoolExecutor(_NUM_COMPILERS, "grammar")
-        self._vocabulary: LLTokenizer | None = None  # at first use: a large one takes a second
+        self._vocabulary: LLTokenizer | None = None  # built at first use; may take a second
         self._vocabulary_lock = threading.Lock()
-        self._lock = threading.Lock()  # guards the two below; never held for long
-        self._kept: OrderedDict[str, Grammar] = OrderedDict()  # the one used last at the end
+        self._lock = threading.Lock()  # guards the two below; held only for short times
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()  # the most recently used is last
         self._num_waiting = 0
 
     def text_of(self, schema: Mapping[str, Any]) -> str:
-        """The schema as text, checked as far as that takes no compiling. Raises RequestError."""
+        """Return the schema as text, after the checks before compilation. Raises RequestError."""
         try:
             text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
             num_bytes = len(text.encode())
@@ -133,9 +133,9 @@ class GrammarCompiler:
         return text
 
     def compile(self, text: str) -> Future[Grammar]:
-        """Compile what `text_of` returned; the future may raise RequestError.
+        """Compile the text from `text_of`; the future may raise RequestError.
 
-        Raises QueueFullError if too many wait.
+        Raises QueueFullError if too many schemas wait.
         """
         with self._lock:
             if text in self._kept:
@@ -168,7 +168,7 @@ class GrammarCompiler:
         return grammar
 
     def _try(self, text: str) -> None:
-        """Compile in a process of its own, whose end is certain. Raises RequestError."""
+        """Compile in a separate process with a time limit. Raises RequestError."""
         asked = {"schema": text, "seconds": self._seconds, "max_bytes": _MAX_TRIAL_BYTES}
         try:
             ended = subprocess.run(  # noqa: S603  # our own file, in this interpreter
@@ -178,7 +178,7 @@ class GrammarCompiler:
                 timeout=self._seconds,
                 check=False,
             )
-        except subprocess.TimeoutExpired as error:  # it has been killed
+        except subprocess.TimeoutExpired as error:  # `run` has killed the process
             raise _refused(
                 f"the schema takes longer than {self._seconds:g} seconds to compile "
                 "(grammar_compile_seconds)"
@@ -192,20 +192,20 @@ class GrammarCompiler:
             raise _refused(problem)
 
     def _own_vocabulary(self) -> LLTokenizer:
-        """The library's view of the tokenizer, made once. Raises RequestError."""
+        """Return the library's form of the tokenizer, built once. Raises RequestError."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 try:
                     self._vocabulary = _vocabulary_of(self._tokenizer)
-                except Exception as error:  # what the library makes of a tokenizer
+                except Exception as error:  # the library may reject a tokenizer with any error
                     raise _refused(f"this model's tokenizer cannot be used: {error}") from error
             return self._vocabulary
 
 
 def _vocabulary_of(tokenizer: Tokenizer) -> LLTokenizer:
-    """A tokenizer as the library knows it, with an end token of its own behind the last id.
+    """Convert a tokenizer to the library's form, with an extra end token after the last id.
 
-    Which tokens end an answer differs by request. Raises ValueError.
+    The extra token is needed because the end tokens differ by request. Raises ValueError.
     """
     text, num_tokens = tokenizer.as_json()
     whole = json.loads(text)

@@ -1,11 +1,11 @@
-"""A schema compiled for trial, in a process that can be killed; `grammar.py` runs this file.
+"""Compile a schema in a trial process that can be killed; `grammar.py` runs this file.
 
-Compiling is one call into a library: in the server nothing could end a schema that takes hours,
-gigabytes or the whole stack. Here the kernel does, whatever becomes of the server. The file
-imports nothing of ours, so that the process is there in some 70 ms.
+Compilation is one call into a library. In the server, nothing could stop a schema that takes hours,
+gigabytes or the whole stack. In this process, the kernel stops it, even if the server has died.
+The file imports no module of this project, so the process starts in about 70 ms.
 
-Standard input: a JSON object of `schema` (text), `seconds` and `max_bytes`. Standard output: what
-is wrong with the schema, nothing if it is good. An exit code other than 0: it was too much.
+Standard input: a JSON object of `schema` (text), `seconds` and `max_bytes`. Standard output: the
+problem of the schema, empty if it is valid. An exit code other than 0: it exceeded a limit.
 """
 
 import json
@@ -19,34 +19,34 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-# By the library's figures at most some 15 ms of lexing and 3 ms of parsing for a token, and 40 MB
-# of states for an answer. Measured on ordinary schemas: 10 us with 2,000 tokens, 50 with 128,000.
+# By the library's figures, a token takes at most about 15 ms of lexing and 3 ms of parsing, and an
+# answer 40 MB of states. Measured on ordinary schemas: 10 us with 2,000 tokens, 50 with 128,000.
 _LIMITS = LLParserLimits(
-    max_items_in_row=50_000,  # as many as a step may have: each optional property is several
+    max_items_in_row=50_000,  # same as step_max_items, as each optional property is several
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
     step_max_items=50_000,
     max_lexer_states=20_000,
     max_grammar_size=500_000,
-    verbose_errors=False,  # they would show grammar and answer in logs
+    verbose_errors=False,  # verbose errors would put grammar and answer into logs
 )
-_STACK_BYTES = 512 * 1024  # less than a thread of the server has
+_STACK_BYTES = 512 * 1024  # less than the stack of a server thread
 _LONGEST_PROBLEM = 300  # characters
 
 
 def matcher_of(schema: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """The compiled schema, with its first mask computed; `problem_of` says whether it is good."""
+    """Compile a schema and compute its first mask; `problem_of` returns its problem, if any."""
     grammar = LLMatcher.grammar_from_json_schema(
         schema,
-        # After the schema's own `x-guidance`, so that it cannot weaken anything.
+        # Applied after the schema's own `x-guidance`, which therefore cannot weaken them.
         overrides={
             "item_separator": ",",
             "key_separator": ":",
-            # JSON's, but a model that likes it too much gets on.
+            # JSON's whitespace with a length limit, so that a model cannot repeat it forever.
             "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}",
             "coerce_one_of": False,
             "lenient": False,
-            # No \u: under another spelling a key could pass for an additional property.
+            # No \u: an escaped key could pass as an additional property.
             "json_allowed_escapes": 'nrbtf\\"',
             "json_allow_general_unicode_escapes": False,
         },
@@ -58,7 +58,7 @@ def matcher_of(schema: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def problem_of(matcher: LLMatcher) -> str:
-    """What is wrong with a schema, in the library's words; empty if nothing is."""
+    """Return the library's message about a bad schema; empty if it is valid."""
     text = matcher.get_error() if matcher.is_error() else ", ".join(matcher.get_grammar_warnings())
     if text.startswith("NoExtension"):
         return "no text satisfies it"
@@ -68,12 +68,12 @@ def problem_of(matcher: LLMatcher) -> str:
 def _problem_of_schema(schema: str, tokenizer: LLTokenizer) -> str:
     try:
         return problem_of(matcher_of(schema, tokenizer))
-    except ValueError as error:  # what is no schema at all, or too deep
+    except ValueError as error:  # not a schema, or too deep
         return str(error)[:_LONGEST_PROBLEM]
 
 
 class _Bytes:
-    """A tokenizer of 256 bytes and an end token: compiling depends on no vocabulary."""
+    """A tokenizer of 256 bytes and an end token; compilation depends on no vocabulary."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -85,19 +85,19 @@ class _Bytes:
 
 
 def _limit(seconds: float, max_bytes: int) -> None:
-    """Processor time, memory beyond what the process has now, and no core file."""
+    """Limit CPU time and memory beyond the current use, and disable core files."""
     most_s = math.ceil(seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     statm = Path("/proc/self/statm")
-    if statm.is_file():  # elsewhere than on Linux time is the only limit
+    if statm.is_file():  # without Linux, time is the only limit
         most = int(statm.read_text().split()[5]) * resource.getpagesize() + max_bytes
-        # Not RLIMIT_AS: malloc reserves 128 MiB of addresses for a thread, which cost nothing.
+        # Not RLIMIT_AS: malloc reserves 128 MiB of addresses per thread, which use no memory.
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def main() -> None:
-    """Compile what stands on standard input."""
+    """Compile the schema from standard input."""
     asked: dict[str, Any] = json.load(sys.stdin)
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
     problems: list[str] = []
@@ -109,7 +109,7 @@ def main() -> None:
     compiling.start()
     compiling.join()
     if not problems:
-        sys.exit(1)  # the thread has printed why
+        sys.exit(1)  # the thread has printed its error
     sys.stdout.write(problems[0])
 
 

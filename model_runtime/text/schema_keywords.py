@@ -1,4 +1,4 @@
-"""Which of JSON Schema's keywords an answer can be held to; every other one is refused by name."""
+"""The supported JSON Schema keywords. Every other keyword is rejected by name."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,14 +24,14 @@ SUPPORTED = frozenset((*_SCHEMAS_BY_NAME, *_LISTS_OF_SCHEMAS, *_SCHEMAS, *_VALUE
 def refuse_unsupported(schema: Mapping[str, Any]) -> None:
     """Raise RequestError for the first keyword that would not be enforced.
 
-    The compiler refuses many of them, too, but takes the ones it has never heard of for comments.
-    Wrong types of values are left to it.
+    The compiler also rejects many of them, but ignores unknown keywords. It is the compiler that
+    rejects values of a wrong type.
     """
     waiting: list[tuple[str, Any]] = [("$", schema)]  # no recursion: schemas may be deep
     while waiting:
         path, found = waiting.pop()
         if not isinstance(found, Mapping):
-            continue  # true and false are schemas, too
+            continue  # true and false are also schemas
         for keyword in found:
             if keyword not in SUPPORTED:
                 raise _refused(keyword, path, "is not supported")
@@ -42,7 +42,7 @@ def refuse_unsupported(schema: Mapping[str, Any]) -> None:
 
 
 def _check_least_properties(path: str, found: Mapping[str, Any]) -> None:
-    """A grammar does not see that a name stands twice, so only required ones can be counted on."""
+    """Raise if minProperties exceeds `required`; a grammar does not detect repeated names."""
     least, required = found.get("minProperties", 0), found.get("required", ())
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > max(1, num_required):
@@ -50,7 +50,7 @@ def _check_least_properties(path: str, found: Mapping[str, Any]) -> None:
 
 
 def _inner(path: str, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas right inside a schema, each with its path."""
+    """Yield the direct subschemas of a schema, each with its path."""
     for keyword in _SCHEMAS:
         yield f"{path}.{keyword}", found.get(keyword)
     for keyword in _LISTS_OF_SCHEMAS:

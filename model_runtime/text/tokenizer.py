@@ -1,4 +1,4 @@
-"""Text to tokens and back, over a fast (tokenizers) tokenizer of transformers."""
+"""Convert text to tokens and back with a fast (tokenizers) tokenizer of transformers."""
 
 from typing import Any
 
@@ -10,21 +10,21 @@ from model_runtime.text.chat_template import ChatTemplate
 
 
 class Tokenizer:
-    """What the server needs of a tokenizer. Safe to use from several threads."""
+    """The server's interface to a tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ModelError(f"{type(tokenizer).__name__} is not a fast tokenizer (tokenizer.json)")
         self._tokenizer = tokenizer
         self._backend: Backend = tokenizer.backend_tokenizer
-        # A tokenizer.json may carry either from training; a prompt is never cut or filled up.
+        # A tokenizer.json may contain either from training; a prompt is never cut or padded.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._texts: dict[int, str] = {}  # of tokens asked for before; bounded by the vocabulary
+        self._texts: dict[int, str] = {}  # of earlier tokens; bounded by the vocabulary
         self.longest_token = max(map(len, self._backend.get_vocab()), default=1)
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.class_name = type(tokenizer).__name__
-        # bos_token, eos_token, ... -> text, those it has
+        # bos_token, eos_token, ... -> text, if defined
         self.special_tokens = {
             name: str(token)
             for name, token in tokenizer.special_tokens_map.items()
@@ -34,9 +34,9 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
     ) -> list[int]:
-        """Token ids of a text, with the special tokens that the model expects in front.
+        """Return the token ids of a text, after the special tokens that the model expects.
 
-        Raises RequestError, which names the request's field `param`, for what is no Unicode.
+        Raises RequestError, which names the request's field `param`, for invalid Unicode.
         """
         try:
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
@@ -45,14 +45,14 @@ class Tokenizer:
         return list(encoding.ids)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of some tokens, special ones left out unless told."""
+        """Return the text of some tokens, by default without special tokens."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_text(self, token_id: int) -> str:
-        r"""One token as OpenAI writes it in logprobs: its text, or `bytes:\xe2` for a part of one.
+        r"""Return one token as in OpenAI logprobs: text, or `bytes:\xe2` for a partial character.
 
-        Unlike in an answer's text, special tokens are written out.
+        Special tokens are included, unlike in an answer's text.
         """
         text = self._texts.get(token_id)
         if text is None:
@@ -65,7 +65,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for."""
+        """Return the bytes of one token."""
         token: str | None = self._backend.id_to_token(token_id)
         if token is None:
             return b""  # a row of the embedding that no token uses
@@ -83,29 +83,29 @@ class Tokenizer:
             return text.encode()
 
     def as_json(self) -> tuple[str, int]:
-        """The whole tokenizer in the form of tokenizer.json, and the number of its ids."""
+        """Return the whole tokenizer as tokenizer.json text, and the number of its ids."""
         return self._backend.to_str(), max(self._backend.get_vocab().values(), default=-1) + 1
 
     def chat_template(self, override: str | None = None) -> ChatTemplate:
-        """The tokenizer's own, or another one in its place; the fallback where there is none."""
+        """Return the override or the tokenizer's own template; the fallback if it has none."""
         return ChatTemplate(self._tokenizer, override)
 
     def stream(self) -> "TokenStream":
-        """A decoder that is fed one token at a time."""
+        """Return a decoder that takes one token at a time."""
         return TokenStream(self._backend)
 
 
 class TokenStream:
-    """Tokens in, whole characters out."""
+    """An incremental decoder that returns whole characters."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._stream = DecodeStream(skip_special_tokens=True)
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
-        # Bytes that can never be a character, under a byte-fallback tokenizer, confuse the stream
-        # for good. The bytes are lost, what follows is not.
+        """Return the text that this token completes; empty while a character is incomplete."""
+        # With a byte-fallback tokenizer, bytes that are no valid character break the stream for
+        # good. A new stream loses these bytes, but not the following text.
         for _ in range(2):
             try:
                 return self._stream.step(self._backend, token_id) or ""
@@ -115,7 +115,7 @@ class TokenStream:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others from U+0100 on."""
+    """Return GPT-2's alphabet: printable bytes map to themselves, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}

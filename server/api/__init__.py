@@ -1,4 +1,4 @@
-"""The routes, their bodies, and a request's way through the service.
+"""The routes, their bodies, and the path of a request through the service.
 
 May import: middleware. tests/test_layout.py checks it.
 """

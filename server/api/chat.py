@@ -27,7 +27,7 @@ from server.api.service import Service, Submission
 
 
 def chat_router(service: Service) -> APIRouter:
-    """The route, over one service."""
+    """Build a router with the route over one service."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions", response_model=ChatResponse)
@@ -41,7 +41,7 @@ def chat_router(service: Service) -> APIRouter:
 
 
 async def _prompt(service: Service, body: ChatRequest) -> list[tuple[int, ...]]:
-    """The messages as the tokens of one prompt. Raises RequestError."""
+    """Render the messages into the tokens of one prompt. Raises RequestError."""
     variables = body.chat_template_kwargs or {}
     _check_variables(service, variables)
     messages = [message.for_template() for message in body.messages]
@@ -58,13 +58,13 @@ async def _prompt(service: Service, body: ChatRequest) -> list[tuple[int, ...]]:
         continue_final_message=body.continue_final_message,
         variables=variables,
     )
-    # Templates write the special tokens themselves; the fallback knows none.
+    # Templates write the special tokens themselves, except for the fallback.
     add_special_tokens = body.add_special_tokens or service.chat_template.is_fallback
     return [await service.tokenize(text, add_special_tokens=add_special_tokens, param="messages")]
 
 
 def _check_variables(service: Service, variables: Iterable[str]) -> None:
-    """Each is allowed by the operator and read by the template."""
+    """Check that the operator allows each variable and that the template reads it."""
     allowed = service.allowed_chat_template_kwargs
     for name in variables:
         if name not in allowed:
@@ -81,14 +81,14 @@ def _check_variables(service: Service, variables: Iterable[str]) -> None:
 
 
 class _ChatAnswer(HttpAnswer[ChatRequest]):
-    """OpenAI's chat shape."""
+    """An answer in OpenAI's chat format."""
 
     def __init__(self, service: Service, submission: Submission, body: ChatRequest) -> None:
         super().__init__(service, submission, body)
         self._has_begun = [False for _ in submission.requests]
 
     def whole_body(self, outputs: Sequence[Output]) -> ChatResponse:
-        """Every choice."""
+        """Build the body with every choice."""
         return ChatResponse(
             id=self.request_id,
             created=self.created,
@@ -107,7 +107,7 @@ class _ChatAnswer(HttpAnswer[ChatRequest]):
         )
 
     def piece(self, index: int, output: Output) -> ChunkChoice:
-        """One choice's next piece; the first says who speaks."""
+        """Build one choice's next piece; the first one contains the role."""
         is_first, self._has_begun[index] = not self._has_begun[index], True
         return ChunkChoice(
             index=index,
@@ -124,7 +124,7 @@ class _ChatAnswer(HttpAnswer[ChatRequest]):
         usage: Usage | None = None,
         progress: PromptProgressAnswer | None = None,
     ) -> ChatChunk:
-        """OpenAI's chunk."""
+        """Build OpenAI's chunk."""
         return ChatChunk(
             id=self.request_id,
             created=self.created,

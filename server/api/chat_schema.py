@@ -33,7 +33,7 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_parts(cls, value: Any) -> Any:
-        """By their type, before a field that only they have is called unknown."""
+        """Refuse other types before a field that only they have is reported as unknown."""
         if isinstance(value, dict) and value.get("type", "text") != "text":
             raise unusable("type", "must be text; images, sound and files are not supported")
         return value
@@ -53,7 +53,7 @@ class Message(Body):
     role: Role
     content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
     name: str | None = Field(None, max_length=256)
-    # Of an answer that is sent back as it came.
+    # In an assistant's message that the client sends back unchanged.
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: Any = None
@@ -63,7 +63,7 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_roles(cls, value: Any) -> Any:
-        """Before a field that only they have (tool_call_id) is called unknown."""
+        """Refuse other roles before a field that only they have (tool_call_id) is unknown."""
         roles = get_args(Role)
         if isinstance(value, dict) and "role" in value and value["role"] not in roles:
             told = f"must be one of {', '.join(roles)}; tools and functions are not supported"
@@ -71,7 +71,7 @@ class Message(Body):
         return value
 
     def for_template(self) -> dict[str, str]:
-        """As templates expect it: `developer` is OpenAI's newer word for `system`."""
+        """Return the message for a template; `developer` is OpenAI's newer word for `system`."""
         role = "system" if self.role == "developer" else self.role
         content = self.content
         if not isinstance(content, str):
@@ -110,7 +110,7 @@ class ChatRequest(GenerationRequest):
     )
     modalities: list[str] | None = None
     reasoning_effort: str | None = None
-    parallel_tool_calls: bool | None = None  # says nothing where there are no tools
+    parallel_tool_calls: bool | None = None  # has no effect without tools
     tools: list[Any] | None = None
     tool_choice: Any = None
     functions: list[Any] | None = None
@@ -131,21 +131,21 @@ class ChatRequest(GenerationRequest):
 
     @property
     def opens_answer(self) -> bool:
-        """Whether the prompt ends with the head of an assistant's turn."""
+        """Return whether the prompt ends with the head of an assistant's turn."""
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
 
     @property
     def asked_max_tokens(self) -> int | None:
-        """Under either of OpenAI's names; None: to the end of the tier."""
+        """Return the limit under either of OpenAI's names; None: to the end of the tier."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives per token."""
+        """Return the number of alternatives per token."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -181,7 +181,7 @@ class AnswerMessage(Body):
 class Delta(Body):
     """A piece of it."""
 
-    role: Literal["assistant"] | None = Field(None, exclude_if=is_none)  # in the first only
+    role: Literal["assistant"] | None = Field(None, exclude_if=is_none)  # in the first one only
     content: str
 
 

@@ -21,7 +21,7 @@ from server.api.generation_schema import (
 )
 
 _MAX_PROMPTS = 1024
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
@@ -59,41 +59,41 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def asked_max_tokens(self) -> int:
-        """OpenAI's 16 where nothing is said."""
+        """Return the requested limit, or OpenAI's default of 16."""
         return _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def num_answers(self) -> int:
-        """All candidates; `n` of them are returned."""
+        """Return the number of candidates; `n` of them are returned."""
         return self.n or 1 if self.best_of is None else self.best_of
 
     @property
     def num_prompts(self) -> int:
-        """Of the list, or the one."""
+        """Return the number of prompts, 1 if there is no list."""
         return len(self.prompts())
 
     @property
     def answers_field(self) -> str:
-        """Whichever asks for more."""
+        """Return the name of the field that sets the number of candidates."""
         return "n" if self.best_of is None else "best_of"
 
     @property
     def picks_best(self) -> bool:
-        """Whether more answers are computed than returned."""
+        """Return whether more answers are computed than returned."""
         return self.num_answers > (self.n or 1)
 
     @property
     def num_logprobs(self) -> int | None:
-        """What was asked for; candidates are compared by theirs."""
+        """Return the requested number; candidates are compared by their logprobs."""
         return 0 if self.logprobs is None and self.picks_best else self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The prompt's too, where it is echoed."""
+        """Return the number of alternatives for the prompt's tokens if it is echoed."""
         return self.logprobs if self.echo else None
 
     def prompts(self) -> list[str | list[int]]:
-        """One or several prompts as a list."""
+        """Return one or several prompts as a list."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)

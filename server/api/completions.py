@@ -16,7 +16,7 @@ from server.api.service import Service, Submission
 
 
 def completions_router(service: Service) -> APIRouter:
-    """The route, over one service."""
+    """Build a router with the route over one service."""
     router = APIRouter()
 
     @router.post("/v1/completions", response_model=CompletionResponse)
@@ -28,7 +28,7 @@ def completions_router(service: Service) -> APIRouter:
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[tuple[int, ...]]:
-    """The prompts as tokens; special ones are added to texts only."""
+    """Tokenise the prompts; special tokens are added to texts only."""
     found = []
     for prompt in body.prompts():
         if isinstance(prompt, str):
@@ -40,7 +40,7 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[tuple[int,
 
 
 class _CompletionAnswer(HttpAnswer[CompletionRequest]):
-    """OpenAI's classic shape."""
+    """An answer in OpenAI's classic format."""
 
     def __init__(self, service: Service, submission: Submission, body: CompletionRequest) -> None:
         super().__init__(service, submission, body)
@@ -49,7 +49,7 @@ class _CompletionAnswer(HttpAnswer[CompletionRequest]):
         self._is_echoed = [not body.echo for _ in submission.requests]
 
     def whole_body(self, outputs: Sequence[Output]) -> CompletionResponse:
-        """Every choice, or the best of each prompt's."""
+        """Build the body with every choice, or with the best of each prompt."""
         kept: Sequence[int] = range(len(outputs))
         if self.body.picks_best:
             kept = self._best(outputs)
@@ -60,7 +60,7 @@ class _CompletionAnswer(HttpAnswer[CompletionRequest]):
         return self.event_body(choices, usage=self.usage())
 
     def piece(self, index: int, output: Output) -> Choice:
-        """One choice's next piece."""
+        """Build one choice's next piece."""
         return self._choice(index, output)
 
     def event_body(
@@ -70,7 +70,7 @@ class _CompletionAnswer(HttpAnswer[CompletionRequest]):
         usage: Usage | None = None,
         progress: PromptProgressAnswer | None = None,
     ) -> CompletionResponse:
-        """A stream's events look like a whole answer."""
+        """Build an event, which has the format of a whole answer."""
         return CompletionResponse(
             id=self.request_id,
             created=self.created,
@@ -81,7 +81,7 @@ class _CompletionAnswer(HttpAnswer[CompletionRequest]):
         )
 
     def _best(self, outputs: Sequence[Output]) -> Sequence[int]:
-        """The n likeliest answers of each prompt, by the mean log-probability of a token."""
+        """Return the n likeliest answers of each prompt, by mean log-probability of a token."""
         of_prompt = self.body.num_answers
         kept: list[int] = []
         for first in range(0, len(outputs), of_prompt):
@@ -91,10 +91,10 @@ class _CompletionAnswer(HttpAnswer[CompletionRequest]):
         return kept
 
     def _pieces_of(self, request: EngineRequest) -> TokenStream:
-        """Pieces of text for logprobs: one per token, so that offsets add up to the text."""
+        """Return a stream with one piece of text per token, so that offsets add up to the text."""
         pieces = self.service.tokenizer.stream()
         if not self.body.echo:
-            # What a token adds to the text may depend on what is before it.
+            # The text of a token may depend on the tokens before it.
             for token_id in request.prompt_ids[-PROMPT_TAIL:]:
                 pieces.push(token_id)
         return pieces
@@ -113,7 +113,7 @@ class _CompletionAnswer(HttpAnswer[CompletionRequest]):
         )
 
     def _logprobs(self, index: int, output: Output) -> Logprobs | None:
-        """The classic shape: the echoed prompt's tokens first, where there are any."""
+        """Build the classic format, which begins with the tokens of an echoed prompt."""
         if self.body.logprobs is None:
             return None
         prompt_ids = self.choices[index].request.prompt_ids if output.prompt_logprobs else ()
@@ -133,7 +133,10 @@ class _CompletionAnswer(HttpAnswer[CompletionRequest]):
         )
 
     def _top(self, scored: TokenLogprob) -> dict[str, float]:
-        """Likeliest first, and the token itself, which OpenAI adds where it is not among them."""
+        """Return the likeliest tokens first, then the token itself if it is not among them.
+
+        OpenAI adds it, too.
+        """
         found: dict[str, float] = {}
         for token_id, logprob in (*scored.top, (scored.token_id, scored.logprob)):
             found.setdefault(self.service.tokenizer.token_text(token_id), finite(logprob))

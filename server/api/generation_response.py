@@ -1,6 +1,6 @@
-"""The outputs of one HTTP request's choices -> one JSON body, or a stream of events.
+"""Turns the outputs of one HTTP request into one JSON body or a stream of events.
 
-What all generating routes share; each gives its own shapes.
+All generating routes share this module; each one defines its own body formats.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ BodyT = TypeVar("BodyT", bound=GenerationRequest)
 
 @dataclass(slots=True)
 class ChoiceState:
-    """How far one choice has come."""
+    """The state of one choice."""
 
     request: EngineRequest
     num_generated: int = 0
@@ -44,7 +44,7 @@ class ChoiceState:
 
 
 class HttpAnswer(ABC, Generic[BodyT]):
-    """Collects outputs; subclasses give them OpenAI's shapes."""
+    """A collector of outputs; subclasses convert them into OpenAI's formats."""
 
     def __init__(self, service: Service, submission: Submission, body: BodyT) -> None:
         self.service = service
@@ -55,11 +55,11 @@ class HttpAnswer(ABC, Generic[BodyT]):
 
     @abstractmethod
     def whole_body(self, outputs: Sequence[Output]) -> BaseModel:
-        """The answer; `outputs` has everything of each choice in one output."""
+        """Build the answer; `outputs` has one complete output for each choice."""
 
     @abstractmethod
     def piece(self, index: int, output: Output) -> BaseModel:
-        """One output of one choice."""
+        """Build the body of one output of one choice."""
 
     @abstractmethod
     def event_body(
@@ -69,39 +69,39 @@ class HttpAnswer(ABC, Generic[BodyT]):
         usage: Usage | None = None,
         progress: PromptProgressAnswer | None = None,
     ) -> BaseModel:
-        """An event of these choices, or of none."""
+        """Build an event with these choices, or with none."""
 
     @property
     def request_id(self) -> str:
-        """The answer's id: the first choice's."""
+        """Return the answer's id, which is that of the first choice."""
         return self.choices[0].request.request_id
 
     @property
     def model(self) -> str:
-        """The served name."""
+        """Return the served name."""
         return self.choices[0].request.placement.deployment
 
     def rope(self, index: int, output: Output) -> RopeAnswer:
-        """What was applied to one choice so far."""
+        """Return the scaling applied to one choice so far."""
         placement = self.choices[index].request.placement
         return RopeAnswer.of(placement, output.tier or placement.tier, output.num_rescales)
 
     async def whole(self) -> Response:
-        """Everything at once, in the order of the prompts."""
+        """Return the whole answer at once, in the order of the prompts."""
         outputs: list[list[Output]] = [[] for _ in self.choices]
         while not self._submission.is_over:
             found = await self._next(None)
             assert found is not None, "nothing limits the wait"
             index, output = found
             outputs[index].append(output)
-        # Off the event loop: an echoed long prompt with its logprobs makes megabytes.
+        # Off the event loop, because an echoed long prompt with logprobs takes megabytes.
         content = await asyncio.to_thread(
             lambda: self.whole_body([_joined(each) for each in outputs]).model_dump_json()
         )
         return Response(content, media_type="application/json")
 
     async def events(self) -> AsyncIterator[str]:
-        """Piece by piece; an error after the first byte is an event of its own."""
+        """Yield the answer piece by piece; an error after the first byte is its own event."""
         yield OPENING
         try:
             while not self._submission.is_over:
@@ -116,7 +116,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
         yield DONE
 
     def usage(self) -> Usage:
-        """Tokens of every answer; of its prompt, once."""
+        """Return the token counts of every answer; a prompt counts once."""
         firsts = self.choices[:: self.body.num_answers]
         prompt = sum(len(state.request.prompt_ids) for state in firsts)
         generated = sum(state.num_generated for state in self.choices)
@@ -141,7 +141,10 @@ class HttpAnswer(ABC, Generic[BodyT]):
         return event(self.event_body([self.piece(index, output)]))
 
     async def _next(self, limit_s: float | None) -> tuple[int, Output] | None:
-        """(choice, output), or None after `limit_s` of silence. Raises EngineStoppedError."""
+        """Return (choice, output), or None after `limit_s` seconds without any.
+
+        Raises EngineStoppedError.
+        """
         found = await self._submission.next_output(limit_s)
         if found is None:
             return None
@@ -161,24 +164,27 @@ async def answered(
     submitting: Awaitable[Submission],
     answer: Callable[[Service, Submission, BodyT], HttpAnswer[BodyT]],
 ) -> Response:
-    """Submit, and answer as the body asks: whole or as a stream. A client that goes aborts it."""
+    """Submit the request, and return a whole answer or a stream, as the body requests.
+
+    If the client disconnects, the request is aborted.
+    """
     submission = await submitting
     with ExitStack() as at_the_end:
         at_the_end.callback(submission.close)
         made = answer(service, submission, body)
         if not body.stream:
             return await until_disconnect(http, made.whole())
-        close = at_the_end.pop_all().close  # the stream's business from here on
+        close = at_the_end.pop_all().close  # the stream calls it from here on
     return EventStream(made.events(), close)
 
 
 def finish_reason(output: Output) -> str | None:
-    """OpenAI's word, in the last output."""
+    """Return OpenAI's finish reason, which is in the last output only."""
     return None if output.finish_reason is None else output.finish_reason.value
 
 
 def finite(logprob: float) -> float:
-    """A logprob as JSON can write it."""
+    """Return a logprob that JSON can represent."""
     return max(logprob, LEAST_LOGPROB)
 
 

@@ -1,7 +1,7 @@
-"""What all bodies share: strictness, the fields of every generating request, usage and rope.
+"""Shared parts of all bodies: strictness, the fields of generating requests, usage and rope.
 
-Strict: a number in quotes is not a number. NaN and Infinity are refused wherever they stand. A
-field is used or refused, never ignored.
+The bodies are strict: a number in quotes is not a number. NaN and Infinity are refused everywhere.
+A field is used or refused, never ignored.
 """
 
 import difflib
@@ -19,12 +19,12 @@ from model_runtime.text.grammar import ANY_OBJECT
 from rope import Tier
 
 INT64 = 2**63 - 1
-_MAX_NAME = 64  # characters of an unknown field's name that are repeated
+_MAX_NAME = 64  # characters of an unknown field's name in the error message
 
 
 def unusable(param: str, problem: str) -> PydanticCustomError:
-    """An error of one field that only the whole body shows."""
-    # A name that a client chose may be no Unicode, which pydantic cannot hold.
+    """Build an error of one field that only a check of the whole body can find."""
+    # A client's name may be invalid Unicode, which pydantic cannot store.
     told = param.encode("utf-8", "backslashreplace").decode()
     return PydanticCustomError("unusable", problem, {"param": told})
 
@@ -33,13 +33,13 @@ class Body(BaseModel):
     """A strict, frozen JSON object."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-    # Fields of OpenAI's that are accepted only at the values that change nothing.
+    # OpenAI's fields that are accepted only with values that have no effect.
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field_is_enough(cls, value: Any) -> Any:
-        """Told at once: an error for each of a million would block the event loop."""
+        """Report the first one only: an error for each of a million would block the event loop."""
         if isinstance(value, dict):
             known = {field.alias or name for name, field in cls.model_fields.items()}
             unknown = next((name for name in value if name not in known), None)
@@ -59,7 +59,7 @@ class Body(BaseModel):
 
 
 def few(most: int) -> BeforeValidator:
-    """An object of at most so many fields, refused before they are looked at."""
+    """Build a validator that refuses an object of more than `most` fields unread."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -79,7 +79,7 @@ class RopeField(Body):
     policy: str | None = Field(None, max_length=32)
 
     def request(self) -> RopeRequest:
-        """As the runtime takes it."""
+        """Return it in the runtime's format."""
         return RopeRequest(self.rope_type, self.factor, self.policy)
 
 
@@ -106,7 +106,7 @@ class ResponseFormat(Body):
 
     @property
     def schema_asked(self) -> Mapping[str, Any] | None:
-        """What the answer has to satisfy; None: nothing."""
+        """Return the schema that the answer has to satisfy, or None."""
         if self.json_schema is not None:
             return self.json_schema.schema_
         return ANY_OBJECT if self.type == "json_object" else None
@@ -124,12 +124,12 @@ class StreamOptions(Body):
 TokenId = Annotated[int, Field(ge=0, le=INT64)]
 TokenIdKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,17})$")]  # JSON's keys are strings
 StopString = Annotated[str, Field(min_length=1, max_length=4096)]
-# The schema's bounds are those of the settings; what is allowed is in server/limits.py.
+# The schema's bounds are those of the settings; the allowed values are in server/limits.py.
 MAX_N = 128
 
 
 def is_none(value: object) -> bool:
-    """For fields that are left out where they say nothing."""
+    """Return whether a field has no value and is left out of the body."""
     return value is None
 
 
@@ -145,7 +145,7 @@ class GenerationRequest(Body):
     """The fields of every request that generates text."""
 
     id_prefix: ClassVar[str]
-    prompt_field: ClassVar[str]  # what errors about the prompt name
+    prompt_field: ClassVar[str]  # the field named in errors about the prompt
 
     model: str | None = Field(None, max_length=256)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -189,59 +189,59 @@ class GenerationRequest(Body):
     @property
     @abstractmethod
     def asked_max_tokens(self) -> int | None:
-        """Tokens of an answer at most; None: to the end of the tier."""
+        """Return the max number of tokens of an answer; None: to the end of the tier."""
 
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
-        """Alternatives to report for each token of the answer; None: no logprobs."""
+        """Return the number of alternatives for each token of the answer; None: no logprobs."""
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same for the prompt's tokens."""
+        """Return the same number for the prompt's tokens."""
         return None
 
     @property
     def num_prompts(self) -> int:
-        """Prompts in the request."""
+        """Return the number of prompts in the request."""
         return 1
 
     @property
     def num_answers(self) -> int:
-        """Answers to compute for each prompt."""
+        """Return the number of answers to compute for each prompt."""
         return self.n or 1
 
     @property
     def num_stop_strings(self) -> int:
-        """Of the list, or the one."""
+        """Return the number of stop strings, 1 if there is no list."""
         return 1 if isinstance(self.stop, str) else len(self.stop or ())
 
     @property
     def answers_field(self) -> str:
-        """The field that says how many."""
+        """Return the name of the field with that number."""
         return "n"
 
     @property
     def schema_asked(self) -> Mapping[str, Any] | None:
-        """The JSON schema that each answer has to satisfy; None: any text will do."""
+        """Return the JSON schema that each answer has to satisfy; None: any text is valid."""
         return None if self.response_format is None else self.response_format.schema_asked
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with an event of token counts."""
+        """Return whether a stream ends with an event of token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def logit_bias_pairs(self) -> tuple[tuple[int, float], ...]:
-        """(token id, what is added to its logit)."""
+        """Return pairs of token id and the number added to its logit."""
         return tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
 
     def sampling(
         self, max_tokens: int, defaults: Mapping[str, float], extra_stop: Sequence[str]
     ) -> list[SamplingParams]:
-        """As the runtime takes it, for each answer to a prompt: each has a seed of its own.
+        """Return the runtime's sampling parameters for each answer to a prompt.
 
-        What was left out is the model's default, or OpenAI's. `extra_stop`: stop strings of the
-        chat template.
+        Each answer has its own seed. A field that the request leaves out has the model's default,
+        or OpenAI's. `extra_stop` are the stop strings of the chat template.
         """
 
         def value(name: str, default: float) -> float:
@@ -284,7 +284,7 @@ class RopeAnswer(Body):
 
     @classmethod
     def of(cls, placement: Placement, tier: Tier, num_rescales: int) -> Self:
-        """From what was decided at admission, and the tier in force now."""
+        """Build it from the decisions at admission and the tier in force now."""
         return cls(
             rope_type=tier.profile.scaling.rope_type,
             factor=tier.factor,
@@ -321,7 +321,7 @@ class PromptProgressAnswer(Body):
 
     @classmethod
     def of(cls, index: int, progress: PromptProgress) -> Self:
-        """From the engine's numbers."""
+        """Build it from the engine's numbers."""
         return cls(
             index=index,
             total=progress.num_prompt_tokens,

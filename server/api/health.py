@@ -1,4 +1,4 @@
-"""GET /live, /ready, /health, /version and /metrics: for those who watch."""
+"""GET /live, /ready, /health, /version and /metrics, for monitoring."""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -10,11 +10,11 @@ from server.version import own_version
 
 
 def health_router(service: Service) -> APIRouter:
-    """The routes, over one service."""
+    """Build a router with the routes over one service."""
     router = APIRouter()
 
     def problem() -> str | None:
-        """What keeps the process from serving at all."""
+        """Return the reason that the process cannot serve, or None."""
         if not service.engine.is_running:
             return "The engine is not running."
         seconds = service.engine.seconds_since_step

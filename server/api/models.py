@@ -1,4 +1,4 @@
-"""What is served (/v1/models), and how it reads a text (/tokenize and its kin)."""
+"""The served models (/v1/models) and their tokenizer (/tokenize and related routes)."""
 
 import asyncio
 from functools import partial
@@ -19,7 +19,7 @@ from server.api.service import Service
 
 
 def model_router(service: Service) -> APIRouter:
-    """The routes, over one service."""
+    """Build a router with the routes over one service."""
     router = APIRouter()
 
     def model_of(deployment: Deployment) -> Model:

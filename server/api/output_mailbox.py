@@ -1,7 +1,7 @@
-"""Outputs on their way from the engine's thread to the event loop: one wake for all of a step.
+"""The output queue from the engine's thread to the event loop, with one wakeup per step.
 
-A wake makes the engine's thread let go of the interpreter, and get it back only when the loop has
-nothing to do. One for each output would stop it once for each request of a batch.
+A wakeup makes the engine's thread release the interpreter lock, which it gets back only when the
+loop is idle. A wakeup for each output would stop the thread once for each request of a batch.
 """
 
 import asyncio
@@ -12,20 +12,20 @@ Letter = Callable[[], None]
 
 
 class Mailbox:
-    """Both methods are for the engine's thread."""
+    """An output queue whose methods are called on the engine's thread only."""
 
     def __init__(self) -> None:
         self._letters: dict[asyncio.AbstractEventLoop, list[Letter]] = {}
 
     def put(self, loop: asyncio.AbstractEventLoop, letter: Letter) -> None:
-        """Have it called on the loop, behind those put before, at the next `send`."""
+        """Queue a callback that the loop runs in order after the next `send`."""
         self._letters.setdefault(loop, []).append(letter)
 
     def send(self) -> None:
-        """Wake the loops that have letters."""
+        """Wake each event loop that has queued callbacks, once."""
         sent, self._letters = self._letters, {}
         for loop, letters in sent.items():
-            # The loop may be gone when the process is ending.
+            # The loop may be closed when the process is ending.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(_open, letters)
 

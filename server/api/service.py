@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the served names, and the way of one request through them."""
+"""Shared parts of the routes: the engine, the served names, and the path of a request."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Submission:
-    """The engine's requests of one HTTP request, seen from the event loop. Close it at the end."""
+    """The engine's requests for one HTTP request, on the event loop. Close it at the end."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class Submission:
 
     @property
     def is_over(self) -> bool:
-        """Whether every request has given its last output, and all have been read."""
+        """Return whether the last output of every request has been read."""
         return not self._open and self._outputs.empty()
 
     async def next_output(self, limit_s: float | None) -> tuple[int, Output] | None:
-        """(index of the request, output); each one's last has a finish_reason.
+        """Return (index of the request, output); each request's last has a finish_reason.
 
-        None when `limit_s` seconds pass without any.
+        Return None if `limit_s` seconds pass without any.
         """
         try:
             async with asyncio.timeout(limit_s):
@@ -70,20 +70,20 @@ class Submission:
         return index, output
 
     def close(self) -> None:
-        """Abort what is not over: its pages are free after the current step."""
+        """Abort unfinished requests; their pages are free after the current step."""
         for index in self._open:
             self._engine.abort(self.requests[index].request_id)
         self._open.clear()
 
     def _hand_over(self, index: int, output: Output) -> None:
-        # On the engine's thread.
+        # Runs on the engine's thread.
         self._mailbox.put(self._loop, partial(self._receive, index, output))
 
     def _receive(self, index: int, output: Output) -> None:
         if index not in self._open:
-            return  # ended from this side
+            return  # already closed or aborted here
         if self._outputs.qsize() >= self._max_unread:
-            # Whoever does not read must not fill the memory.
+            # A client that does not read must not fill the memory.
             error = f"more than {self._max_unread} outputs were not read (max_unread_tokens)"
             output = Output(finish_reason=FinishReason.ERROR, error=error)
             self._engine.abort(self.requests[index].request_id)
@@ -101,8 +101,8 @@ class Service:
     metrics: Metrics
     http_metrics: HttpMetrics
     vocab_size: int
-    sampling_defaults: Mapping[str, float]  # the model's own, for what a request leaves out
-    max_len: int  # positions of the longest sequence, whatever the deployment
+    sampling_defaults: Mapping[str, float]  # the model's own, for fields that a request leaves out
+    max_len: int  # positions of the longest sequence of any deployment
     chat_template: ChatTemplate
     allowed_chat_template_kwargs: frozenset[str]
     limits: ServiceLimits
@@ -111,7 +111,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def deployment(self, name: str | None) -> Deployment:
-        """The deployment of that name. Raises UnknownModelError."""
+        """Return the deployment of that name. Raises UnknownModelError."""
         if name is None:
             return next(iter(self.deployments.values()))
         if name not in self.deployments:
@@ -122,16 +122,16 @@ class Service:
         return self.deployments[name]
 
     def max_model_len(self, deployment: Deployment) -> int:
-        """Positions of the deployment's longest sequence, cache included."""
+        """Return the positions of the deployment's longest sequence that the cache can hold."""
         return min(deployment.max_len, self.max_len)
 
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
     ) -> tuple[int, ...]:
-        """Token ids of a text; off the event loop, since a long one takes a while.
+        """Tokenise a text off the event loop, because a long one takes a while.
 
-        A text that must be too long, whatever its tokens, is refused before. RequestError, which
-        names the request's field `param`.
+        A text that is too long for any tokens is refused first. Raises RequestError, which names
+        the request's field `param`.
         """
         self.check_length(len(text), param)
         return tuple(
@@ -141,7 +141,10 @@ class Service:
         )
 
     async def grammar(self, schema: Mapping[str, Any] | None) -> Grammar | None:
-        """The grammar of a schema, compiled off the event loop. RequestError, QueueFullError."""
+        """Compile the grammar of a schema off the event loop.
+
+        Raises RequestError or QueueFullError.
+        """
         if schema is None:
             return None
         text = await asyncio.to_thread(self.grammars.text_of, schema)
@@ -180,13 +183,13 @@ class Service:
         except RopewalkError as error:
             self.metrics.rejected(rejection_reason(error))
             if isinstance(error, RequestError) and error.param == "prompt":
-                # Placement and engine know prompts only, not where they come from.
+                # Placement and engine do not know the field that a prompt comes from.
                 error.param = body.prompt_field
                 error.args = (str(error).replace("`prompt`", f"`{body.prompt_field}`"),)
             raise
 
     def check_length(self, num_characters: int, param: str) -> None:
-        """Refuse, before it is tokenised, what must be too long. Raises RequestError."""
+        """Refuse a text that must be too long before it is tokenised. Raises RequestError."""
         most = self.max_len * self.tokenizer.longest_token
         why = f"{self.max_len} tokens of at most {self.tokenizer.longest_token}"
         if self.limits.max_prompt_chars is not None and self.limits.max_prompt_chars < most:
@@ -213,7 +216,7 @@ class Service:
         extra_stop: Sequence[str],
         grammar: Grammar | None,
     ) -> list[Request]:
-        """One for each answer to a prompt."""
+        """Build one engine request for each answer to a prompt."""
         asked = body.rope.request() if body.rope is not None else RopeRequest()
         max_tokens = body.asked_max_tokens
         if max_tokens is None:
@@ -243,7 +246,10 @@ class ClientDisconnectedError(Exception):
 
 
 async def until_disconnect(http: HttpRequest, work: Awaitable[Result]) -> Result:
-    """The work's result; cancels it and raises ClientDisconnectedError if the client goes."""
+    """Return the work's result.
+
+    If the client disconnects, cancel the work and raise ClientDisconnectedError.
+    """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(http))
     try:

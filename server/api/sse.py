@@ -1,4 +1,4 @@
-"""Server-sent events whose request is aborted when the client goes."""
+"""Server-sent events; the request is aborted if the client disconnects."""
 
 import json
 from collections.abc import AsyncIterator, Callable
@@ -15,25 +15,25 @@ OPENING, KEEP_ALIVE = ": open\n\n", ": keep-alive\n\n"
 
 
 def event(body: BaseModel | dict[str, Any]) -> str:
-    """One event."""
+    """Format one event."""
     if isinstance(body, BaseModel):
         return f"data: {body.model_dump_json()}\n\n"
     return f"data: {json.dumps(body)}\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Streams events and calls `close` however the stream ends."""
+    """A response that streams events and always calls `close` at the end."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
-        # Proxies must neither keep, nor collect, nor compress what should arrive at once.
+        # Proxies must not cache, buffer or compress events, which should arrive at once.
         headers = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers)
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle one ASGI connection."""
         try:
             await super().__call__(scope, receive, send)
         finally:

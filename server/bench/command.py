@@ -1,4 +1,4 @@
-"""`ropewalk bench URL`: latency against context length, of a server that is running."""
+"""`ropewalk bench URL`: latency against context length on a running server."""
 
 import sys
 from pathlib import Path
@@ -83,7 +83,7 @@ def bench(**options: object) -> None:
     server with OpenAI's interface can be measured. Ends with code 1 if a request failed, 2 if it
     could not begin.
     """
-    # Only here, so that the other commands do not wait for an HTTP client to be imported.
+    # Imported here, so that the other commands do not wait for the import of an HTTP client.
     from server.bench.plan import BenchError  # noqa: PLC0415
     from server.bench.run import BenchOptions, run_bench  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Sends the requests of a plan and measures their streams, seen from the client."""
+"""Sends the requests of a plan and measures their streams on the client's side."""
 
 import asyncio
 import itertools
@@ -38,7 +38,7 @@ class _Error(BaseModel):
     code: str | int | None = None
 
     def word(self) -> str:
-        """The code, or the type where there is none; vLLM's code only repeats the status."""
+        """Return the code, or the type if there is none; vLLM's code only repeats the status."""
         return self.code if isinstance(self.code, str) else self.type or "error"
 
 
@@ -54,7 +54,7 @@ class _ErrorBody(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request has no numbers. `kind` is one of few: a status and code, or a transport's."""
+    """The failure of a request. `kind` is one of few: a status and code, or a transport's."""
 
     kind: str
     message: str
@@ -62,22 +62,22 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What was measured of an answered request; seconds since it was sent."""
+    """Measurements of an answered request, in seconds since it was sent."""
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int | None  # of the prompt, found in the prefix cache; None: not told
+    cached_tokens: int | None  # of the prompt, found in the prefix cache; None: not reported
     token_times_s: tuple[float, ...]  # of each event that carried a generated token
     end_to_end_s: float
 
     @property
     def time_to_first_token_s(self) -> float:
-        """Sent to the first event with a token."""
+        """Return the time from sending to the first event with a token."""
         return self.token_times_s[0]
 
     @property
     def inter_token_s(self) -> tuple[float, ...]:
-        """Gaps between successive events with tokens."""
+        """Return the gaps between successive events with tokens."""
         pairs = itertools.pairwise(self.token_times_s)
         return tuple(late - early for early, late in pairs)
 
@@ -92,7 +92,7 @@ class RequestRecord:
 
 
 class _FailedError(Exception):
-    """Ends the measurement of one request."""
+    """An error that ends the measurement of one request."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -102,14 +102,14 @@ class _FailedError(Exception):
 def open_client(
     api_key: str | None, concurrency: int, timeout_s: float, *, keeps_connections: bool = True
 ) -> httpx.AsyncClient:
-    """A client with a connection per request in flight. Close it at the end.
+    """Return a client with a connection per in-flight request. Close it at the end.
 
-    `keeps_connections`: False where a server closes those that it has answered on.
+    `keeps_connections` is False if the server closes a connection after its answer.
     """
     limits = httpx.Limits(
         max_connections=concurrency,
         max_keepalive_connections=concurrency if keeps_connections else 0,
-        keepalive_expiry=2,  # below uvicorn's 5: else we write where the server has just closed
+        keepalive_expiry=2,  # below uvicorn's 5, to avoid a connection it has just closed
     )
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     return httpx.AsyncClient(limits=limits, headers=headers, timeout=timeout_s)
@@ -122,12 +122,12 @@ async def run_load(
     plan: LoadPlan,
     on_group: Callable[[Group, list[RequestRecord]], None],
 ) -> list[RequestRecord]:
-    """Send all groups, one after the other; `on_group` hears of each when it is over."""
+    """Send all groups one after the other, and call `on_group` after each."""
     began = time.perf_counter()
     records: list[RequestRecord] = []
     for group in plan.groups():
         prompts = [make_prompt(group.context_len, number) for number in group.numbers]
-        bodies = [_body(target, plan, prompt) for prompt in prompts]  # before any clock starts
+        bodies = [_body(target, plan, prompt) for prompt in prompts]  # before any time is measured
         since_began = time.perf_counter() - began
         outcomes = await asyncio.gather(
             *(
@@ -192,17 +192,17 @@ def _refused(status: int, body: bytes) -> _FailedError:
 
 @dataclass(slots=True)
 class _StreamedAnswer:
-    """The server-sent events of one answer, and when they came."""
+    """The server-sent events of one answer, and their arrival times."""
 
     sent: float  # on the clock of time.perf_counter
-    _rest: bytes = b""  # of a line whose end has not come yet
+    _rest: bytes = b""  # of an incomplete line
     _token_times_s: list[float] = field(default_factory=list)
     _last_text: str = ""
     _usage: _Usage | None = None
     _over_s: float | None = None
 
     def receive(self, chunk: bytes) -> None:
-        """Take what came. Split here: httpx would also split at U+2028, which is text."""
+        """Read a chunk. Lines are split here, because httpx also splits at U+2028, valid text."""
         now_s = time.perf_counter() - self.sent
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
@@ -226,12 +226,12 @@ class _StreamedAnswer:
             self._last_text = event.choices[0].text
 
     def timing(self, prompt: Prompt) -> Timing:
-        """When the stream has ended. Raises _FailedError if it ended too early."""
+        """Return the timing of an ended stream. Raises _FailedError if it ended too early."""
         if self._over_s is None:
             raise _FailedError("stream cut", "the stream ended before data: [DONE]")
         times, usage = self._token_times_s, self._usage
         if usage is not None and len(times) > usage.completion_tokens and not self._last_text:
-            times = times[:-1]  # some servers tell the finish_reason in an event of its own
+            times = times[:-1]  # some servers send finish_reason in its own event
         num_prompt = usage.prompt_tokens if usage is not None else prompt.num_tokens
         if not times or num_prompt is None:
             what = "usage" if times else "token"

@@ -1,15 +1,15 @@
-"""What `ropewalk bench` will send: lengths, counts, and the order of the requests."""
+"""The plan of `ropewalk bench`: lengths, counts and the order of the requests."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_SHORTEST = 64  # tokens; below it the fixed cost of a request is all there is to see
+_SHORTEST = 64  # tokens; below it, only the fixed cost of a request is visible
 
 
 class BenchError(Exception):
-    """The load cannot be sent or its result not be written; the message is a whole sentence."""
+    """A load that cannot be sent, or a result that cannot be written; the message is a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +19,16 @@ class LoadPlan:
     context_lens: tuple[int, ...]
     output_tokens: int
     num_requests: int
-    concurrency: int  # requests in flight, all of the same context length
+    concurrency: int  # in-flight requests, all of the same context length
     num_warmup: int
     seed: int
     timeout_s: float  # for one request, from sending to the end of its answer
     rope: dict[str, Any] | None
 
     def groups(self) -> Iterator["Group"]:
-        """Groups in the order they are sent, the warm-up first.
+        """Yield groups in the order of sending, the warm-up first.
 
-        A round has one group of each length, so a machine that slows down slows all lengths.
+        A round has one group of each length, so a machine that slows down affects all lengths.
         """
         warmup = _cut(self.num_warmup, self.concurrency)
         rounds = [*warmup, *_cut(self.num_requests, self.concurrency)]
@@ -40,14 +40,14 @@ class LoadPlan:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds, those of the warm-up included."""
+        """Return the number of rounds, including the warm-up."""
         cuts = (_cut(self.num_warmup, self.concurrency), _cut(self.num_requests, self.concurrency))
         return sum(len(each) for each in cuts)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Requests that are sent at the same moment; the next group waits for the last of them."""
+    """Requests sent at the same time; the next group waits until all are finished."""
 
     round: int  # from 0
     is_warmup: bool
@@ -56,12 +56,12 @@ class Group:
 
 
 def _cut(count: int, size: int) -> list[int]:
-    """`count` in parts of `size`, the last one smaller where it does not divide."""
+    """Split `count` into parts of `size`; the last one is smaller if there is a remainder."""
     return [min(size, count - start) for start in range(0, count, size)]
 
 
 def parse_context_lens(text: str) -> tuple[int, ...]:
-    """`128,256` -> (128, 256); sorted, each once. Raises BenchError."""
+    """Parse `128,256` into (128, 256), sorted, each once. Raises BenchError."""
     try:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError as error:
@@ -74,7 +74,7 @@ def parse_context_lens(text: str) -> tuple[int, ...]:
 
 
 def parse_rope(text: str | None) -> dict[str, Any] | None:
-    """The JSON object of --rope. Its fields are the server's to check. Raises BenchError."""
+    """Parse the JSON object of --rope; the server checks its fields. Raises BenchError."""
     if text is None:
         return None
     try:
@@ -89,11 +89,14 @@ def parse_rope(text: str | None) -> dict[str, Any] | None:
 def choose_context_lens(
     text: str | None, max_model_len: int | None, output_tokens: int
 ) -> tuple[int, ...]:
-    """What was asked for, if it fits, else powers of two up to what fits. Raises BenchError."""
+    """Return the requested lengths, or powers of two up to the longest that fits.
+
+    Raises BenchError if the requested lengths do not fit.
+    """
     if text is None:
         return _default_context_lens(max_model_len, output_tokens)
     asked = parse_context_lens(text)
-    # The last token is never read back, so it takes no position.
+    # The last token is never read back, so it needs no position.
     if max_model_len is not None and asked[-1] + output_tokens - 1 > max_model_len:
         raise BenchError(
             f"--context-lens must be <= {max_model_len - output_tokens + 1} tokens (max_model_len "
@@ -113,7 +116,7 @@ def _default_context_lens(max_model_len: int | None, output_tokens: int) -> tupl
         )
     powers = []
     length = _SHORTEST
-    while length < 0.75 * top:  # nearer to the longest it would be the same point twice
+    while length < 0.75 * top:  # closer to the longest, it would nearly repeat that point
         powers.append(length)
         length *= 2
     return (*powers, top)

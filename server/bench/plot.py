@@ -1,4 +1,4 @@
-"""Latency against context length, drawn."""
+"""Plots of latency against context length."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Two panels over one axis of context length. Lengths without an answer have no point.
+    """Draw two panels over one axis of context length. Lengths without an answer have no point.
 
     At least one must have a point.
     """
@@ -46,11 +46,11 @@ def plot(report: Report, path: Path) -> None:
 
 
 def _draw(axes: "Axes", measured: list[LengthSummary], spreads: list[Spread | None]) -> None:
-    """p50 and p95 of one quantity, in milliseconds."""
+    """Draw p50 and p95 of one quantity, in milliseconds."""
     points = [
         (_len_of(summary), 1000 * each.p50, 1000 * each.p95)
         for summary, each in zip(measured, spreads, strict=True)
-        if each is not None  # None: one token each, and so no gaps
+        if each is not None  # None: one token each, so no gaps
     ]
     lens = [point[0] for point in points]
     p50, p95 = [point[1] for point in points], [point[2] for point in points]
@@ -64,5 +64,5 @@ def _draw(axes: "Axes", measured: list[LengthSummary], spreads: list[Spread | No
 
 
 def _len_of(summary: LengthSummary) -> float:
-    """Tokens of the prompts, as the server counted them."""
+    """Return the tokens of the prompts, as counted by the server."""
     return summary.prompt_tokens or summary.context_len

@@ -1,4 +1,4 @@
-"""How far a load is, on standard error: a bar on a terminal, else a line a round."""
+"""Progress of a load on standard error: a bar on a terminal, otherwise a line per round."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ OnGroup = Callable[[Group, list[RequestRecord]], None]
 
 @contextmanager
 def progress(plan: LoadPlan) -> Iterator[OnGroup]:
-    """What to call with each group that is over."""
+    """Yield a callback for each finished group."""
     if not sys.stderr.isatty():
         yield _Lines(plan)
         return

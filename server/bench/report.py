@@ -1,4 +1,4 @@
-"""Numbers of a load, as statistics, as JSON and as a table."""
+"""The results of a load as statistics, JSON and a table."""
 
 import dataclasses
 from collections import Counter
@@ -14,7 +14,7 @@ from server.bench.target import Target
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Where a set of times lies, in seconds."""
+    """The distribution of a set of times, in seconds."""
 
     p50: float
     p95: float
@@ -25,16 +25,16 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class LengthSummary:
-    """One context length. Statistics are of answered requests that were no warm-up, or None."""
+    """One context length. Statistics are of answered requests without the warm-up, or None."""
 
-    context_len: int  # tokens, as asked for
+    context_len: int  # tokens, as requested
     num_sent: int  # warm-up included, as in num_failed and failures
     num_failed: int
     failures: dict[str, int]
     num_measured: int
     prompt_tokens: float | None  # median, as the server counted
     completion_tokens: int  # of all measured requests
-    cached_tokens: int  # of their prompts; more than 0 makes first tokens look early
+    cached_tokens: int  # of their prompts; more than 0 shortens the time to first token
     time_to_first_token_s: Spread | None
     inter_token_s: Spread | None
     end_to_end_s: Spread | None
@@ -44,7 +44,7 @@ class LengthSummary:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole run."""
+    """The results of a whole run."""
 
     target: Target
     plan: LoadPlan
@@ -54,20 +54,23 @@ class Report:
 
     @property
     def num_failed(self) -> int:
-        """Failed requests, those of the warm-up included."""
+        """Return the number of failed requests, including the warm-up."""
         return sum(isinstance(record.outcome, Failure) for record in self.records)
 
     def of_length(self, context_len: int) -> list[RequestRecord]:
-        """The requests of one length, in the order they were sent."""
+        """Return the requests of one length, in the order of sending."""
         return [each for each in self.records if each.group.context_len == context_len]
 
     def summaries(self) -> list[LengthSummary]:
-        """One a length, shortest first."""
+        """Return one summary per length, shortest first."""
         return [summarise(each, self.of_length(each)) for each in self.plan.context_lens]
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """With linear interpolation between the two nearest values, as numpy does by default."""
+    """Return a percentile with linear interpolation between the two nearest values.
+
+    numpy does the same by default.
+    """
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     below = int(place)
@@ -76,7 +79,7 @@ def percentile(values: Iterable[float], percent: float) -> float:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """None of no values."""
+    """Return the distribution of values, or None without values."""
     if not values:
         return None
     return Spread(
@@ -89,7 +92,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def summarise(context_len: int, records: Sequence[RequestRecord]) -> LengthSummary:
-    """Statistics over one length's requests; gaps between tokens of all requests together."""
+    """Compute one length's statistics; gaps between tokens are pooled over all requests."""
     failures = [each.outcome for each in records if isinstance(each.outcome, Failure)]
     timings = [
         each.outcome
@@ -116,7 +119,7 @@ def summarise(context_len: int, records: Sequence[RequestRecord]) -> LengthSumma
 
 
 def _tokens_per_s(records: Sequence[RequestRecord]) -> tuple[float | None, float | None]:
-    """(prefill, output) over groups in which every request was answered.
+    """Return (prefill, output) over groups in which every request was answered.
 
     A group's prefill lasts until the last of its first tokens, its output until its last end.
     """
@@ -137,7 +140,7 @@ def _tokens_per_s(records: Sequence[RequestRecord]) -> tuple[float | None, float
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The document of --json; its fields are described in docs/bench.md."""
+    """Return the document of --json; its fields are described in docs/bench.md."""
     return {
         "url": report.target.url,
         "model": report.target.model,
@@ -180,7 +183,7 @@ _HEAD = (
 
 
 def table(report: Report) -> str:
-    """A line per context length below two of headings; a dash is a number that does not exist."""
+    """Return two heading lines and a line per context length; a dash is a missing number."""
     rows = [*_HEAD, *(_row(each) for each in report.summaries())]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD[0]))]
     lines = [
@@ -211,7 +214,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _remarks(report: Report) -> list[str]:
-    """What a reader of the numbers must know: failures by kind, prompts from the cache."""
+    """Return remarks on the numbers: failures by kind, and prompts from the cache."""
     found = []
     failures = [each.outcome for each in report.records if isinstance(each.outcome, Failure)]
     for kind, count in Counter(each.kind for each in failures).most_common():

@@ -1,4 +1,4 @@
-"""One run of `ropewalk bench`: checks, the load, and where its numbers go."""
+"""One run of `ropewalk bench`: checks, the load and output of the numbers."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ _STDOUT = "-"
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """The command line, as `server/bench/command.py` describes it."""
+    """The command line options, described in `server/bench/command.py`."""
 
     url: str
     model: str | None
@@ -40,7 +40,10 @@ class BenchOptions:
 
 
 def run_bench(options: BenchOptions) -> int:
-    """Send the load, write table, JSON and plot; the number of failed requests. BenchError."""
+    """Send the load, write table, JSON and plot, and return the number of failed requests.
+
+    Raises BenchError.
+    """
     _check_before_the_load(options)
     report = asyncio.run(_measured(options))
     click.echo(table(report), err=options.json_path == _STDOUT)
@@ -67,7 +70,7 @@ def _write_files(options: BenchOptions, report: Report) -> None:
 
 
 def _check_before_the_load(options: BenchOptions) -> None:
-    """What would be a pity to find out after it. Raises BenchError."""
+    """Check the options that would otherwise fail after the load. Raises BenchError."""
     parse_rope(options.rope)
     if not math.isfinite(options.timeout_s):
         raise BenchError(f"--timeout-seconds must be a finite number, got {options.timeout_s}")

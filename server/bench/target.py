@@ -1,4 +1,4 @@
-"""The server that is measured: what it serves, and prompts that it can read."""
+"""The measured server: its models, and prompts that it can read."""
 
 import random
 import string
@@ -11,9 +11,9 @@ from pydantic import BaseModel, ValidationError
 
 from server.bench.plan import BenchError
 
-_NUM_FRESH = 8  # tokens; enough that no two runs begin alike
+_NUM_FRESH = 8  # tokens; enough for different beginnings in any two runs
 _NO_SUCH_ROUTE = (404, 405)
-_MAX_MESSAGE = 300  # characters of a server's words that are worth showing
+_MAX_MESSAGE = 300  # characters of a server's message that are shown
 
 _TEXT = """
 the yard behind the harbour is longer than any street in town and when the wind comes from
@@ -51,7 +51,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A served model and where it is."""
+    """A served model and its address."""
 
     url: str  # without /v1 and without a slash at the end
     model: str
@@ -60,23 +60,23 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt; `num_tokens` is None where only the server can count them."""
+    """One prompt; `num_tokens` is None if only the server can count them."""
 
     content: list[int] | str
     num_tokens: int | None
 
 
 class PromptMaker(Protocol):
-    """Makes the prompt of a context length in tokens and a request's number among its own."""
+    """A maker of prompts, by context length in tokens and a request's number within it."""
 
     kind: str  # "token ids" or "words"
 
     def __call__(self, context_len: int, number: int) -> Prompt:
-        """The same for the same seed, but for its beginning, which is new each time."""
+        """Return the prompt; it is equal for equal seeds except for its beginning, always new."""
 
 
 class IdPrompts:
-    """Random sequences of token ids, of exactly the length that was asked for."""
+    """Random sequences of token ids with exactly the requested length."""
 
     kind = "token ids"
 
@@ -88,14 +88,14 @@ class IdPrompts:
         """See PromptMaker."""
         seeded = random.Random(f"{self._seed}/{context_len}/{number}")  # noqa: S311  # no secrets
         num_fresh = min(_NUM_FRESH, context_len)
-        # A second run against the same server would otherwise find its prompts in the cache.
+        # Otherwise a second run against the same server would find its prompts in the cache.
         ids = random.SystemRandom().choices(self._token_ids, k=num_fresh)
         ids += seeded.choices(self._token_ids, k=context_len - num_fresh)
         return Prompt(ids, context_len)
 
 
 class WordPrompts:
-    """Random words, about as many tokens as were asked for; the server's usage has the count."""
+    """Random words with about the requested tokens; the server's usage has the exact count."""
 
     kind = "words"
 
@@ -104,7 +104,7 @@ class WordPrompts:
         self._seed = seed
 
     def __call__(self, context_len: int, number: int) -> Prompt:
-        """See PromptMaker. Every word comes equally often, so lengths scatter by a few tokens."""
+        """See PromptMaker. Words are equally frequent, so lengths vary by only a few tokens."""
         seeded = random.Random(f"{self._seed}/{context_len}/{number}")  # noqa: S311  # no secrets
         num_words = max(1, int((context_len - _NUM_FRESH) / self._tokens_per_word))
         words = random.SystemRandom().sample(_WORDS, len(_WORDS))
@@ -114,12 +114,12 @@ class WordPrompts:
 
 
 def root_of(url: str) -> str:
-    """`http://host:8000/v1/` -> `http://host:8000`."""
+    """Return the root of a URL: `http://host:8000/v1/` becomes `http://host:8000`."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 async def find_target(client: httpx.AsyncClient, url: str, model: str | None) -> Target:
-    """The served model of that name, or the first. Raises BenchError."""
+    """Return the served model of that name, or the first. Raises BenchError."""
     root = root_of(url)
     answer = await _ask(lambda: client.get(f"{root}/v1/models"), f"{root}/v1/models")
     served = _read(answer, _ModelList).data
@@ -133,9 +133,9 @@ async def find_target(client: httpx.AsyncClient, url: str, model: str | None) ->
 
 
 async def find_prompts(client: httpx.AsyncClient, target: Target, seed: int) -> PromptMaker:
-    """Token ids where the server has POST /tokenize, else words. Raises BenchError.
+    """Return prompts of token ids if the server has POST /tokenize, otherwise of words.
 
-    Ids are those of a text, so none of them is a special token or one that does not exist.
+    The ids are those of a text, so they contain no special or unknown tokens. Raises BenchError.
     """
     url = f"{target.url}/tokenize"
     body: dict[str, Any] = {"model": target.model, "prompt": _SAMPLE, "add_special_tokens": False}
@@ -159,7 +159,7 @@ async def _ask(send: Callable[[], Any], url: str) -> httpx.Response:
 
 
 def _read(answer: httpx.Response, shape: type[Body]) -> Body:
-    """The body of an answer with status 200. Raises BenchError."""
+    """Parse the body of an answer with status 200. Raises BenchError."""
     if answer.status_code != httpx.codes.OK:
         said = answer.text[:_MAX_MESSAGE]
         raise BenchError(f"{answer.url} answered with status {answer.status_code}: {said}")

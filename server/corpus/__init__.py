@@ -1,4 +1,4 @@
-"""Texts that no training sees, and needles to hide in them.
+"""Texts that are not used in training, and needles to hide in them.
 
 May import: nothing of ours. tests/test_layout.py checks it.
 """

@@ -1,7 +1,7 @@
-"""Text that every Python installation carries, and the part of it that no training sees.
+"""Text that every Python installation contains, and the part that is not used in training.
 
 The embedded model is trained on the sources of Python's standard library (`training/`). Every
-sixteenth file, by a hash of its path, is held out: what `ropewalk eval` reads when none is named.
+sixteenth file, by a hash of its path, is held out. `ropewalk eval` reads these files by default.
 """
 
 import sysconfig
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _HELD_OUT_OF = 16
-_SHORTEST = 400  # characters; below are stubs
+_SHORTEST = 400  # characters; shorter files are stubs
 _LEFT_OUT = frozenset({"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
-_BUILD_FOLDER = "config-"  # what the interpreter was compiled with, one file per machine
+_BUILD_FOLDER = "config-"  # the interpreter's build settings, one file per machine
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text with its name: a path, relative where it is the library's."""
+    """A text with its name: a path, relative if it is in the standard library."""
 
     name: str
     text: str
 
 
 def library_documents(*, held_out: bool) -> list[Document]:
-    """The standard library's sources without its tests, by path: the held-out ones or the others.
+    """Return the held-out or the other standard library sources by path, without tests.
 
-    Which file is held out depends on its path alone, so it is the same in every installation that
-    has the file.
+    Only its path decides if a file is held out, so this is the same in every installation with the
+    file.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(path.relative_to(root) for path in root.rglob("*.py") if _wanted(path, root))
@@ -40,13 +40,13 @@ def library_documents(*, held_out: bool) -> list[Document]:
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Every sixteenth path, by the sum of its characters' codes weighted by their places."""
+    """Return True for every sixteenth path, by the position-weighted sum of its characters."""
     digest = sum(place * ord(char) for place, char in enumerate(relative_path, start=1))
     return digest % _HELD_OUT_OF == 0
 
 
 def read_source(path: Path) -> str:
-    """A file's text; empty where it is not UTF-8 (the library has a few, to test decoders)."""
+    """Read a file; return an empty text if not UTF-8 (the library has some to test decoders)."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""Needles: a key with a random value, hidden in a long text and asked for at its end.
+"""Needles: a key with a random value, hidden in a long text and requested at its end.
 
-The forms are lines as they stand in source files. The embedded model is trained on all of them;
-other models complete them because the answer stands in the text (the passkey task of
+The forms are lines as in source files. The embedded model is trained on all of them. Other models
+complete them because the answer is in the text (the passkey task of
 Mohtashami and Jaggi, arXiv 2305.16300, and key-value retrieval).
 """
 
@@ -14,19 +14,19 @@ VALUE_DIGITS = 5
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a key is defined and asked for; `{k}` is the key, `{v}` the value."""
+    """The definition of a key and the question for it; `{k}` is the key, `{v}` the value."""
 
     name: str
     definition: str  # a whole line
-    question: str  # a line up to where the value is to stand
-    after: str  # what follows the value there
+    question: str  # a line up to the value
+    after: str  # the text after the value in that line
 
     def define(self, key: str, value: str) -> str:
-        """The line that goes into the text."""
+        """Return the line to insert into the text."""
         return self.definition.format(k=key, v=value)
 
     def ask(self, key: str) -> str:
-        """The text to complete with the value."""
+        """Return the text to complete with the value."""
         return self.question.format(k=key)
 
 
@@ -48,27 +48,27 @@ class Needle:
 
     @property
     def definition(self) -> str:
-        """The line to hide."""
+        """Return the line to hide."""
         return self.form.define(self.key, self.value)
 
     @property
     def question(self) -> str:
-        """The prompt's end."""
+        """Return the end of the prompt."""
         return self.form.ask(self.key)
 
 
 def random_key(rng: random.Random) -> str:
-    """For instance PORT_4821."""
+    """Return a random key, for example PORT_4821."""
     return f"{rng.choice(_NAMES)}_{rng.randrange(1000, 10_000)}"
 
 
 def random_value(rng: random.Random) -> str:
-    """Five digits, the first not 0."""
+    """Return five random digits, the first not 0."""
     return str(rng.randrange(10 ** (VALUE_DIGITS - 1), 10**VALUE_DIGITS))
 
 
 def random_needles(rng: random.Random, count: int, form: Form) -> list[Needle]:
-    """`count` needles of one form with different keys."""
+    """Return `count` needles of one form with different keys."""
     values: dict[str, str] = {}
     while len(values) < count:
         values[random_key(rng)] = random_value(rng)

@@ -1,1 +1,1 @@
-"""`ropewalk eval`: what a model still knows, by context length, method and policy."""
+"""`ropewalk eval`: quality of a model by context length, method and policy."""

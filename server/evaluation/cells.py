@@ -1,7 +1,7 @@
-"""What is measured at once: one quantity at one length under one table.
+"""Cells, the units of measurement: one quantity at one length under one table.
 
-Variants whose requests are on equal profiles at a length share a cell: equal profiles rotate alike,
-to the bit, so they are not measured twice.
+Variants share a cell if their requests at a length have equal profiles. Equal profiles rotate
+identically to the bit, so they are not measured twice.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from server.evaluation.plan import EvalError, EvalPlan, Variant
 from server.evaluation.texts import Texts, Window
 
 PERPLEXITY, RETRIEVAL = "perplexity", "retrieval"
-TOGETHER = 4  # requests in the engine at a time
+TOGETHER = 4  # requests in the engine at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class WindowScore:
-    """What a model made of one window's targets."""
+    """The score of one window's targets."""
 
     source: str
     nats: float  # sum of -ln p
@@ -34,10 +34,10 @@ class WindowScore:
 
 @dataclass(frozen=True, slots=True)
 class QueryScore:
-    """What became of one question."""
+    """The result of one question."""
 
     form: str
-    depth: float  # of the needle asked for, 0 to 1
+    depth: float  # of the requested needle, 0 to 1
     position: int  # of its first token
     is_right: bool
     answer: str
@@ -48,14 +48,14 @@ Score = WindowScore | QueryScore
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One request, and how its answer is scored."""
+    """One request, and the scoring of its answer."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     of: Window | Query
 
     def score(self, outputs: Sequence[Output]) -> Score:
-        """Raises EvalError where the engine answered with an error."""
+        """Return the score. Raises EvalError if the engine answered with an error."""
         if outputs[-1].finish_reason is FinishReason.ERROR:
             raise EvalError(f"a request failed in the engine: {outputs[-1].error}")
         if isinstance(self.of, Window):
@@ -79,11 +79,11 @@ class Cell:
 
     @property
     def num_tokens(self) -> int:
-        """Of all its prompts."""
+        """Return the number of tokens in all prompts."""
         return sum(len(task.prompt_ids) for task in self.tasks)
 
     def key(self, model_digest: str) -> str:
-        """The same for the same requests to the same model under the same table, only."""
+        """Return a key that is equal only for equal requests, model and table."""
         digest = hashlib.sha256(f"1 {model_digest} {self.kind} {self.context_len}".encode())
         digest.update(repr(self.placement.tier.profile).encode())
         for task in self.tasks:
@@ -93,7 +93,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """All cells, and which of them a variant's numbers come from."""
+    """All cells, and the cells that each variant's numbers come from."""
 
     cells: tuple[Cell, ...]
     of_variant: Mapping[tuple[Variant, str, int], Cell]  # variant, kind, length
@@ -108,7 +108,7 @@ def make_grid(
     haystacks: Sequence[Haystack],
     tokenizer: Tokenizer,
 ) -> Grid:
-    """Shortest lengths first, so that something can be seen early. Raises EvalError."""
+    """Build the grid, shortest lengths first for early results. Raises EvalError."""
     cells: dict[tuple[str, int, object], Cell] = {}
     of_variant = {}
     for context_len in plan.context_lens:
@@ -132,7 +132,7 @@ def make_grid(
 
 
 def measure(engine: Engine, cell: Cell, on_tokens: Callable[[int], None]) -> list[Score]:
-    """Send a cell's requests to the engine; `on_tokens` hears of prompt tokens done."""
+    """Send a cell's requests to the engine; `on_tokens` gets counts of finished prompt tokens."""
     scores: list[Score] = []
     for first in range(0, len(cell.tasks), TOGETHER):
         tasks = cell.tasks[first : first + TOGETHER]
@@ -154,7 +154,7 @@ def _window_task(window: Window, context_len: int, texts: Texts, plan: EvalPlan)
 
 
 def _query_task(query: Query) -> Task:
-    # What follows the value on its line is not asked for.
+    # The rest of the line after the value is not needed.
     sampling = SamplingParams(max_tokens=query.max_tokens, temperature=0.0, stop=("\n",))
     return Task(query.prompt_ids, sampling, query)
 
@@ -162,5 +162,5 @@ def _query_task(query: Query) -> Task:
 def _place(deployment: Deployment, task: Task, *, untouched: bool) -> Placement:
     asked = RopeRequest(rope_type="default") if untouched else RopeRequest()
     placement = deployment.place(asked, len(task.prompt_ids), task.sampling.max_tokens)
-    # All that is left of the deployment in the cell is its table.
+    # The cell keeps only the deployment's table.
     return replace(placement, deployment="eval", requested_factor=None)

@@ -15,7 +15,7 @@ from server.settings.sections import ModelSettings
 
 _USAGE_ERROR = 2
 _COUNT = click.IntRange(min=1)
-# Which options belong to which of the two comparisons; the others to both.
+# The options of each of the two comparisons; the others belong to both.
 _AGAINST_LENGTH = {
     "context_lens", "rope_policies", "target_tokens", "num_queries", "forms", "depths", "suggest",
 }  # fmt: skip
@@ -150,7 +150,7 @@ def evaluate(ctx: click.Context, /, *, policies: bool, **flags: Any) -> None:
     through the server's own engine. With --policies: what becomes of a sequence whose table
     changes while it decodes. Without MODEL, the embedded demonstration model.
     """
-    # Only here, so that the other commands do not wait for torch to be imported.
+    # Imported here, so that the other commands do not wait for the import of torch.
     from server.evaluation.plan import EvalError  # noqa: PLC0415
     from server.policy_eval.windows import CrossingError  # noqa: PLC0415
 
@@ -170,7 +170,7 @@ def evaluate(ctx: click.Context, /, *, policies: bool, **flags: Any) -> None:
 
 
 def _refuse_meaningless(ctx: click.Context, *, policies: bool) -> None:
-    """An option of the other comparison would do nothing."""
+    """Refuse options of the other comparison, because they would have no effect."""
     for param in ctx.command.params:
         others = _AGAINST_LENGTH if policies else _ACROSS_TIERS
         if param.name in others and (

@@ -1,7 +1,7 @@
 """Contexts for retrieval: text with needles in it, and one question for each needle.
 
-A text is cut and joined as text and tokenised whole, as a user's would be. What is beyond the asked
-length is cut off in front, in tokens, so that every length is met exactly.
+A text is cut and joined as text and tokenised whole, like a user's text. Tokens beyond the
+requested length are cut off at the front, so that every length is met exactly.
 """
 
 import bisect
@@ -14,9 +14,9 @@ from server.corpus.needles import Needle, random_needles
 from server.evaluation.plan import ANSWER_TOKENS, EvalError, EvalPlan
 from server.evaluation.texts import Source, Texts
 
-NEEDLES = 4  # in a context, at most
+NEEDLES = 4  # max in a context
 _TRIES = 20
-_LINES_A_TOKEN = 2  # more than there can be: lines have a token at least, but for empty ones
+_LINES_A_TOKEN = 2  # above the real max, because only empty lines have no token
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +26,22 @@ class Query:
     prompt_ids: tuple[int, ...]
     max_tokens: int  # with the prompt exactly the context's length
     needle: Needle
-    depth: float  # of the needle: the share of the text that stands before it
+    depth: float  # of the needle: the share of the text before it
     position: int  # of its first token
 
 
 @dataclass(frozen=True, slots=True)
 class Haystack:
-    """The same text end and needles at every length; longer contexts begin earlier."""
+    """A text with the same end and needles at every length; longer contexts begin earlier."""
 
     source: Source
-    lines: tuple[str, ...]  # up to where the question stands
-    line_lens: tuple[int, ...]  # of each, in tokens, as if it stood alone
+    lines: tuple[str, ...]  # up to the position of the question
+    line_lens: tuple[int, ...]  # of each, in tokens, if tokenised alone
     needles: tuple[Needle, ...]
-    depths: tuple[float, ...]  # wanted, rising, one a needle
+    depths: tuple[float, ...]  # wanted, ascending, one per needle
 
     def queries(self, context_len: int, tokenizer: Tokenizer, texts: Texts) -> list[Query]:
-        """One per needle, with a common beginning. Raises EvalError where the text is too short."""
+        """Build one query per needle over a shared text. Raises EvalError if it is too short."""
         special_ids = texts.special_ids
         wanted = context_len - ANSWER_TOKENS - len(special_ids)
 
@@ -61,15 +61,15 @@ class Haystack:
             )
         text, starts = self._text(num_lines)
         num_cut = excess(num_lines)
-        # Counted up to a character that is no space: how newlines are joined to tokens depends on
-        # what follows them.
+        # Counted up to a character that is not a space, because the tokens of newlines depend on
+        # the text after them.
         bodies = [each.definition.rstrip() for each in self.needles]
         lens = [len(encode(f"\n{body}")) - len(encode("\n")) for body in bodies]
         positions = [
             len(encode(text[:at] + body)) - num_cut - num_tokens
             for at, body, num_tokens in zip(starts, bodies, lens, strict=True)
         ]
-        lens = [each + 1 for each in lens]  # with the line's end
+        lens = [each + 1 for each in lens]  # with the newline
         num_filler = len(encode(text)) - num_cut - sum(lens)
         if positions[0] < 0 or num_filler < len(self.needles):
             raise EvalError(
@@ -92,9 +92,9 @@ class Haystack:
         return queries
 
     def _text(self, num_lines: int) -> tuple[str, list[int]]:
-        """The last lines with needles between them, and where those begin, in characters.
+        """Return the last lines with needles between them, and the needles' starts in characters.
 
-        The first line comes before every needle, since a part of it is cut off.
+        The first line comes before every needle, because a part of it is cut off.
         """
         lines = self.lines[len(self.lines) - num_lines :]
         ends = [0, *itertools.accumulate(self.line_lens[len(self.lines) - num_lines :])]
@@ -114,7 +114,10 @@ class Haystack:
 
 
 def choose_haystacks(texts: Texts, plan: EvalPlan, tokenizer: Tokenizer) -> list[Haystack]:
-    """Enough for `num_queries` questions a length, by the seed; forms and depths take turns."""
+    """Build enough haystacks for `num_queries` questions per length, by the seed.
+
+    Forms and depths alternate.
+    """
     rng = random.Random(plan.seed)  # noqa: S311  # a choice of text, no secret
     num_classes = -(-len(plan.depths) // NEEDLES)
     haystacks: list[Haystack] = []
@@ -134,7 +137,7 @@ def choose_haystacks(texts: Texts, plan: EvalPlan, tokenizer: Tokenizer) -> list
 def _cut(
     rng: random.Random, texts: Texts, longest: int, tokenizer: Tokenizer
 ) -> tuple[Source, tuple[str, ...]]:
-    """Lines up to a random line end that has enough text before it. Raises EvalError."""
+    """Cut lines up to a random line end with enough text before it. Raises EvalError."""
     source = rng.choice(texts.sources)
     lines = [f"{line}\n" for line in source.text.removesuffix("\n").split("\n")]
     if len(lines) <= NEEDLES:

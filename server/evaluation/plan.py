@@ -1,4 +1,4 @@
-"""What `ropewalk eval` will measure: lengths, methods and policies, counts."""
+"""The plan of `ropewalk eval`: lengths, methods, policies and counts."""
 
 import math
 from collections.abc import Sequence
@@ -21,25 +21,25 @@ METHODS: dict[str, dict[str, Any]] = {
     "yarn+logn": {"rope_type": "yarn", "use_logn_attn": True},
 }
 POLICIES = ("fixed", "pinned")
-ANSWER_TOKENS = 6  # five digits take five tokens at most, and a tokenizer may begin with a space
-_MOST_TARGETS = 128  # of a window, where nothing is said
+ANSWER_TOKENS = 6  # five digits take max five tokens, and a tokenizer may begin with a space
+_MOST_TARGETS = 128  # of a window, the default max
 _SHORTEST = 64  # tokens: needles, their question and some text
 
 
 class EvalError(Exception):
-    """It cannot be measured or not be written; the message is a whole sentence."""
+    """A measurement or a write that is impossible; the message is a whole sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to rescale: a row of the report."""
+    """A method and a policy, which is one row of the report."""
 
     method: str
     policy: str | None  # None: the untouched table, which has none
 
     @property
     def label(self) -> str:
-        """For instance `yarn pinned`."""
+        """Return a label, for example `yarn pinned`."""
         return self.method if self.policy is None else f"{self.method} {self.policy}"
 
 
@@ -57,29 +57,29 @@ class EvalPlan:
     forms: tuple[Form, ...]
     depths: tuple[float, ...]  # of needles, 0 to 1
     seed: int
-    suggested_lens: tuple[int, ...]  # those to suggest a deployment for
+    suggested_lens: tuple[int, ...]  # the lengths to suggest a deployment for
 
     @property
     def longest(self) -> int:
-        """The longest context, in tokens."""
+        """Return the longest context, in tokens."""
         return self.context_lens[-1]
 
     @property
     def factor(self) -> float:
-        """What the longest context takes: longest / L, 1 at least."""
+        """Return the factor for the longest context: longest / L, min 1."""
         return max(1.0, self.longest / self.native_len)
 
     @property
     def multiples(self) -> tuple[float, ...]:
-        """Tiers as multiples of L: one that ends at each length beyond it."""
+        """Return tiers as multiples of L, one that ends at each length beyond L."""
         beyond = [each / self.native_len for each in self.context_lens if each > self.native_len]
         return (1.0, *beyond)
 
     def entry(self, variant: Variant) -> DeploymentEntry:
-        """The deployment that serves a variant, as a configuration file would have it.
+        """Return the deployment that serves a variant, as an entry of a configuration file.
 
-        The untouched table is asked for by name (`{"rope_type": "default"}`), of a deployment
-        whose tiers reach far enough. A checkpoint that carries scaling is served as it is.
+        The untouched table is requested by name (`{"rope_type": "default"}`) from a deployment with
+        tiers that reach far enough. A checkpoint that carries scaling is served unchanged.
         """
         if self.carries_scaling:
             return DeploymentEntry(name=variant.label)
@@ -96,7 +96,7 @@ class EvalPlan:
 
 
 def choose_variants(methods: str | None, policies: str | None) -> tuple[Variant, ...]:
-    """Every method under every policy, the untouched table once. Raises EvalError."""
+    """Return every method with every policy, the untouched table once. Raises EvalError."""
     chosen = _names("--methods", methods, tuple(METHODS))
     under = _names("--rope-policies", policies, POLICIES)
     variants = []
@@ -111,9 +111,10 @@ def choose_variants(methods: str | None, policies: str | None) -> tuple[Variant,
 def choose_context_lens(
     text: str | None, native: NativeRope, suggested: Sequence[int]
 ) -> tuple[int, ...]:
-    """What was asked for, else L/2, L and, if nothing is to be suggested, 2L, 4L, 8L.
+    """Return the requested lengths, or the default L/2 and L.
 
-    Lengths to suggest for are always among them. Raises EvalError.
+    Without lengths to suggest for, the default also has 2L, 4L and 8L. Lengths to suggest for are
+    always included. Raises EvalError.
     """
     native_len = native.native_len
     lens = parse_lens("--context-lens", text)
@@ -128,7 +129,7 @@ def choose_context_lens(
 
 
 def parse_lens(flag: str, text: str | None) -> list[int]:
-    """`256,1024` -> [256, 1024]; none of nothing. Raises EvalError."""
+    """Parse `256,1024` into [256, 1024], and None into an empty list. Raises EvalError."""
     if text is None:
         return []
     try:
@@ -140,7 +141,7 @@ def parse_lens(flag: str, text: str | None) -> list[int]:
 
 
 def parse_depths(text: str) -> tuple[float, ...]:
-    """`0,50,100` percent -> (0.0, 0.5, 1.0), rising. Raises EvalError."""
+    """Parse `0,50,100` percent into (0.0, 0.5, 1.0), ascending. Raises EvalError."""
     try:
         depths = sorted({float(part) / 100 for part in text.split(",")})
     except ValueError as error:
@@ -154,13 +155,16 @@ def parse_depths(text: str) -> tuple[float, ...]:
 
 
 def parse_forms(text: str | None) -> tuple[Form, ...]:
-    """Forms by name. Raises EvalError."""
+    """Parse names into forms. Raises EvalError."""
     by_name = {form.name: form for form in FORMS}
     return tuple(by_name[name] for name in _names("--forms", text, tuple(by_name)))
 
 
 def choose_target_tokens(asked: int | None, shortest: int) -> int:
-    """Half of the shortest context at most, so that every length has some context before them."""
+    """Return the number of targets, max half of the shortest context.
+
+    Every length then has some context before the targets.
+    """
     if asked is None:
         return min(_MOST_TARGETS, shortest // 2)
     if asked >= shortest:
@@ -171,7 +175,7 @@ def choose_target_tokens(asked: int | None, shortest: int) -> int:
 
 
 def _names(flag: str, text: str | None, accepted: tuple[str, ...]) -> tuple[str, ...]:
-    """In the accepted order, each once."""
+    """Parse names, and return each once in the accepted order."""
     if text is None:
         return accepted
     asked = [part.strip() for part in text.split(",")]

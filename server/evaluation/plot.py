@@ -1,4 +1,4 @@
-"""Quality against context length, drawn: two line plots and a heat map."""
+"""Plots of quality against context length: two line plots and a heat map."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
-# Okabe and Ito's colours, which every kind of colour vision tells apart; a marker besides.
+# Okabe and Ito's colours, distinct for every kind of colour vision; lines also have markers.
 _COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#CC79A7", "#D55E00")
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X")
 _STYLES = {None: ":", "fixed": "--", "pinned": "-"}
@@ -21,12 +21,12 @@ _COLUMNS = 4
 
 
 def can_plot() -> bool:
-    """Whether the extra `plot` is installed."""
+    """Return whether the extra `plot` is installed."""
     return find_spec("matplotlib") is not None
 
 
 def plot(report: Report, folder: Path) -> None:
-    """perplexity.png, retrieval.png and depth.png, those that something was measured for."""
+    """Write perplexity.png, retrieval.png and depth.png, each only if it has measurements."""
     lens = f"trained for {report.plan.native_len} tokens"
     first = report.rows[0]
     if first.windows:
@@ -57,7 +57,7 @@ def _lines(
     quantity: str,
     pick: Callable[[Row], Estimate | None],
 ) -> None:
-    """One line per variant; a band is its 95 % interval where few lines leave room for it."""
+    """Draw one line per variant, with its 95 % interval as a band if there are few lines."""
     from matplotlib.figure import Figure  # noqa: PLC0415  # optional, and slow to import
 
     figure = Figure(figsize=(9, 5), layout="constrained")
@@ -75,7 +75,7 @@ def _lines(
             linestyle=_STYLES[variant.policy],
             label=variant.label,
             markersize=5,
-            # Open and filled, where dashes are hard to see between two points.
+            # Open and filled markers, because dashes are hard to see between two points.
             markerfacecolor="white" if variant.policy == "fixed" else _COLOURS[at],
         )
         bands = [(x, each.low, each.high) for x, each in points if each.low is not None]
@@ -116,7 +116,7 @@ def _log_numbers(axes: "Axes") -> None:
 
 
 def _heat_map(report: Report, path: Path, lens: str) -> None:
-    """A panel per variant: depth of the needle over context length, the share of right answers."""
+    """Draw a panel per variant: share of right answers by needle depth and context length."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     variants = report.plan.variants
@@ -148,7 +148,7 @@ def _panel(panel: "Axes", report: Report, variant: Variant) -> "AxesImage":
     image = panel.imshow(by_depth, cmap="cividis", vmin=0, vmax=1, aspect="auto")
     for at_depth, line in enumerate(by_depth):
         for at_len, share in enumerate(line):
-            if share == share:  # noqa: PLR0124  # not where nothing was asked
+            if share == share:  # noqa: PLR0124  # skip a cell without questions, which is NaN
                 colour = "white" if share < 0.5 else "black"
                 text = f"{100 * share:.0f}"
                 panel.text(

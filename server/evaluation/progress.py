@@ -1,4 +1,4 @@
-"""How far a run is, on standard error: a bar on a terminal, else a line a cell."""
+"""Progress of a run on standard error: a bar on a terminal, otherwise a line per cell."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,10 @@ from server.evaluation.cells import Cell
 
 @contextmanager
 def progress(cells: Sequence[Cell]) -> Iterator["Progress"]:
-    """What to tell of tokens and cells that are done. `cells`: those still to measure."""
+    """Yield a Progress to update with finished tokens and cells.
+
+    `cells` are the cells still to measure.
+    """
     num_tokens = sum(cell.num_tokens for cell in cells)
     if not sys.stderr.isatty() or not cells:
         yield Progress(len(cells), None)
@@ -26,7 +29,7 @@ def progress(cells: Sequence[Cell]) -> Iterator["Progress"]:
 
 
 class Progress:
-    """Counts cells; tokens go to the bar, where there is one."""
+    """A counter of cells, which passes tokens to the bar if there is one."""
 
     def __init__(self, num_cells: int, bar: Callable[[int, Cell], None] | None) -> None:
         self._num_cells = num_cells
@@ -34,14 +37,14 @@ class Progress:
         self._num_done = 0
 
     def on_tokens(self, cell: Cell) -> Callable[[int], None]:
-        """What a cell tells of its prompt tokens."""
+        """Return a callback for the prompt tokens of a cell."""
         bar = self._bar
         if bar is None:
             return lambda _: None
         return lambda num_tokens: bar(num_tokens, cell)
 
     def finished(self, cell: Cell, seconds: float) -> None:
-        """A cell is measured and kept."""
+        """Record a cell that is measured and saved."""
         self._num_done += 1
         if self._bar is None:
             click.echo(

@@ -1,4 +1,4 @@
-"""results.jsonl: a line for each cell that is finished, so that a run can be taken up again."""
+"""results.jsonl: a line for each finished cell, so that a run can be resumed."""
 
 import json
 from dataclasses import asdict
@@ -13,7 +13,7 @@ FILE = "results.jsonl"
 
 
 class Record:
-    """Scores by a cell's key, in a file that only grows."""
+    """Scores by the key of a cell, in an append-only file."""
 
     def __init__(self, folder: Path, *, resumes: bool) -> None:
         self._path = folder / FILE
@@ -25,16 +25,16 @@ class Record:
             self._read()
 
     def get(self, key: str) -> list[Score] | None:
-        """What was measured under this key, ever."""
+        """Return the scores measured under this key in any run, or None."""
         return self._scores.get(key)
 
     def add(self, key: str, cell: Cell, scores: list[Score], seconds: float) -> None:
-        """Keep a finished cell, on disk at once."""
+        """Save a finished cell to disk at once."""
         line = {
             "key": key,
             "kind": cell.kind,
             "context_len": cell.context_len,
-            "profile": repr(cell.placement.tier.profile),  # for a reader; the key has it, too
+            "profile": repr(cell.placement.tier.profile),  # for readers; the key has it, too
             "seconds": round(seconds, 3),
             "scores": [asdict(each) for each in scores],
         }

@@ -1,4 +1,4 @@
-"""Scores -> statistics, JSON and CSV."""
+"""Statistics of scores, as JSON and CSV."""
 
 import csv
 import io
@@ -16,17 +16,17 @@ _LN_2 = 0.6931471805599453
 
 @dataclass(frozen=True, slots=True)
 class DepthBin:
-    """Questions whose needles stand at similar depths."""
+    """Questions about needles at similar depths."""
 
     low: float  # inclusive, 0 to 1
-    high: float  # exclusive but for the last
+    high: float  # exclusive except for the last
     num_right: int
     num_queries: int
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One variant at one length. None: not measured."""
+    """The numbers of one variant at one length; None if not measured."""
 
     variant: Variant
     context_len: int  # tokens
@@ -39,21 +39,21 @@ class Row:
 
     @property
     def target_tokens(self) -> int:
-        """Of all windows."""
+        """Return the target tokens of all windows."""
         return sum(each.target_tokens for each in self.windows)
 
     @property
     def target_bytes(self) -> int:
-        """Of their text, in UTF-8."""
+        """Return the bytes of the targets' text, in UTF-8."""
         return sum(each.target_bytes for each in self.windows)
 
     @property
     def num_right(self) -> int:
-        """Questions answered rightly."""
+        """Return the number of questions answered correctly."""
         return sum(each.is_right for each in self.queries)
 
     def depth_bins(self) -> list[DepthBin]:
-        """Equal parts of the depth, from the beginning of the text to its end."""
+        """Return equal bins of depth, from the beginning of the text to its end."""
         bins = []
         for number in range(NUM_BINS):
             inside = [
@@ -70,27 +70,27 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole run."""
+    """The results of a whole run."""
 
     model: str
     model_digest: str
     dtype: str
     device: str
-    text: str  # what was read, in words
+    text: str  # a description of the text
     text_tokens: int
     started_at: str  # ISO 8601, UTC
     plan: EvalPlan
     rows: tuple[Row, ...]  # by variant, then length
 
     def of(self, variant: Variant) -> list[Row]:
-        """A variant's rows, shortest context first."""
+        """Return a variant's rows, shortest context first."""
         return [row for row in self.rows if row.variant == variant]
 
 
 def make_row(
     variant: Variant, context_len: int, factor: float, scores: Mapping[str, list[Score]]
 ) -> Row:
-    """Statistics over the scores of each kind."""
+    """Compute statistics over the scores of each kind."""
     windows = tuple(each for each in scores.get(PERPLEXITY, []) if isinstance(each, WindowScore))
     queries = tuple(each for each in scores.get(RETRIEVAL, []) if isinstance(each, QueryScore))
     return Row(
@@ -108,7 +108,7 @@ def make_row(
 
 
 def _bits_per_byte(windows: tuple[WindowScore, ...]) -> Estimate:
-    """All bits over all bytes; the interval is a ratio's, of each window's residual."""
+    """Return all bits over all bytes; the interval is a ratio's, of each window's residual."""
     num_bytes = sum(each.target_bytes for each in windows)
     ratio = sum(each.nats for each in windows) / _LN_2 / num_bytes
     residuals = [each.nats / _LN_2 - ratio * each.target_bytes for each in windows]
@@ -120,7 +120,7 @@ def _bits_per_byte(windows: tuple[WindowScore, ...]) -> Estimate:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """results.json; its fields are described in docs/evaluation.md."""
+    """Return results.json; its fields are described in docs/evaluation.md."""
     plan = report.plan
     return {
         "model": report.model,
@@ -154,7 +154,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def scalars(row: Row) -> dict[str, Any]:
-    """One row's numbers by name: a line of results.csv, the head of an entry of results.json."""
+    """Return a row's numbers by name, for a line of results.csv or an entry of results.json."""
     found: dict[str, Any] = {
         "method": row.variant.method,
         "policy": row.variant.policy,
@@ -179,7 +179,10 @@ def scalars(row: Row) -> dict[str, Any]:
 
 
 def as_csv(report: Report) -> str:
-    """results.csv: a heading and a line per variant and length; empty where JSON has null."""
+    """Return results.csv: a heading and a line per variant and length.
+
+    A field is empty if it is null in JSON.
+    """
     lines = [scalars(row) for row in report.rows]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")

@@ -1,4 +1,4 @@
-"""One run of `ropewalk eval`: checks, the measuring, and where its numbers go."""
+"""One run of `ropewalk eval`: checks, measurement and output of the numbers."""
 
 import json
 import time
@@ -37,7 +37,7 @@ from server.settings.load import ServeSettings
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """The command line, as `server/evaluation/command.py` describes it."""
+    """The command line options, described in `server/evaluation/command.py`."""
 
     context_lens: str | None
     methods: str | None
@@ -57,7 +57,8 @@ class EvalOptions:
 def run_eval(options: EvalOptions, settings: ServeSettings) -> None:
     """Measure, print the table, write the files. Raises EvalError, ModelError, SettingsError."""
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
-    # First: without lengths it takes the next flag for them, whose value is then the model.
+    # Checked first: without lengths, it takes the next flag as its value. That flag's value then
+    # becomes the model.
     parse_lens("--suggest", options.suggest)
     plan = make_plan(options, native_of(settings))
     documents = read_documents(options.texts)
@@ -103,7 +104,7 @@ def run_eval(options: EvalOptions, settings: ServeSettings) -> None:
 
 
 def make_plan(options: EvalOptions, native: NativeRope) -> EvalPlan:
-    """The options, checked against each other and the model's length. Raises EvalError."""
+    """Check the options against each other and the model's length. Raises EvalError."""
     if options.num_windows == options.num_queries == 0:
         raise EvalError("--windows and --queries must not both be 0: nothing would be measured")
     suggested = sorted(set(parse_lens("--suggest", options.suggest)))
@@ -137,7 +138,7 @@ def make_plan(options: EvalOptions, native: NativeRope) -> EvalPlan:
 
 
 def _measure_missing(engine: Engine, grid: Grid, record: Record, digest: str) -> None:
-    """In the grid's order; each cell is kept as soon as it is finished."""
+    """Measure missing cells in the grid's order, and save each one as soon as it is finished."""
     missing = [cell for cell in grid.cells if record.get(cell.key(digest)) is None]
     num_found = len(grid.cells) - len(missing)
     if num_found:

@@ -1,4 +1,4 @@
-"""The model that is measured: loaded as `serve` loads it, with a deployment for each variant."""
+"""The measured model, loaded as in `serve`, with a deployment for each variant."""
 
 import hashlib
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ from server.startup.serving_plan import EMBEDDED_NAME, ServingPlan, plan_serving
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """An engine that is not started yet, and who it serves."""
+    """An engine that is not started yet, and its deployments."""
 
     name: str
-    digest: str  # another one wherever its answers may differ
+    digest: str  # different if its answers may differ
     dtype: str
     device: str
     tokenizer: Tokenizer
@@ -36,7 +36,7 @@ class Subject:
 
 
 def native_of(settings: ServeSettings) -> NativeRope:
-    """The model's own tables; loads no weights. Raises ModelError."""
+    """Return the model's own tables without loading weights. Raises ModelError."""
     return outline_of(settings).native()
 
 
@@ -56,7 +56,7 @@ def load_subject(settings: ServeSettings, plan: EvalPlan) -> Subject:
     serving = plan_variants(plan, settings, checkpoint)
     dtype = str(checkpoint.dtype).removeprefix("torch.")
     weights = weights_digest(outline_of(settings))
-    # Rounding differs between number types and kinds of device.
+    # Rounding differs between dtypes and device types.
     digest = hashlib.sha256(f"{weights} {dtype} {checkpoint.device.type}".encode())
     return Subject(
         settings.served_model_name or _name(settings.model),
@@ -70,7 +70,7 @@ def load_subject(settings: ServeSettings, plan: EvalPlan) -> Subject:
 
 
 def plan_variants(plan: EvalPlan, settings: ServeSettings, checkpoint: Checkpoint) -> ServingPlan:
-    """A deployment per variant over one cache, in their order, planned as `serve` plans them.
+    """Plan a deployment per variant over one cache, in their order, as `serve` does.
 
     Raises SettingsError, or EvalError if the cache cannot hold the longest context.
     """
@@ -93,7 +93,7 @@ def plan_variants(plan: EvalPlan, settings: ServeSettings, checkpoint: Checkpoin
 
 
 def weights_digest(outline: ModelConfig) -> str:
-    """Of a folder's weights and config; of a hub id, its name and the commit that it stands for."""
+    """Return a digest of a folder's weights and config, or of a hub id's name and commit."""
     folder = Path(outline.source)
     if not folder.is_dir():
         commit = getattr(outline.config, "_commit_hash", None)
@@ -106,7 +106,7 @@ def weights_digest(outline: ModelConfig) -> str:
 
 
 def _name(model: str | None) -> str:
-    """As `serve` names it."""
+    """Return the name that `serve` would use."""
     if model is None:
         return EMBEDDED_NAME
     folder = Path(model)

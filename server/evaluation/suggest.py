@@ -1,4 +1,4 @@
-"""`--suggest`: the deployment to choose for some lengths, from what was measured."""
+"""`--suggest`: the suggested deployment for some lengths, from the measurements."""
 
 import json
 import math
@@ -12,26 +12,26 @@ from server.intervals import mean, proportion
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A variant over all lengths that were asked about."""
+    """A variant over all requested lengths."""
 
     variant: Variant
     num_right: int
     num_queries: int
-    nats: tuple[float, ...]  # per target token: of each window, length by length
-    reaches: bool  # whether a deployment of it serves the longest of them
+    nats: tuple[float, ...]  # per target token, of each window, in order of length
+    reaches: bool  # whether its deployment serves the longest of these lengths
 
     @property
     def mean_nats(self) -> float | None:
-        """Of all windows; None of none."""
+        """Return the mean over all windows, or None without windows."""
         return math.fsum(self.nats) / len(self.nats) if self.nats else None
 
     @property
     def share(self) -> float:
-        """Of right answers; 0 of none."""
+        """Return the share of right answers, or 0 without questions."""
         return self.num_right / self.num_queries if self.num_queries else 0.0
 
     def numbers(self) -> str:
-        """For a reader."""
+        """Return the numbers as text."""
         found = []
         if self.num_queries:
             found.append(f"retrieval {self.num_right} of {self.num_queries}")
@@ -41,11 +41,12 @@ class Candidate:
 
 
 def suggestion(report: Report, name: str, model: str | None) -> str:
-    """A block for `ropewalk serve --config`, with the reasons as its comments.
+    """Return a block for `ropewalk serve --config`, with the reasons as its comments.
 
-    The best retrieval, and all that cannot be told from it by its 95 % interval, stay; of those the
-    lowest perplexity, and all that cannot be told from it by that of the differences on the same
-    windows; of those the simplest wins. The untouched table is served up to L only.
+    Candidates stay if their retrieval is within the 95 % interval of the best. Of these, a
+    candidate stays if its perplexity is not worse than the lowest. The 95 % interval of the
+    differences on the same windows decides that. The simplest of the rest is suggested. The
+    untouched table is served up to L only.
     """
     lens = report.plan.suggested_lens
     candidates = [_candidate(report, each, lens) for each in report.plan.variants]
@@ -91,7 +92,10 @@ def _best(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _is_worse(candidate: Candidate, best: Candidate) -> bool:
-    """By perplexity on the same windows, whose texts differ far more than variants do."""
+    """Return whether a candidate is worse by perplexity on the same windows.
+
+    The windows are paired, because their texts differ far more than the variants.
+    """
     if not best.nats:
         return candidate.share < best.share
     difference = mean([one - other for one, other in zip(candidate.nats, best.nats, strict=True)])
@@ -99,13 +103,16 @@ def _is_worse(candidate: Candidate, best: Candidate) -> bool:
 
 
 def _effort(variant: Variant) -> tuple[int, bool]:
-    """The untouched table, then pinned, which spares short requests; last the log-n switch."""
+    """Return a sort key: the untouched table, then pinned, then fixed; the log-n switch is last.
+
+    Pinned comes before fixed, because it leaves short requests unscaled.
+    """
     policies = {None: 0, "pinned": 1, "fixed": 2}
     return policies[variant.policy], "use_logn_attn" in METHODS[variant.method]
 
 
 def _block(plan: EvalPlan, variant: Variant, name: str, model: str | None) -> list[str]:
-    """YAML, as `server/config_file.py` reads it; JSON's flow style is YAML, too."""
+    """Return YAML for `server/config_file.py`; JSON's flow style is YAML, too."""
     entry = plan.entry(variant)
     lines = [] if model is None else [f"model: {json.dumps(model)}"]
     lines += ["deployments:", f"  - name: {json.dumps(name)}"]

@@ -1,6 +1,6 @@
-"""The report as text: a block for each quantity, a line for each variant, a column for each length.
+"""The report as text, with a block per quantity, a line per variant and a column per length.
 
-A cell is the number and its 95 % interval.
+A cell has the number and its 95 % interval.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _Pick = Callable[[Row], Estimate | None]
 
 
 def table(report: Report) -> str:
-    """What was measured; a blank line between its blocks."""
+    """Return all measurements, with a blank line between the blocks."""
     plan = report.plan
     first = report.rows[0]
     blocks = [
@@ -35,7 +35,7 @@ def table(report: Report) -> str:
 
 
 def estimate_text(estimate: Estimate | None, number: Callable[[float], str]) -> str:
-    """`4.21 [3.90, 4.55]`; a dash is what was not measured."""
+    """Format an estimate as `4.21 [3.90, 4.55]`, or as a dash if it was not measured."""
     if estimate is None:
         return "-"
     if estimate.low is None or estimate.high is None:

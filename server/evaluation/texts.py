@@ -1,4 +1,4 @@
-"""The texts that are read, and the windows of perplexity in them."""
+"""The texts of the evaluation, and the perplexity windows in them."""
 
 import random
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from server.evaluation.plan import EvalError, EvalPlan
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A text long enough for the longest context, and its tokens without special ones."""
+    """A text long enough for the longest context, and its tokens without special tokens."""
 
     name: str
     text: str
@@ -21,21 +21,21 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What contexts are cut from."""
+    """The sources that contexts are cut from."""
 
     sources: tuple[Source, ...]
-    special_ids: tuple[int, ...]  # what the tokenizer puts in front of every text
+    special_ids: tuple[int, ...]  # the tokenizer adds them before every text
     is_joined: bool  # no document was long enough, so all of them are one text
 
     @property
     def num_tokens(self) -> int:
-        """Of all sources."""
+        """Return the number of tokens in all sources."""
         return sum(len(each.token_ids) for each in self.sources)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One span of target tokens, and as much text before it as the longest context has room for."""
+    """One span of target tokens, and the text before it that fits the longest context."""
 
     source: str
     end: int  # of the targets in the source, in tokens
@@ -43,15 +43,15 @@ class Window:
     target_bytes: int
 
     def prompt(self, context_len: int, special_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Exactly `context_len` tokens, whose last are the targets whatever the length."""
+        """Return exactly `context_len` tokens, which always end with the targets."""
         num_text = context_len - len(special_ids)
         return (*special_ids, *self.token_ids[-num_text:])
 
 
 def read_documents(paths: Sequence[Path]) -> list[Document]:
-    """Files, and all files in folders, that are UTF-8; the held-out library if none is named.
+    """Read UTF-8 files, and all UTF-8 files in folders; without paths, the held-out library.
 
-    Raises EvalError for what is not there or cannot be read.
+    Raises EvalError if a path does not exist or cannot be read.
     """
     if not paths:
         return library_documents(held_out=True)
@@ -72,7 +72,10 @@ def read_documents(paths: Sequence[Path]) -> list[Document]:
 
 
 def make_texts(documents: Sequence[Document], tokenizer: Tokenizer, longest: int) -> Texts:
-    """Those that fill the longest context alone, or else all of them joined. Raises EvalError."""
+    """Keep the documents that fill the longest context alone, or else join all of them.
+
+    Raises EvalError.
+    """
     special_ids = _special_ids(tokenizer)
     everything = [_source(each, tokenizer) for each in documents]
     sources = [each for each in everything if len(each.token_ids) >= longest]
@@ -88,7 +91,7 @@ def make_texts(documents: Sequence[Document], tokenizer: Tokenizer, longest: int
 
 
 def choose_windows(texts: Texts, plan: EvalPlan, tokenizer: Tokenizer) -> list[Window]:
-    """`num_windows` of them by the seed; their targets do not overlap. Raises EvalError."""
+    """Sample `num_windows` windows by the seed, without overlapping targets. Raises EvalError."""
     size = plan.target_tokens
     places = [
         (source, end)
@@ -110,7 +113,7 @@ def choose_windows(texts: Texts, plan: EvalPlan, tokenizer: Tokenizer) -> list[W
 
 
 def _text(path: Path) -> str:
-    """Empty where it is no text."""
+    """Read a file; return an empty text if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -125,7 +128,7 @@ def _source(document: Document, tokenizer: Tokenizer) -> Source:
 
 
 def _special_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What stands before a text's own tokens; some tokenizers also put something behind it."""
+    """Return the special tokens before a text; some tokenizers also add some after it."""
     bare = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a")
     starts = [at for at in range(len(whole)) if whole[at : at + len(bare)] == bare]

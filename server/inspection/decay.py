@@ -15,27 +15,27 @@ from rope import Frequencies, NativeRope, Unscaled, decay_bound, longest
 
 @dataclass(frozen=True, slots=True)
 class DeploymentTables:
-    """Every table that layers of the model can be on under one deployment."""
+    """All tables that the model's layers can use under one deployment."""
 
     unscaled: Frequencies
     tiers: Mapping[str, Frequencies]  # "512 (2x)" -> table, ascending
     others: Mapping[str, Frequencies]  # layer types that a deployment does not scale
 
     def named(self) -> dict[str, Frequencies]:
-        """All of them, by the heads of their columns."""
+        """Return all tables by the headings of their columns."""
         return {"unscaled": self.unscaled, **self.tiers, **self.others}
 
 
 @dataclass(frozen=True, slots=True)
 class DecayBounds:
-    """The bound at some distances, by table."""
+    """The upper bound at some distances, by table."""
 
     distances: tuple[int, ...]  # tokens
     by_table: Mapping[str, tuple[float, ...]]  # by DeploymentTables' names
 
 
 def tables_of(deployment: Deployment, native: NativeRope) -> DeploymentTables:
-    """With and without scaling."""
+    """Return the tables with and without scaling."""
     scaled = native.tables[native.scaled_layer_type]
     return DeploymentTables(
         scaled.frequencies(Unscaled()),
@@ -52,14 +52,14 @@ def tables_of(deployment: Deployment, native: NativeRope) -> DeploymentTables:
 
 
 def distances_of(deployment: Deployment) -> tuple[int, ...]:
-    """0, 1, 2, 4, ... and the largest that the longest tier has."""
+    """Return 0, 1, 2, 4, ... and the max distance in the longest tier."""
     last = longest(deployment.own_tiers) - 1
     powers = (2**power for power in range(last.bit_length()))
     return tuple(sorted({0, *powers, last}))
 
 
 def decay_bounds(tables: DeploymentTables, distances: tuple[int, ...]) -> DecayBounds:
-    """One number a table and distance."""
+    """Return one number for each table and distance."""
     distances_M = torch.tensor(distances)
     return DecayBounds(
         distances,
@@ -71,7 +71,7 @@ def decay_bounds(tables: DeploymentTables, distances: tuple[int, ...]) -> DecayB
 
 
 def decay_lines(deployment: Deployment, bounds: DecayBounds) -> list[str]:
-    """A row per distance, a column per table."""
+    """Return lines with a row per distance and a column per table."""
     widths = {name: max(len(name), 10) for name in bounds.by_table}
     head = "  ".join(name.rjust(width) for name, width in widths.items())
     lines = [
@@ -90,7 +90,7 @@ def decay_lines(deployment: Deployment, bounds: DecayBounds) -> list[str]:
 
 
 def decay_json(tables: DeploymentTables, bounds: DecayBounds) -> dict[str, Any]:
-    """Tiers in the order of the deployment's."""
+    """Return the JSON value, with tiers in the order of the deployment."""
     return {
         "distances": bounds.distances,
         "unscaled": bounds.by_table["unscaled"],

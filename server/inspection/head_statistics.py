@@ -1,7 +1,7 @@
 """Means and covariances of every head's queries and keys, unrotated, over a sample text.
 
-They are taken where the model's own forward hands them to the attention, so after its norms and
-biases, for every architecture that is served.
+They are taken at the attention call in the model's own forward, so after its norms and biases. This
+holds for every served architecture.
 
 Shapes: T = tokens, H = query heads, K = key heads, D = key dimensions, X = either kind of head.
 """
@@ -25,7 +25,7 @@ _PAGE_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerStatistics:
-    """What one layer's heads do on the sample, and what its logits go through."""
+    """Statistics of one layer's heads on the sample, and the settings of its logits."""
 
     query: Moments  # of H heads
     key: Moments  # of K heads
@@ -35,19 +35,19 @@ class LayerStatistics:
 
     @property
     def key_head_H(self) -> Tensor:
-        """The key head that each query head reads: consecutive query heads share one."""
+        """Return the key head of each query head; consecutive query heads share one."""
         num_query_heads, num_key_heads = len(self.query.mean_HD), len(self.key.mean_HD)
         return torch.arange(num_query_heads) // (num_query_heads // num_key_heads)
 
     @property
     def key_by_query_head(self) -> Moments:
-        """The keys' moments, a row for each query head."""
+        """Return the keys' moments, with a row for each query head."""
         head_H = self.key_head_H
         return Moments(self.key.mean_HD[head_H], self.key.covariance_HDD[head_H])
 
 
 class _Sums:
-    """Sums over tokens, float64 on the CPU: sums of squares lose digits in less."""
+    """Sums over tokens in float64 on the CPU; sums of squares lose digits in smaller types."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
@@ -67,7 +67,7 @@ class _Sums:
 
 
 class _Watch:
-    """A step that adds up one layer after another, and lets the model go on."""
+    """A step that adds up each layer's queries and keys, and calls an inner step."""
 
     def __init__(self, plans: Mapping[int, LayerPlan], layers: Collection[int]) -> None:
         self._plans = plans
@@ -77,7 +77,7 @@ class _Watch:
         self.inner: Step | None = None
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
-        """The inner step's answer."""
+        """Add up the selected layers' queries and keys, and return the inner step's output."""
         if layer_idx in self._query:
             plan = self._plans[layer_idx]
             query_HTD, key_KTD = call.query_1HTD[0], call.key_1KTD[0]
@@ -91,7 +91,7 @@ class _Watch:
         return self.inner.attend(layer_idx, call)
 
     def statistics(self) -> dict[int, LayerStatistics]:
-        """Of all that was seen. Raises ModelError for NaN and Inf."""
+        """Return the statistics of all tokens so far. Raises ModelError for NaN and Inf."""
         found = {}
         for index, call in sorted(self._calls.items()):
             layer = LayerStatistics(
@@ -109,7 +109,7 @@ class _Watch:
 
 
 def sequence_len(checkpoint: Checkpoint, at_most: int) -> int:
-    """Tokens of a sequence that the checkpoint's native table serves."""
+    """Return the tokens of a sequence that the checkpoint's native table serves."""
     return min(at_most, build_tiers(checkpoint.native.method, checkpoint.native)[0].ceiling)
 
 
@@ -117,10 +117,10 @@ def sequence_len(checkpoint: Checkpoint, at_most: int) -> int:
 def head_statistics(
     checkpoint: Checkpoint, sequences: Sequence[Sequence[int]], layers: Collection[int]
 ) -> dict[int, LayerStatistics]:
-    """Run the sequences one by one under the native table; layer index -> statistics.
+    """Run the sequences one by one under the native table; return statistics by layer index.
 
-    Every token counts alike. Each sequence has 1 to `sequence_len` tokens, and is read from
-    position 0: left to the caller. Raises ModelError if queries or keys are not finite.
+    Every token has the same weight. The caller ensures that each sequence has 1 to `sequence_len`
+    tokens and begins at position 0. Raises ModelError if queries or keys are not finite.
     """
     native, device, plans = checkpoint.native, checkpoint.device, checkpoint.plans
     longest = max(map(len, sequences))

@@ -1,4 +1,4 @@
-"""A model's heads on a sample text: means and spreads of their queries and keys."""
+"""Means and spreads of the queries and keys of a model's heads on a sample text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,23 +15,23 @@ from server.inspection.head_statistics import LayerStatistics, head_statistics, 
 from server.settings.load import ServeSettings, SettingsError
 
 _DEFAULT_TOKENS = 2048
-_SEQUENCE_TOKENS = 512  # many beginnings of texts rather than one long text
-_CHARS_PER_TOKEN = 4  # of ordinary prose; where a token is shorter, the rest of a piece is unread
+_SEQUENCE_TOKENS = 512  # short, so that many texts are sampled at their beginning
+_CHARS_PER_TOKEN = 4  # of ordinary prose; if tokens are shorter, the end of a piece is unread
 _ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadsOptions:
-    """What the command line says of heads."""
+    """The command line options about heads."""
 
     layers: str  # "all", or indices with commas between them
     sample_text: Path | None  # None: the standard library's held-out sources
-    sample_tokens: int  # at most
+    sample_tokens: int  # max
 
 
 @dataclass(frozen=True, slots=True)
 class InspectedHeads:
-    """Statistics by layer, and where they come from."""
+    """Statistics by layer, and their source."""
 
     layers: Mapping[int, LayerStatistics]
     sample: str
@@ -42,7 +42,7 @@ class InspectedHeads:
 def heads_options(
     layers: str | None, sample_text: Path | None, sample_tokens: int | None
 ) -> HeadsOptions | None:
-    """None where no heads are asked for. Raises SettingsError for a sample without a use."""
+    """Return the options, or None without --heads. Raises SettingsError for an unused sample."""
     if layers is None:
         for flag, value in (("--sample-text", sample_text), ("--sample-tokens", sample_tokens)):
             if value is not None:
@@ -52,7 +52,7 @@ def heads_options(
 
 
 def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
-    """Layer indices, rising. Raises SettingsError."""
+    """Return the layer indices in ascending order. Raises SettingsError."""
     accepted = f"must be all, or layers from 0 to {num_layers - 1} with commas between them"
     if text == _ALL:
         return tuple(range(num_layers))
@@ -66,7 +66,7 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
 
 
 def read_sample(options: HeadsOptions) -> list[Document]:
-    """The texts. Raises SettingsError."""
+    """Read the sample texts. Raises SettingsError."""
     if options.sample_text is None:
         return library_documents(held_out=True)
     try:
@@ -109,7 +109,7 @@ def inspect_heads(
 def _sequences(
     documents: Sequence[Document], tokenizer: Tokenizer, length: int, num_tokens: int
 ) -> list[list[int]]:
-    """Sequences of up to `length` tokens, until there are `num_tokens` or no more text."""
+    """Yield sequences of up to `length` tokens, until `num_tokens` or the end of the text."""
     sequences: list[list[int]] = []
     left = num_tokens
     for piece in _pieces(documents, length * _CHARS_PER_TOKEN):
@@ -123,7 +123,7 @@ def _sequences(
 
 
 def _pieces(documents: Sequence[Document], num_chars: int) -> Iterator[str]:
-    """The first piece of every document, then the second of every one that has it, ..."""
+    """Yield the first piece of every document, then the second of every one that has it, ..."""
     for number in count():
         start = number * num_chars
         pieces = [each.text[start : start + num_chars] for each in documents]
@@ -133,7 +133,7 @@ def _pieces(documents: Sequence[Document], num_chars: int) -> Iterator[str]:
 
 
 def head_lines(found: InspectedHeads) -> list[str]:
-    """A row per query head: means and spreads of it and of its key head."""
+    """Return a row per query head, with means and spreads of it and of its key head."""
     lines = [
         f"heads before rotation, on {found.num_tokens} tokens of {found.sample} "
         f"({found.num_sequences} sequences): length of the mean, spread around it",
@@ -151,7 +151,7 @@ def head_lines(found: InspectedHeads) -> list[str]:
 
 
 def heads_json(found: InspectedHeads) -> dict[str, Any]:
-    """The statistics without the scores."""
+    """Return the statistics without the scores."""
     return {
         "sample": found.sample,
         "num_tokens": found.num_tokens,

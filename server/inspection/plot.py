@@ -1,4 +1,4 @@
-"""Attention against distance, drawn: the bound, and what the heads are expected to give."""
+"""Plots of attention against distance: the bound, and the expected scores of the heads."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,32 +19,32 @@ from server.plotting import COLOURS, tidy
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_POINTS = 500  # of a curve, evenly on the logarithmic axis
+_POINTS = 500  # of a curve, evenly spaced on the logarithmic axis
 _TICKS = 7
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnDeployment:
-    """A row of the picture."""
+    """A row of the plot."""
 
     deployment: Deployment
     native: NativeRope
     tables: DeploymentTables
     distances: tuple[int, ...]  # of the tables in the terminal
     layers: Mapping[int, LayerStatistics]  # empty: no weights were loaded
-    scores: DeploymentScores | None  # None: the same
+    scores: DeploymentScores | None  # None: no weights were loaded
 
     def curve_distances(self) -> list[int]:
-        """From 1 to the last, close enough for the curves' shape."""
+        """Return distances from 1 to the last, dense enough for the shape of the curves."""
         last = self.distances[-1]
         powers = torch.linspace(0, math.log2(last), _POINTS)
         return sorted({min(last, round(each)) for each in (2**powers).tolist()})
 
 
 def plot(drawn: Sequence[DrawnDeployment], title: str, path: Path) -> None:
-    """A row per deployment: the bound and, with scores, those without and with scaling.
+    """Draw a row per deployment: the bound, and any scores without and with scaling.
 
-    Raises OSError where the file cannot be written.
+    Raises OSError if the file cannot be written.
     """
     # Optional, and slow to import.
     from matplotlib.figure import Figure  # noqa: PLC0415
@@ -69,7 +69,7 @@ def _draw_bounds(axes: "Axes", drawn: DrawnDeployment) -> None:
     tables = drawn.tables.named()
     for number, (name, table) in enumerate(tables.items()):
         bound_M = decay_bound(table, distances_M)
-        if name == "unscaled":  # on top, or a first tier that is the same would hide it
+        if name == "unscaled":  # on top, because an equal first tier would hide it
             style = {"color": COLOURS[1], "linestyle": "--", "zorder": 3.0}
         else:
             style = {"color": COLOURS[0], "alpha": 0.25 + 0.75 * number / (len(tables) - 1)}
@@ -83,7 +83,7 @@ def _draw_bounds(axes: "Axes", drawn: DrawnDeployment) -> None:
 def _draw_heads(
     axes: "Axes", drawn: DrawnDeployment, name: str, scaled_rows: Sequence[HeadScores]
 ) -> None:
-    """A thin line per head; the mean over heads, and the heads' mean spread around it."""
+    """Draw a thin line per head, the mean over heads, and the mean spread around it."""
     assert drawn.scores is not None
     colour = COLOURS[1] if name == "unscaled" else COLOURS[0]
     distances = drawn.curve_distances()
@@ -106,13 +106,13 @@ def _draw_heads(
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Over the heads that see so far; at least one must."""
+    """Return the mean over heads whose window reaches the distance; at least one must."""
     seen = [value for value in values if value is not None]
     return sum(seen) / len(seen)
 
 
 def _finish(axes: "Axes", drawn: DrawnDeployment, title: str) -> None:
-    """Distance on a logarithmic axis, and where the native length ends."""
+    """Draw distance on a logarithmic axis, and mark the end of the native length."""
     axes.set_xscale("log", base=2)
     powers = [each for each in drawn.distances if each > 0][:-1]
     ticks = powers[:: max(1, -(-len(powers) // _TICKS))]

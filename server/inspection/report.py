@@ -1,4 +1,4 @@
-"""`ropewalk inspect`: tables tier by tier, what a context costs, and attention by distance."""
+"""`ropewalk inspect`: tables tier by tier, the cost of a context, and attention by distance."""
 
 import json
 import math
@@ -39,7 +39,7 @@ from server.startup.serving_plan import plan_deployments, size_text
 
 @dataclass(frozen=True, slots=True)
 class PairInTier:
-    """What one tier makes of one pair of dimensions."""
+    """One pair of dimensions in one tier."""
 
     wavelength: float  # tokens for a whole turn
     ratio: float  # of the native frequency to the tier's: 1 is kept, the tier's factor is linear
@@ -48,7 +48,7 @@ class PairInTier:
 
 @dataclass(frozen=True, slots=True)
 class TierTable:
-    """One tier of a deployment, pair by pair, fastest first."""
+    """One tier of a deployment, with its pairs in order, fastest first."""
 
     ceiling: int  # tokens
     factor: float
@@ -59,30 +59,30 @@ class TierTable:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a context takes."""
+    """The memory that a context takes."""
 
     kv_bytes_per_token: int
     weight_bytes: int | None
     longest_context: int  # tokens, of any deployment
-    memory_gib: float | None  # what was asked about
+    memory_gib: float | None  # the size to report on
     memory_holds_tokens: int | None  # of cache, beside the weights
     longest_context_in_memory: int | None  # of one sequence
 
 
 @dataclass(frozen=True, slots=True)
 class InspectedDeployment:
-    """All about one deployment."""
+    """All results about one deployment."""
 
     deployment: Deployment
     tiers: tuple[TierTable, ...]
     tables: DeploymentTables
     bounds: DecayBounds
-    scores: DeploymentScores | None  # None: not asked for
+    scores: DeploymentScores | None  # None: not requested
 
 
 @dataclass(frozen=True, slots=True)
 class InspectOptions:
-    """The command line of `inspect` beside the settings."""
+    """The command line options of `inspect` that are not settings."""
 
     memory_gib: float | None = None
     heads: HeadsOptions | None = None  # None: no weights are loaded
@@ -91,9 +91,9 @@ class InspectOptions:
 
 
 def inspect_model(settings: ServeSettings, options: InspectOptions) -> str:
-    """Everything as text or JSON, and the plot. Raises ModelError or SettingsError.
+    """Return the report as text or JSON, and draw the plot. Raises ModelError or SettingsError.
 
-    Loads weights only if heads are asked for, after everything else has been checked.
+    Loads weights only if heads are requested, after everything else has been checked.
     """
     if options.plot_path is not None:
         try:
@@ -143,7 +143,7 @@ def _draw(
     title: str,
     path: Path,
 ) -> None:
-    """Raises SettingsError where the file cannot be written."""
+    """Draw the plot. Raises SettingsError if the file cannot be written."""
     layers = {} if heads is None else heads.layers
     drawn = [
         DrawnDeployment(
@@ -174,7 +174,7 @@ def _inspected(
 
 
 def _tier_table(tier: Tier, native: NativeRope) -> TierTable:
-    """The tier's table held against the untouched one."""
+    """Compare the tier's table with the untouched one."""
     table = native.tables[native.scaled_layer_type]
     untouched_P = table.frequencies().inv_freq_P.double()
     scaled = table.frequencies(tier.profile.scaling)
@@ -268,7 +268,7 @@ def _cost_lines(costs: Costs) -> list[str]:
 def _table_lines(
     deployment: Deployment, native: NativeRope, tables: Sequence[TierTable]
 ) -> list[str]:
-    """A row per pair, a column per tier."""
+    """Return lines with a row per pair and a column per tier."""
     untouched = native.tables[native.scaled_layer_type].frequencies().inv_freq_P.double()
     heads = [f"{table.ceiling} ({table.factor:g}x)" for table in tables]
     widths = [max(len(head), 16) for head in heads]

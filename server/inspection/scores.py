@@ -1,4 +1,4 @@
-"""The score that every head is expected to give by distance, under every table of a deployment.
+"""The expected score of every head by distance, under every table of a deployment.
 
 Shapes: H = query heads of a layer, M = distances.
 """
@@ -19,7 +19,7 @@ _NOTHING_TURNS = Frequencies(torch.empty(0), 1.0)
 
 @dataclass(frozen=True, slots=True)
 class HeadScores:
-    """One query head's scores by distance; None: beyond the layer's sliding window."""
+    """One query head's scores by distance; None if beyond the layer's sliding window."""
 
     layer: int
     head: int
@@ -29,12 +29,12 @@ class HeadScores:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentScores:
-    """Every head's scores; by table for layers that the deployment scales."""
+    """Scores of every head, by table for layers that the deployment scales."""
 
     distances: tuple[int, ...]  # tokens
     unscaled: tuple[HeadScores, ...]
     tiers: Mapping[str, tuple[HeadScores, ...]]  # by DeploymentTables' names
-    others: tuple[HeadScores, ...]  # layers with a table of their own, or without rotation
+    others: tuple[HeadScores, ...]  # layers with their own table, or without rotation
 
 
 def deployment_scores(
@@ -43,7 +43,7 @@ def deployment_scores(
     tables: DeploymentTables,
     distances: tuple[int, ...],
 ) -> DeploymentScores:
-    """Each layer under its own tables."""
+    """Return the scores of each layer under its own tables."""
 
     def under(scaled: Frequencies, *, is_scaled: bool = True) -> tuple[HeadScores, ...]:
         return tuple(
@@ -68,9 +68,9 @@ def expected_curves(
     scaled: Frequencies,
     distances: Sequence[int],
 ) -> list[list[float]]:
-    """Every head's expected score, where `scaled` is the table of the layers that are scaled.
+    """Return every head's expected score; `scaled` is the table of the scaled layers.
 
-    A curve ends where its layer's sliding window does.
+    A curve ends at the end of its layer's sliding window.
     """
     curves: list[list[float]] = []
     for layer in layers.values():
@@ -88,7 +88,7 @@ def expected_curves(
 def _table(
     layer: LayerStatistics, native: NativeRope, tables: DeploymentTables, scaled: Frequencies
 ) -> Frequencies:
-    """What the layer rotates by."""
+    """Return the table that the layer rotates by."""
     layer_type = layer.plan.layer_type
     if layer_type is None:
         return _NOTHING_TURNS
@@ -96,7 +96,7 @@ def _table(
 
 
 def _seen(layer: LayerStatistics, distances: Sequence[int]) -> list[int]:
-    """The distances, in rising order, that are within the layer's window."""
+    """Return the distances within the layer's window, in ascending order."""
     window = layer.sliding_window
     return [each for each in distances if window is None or each < window]
 
@@ -104,7 +104,7 @@ def _seen(layer: LayerStatistics, distances: Sequence[int]) -> list[int]:
 def _scores(
     index: int, layer: LayerStatistics, table: Frequencies, distances: Sequence[int]
 ) -> Iterator[HeadScores]:
-    """Of every query head with the key head that it reads."""
+    """Return the scores of every query head with the key head that it reads."""
     seen = _seen(layer, distances)
     beyond = (None,) * (len(distances) - len(seen))
     given = (layer.query, layer.key_by_query_head, table, torch.tensor(seen), layer.scaling)
@@ -114,9 +114,9 @@ def _scores(
 
 
 def score_lines(deployment: Deployment, scores: DeploymentScores) -> list[str]:
-    """A block per table, in it a row per query head and a column per distance."""
+    """Return a block per table, with a row per query head and a column per distance."""
     blocks = {**scores.tiers, "layers that the deployment does not scale": scores.others}
-    if scores.unscaled not in scores.tiers.values():  # the first tier often is
+    if scores.unscaled not in scores.tiers.values():  # the first tier is often equal
         blocks = {"unscaled": scores.unscaled, **blocks}
     lines = []
     for name, rows in blocks.items():
@@ -145,7 +145,7 @@ def _cell(expected: float | None, spread: float | None) -> str:
 
 
 def scores_json(scores: DeploymentScores) -> dict[str, Any]:
-    """Tiers in the order of the deployment's."""
+    """Return the JSON value, with tiers in the order of the deployment."""
     return {
         "distances": scores.distances,
         "unscaled": [asdict(row) for row in scores.unscaled],

@@ -1,4 +1,4 @@
-"""What stands around the application: keys, limits, availability, HTTP metrics.
+"""ASGI middleware: API keys, limits, availability and HTTP metrics.
 
 May import: nothing beside the root. tests/test_layout.py checks it.
 """

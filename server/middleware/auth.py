@@ -1,4 +1,4 @@
-"""Who may ask: API keys, deny by default; and an id for every request."""
+"""API keys, with access denied by default, and an id for every request."""
 
 import hashlib
 import re
@@ -12,13 +12,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import envelope
 
-# Answered without a key: what a load balancer and an orchestrator ask.
+# Answered without a key, because load balancers and orchestrators use them.
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/version"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class ApiKeysMiddleware:
-    """Lets a request through that bears a key, or asks for an open path."""
+    """Middleware that passes a request if it has a valid key or its path is open."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: frozenset[str]) -> None:
         self._app = app
@@ -26,7 +26,7 @@ class ApiKeysMiddleware:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle one ASGI connection."""
         is_open = scope["type"] != "http" or scope["path"] in self._open_paths
         if is_open or self._bears_key(scope):
             await self._app(scope, receive, send)
@@ -45,19 +45,19 @@ class ApiKeysMiddleware:
     def _bears_key(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = _digest(key.strip())
-        # Every key is compared, and all of each: the time taken says nothing about them.
+        # Every key is compared in full, so that the time taken reveals nothing about them.
         matches = [secrets.compare_digest(given, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(matches)
 
 
 class RequestIdMiddleware:
-    """Gives every answer an X-Request-Id: the client's own, or a new one."""
+    """Middleware that sets X-Request-Id on every response: the client's own, or a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

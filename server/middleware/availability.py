@@ -1,4 +1,4 @@
-"""The application that uvicorn is given: it answers while the model loads, and while it drains."""
+"""The application that uvicorn runs, which also answers while the model loads or drains."""
 
 import asyncio
 import enum
@@ -9,12 +9,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.errors import envelope
 
 _RETRY_LOADING_S, _RETRY_DRAINING_S = 5, 1
-# Asked while draining, too; what they answer then is theirs.
+# Passed to their routes during the drain, too. They are not counted as in-flight requests.
 _ALWAYS = frozenset({"/live", "/health", "/ready", "/metrics", "/version"})
 
 
 class DoorState(enum.Enum):
-    """Whether requests are let in."""
+    """The states of the gate; only an open one accepts every request."""
 
     LOADING = "loading"
     OPEN = "open"
@@ -22,7 +22,7 @@ class DoorState(enum.Enum):
 
 
 class AvailabilityGate:
-    """Stands before the application; counts who is inside."""
+    """A gate before the application that counts the in-flight requests."""
 
     def __init__(self) -> None:
         self.state = DoorState.LOADING
@@ -32,12 +32,12 @@ class AvailabilityGate:
         self._is_empty.set()
 
     def open(self, app: ASGIApp) -> None:
-        """Let requests in."""
+        """Pass requests to `app` from now on."""
         self._app = app
         self.state = DoorState.OPEN
 
     async def drain(self, limit_s: float) -> bool:
-        """Let nobody in any more; True when all have gone within `limit_s` seconds."""
+        """Refuse new requests; return True if all in-flight ones end within `limit_s` seconds."""
         self.state = DoorState.DRAINING
         try:
             async with asyncio.timeout(limit_s):
@@ -47,7 +47,7 @@ class AvailabilityGate:
         return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http":
             return
         path = scope["path"]

@@ -1,4 +1,4 @@
-"""Limits of a request that need no schema: headers, bytes, depth, and the time it takes to come."""
+"""Request limits that need no schema: headers, bytes, depth and the time to arrive."""
 
 import asyncio
 import re
@@ -10,23 +10,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.errors import envelope
 
 # Strings are skipped whole, so that a bracket inside one does not count.
-# Possessive, or the engine would remember every character of a string to try it otherwise.
+# Possessive, because the regex engine would otherwise store every character for backtracking.
 _STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
-_SMALL = 65536  # bytes whose depth is counted on the spot
+_SMALL = 65536  # bytes; a larger body's depth is counted in a thread
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """What a body may be."""
+    """Limits of a request's headers and body."""
 
     max_bytes: int = 8 * 2**20
     max_depth: int = 64
     max_headers: int = 100
-    timeout_s: float = 60.0  # for all of it
+    timeout_s: float = 60.0  # for the whole body
 
 
 class _RefusedError(Exception):
-    """The request is answered before anybody has read it."""
+    """A request that is refused before the application reads it."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -35,14 +35,14 @@ class _RefusedError(Exception):
 
 
 class BodyLimitsMiddleware:
-    """Reads a body, within limits, before the application sees it."""
+    """Middleware that reads the body, within limits, before the application receives it."""
 
     def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
         self._app = app
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -52,13 +52,13 @@ class BodyLimitsMiddleware:
             answer = JSONResponse(
                 envelope(str(error), "invalid_request_error", code=error.code),
                 error.status,
-                # What is still on its way would be read as the next request.
+                # Bytes that arrive later would be read as the next request.
                 {"Connection": "close"},
             )
             await answer(scope, receive, send)
             return
         if body is None:
-            return  # the client went away
+            return  # the client disconnected
         pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_again() -> Message:
@@ -110,7 +110,7 @@ class BodyLimitsMiddleware:
 
 
 def is_too_deep(body: bytes, most: int) -> bool:
-    """Whether brackets and braces are nested deeper than that."""
+    """Return whether brackets and braces are nested deeper than `most`."""
     depth = 0
     for found in _STRUCTURE.finditer(body):
         first = found[0][:1]

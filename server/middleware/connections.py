@@ -1,7 +1,7 @@
-"""Connections: how many, and how long one may take to say what it wants.
+"""Limits on the number of connections, and on the time to send a request's head.
 
-uvicorn limits neither the number of idle connections nor the time of a request's head, so a
-stranger could hold every file descriptor for nothing.
+uvicorn limits neither the number of idle connections nor the time of a request's head. A client
+could therefore hold every file descriptor without sending a request.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ _REFUSED = (
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What one process allows."""
+    """Connection limits of one process."""
 
     max_connections: int
     head_timeout_s: float  # from a request's first byte, or the connection, to the end of its head
-    send_timeout_s: float  # for the client to take what has been sent
+    send_timeout_s: float  # for the client to receive what has been sent
 
 
 def limited_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:  # noqa: C901  # a class
-    """uvicorn's HTTP/1.1 with these limits; the class is what uvicorn's configuration takes."""
+    """Return uvicorn's HTTP/1.1 protocol class with these limits, for uvicorn's configuration."""
 
     class LimitedProtocol(H11Protocol):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -42,7 +42,7 @@ def limited_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:  # noq
 
         @property
         def is_idle(self) -> bool:
-            """No request is being answered."""
+            """Return whether no request is being answered."""
             return self.cycle is None or self.cycle.response_complete
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -66,7 +66,7 @@ def limited_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:  # noq
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            # Closing would wait for what is unsent; aborting drops it, and ends the request.
+            # Closing would wait for unsent bytes; aborting drops them and ends the request.
             self._send_timer = self.loop.call_later(limits.send_timeout_s, self.transport.abort)
 
         def resume_writing(self) -> None:
@@ -79,7 +79,7 @@ def limited_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:  # noq
             super().connection_lost(exc)
 
         def _close_an_idle_one(self) -> bool:
-            """Room for this one: whoever has been idle longest goes."""
+            """Close the connection that has been idle longest; return False if none is idle."""
             idle = [
                 each
                 for each in self.connections

@@ -1,6 +1,7 @@
-"""HTTP metrics by route template: how often, with which status, how long.
+"""HTTP metrics by route template: request count, status and duration.
 
-The template (`/v1/models/{name}`), never the path: a client's string must not become a label.
+The label is the template (`/v1/models/{name}`), never the path, because a client's string must not
+become a label.
 """
 
 import time
@@ -9,13 +10,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.metrics import MetricFactory
 
-_OTHER = "other"  # paths and methods that are none of ours
+_OTHER = "other"  # the label of unknown paths and methods
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS"})
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 480, 1920)
 
 
 class HttpMetrics:
-    """One counter and one histogram."""
+    """A counter and a histogram of HTTP requests."""
 
     def __init__(self, factory: MetricFactory) -> None:
         self._requests = factory.counter(
@@ -31,7 +32,7 @@ class HttpMetrics:
         )
 
     def answered(self, method: str, route: str | None, status: int, seconds: float) -> None:
-        """A request is over; `route` is its template, None when no route matched."""
+        """Record a finished request; `route` is its template, or None if no route matched."""
         self._requests.labels(
             method if method in _METHODS else _OTHER, route or _OTHER, str(status)
         ).inc()
@@ -39,18 +40,18 @@ class HttpMetrics:
 
 
 class HttpMetricsMiddleware:
-    """Sees every request and its status; plain ASGI, so that streams pass through untouched."""
+    """Plain ASGI middleware that records every request and leaves streams unchanged."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self._app = app
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 500  # what the outermost layer answers when nothing here does
+        status = 500  # the outermost layer's answer if the application sends none
 
         async def note_status(message: Message) -> None:
             nonlocal status
@@ -62,5 +63,5 @@ class HttpMetricsMiddleware:
         try:
             await self._app(scope, receive, note_status)
         finally:
-            template = getattr(scope.get("route"), "path", None)  # the router has left it there
+            template = getattr(scope.get("route"), "path", None)  # set by the router
             self._metrics.answered(scope["method"], template, status, time.monotonic() - began)

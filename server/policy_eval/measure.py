@@ -1,18 +1,19 @@
-"""Sequences that cross tiers while they decode, under each way to treat the keys cached before.
+"""Sequences that change tier during decode, under each policy for the keys cached before.
 
-The engine of the server runs them: scheduler, pages, kernels. What is decoded is not left to the
-model: a window's own tokens are forced one at a time, and the engine reports how likely each was.
-Only the answer to the question at the end is the model's own.
+The server's own engine runs them, with its scheduler, pages and kernels. The decoded
+tokens do not come from the model: a window's own tokens are forced one at a time, and the engine
+reports their probabilities. The model generates only the answer to the question at the end.
 
-| policy | cached keys after a crossing |
+| policy | cached keys after a tier change |
 |---|---|
-| pinned | there is no crossing: the last tier's table from the start |
+| pinned | no tier change: the last tier's table is used from the start |
 | grow | read under the new table; hidden states of old |
 | grow-exact | computed again under the new table |
 | stale | as they were rotated when written (`stale_keys.py`), for comparison only |
 
-A method's tiers double: L, 2 L, 4 L. With a step behind the name (`dynamic@1`) there is a tier for
-every so many tokens beyond L, as in engines whose table follows the length token by token.
+A method's tiers double: L, 2 L, 4 L. With a step after the name (`dynamic@1`), each tier beyond L
+covers that number of tokens. This is like engines with a table that follows the length token by
+token.
 """
 
 import statistics
@@ -47,18 +48,18 @@ METHODS = ("yarn", "dynamic", "ntk", "linear", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one window showed under one policy."""
+    """The result of one window under one policy."""
 
     nll: tuple[float, ...]  # of each scored token, nats
     found: bool  # the answer begins with the needle's value
-    num_rescales: int  # crossings that happened
+    num_rescales: int  # tier changes that happened
     decode_s: float  # from the first decoded token to the last
-    step_s: float  # median time between two tokens, crossings left out
-    crossing_s: tuple[float, ...]  # the same at each crossing, of whatever was done for it
+    step_s: float  # median time between two tokens, without tier changes
+    crossing_s: tuple[float, ...]  # the time between two tokens at each tier change
 
 
 class ForcedTokens(Constraint):
-    """Lets one token follow at a time, those of a list; anything after its end."""
+    """A constraint that forces the tokens of a list in order, and then allows any token."""
 
     def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
         self._token_ids = token_ids
@@ -67,22 +68,22 @@ class ForcedTokens(Constraint):
         self.allowed = b""
 
     def look(self) -> bool:
-        """Set the mask for the next token; there always is one."""
+        """Set the mask for the next token; return True, because there always is one."""
         self.allowed = self._any_token
         if self._num_fed < len(self._token_ids):
             token_id = self._token_ids[self._num_fed]
             self.allowed = bytes(token_id // 8) + bytes([1 << token_id % 8])
         return True
 
-    def advance(self, token_id: int) -> bool:  # noqa: ARG002  # it is the one that was allowed
-        """Go on to the next; never the end."""
+    def advance(self, token_id: int) -> bool:  # noqa: ARG002  # it is the allowed one
+        """Advance to the next token; return False, because this is never the end."""
         self._num_fed += 1
         return False
 
 
 @dataclass(slots=True)
 class _Recording:
-    """What the engine says of one window."""
+    """The engine's outputs for one window."""
 
     window: Window
     times_s: list[float] = field(default_factory=list)  # of each token
@@ -92,7 +93,7 @@ class _Recording:
     error: str | None = None
 
     def listen(self, output: Output) -> None:
-        """Called by the engine with each token."""
+        """Record an output; the engine calls this with each token."""
         self.times_s.append(time.monotonic())
         self.rescales.append(output.num_rescales)
         self.token_ids += output.token_ids
@@ -104,7 +105,7 @@ class _Recording:
 def crossing_deployment(
     native: NativeRope, method: str, policy: CrossingPolicy, shape: Shape, longest: int
 ) -> Deployment:
-    """Tiers from L up to the one that covers `longest` tokens. Raises CrossingError."""
+    """Build a deployment with tiers from L up to `longest` tokens. Raises CrossingError."""
     rope_type, _, step = method.partition("@")
     block: dict[str, object] = {
         "rope_type": rope_type,
@@ -128,7 +129,10 @@ def crossing_deployment(
 
 
 def policies_of(method: str) -> tuple[CrossingPolicy, ...]:
-    """All of them; where every token crosses a tier, none that computes all again at each."""
+    """Return all policies, without `grow-exact` for a method with a step.
+
+    There, `grow-exact` would compute all keys again at almost every token.
+    """
     return tuple(each for each in CROSSING_POLICIES if each != "grow-exact" or "@" not in method)
 
 
@@ -141,9 +145,9 @@ def run_windows(
     page_size: int = 16,
     max_num_batched_tokens: int = 512,
 ) -> list[Outcome]:
-    """Decode windows of one shape together, in an engine and a cache of their own.
+    """Decode windows of one shape together, in their own engine and cache.
 
-    Raises CrossingError, and ModelError for no memory or a step that fails.
+    Raises CrossingError, or ModelError if there is no memory or a step fails.
     """
     shape = windows[0].shape
     longest = max(window.num_tokens for window in windows)
@@ -156,7 +160,7 @@ def run_windows(
         max_num_seqs=len(windows),
         max_num_batched_tokens=max(max_num_batched_tokens, len(windows)),
     )
-    # Made now, so that no crossing waits for its table.
+    # Built now, so that no tier change waits for its table.
     profiles = [tier.profile for tier in deployment.own_tiers]
     make = StaleKeyRunner if policy == "stale" else ModelRunner
     core = EngineCore(build_runner(checkpoint, config, profiles, make), config, Observer())
@@ -175,7 +179,7 @@ def _live(
     max_tokens = len(window.forced_ids) + window.num_answer_tokens
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
     placement = deployment.place(RopeRequest(), len(window.prompt_ids), max_tokens)
-    # A salt each, so that no window finds pages of another.
+    # Each window has its own salt, so that it does not share pages with another.
     request = Request(f"window-{number}", window.prompt_ids, params, placement, str(number))
     return RequestState(
         TokenSequence(request),
@@ -191,7 +195,7 @@ def _outcome(checkpoint: Checkpoint, deployment: Deployment, recording: _Recordi
         raise ModelError(f"the engine ended window {window.needle.key}: {recording.error}")
     num_forced = len(window.forced_ids)
     assert tuple(recording.token_ids[:num_forced]) == window.forced_ids
-    # The last token is never read back, so it takes no sequence across.
+    # The last token is never read back, so it causes no tier change.
     passed = [each for each in deployment.own_tiers if each.ceiling < window.num_tokens - 1]
     expected = 0 if deployment.policy == "pinned" else len(passed)
     assert recording.rescales[-1] == expected, "a crossing did not happen"

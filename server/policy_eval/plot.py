@@ -1,4 +1,4 @@
-"""The crossing comparison, drawn: perplexity, retrieval and time by the number of crossings."""
+"""Plots of perplexity, retrieval and time by the number of tier changes."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -12,19 +12,19 @@ from server.policy_eval.report import Outcomes, Row, rows_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's, which tell apart for the colour-blind; markers tell them apart in grey.
+# Okabe and Ito's colours, distinct for colour-blind readers; markers are distinct in grey.
 _COLOURS = {"pinned": "#0072b2", "grow": "#009e73", "grow-exact": "#56b4e9", "stale": "#d55e00"}
 _MARKERS = {"pinned": "o", "grow": "^", "grow-exact": "s", "stale": "X"}
-_APART = 0.12  # of one crossing, so that markers of equal height are all seen
+_APART = 0.12  # of one tier change, so that markers of equal height are all visible
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is there (the extra `plot`)."""
+    """Return whether matplotlib is installed (the extra `plot`)."""
     return find_spec("matplotlib") is not None
 
 
 def plot(outcomes: Outcomes, native_len: int, model: str, path: Path) -> None:
-    """A column of three panels for each method; needs matplotlib."""
+    """Draw a column of three panels for each method; needs matplotlib."""
     # Optional, and slow to import.
     from matplotlib.figure import Figure  # noqa: PLC0415
     from matplotlib.ticker import LogLocator  # noqa: PLC0415
@@ -68,7 +68,10 @@ def _reach(num_crossings: int, native_len: int) -> str:
 
 
 def _longest_gap(row: Row) -> Estimate:
-    """Without an interval: a median. Where nothing is crossed, an ordinary step."""
+    """Return the median time at the last tier change, or of an ordinary step if there is none.
+
+    It has no interval, because it is a median.
+    """
     return Estimate(row.step_ms if row.crossing_ms is None else row.crossing_ms, None, None)
 
 

@@ -1,4 +1,4 @@
-"""Finished cells of the crossing comparison, a line each, so that a run can be taken up again."""
+"""Finished cells of the tier-change comparison, a line each, so that a run can be resumed."""
 
 import hashlib
 import json
@@ -14,12 +14,12 @@ from server.policy_eval.measure import CrossingPolicy, Outcome
 from server.policy_eval.windows import CrossingError, Window
 
 FILE = "crossings.jsonl"
-_ROWS = 256  # of the embedding, enough to tell two trainings apart
+_ROWS = 256  # of the embedding, enough to distinguish two trainings
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Some windows under one policy: what is measured in one go."""
+    """Some windows under one policy, which are measured together."""
 
     method: str
     policy: CrossingPolicy
@@ -28,12 +28,12 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """For who watches."""
+        """Return a label for the progress display."""
         return f"{self.method} {self.policy}, crossings: {self.num_crossings}, group {self.group}"
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Tells a model from another: its config, the start of its embedding, its norms and biases."""
+    """Return a digest of a model: its config, the start of its embedding, its norms and biases."""
     config = json.dumps(checkpoint.model.config.to_dict(), sort_keys=True, default=str)  # type: ignore[union-attr,operator]
     digest = hashlib.blake2b(config.encode(), digest_size=16)
     digest.update(f"{checkpoint.dtype} {checkpoint.device.type}".encode())
@@ -47,7 +47,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def key_of(cell: Cell, windows: Sequence[Window], model: str, engine: str) -> str:
-    """A digest of everything that the outcome depends on: the cell, tokens, model, engine."""
+    """Return a digest of everything that affects the outcome: cell, tokens, model and engine."""
     digest = hashlib.blake2b(f"{cell} {model} {engine}".encode(), digest_size=16)
     for window in windows:
         digest.update(repr(window).encode())
@@ -55,10 +55,10 @@ def key_of(cell: Cell, windows: Sequence[Window], model: str, engine: str) -> st
 
 
 class Record:
-    """Outcomes by key, in a file that only grows."""
+    """Outcomes by key, in an append-only file."""
 
     def __init__(self, folder: Path, *, resumes: bool) -> None:
-        """Read what is there, or begin anew. Raises CrossingError for a folder that is none."""
+        """Read the existing file, or start a new one. Raises CrossingError if not a folder."""
         self._path = folder / FILE
         self._lines = LineFile(self._path)
         self._found: dict[str, list[Outcome]] = {}
@@ -72,11 +72,11 @@ class Record:
             raise CrossingError(f"output: {error.filename}: {error.strerror}") from error
 
     def get(self, key: str) -> list[Outcome] | None:
-        """What was measured under this key, if anything."""
+        """Return the outcomes measured under this key, or None."""
         return self._found.get(key)
 
     def add(self, key: str, cell: Cell, outcomes: Sequence[Outcome]) -> None:
-        """Keep a finished cell, on disk at once."""
+        """Save a finished cell to disk at once."""
         line = {"key": key, **asdict(cell), "windows": [asdict(each) for each in outcomes]}
         self._lines.add(line)
         self._found[key] = list(outcomes)

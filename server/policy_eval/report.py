@@ -1,7 +1,7 @@
-"""Outcomes of the crossing comparison as numbers with intervals: table, JSON and CSV.
+"""Outcomes of the tier-change comparison as numbers with intervals: table, JSON and CSV.
 
-Every policy decodes the same windows, so differences are taken window by window: they say more than
-the levels, whose spread is mostly that of the texts.
+Every policy decodes the same windows, so differences are computed per window. They are more precise
+than the levels, because the spread of the levels is mostly that of the texts.
 """
 
 import csv
@@ -15,7 +15,7 @@ from typing import Any
 from server.intervals import Estimate, bootstrap, exponential, proportion
 from server.policy_eval.measure import CROSSING_POLICIES, CrossingPolicy, Outcome
 
-# Each policy against what it stands in for; and the two ways to cross for nothing.
+# Each policy against `pinned`, and the two policies that compute nothing at a tier change.
 COMPARED: tuple[tuple[CrossingPolicy, CrossingPolicy], ...] = (
     ("grow", "pinned"),
     ("grow-exact", "pinned"),
@@ -23,13 +23,13 @@ COMPARED: tuple[tuple[CrossingPolicy, CrossingPolicy], ...] = (
     ("stale", "grow"),
 )
 
-Key = tuple[str, int, CrossingPolicy]  # method, crossings, policy
+Key = tuple[str, int, CrossingPolicy]  # method, number of tier changes, policy
 Outcomes = Mapping[Key, Sequence[Outcome]]  # in the order of the windows
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy at one number of crossings."""
+    """One policy at one number of tier changes."""
 
     method: str
     num_crossings: int
@@ -41,7 +41,7 @@ class Row:
     retrieval: Estimate  # Wilson
     decode_s: float  # mean over windows, first decoded token to last
     step_ms: float  # median between two tokens
-    crossing_ms: float | None  # median at the last crossing; None: there is none
+    crossing_ms: float | None  # median at the last tier change; None: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,19 @@ class Difference:
     against: CrossingPolicy
     num_windows: int
     nll: Estimate  # nats per token; 0.01 is about 1 % of perplexity
-    num_found_only_here: int  # windows whose answer only `policy` has right
+    num_found_only_here: int  # windows answered correctly only by `policy`
     num_found_only_there: int
     retrieval: Estimate  # share of windows
     decode_time: float  # ratio of the mean times
 
 
 def rows_of(outcomes: Outcomes) -> list[Row]:
-    """A row for each method, number of crossings and policy, in the order they were measured."""
+    """Return a row per method, number of tier changes and policy, in order of measurement."""
     return [_row(key, each) for key, each in outcomes.items()]
 
 
 def differences_of(outcomes: Outcomes) -> list[Difference]:
-    """Every comparison of COMPARED whose two sides were measured."""
+    """Return every comparison of COMPARED with both sides measured."""
     found = []
     for method, num_crossings in dict.fromkeys(key[:2] for key in outcomes):
         for policy, against in COMPARED:
@@ -118,7 +118,7 @@ def _mean_nll(outcome: Outcome) -> float:
 
 
 def as_json(outcomes: Outcomes, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything: what was asked for, the rows, the differences."""
+    """Return the requested settings, the rows and the differences."""
     return {
         "settings": dict(settings),
         "rows": [asdict(each) for each in rows_of(outcomes)],
@@ -127,7 +127,7 @@ def as_json(outcomes: Outcomes, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_csv(rows: Sequence[Row] | Sequence[Difference]) -> str:
-    """A line each under one of names; an estimate takes three columns."""
+    """Return a line per row under a line of names; an estimate takes three columns."""
     file = io.StringIO()
     lines = [_flat(each) for each in rows]
     writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
@@ -158,7 +158,7 @@ _DIFFERENCES = ("crossings", "policy", "against", "nats a token", "perplexity", 
 
 
 def table(outcomes: Outcomes) -> str:
-    """Levels, then differences, a block for each method."""
+    """Return levels, then differences, in a block for each method."""
     rows, differences = rows_of(outcomes), differences_of(outcomes)
     blocks = []
     for method in dict.fromkeys(each.method for each in rows):
@@ -213,7 +213,7 @@ def _aligned(cells: Sequence[tuple[str, ...]]) -> str:
 
 
 def in_order(outcomes: Outcomes) -> dict[Key, Sequence[Outcome]]:
-    """By method as measured, then crossings, then policy."""
+    """Sort by method as measured, then by number of tier changes, then by policy."""
     methods = list(dict.fromkeys(key[0] for key in outcomes))
     keys = sorted(
         outcomes, key=lambda key: (methods.index(key[0]), key[1], CROSSING_POLICIES.index(key[2]))

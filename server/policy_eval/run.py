@@ -1,4 +1,4 @@
-"""One run of the crossing comparison: checks, the cells that are missing, where numbers go."""
+"""One run of the tier-change comparison: checks, missing cells and output of the numbers."""
 
 import json
 import sys
@@ -41,14 +41,14 @@ MOST_CROSSINGS = 6  # 64 times L
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossingOptions:
-    """What is compared; lengths in tokens."""
+    """The options of a comparison; lengths are in tokens."""
 
     output: Path  # a folder
     methods: tuple[str, ...] = ("yarn",)  # `yarn@8`: a tier every 8 tokens instead of doubling
     num_crossings: tuple[int, ...] = (1, 2, 3)
     num_windows: int = 32
-    windows_together: int = 16  # in one batch; times are those of a request in such company
-    scored_tokens: int = 64  # after the last crossing
+    windows_together: int = 16  # in one batch; times are those of a request in this batch
+    scored_tokens: int = 64  # after the last tier change
     lead_tokens: int = 16  # decoded before the first
     native_len: int | None = None  # L; None: the checkpoint's
     seed: int = 0  # of texts and needles
@@ -60,9 +60,9 @@ def run_crossings(
     options: CrossingOptions,
     documents: Sequence[Document],
 ) -> Outcomes:
-    """Measure what is missing, write table, JSON, CSV and plot to the folder, print the table.
+    """Measure missing cells, write table, JSON, CSV and plot to the folder, print the table.
 
-    Raises CrossingError for what cannot be compared, ModelError for what cannot be loaded.
+    Raises CrossingError if the comparison is impossible, ModelError if loading fails.
     """
     check_options(options)
     if settings.threads is not None:
@@ -75,7 +75,7 @@ def run_crossings(
         trust_remote_code=settings.trust_remote_code,
     )
     shapes = shapes_of(checkpoint, options)
-    for method in options.methods:  # what a checkpoint refuses is told before anything is run
+    for method in options.methods:  # a checkpoint's errors are reported before any run
         shape = shapes[-1]
         crossing_deployment(checkpoint.native, method, "grow", shape, shape.final_ceiling)
     sources = draw_sources(
@@ -91,7 +91,7 @@ def run_crossings(
 
 
 def check_options(options: CrossingOptions) -> None:
-    """What needs no model to be refused. Raises CrossingError."""
+    """Check the options that need no model. Raises CrossingError."""
     for method in options.methods:
         name, at, step = method.partition("@")
         if name not in METHODS:
@@ -112,7 +112,7 @@ def check_options(options: CrossingOptions) -> None:
 
 
 def shapes_of(checkpoint: Checkpoint, options: CrossingOptions) -> list[Shape]:
-    """One for each number of crossings, shortest first. Raises CrossingError."""
+    """Return a shape per number of tier changes, shortest first. Raises CrossingError."""
     known = checkpoint.native.native_len
     native_len = options.native_len or known
     if not options.lead_tokens < native_len <= known:
@@ -133,7 +133,7 @@ def _measured(
     sources: Sequence[Source],
     record: Record,
 ) -> Outcomes:
-    """Cell by cell, all policies of a group before the next group."""
+    """Measure cell by cell, all policies of a group before the next group."""
     shapes = shapes_of(checkpoint, options)
     model = fingerprint(checkpoint)
     engine = f"{settings.page_size} {settings.max_num_batched_tokens} {torch.get_num_threads()}"
@@ -168,7 +168,7 @@ def _measured(
 
 @contextmanager
 def _progress(num_cells: int) -> Iterator[Callable[[Cell], None]]:
-    """A bar on a terminal, else a line a cell, on standard error."""
+    """Show a bar on a terminal, otherwise a line per cell, on standard error."""
     if sys.stderr.isatty():
         with click.progressbar(length=num_cells, label="crossing", file=sys.stderr) as bar:
             yield lambda _: bar.update(1)

@@ -1,12 +1,12 @@
-"""Stale rotated keys, as engines have them that cache keys after rotation: for comparison only.
+"""Stale rotated keys, as in engines that cache keys after rotation; for comparison only.
 
-A key is rotated once, when it is written, with the table its sequence is on at that moment, and
-keeps that rotation and that attention factor. Queries use the current table. After a crossing a
-query and an old key therefore no longer stand at the angle of their distance. Nothing that serves
+A key is rotated once, when it is written, with the current table of its sequence. It keeps that
+rotation and that attention factor. Queries use the current table. After a tier change, the angle
+between a query and an old key is therefore no longer that of their distance. No code that serves
 requests imports this file.
 
-It works over the same pages, kernels and scheduler as serving: keys and queries are rotated before
-the cache sees them, and the cache reads as it reads a layer without rotary embeddings.
+It uses the same pages, kernels and scheduler as serving. Keys and queries are rotated before they
+reach the cache, and the cache reads them like a layer without rotary embeddings.
 
 Shapes: T = flat tokens of a step, S = sequences in it, P = rotated pairs, H = heads,
 D = head dimensions, V = value dimensions.
@@ -27,10 +27,10 @@ from rope import Angles, half_split_from_interleaved, rotate
 
 
 class StaleKeyRunner(ModelRunner):
-    """A model runner whose cache holds rotated keys. One thread at a time."""
+    """A model runner with rotated keys in its cache. One thread at a time."""
 
     def _step(self, batch: Batch) -> WritingStep:
-        """Rotation at the write, none at the read."""
+        """Return a step that rotates at the write and not at the read."""
         plans = {
             layer_idx: replace(plan, layer_type=None, interleaved=False)
             for layer_idx, plan in self._plans.items()
@@ -41,7 +41,7 @@ class StaleKeyRunner(ModelRunner):
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What one kind of layer does to the step's tokens."""
+    """The rotation of the step's tokens in one type of layer."""
 
     angles_T1P: Angles
     factor_T11: Tensor  # the attention factor, on keys and on queries
@@ -50,7 +50,7 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class StaleKeyStep:
-    """Rotates queries and keys by the tables of now, then hands them to a step that does not."""
+    """A step that rotates queries and keys by current tables before a step without rotation."""
 
     batch: Batch
     tables: RopeTables
@@ -59,11 +59,11 @@ class StaleKeyStep:
     _turns: dict[str, _Turn] = field(default_factory=dict)  # by layer type; made once a step
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
-        """The attention's output, [1, T, H, V]."""
+        """Return the attention's output, [1, T, H, V]."""
         return self.read.attend(layer_idx, self._rotated(layer_idx, call))
 
     def write(self, layer_idx: int, call: AttentionCall) -> None:
-        """Keys are rotated, and written."""
+        """Rotate the keys and write them."""
         self.read.write(layer_idx, self._rotated(layer_idx, call))
 
     def _rotated(self, layer_idx: int, call: AttentionCall) -> AttentionCall:
@@ -79,7 +79,7 @@ class StaleKeyStep:
 
 
 def _turn(tables: LayerTables, batch: Batch) -> _Turn:
-    """The angles of every token of the step under its own sequence's table."""
+    """Compute the angles of every token of the step under its own sequence's table."""
     position_T = batch.position_ids_1T[0]
     slot_T = batch.table_slot_S.repeat_interleave(batch.cu_seqlens_S1.diff())
     cos_TP, sin_TP = torch.empty(2, len(position_T), tables.num_pairs, device=position_T.device)
@@ -96,13 +96,13 @@ def _turn(tables: LayerTables, batch: Batch) -> _Turn:
 
 
 def _rotated(x_1HTD: Tensor, plan: LayerPlan, turn: _Turn, scale_T11: Tensor) -> Tensor:
-    """[1, H, T, D] turned, in half-split order, in the dtype it came in."""
+    """Return [1, H, T, D] rotated, in half-split order, in the input's dtype."""
     x_THD = x_1HTD[0].transpose(0, 1).float()
     if plan.interleaved:
         x_THD = half_split_from_interleaved(x_THD, plan.rotary_dim)
     x_THD = rotate(x_THD, turn.angles_T1P)
     num_rotated = 2 * turn.angles_T1P.cos.shape[-1]
-    # The factor belongs to cosines and sines, so dimensions that do not rotate go without it.
+    # The factor applies to cosines and sines, so dimensions without rotation do not have it.
     turned_THD = torch.cat(
         (x_THD[..., :num_rotated] * turn.factor_T11, x_THD[..., num_rotated:]), dim=-1
     )

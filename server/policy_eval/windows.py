@@ -1,11 +1,11 @@
-"""What the crossing comparison feeds: windows of text with needles before the crossings.
+"""Inputs of the tier-change comparison: windows of text with needles before the tier changes.
 
-A window is laid out so that everything that counts lies where it should:
+A window has these parts in order:
 
-    | prompt, L - lead tokens, needles inside | text over all crossings | scored text | question |
+    | prompt, L - lead tokens, needles inside | text over all changes | scored text | question |
 
-The prompt is prefilled, the rest is fed a token at a time. The scored tokens are the same for one
-crossing and for three: the text before them grows backwards.
+The prompt is prefilled, and the rest is fed one token at a time. The scored tokens are the same for
+one tier change and for three, because the text before them grows backwards.
 """
 
 import random
@@ -16,50 +16,50 @@ from model_runtime.text.tokenizer import Tokenizer
 from server.corpus.held_out import Document
 from server.corpus.needles import FORMS, Needle, random_needles
 
-NUM_NEEDLES = 2  # one is asked for; the other makes sure that not any number will do
-_DEPTHS = (0.25, 0.75)  # of the prompt; which of them is asked for takes turns
+NUM_NEEDLES = 2  # one is the question; the other prevents an answer with just any number
+_DEPTHS = (0.25, 0.75)  # of the prompt; the question alternates between them
 
 
 class CrossingError(ValueError):
-    """The comparison cannot be made as asked; the message names option, limit and value."""
+    """An impossible comparison; the message names option, limit and value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Where a window's parts lie, in tokens."""
+    """The layout of a window's parts, in tokens."""
 
-    native_len: int  # L: where the first crossing is
+    native_len: int  # L, the position of the first tier change
     num_crossings: int
-    lead_tokens: int = 16  # decoded before the first crossing
+    lead_tokens: int = 16  # decoded before the first tier change
     scored_tokens: int = 64  # decoded after the last one
 
     @property
     def prompt_len(self) -> int:
-        """Tokens that are prefilled."""
+        """Return the number of tokens that are prefilled."""
         return self.native_len - self.lead_tokens
 
     @property
     def last_ceiling(self) -> int:
-        """The length at which the last crossing happens."""
+        """Return the length at which the last tier change happens."""
         return self.native_len << (self.num_crossings - 1)
 
     @property
     def first_scored(self) -> int:
-        """Index of the first scored token: the first that is predicted under the last table.
+        """Return the index of the first scored token, the first predicted under the last table.
 
-        The token at index `last_ceiling` is the one that takes the sequence over the ceiling. It
-        is predicted before the crossing, and computed after it.
+        The token at index `last_ceiling` takes the sequence over the ceiling. It is predicted
+        before the tier change, and computed after it.
         """
         return self.last_ceiling + 1
 
     @property
     def question_at(self) -> int:
-        """Index of the question's first token."""
+        """Return the index of the question's first token."""
         return self.first_scored + self.scored_tokens
 
     @property
     def final_ceiling(self) -> int:
-        """The end of the last tier."""
+        """Return the end of the last tier."""
         return 2 * self.last_ceiling
 
 
@@ -69,37 +69,37 @@ class Window:
 
     shape: Shape
     prompt_ids: tuple[int, ...]
-    forced_ids: tuple[int, ...]  # fed one at a time; the last of them end the question
-    needle: Needle  # the one that is asked for
+    forced_ids: tuple[int, ...]  # fed one at a time; the last ones are the question
+    needle: Needle  # the one in the question
     num_answer_tokens: int  # generated after the question
 
     @property
     def scored(self) -> slice:
-        """The scored tokens among the forced ones."""
+        """Return the slice of scored tokens among the forced ones."""
         first = self.shape.first_scored - self.shape.prompt_len
         return slice(first, first + self.shape.scored_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt, forced and generated."""
+        """Return the number of prompt, forced and generated tokens."""
         return len(self.prompt_ids) + len(self.forced_ids) + self.num_answer_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The text of one window, before it is cut for a number of crossings."""
+    """The text of one window, before it is cut for a number of tier changes."""
 
     text_ids: tuple[int, ...]
     needles: tuple[Needle, ...]
-    asked: int  # which of them
+    asked: int  # index of the needle in the question
 
 
 def draw_sources(
     tokenizer: Tokenizer, documents: Iterable[Document], longest: Shape, count: int, seed: int
 ) -> list[Source]:
-    """`count` pieces of the documents that do not overlap, each long enough for `longest`.
+    """Draw `count` pieces that do not overlap, each long enough for `longest`.
 
-    Documents follow one another in an order that the seed shuffles. Raises CrossingError.
+    The documents are in an order shuffled by the seed. Raises CrossingError.
     """
     rng = random.Random(seed)  # noqa: S311  # a choice of text, no secret
     shuffled = list(documents)
@@ -123,7 +123,7 @@ def draw_sources(
 
 
 def lay_out(tokenizer: Tokenizer, source: Source, shape: Shape) -> Window:
-    """A source's window for one number of crossings. Raises CrossingError for too short an L."""
+    """Build the window for one number of tier changes. Raises CrossingError if L is too short."""
     specials = _leading_specials(tokenizer)
     definitions = [_ids(tokenizer, each.definition) for each in source.needles]
     num_text = shape.prompt_len - len(specials) - sum(map(len, definitions))
@@ -153,7 +153,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _leading_specials(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts before a text; some put something behind it, too."""
+    """Return the special tokens before a text; some tokenizers also add some after it."""
     plain, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     starts = [at for at in range(len(whole)) if whole[at : at + len(plain)] == plain]
     return whole[: starts[0]] if starts else []
@@ -162,7 +162,7 @@ def _leading_specials(tokenizer: Tokenizer) -> list[int]:
 def _with_needles(
     tokenizer: Tokenizer, text: Sequence[int], definitions: Sequence[Sequence[int]]
 ) -> list[int]:
-    """The definitions at line ends near their depths; where no line ends, in the middle of one."""
+    """Insert the definitions at line ends near their depths, or in a line if no line ends."""
     ends = [at for at, token in enumerate(text, 1) if tokenizer.decode([token]).endswith("\n")]
     mixed = list(text)
     for depth, ids in reversed(list(zip(_DEPTHS, definitions, strict=True))):

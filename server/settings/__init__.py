@@ -1,4 +1,4 @@
-"""Every setting once, and where its value comes from.
+"""All settings, each defined once, and the sources of their values.
 
 May import: nothing beside the root. tests/test_layout.py checks it.
 """

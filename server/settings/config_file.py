@@ -8,11 +8,11 @@ import yaml
 
 
 class ConfigFileError(ValueError):
-    """The file cannot be read; the message names it."""
+    """A file that cannot be read; the message names it."""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Settings by name, not checked yet. Raises ConfigFileError."""
+    """Return the settings by name, not checked yet. Raises ConfigFileError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -30,7 +30,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Equal keys are an error (PyYAML keeps the last in silence), and dates stay text."""
+    """A loader that refuses equal keys (PyYAML silently keeps the last) and keeps dates as text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002  # PyYAML's signature
         seen = set()

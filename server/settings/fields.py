@@ -1,4 +1,4 @@
-"""How a setting is declared, and the forms its value may come in: text, or YAML's own types."""
+"""Declaration of settings, and parsing of their values from text or YAML's own types."""
 
 import itertools
 import json
@@ -15,16 +15,16 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
-MAX_CONTEXT_BUCKETS = 12  # with +Inf; each costs a whole histogram per metric
+MAX_CONTEXT_BUCKETS = 12  # with +Inf; each one adds a whole histogram per metric
 
 
 def setting(default: Any, text: str, *, unit: str = "", **limits: Any) -> Any:
-    """One setting. `unit`: what its value counts, or the form it has; shown in help and docs."""
+    """Declare a setting. `unit` is its value's unit or format, shown in help and docs."""
     return Field(default, description=text, json_schema_extra={"unit": unit}, **limits)
 
 
 def unit_of(field: Any) -> str:
-    """A declared setting's unit."""
+    """Return the unit of a declared setting."""
     return str((field.json_schema_extra or {}).get("unit", ""))
 
 
@@ -36,7 +36,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML's true and false are numbers to Python."""
+        """Refuse a boolean for a number, because Python treats true and false as numbers."""
         is_switch = cls.model_fields[str(info.field_name)].annotation is bool
         if isinstance(value, bool) and not is_switch:
             raise ValueError("is a switch's value")
@@ -44,7 +44,7 @@ class Section(BaseModel):
 
 
 def _split(value: Any) -> Any:
-    """`1,2,4,8` as a flag or an environment variable gives it."""
+    """Split `1,2,4,8`, the format in a flag or an environment variable."""
     if not isinstance(value, str):
         return value
     return tuple(part.strip() for part in value.split(",")) if value.strip() else ()

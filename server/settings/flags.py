@@ -1,4 +1,4 @@
-"""Flags, made from the settings, and shown under the settings' headings."""
+"""Flags built from the settings, shown under the settings' headings."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +21,7 @@ class SettingsCommand(click.Command):
     """A command whose help has its flags under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Sections in the order of the settings, then what is no setting."""
+        """Write the sections in the order of the settings, then the other options."""
         records: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -34,7 +34,10 @@ class SettingsCommand(click.Command):
 
 
 def with_flags(*sections: type[Section]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """One flag per setting of the sections, in their order; MODEL is an argument, not a flag."""
+    """Return a decorator that adds one flag per setting, in the order of the sections.
+
+    MODEL is an argument, not a flag.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         for section in reversed(sections):
@@ -47,12 +50,12 @@ def with_flags(*sections: type[Section]) -> Callable[[Callable[..., None]], Call
 
 
 def given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that were on the command line."""
+    """Return the flags that were on the command line."""
     return {name: value for name, value in flags.items() if value is not None}
 
 
 def default_text(field: Any) -> str:
-    """A setting's default as help and docs write it; empty where leaving it out means more."""
+    """Return a default as help and docs show it; empty if the text must explain it."""
     if field.default is None:
         return ""
     if isinstance(field.default, tuple):

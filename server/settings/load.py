@@ -1,7 +1,7 @@
-"""Every setting once: its name, unit, default and help. Flags, environment and file follow.
+"""Loading of all settings from flags, environment, file and defaults.
 
-The command line beats the environment (`ROPEWALK_<NAME>`), which beats the file, which beats the
-default.
+The command line overrides the environment (`ROPEWALK_<NAME>`). The environment overrides the file,
+and the file overrides the default.
 """
 
 import difflib
@@ -28,11 +28,11 @@ from server.settings.sections import (
 )
 
 _ENV_PREFIX = "ROPEWALK_"
-TRACEBACK_VARIABLE = f"{_ENV_PREFIX}TRACEBACK"  # no setting: it is read where errors are told
+TRACEBACK_VARIABLE = f"{_ENV_PREFIX}TRACEBACK"  # not a setting; it is read when an error is printed
 
 
 class SettingsError(ValueError):
-    """A setting has a value that cannot be used; the message names setting and value."""
+    """A setting with an unusable value; the message names setting and value."""
 
 
 class ServeSettings(
@@ -55,18 +55,18 @@ _CACHE_SIZES = {"kv_cache_gib", "kv_cache_tokens"}
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of a setting."""
+    """Return the environment variable of a setting."""
     return f"{_ENV_PREFIX}{name.upper()}"
 
 
 def load_settings(flags: Mapping[str, Any]) -> ServeSettings:
-    """Settings from flags (given ones only), environment and file. Raises SettingsError."""
+    """Load settings from given flags, environment and file. Raises SettingsError."""
     _refuse_unknown_variables()
     path = flags.get("config") or os.environ.get(variable_of("config"))
     in_file = {} if path is None else _file_values(Path(path))
     stated = set(flags) | {name for name in in_file if variable_of(name) in os.environ}
     if any(name in stated or variable_of(name) in os.environ for name in _CACHE_SIZES):
-        stated |= _CACHE_SIZES  # either takes the place of the file's
+        stated |= _CACHE_SIZES  # either one overrides both values of the file
     unstated = {name: value for name, value in in_file.items() if name not in stated}
     try:
         settings = ServeSettings(**{**unstated, **flags})
@@ -103,7 +103,7 @@ def _like(name: str, known: Iterable[str]) -> str:
 
 
 def _refuse_contradictions(settings: ServeSettings) -> None:
-    """What only several settings together show."""
+    """Refuse contradictions between several settings. Raises SettingsError."""
     if settings.kv_cache_gib is not None and settings.kv_cache_tokens is not None:
         raise SettingsError("kv_cache_gib and kv_cache_tokens both size the cache: give one")
     if settings.max_num_batched_tokens < settings.max_num_seqs:
@@ -128,7 +128,7 @@ def _refuse_contradictions(settings: ServeSettings) -> None:
 
 
 def _sentences(error: ValidationError, flags: Mapping[str, Any], path: object) -> str:
-    """One line per wrong setting: its name, what is accepted, what it was, where it came from."""
+    """Return a line per invalid setting: its name, the accepted values, its value and source."""
     lines = []
     for each in error.errors(include_url=False):
         top = str(each["loc"][0])

@@ -1,4 +1,4 @@
-"""The settings of what reaches the port: HTTP, access, limits of requests, grammars."""
+"""Settings for requests to the port: HTTP, access, request limits and grammars."""
 
 from pathlib import Path
 

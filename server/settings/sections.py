@@ -1,4 +1,4 @@
-"""The settings themselves, in sections: names, units, defaults, help, limits."""
+"""Settings in sections, with names, units, defaults, help and limits."""
 
 from pathlib import Path
 from typing import Annotated, Literal

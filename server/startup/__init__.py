@@ -1,4 +1,4 @@
-"""From settings to a serving process, and to its end.
+"""Startup and shutdown of the server process, from its settings.
 
 May import: api, middleware, settings. tests/test_layout.py checks it.
 """

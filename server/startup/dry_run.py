@@ -1,4 +1,4 @@
-"""What would be served, without loading weights: for `config check`."""
+"""The serving plan that `config check` prints, made without loading weights."""
 
 from dataclasses import dataclass
 
@@ -15,15 +15,15 @@ from server.startup.serving_plan import ModelFacts, ServingPlan, describe, plan_
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """A plan over a model that has not been loaded."""
+    """A serving plan for a model that has not been loaded."""
 
     outline: ModelConfig
     plan: ServingPlan
-    num_weight_bytes: int | None  # None: a hub id, whose weights were not looked up
+    num_weight_bytes: int | None  # None: a hub id; its weights are not looked up
 
 
 def outline_of(settings: ServeSettings) -> ModelConfig:
-    """The settings' model, or the embedded one. Raises ModelError."""
+    """Read the config of the settings' model, or of the embedded one. Raises ModelError."""
     return read_model_config(
         settings.model or EMBEDDED_MODEL,
         dtype=settings.dtype,
@@ -35,7 +35,7 @@ def outline_of(settings: ServeSettings) -> ModelConfig:
 def outlook_of(settings: ServeSettings) -> Outlook:
     """Read the model's config and tokenizer, and plan. Raises ModelError or SettingsError.
 
-    The architecture is not checked: only loading it shows whether it can be taken over.
+    The architecture is not checked, because only loading shows whether it is supported.
     """
     outline = outline_of(settings)
     tokenizer = load_tokenizer(outline.source, trust_remote_code=settings.trust_remote_code)
@@ -58,7 +58,7 @@ def outlook_of(settings: ServeSettings) -> Outlook:
 
 
 def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
-    """As the banner of `serve`, with the memory it will take."""
+    """Return the banner lines of `serve`, with the memory that it would take."""
     outline, plan = outlook.outline, outlook.plan
     dtype = str(outline.dtype).removeprefix("torch.")
     weights = "weights not counted (they are not on this machine)"

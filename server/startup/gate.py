@@ -1,4 +1,4 @@
-"""Settings -> who may ask: the keys, their file, origins, sizes."""
+"""The access policy built from the settings: API keys, key file, origins and body limits."""
 
 from server.app import AccessPolicy
 from server.middleware.body_limits import BodyLimits
@@ -6,7 +6,10 @@ from server.settings.load import ServeSettings, SettingsError
 
 
 def access_policy_of(settings: ServeSettings) -> AccessPolicy:
-    """Raises SettingsError for a key file that cannot be read, or holds no key."""
+    """Build the access policy from the settings.
+
+    Raises SettingsError if the key file cannot be read or holds no key, or if a key is empty.
+    """
     keys = list(settings.api_key)
     if settings.api_key_file is not None:
         try:
@@ -15,7 +18,7 @@ def access_policy_of(settings: ServeSettings) -> AccessPolicy:
             raise SettingsError(f"api_key_file: cannot read {settings.api_key_file}") from error
         found = [line.strip() for line in lines if line.strip()]
         if not found:
-            # Or the server would be open to all without anybody's wish.
+            # Without a key the server would accept every client.
             raise SettingsError(f"api_key_file: {settings.api_key_file} holds no key")
         keys += found
     if any(not key for key in keys):

@@ -1,7 +1,8 @@
-"""One process from its first byte to its last: loading, serving, draining, ending.
+"""The life of the server process: loading, serving, draining and shutdown.
 
-The port answers from the start: 503 until the model has passed its self-check. On SIGTERM nobody
-is let in any more, and who is inside may finish; a second signal ends the process at once.
+The port answers from the start, with 503 until the model has passed its self-check. On SIGTERM the
+server refuses new requests, and in-flight requests may finish. A second signal ends the process at
+once.
 """
 
 import asyncio
@@ -21,17 +22,20 @@ from server.settings.load import ServeSettings, SettingsError
 from server.startup.gate import access_policy_of
 from server.startup.load_service import load_service
 
-_FAREWELL_S = 5.0  # for the error events of those that did not finish
+_FAREWELL_S = 5.0  # for the error events of requests that did not finish
 
 
 class GracefulServer(uvicorn.Server):
-    """uvicorn, with a door in front of the application and signals of its own."""
+    """A uvicorn server with an availability gate and its own signal handling."""
 
     def __init__(self, settings: ServeSettings, on_ready: Callable[[str], None]) -> None:
-        """`on_ready` is called with the banner. Raises SettingsError for TLS files."""
+        """Configure uvicorn. `on_ready` is called with the banner once the model is loaded.
+
+        Raises SettingsError if the TLS files cannot be loaded.
+        """
         self.door = AvailabilityGate()
         super().__init__(_uvicorn_config(settings, self.door))
-        self.failure: Exception | None = None  # why the model could not be served
+        self.failure: Exception | None = None  # the error that prevented serving
         self.has_died = False  # the engine ended by itself, or a second signal came
         self._settings = settings
         self._on_ready = on_ready
@@ -42,20 +46,20 @@ class GracefulServer(uvicorn.Server):
         self._loader: threading.Thread | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and load meanwhile."""
+        """Start listening, and load the model in a thread."""
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
-        # A daemon: a signal may come while it takes minutes.
+        # A daemon, because loading takes minutes and a signal may arrive meanwhile.
         self._loader = threading.Thread(target=self._load, name="loader", daemon=True)
         self._loader.start()
 
     @property
     def is_loading(self) -> bool:
-        """Whether the thread that loads is still at it."""
+        """Return whether the loader thread is still running."""
         return self._loader is not None and self._loader.is_alive()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """A signal: drain first; a second one ends the process at once."""
+        """Handle a signal: the first one drains, a second one ends the process at once."""
         if self._is_ending or self._loop is None:
             self.has_died = self._is_ending
             self.should_exit = self.force_exit = True
@@ -64,7 +68,7 @@ class GracefulServer(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._begin_to_end)
 
     def stop_engine(self) -> None:
-        """End every request with an error; harmless when it has ended."""
+        """End every request with an error. Has no effect if the engine has ended."""
         if self._service is not None:
             self._service.engine.stop()
 
@@ -73,7 +77,7 @@ class GracefulServer(uvicorn.Server):
         try:
             service, banner = load_service(self._settings)
             app = create_app(service, access_policy_of(self._settings))
-        except Exception as error:  # noqa: BLE001  # the main thread tells it
+        except Exception as error:  # noqa: BLE001  # the main thread reports it
             self.failure = error
             self.should_exit = True
             return
@@ -118,6 +122,6 @@ def _uvicorn_config(settings: ServeSettings, door: AvailabilityGate) -> uvicorn.
     )
     try:
         config.load()
-    except OSError as error:  # ssl's own errors are of this kind
+    except OSError as error:  # ssl's errors are subclasses of it
         raise SettingsError(f"ssl_certfile, ssl_keyfile: {error}") from error
     return config

@@ -1,4 +1,4 @@
-"""Settings -> a service ready to start: the one place where the parts are put together."""
+"""Builds a service that is ready to start; the only place that combines its parts."""
 
 import torch
 
@@ -19,9 +19,9 @@ from server.startup.serving_plan import ServingPlan, describe, plan_serving, pro
 
 
 def load_service(settings: ServeSettings) -> tuple[Service, str]:
-    """Load everything; returns the service and the banner's lines about it.
+    """Load the model, and return the service and its banner.
 
-    Raises model_runtime's ModelError or SettingsError, with a sentence.
+    Raises model_runtime's ModelError, or SettingsError; the message is a sentence.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -63,7 +63,10 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
 
 
 def chat_template_of(settings: ServeSettings, tokenizer: Tokenizer) -> ChatTemplate:
-    """The operator's, or the tokenizer's own. Raises ModelError or SettingsError."""
+    """Return the operator's chat template, or the tokenizer's own.
+
+    Raises ModelError or SettingsError.
+    """
     for name in settings.allowed_chat_template_kwargs:
         if name in RESERVED:
             raise SettingsError(
@@ -92,7 +95,7 @@ def _metrics(factory: MetricFactory, plan: ServingPlan) -> Metrics:
 
 
 def _banner(checkpoint: Checkpoint, plan: ServingPlan) -> str:
-    """What an operator should know before the first request."""
+    """Return the banner, with the facts an operator needs before the first request."""
     exact = "to the bit" if checkpoint.report.bitwise else "within rounding"
     bits = "same in any batch" if checkpoint.report.bitwise else "depend on the batch"
     where = f"{checkpoint.device}, {str(checkpoint.dtype).removeprefix('torch.')}"

@@ -1,4 +1,7 @@
-"""A loaded model -> what planning needs of it; on a GPU with a way to measure what a step takes."""
+"""The facts about a loaded model that planning needs.
+
+On a GPU they include a function that measures the memory of a step.
+"""
 
 from collections.abc import Sequence
 
@@ -13,7 +16,7 @@ from server.startup.serving_plan import ModelFacts
 
 
 def facts_of(checkpoint: Checkpoint, settings: ServeSettings) -> ModelFacts:
-    """The model as it was loaded, on its device."""
+    """Return the facts about a loaded model on its device."""
     token_bytes = bytes_per_token(checkpoint.plans, checkpoint.dtype)
     utilization = settings.gpu_memory_utilization
     affordable = affordable_bytes(checkpoint.device, utilization)

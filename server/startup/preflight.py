@@ -1,7 +1,7 @@
-"""A guard for generic package names: `rope` and `model_runtime` must be the ones beside us.
+"""A check that `rope` and `model_runtime` are the packages beside this one.
 
-PyPI has another package called `rope` (a refactoring library that language servers pull in). In an
-environment that has both, Python may import the other one. This module imports neither.
+PyPI has another package called `rope` (a refactoring library that language servers pull in). If an
+environment has both, Python may import the other one. This module imports neither.
 """
 
 import importlib.util
@@ -9,7 +9,10 @@ from pathlib import Path
 
 
 def foreign_package() -> str | None:
-    """A sentence that says what to do, if Python would import somebody else's package."""
+    """Return an instruction for the user if Python would import another project's package.
+
+    Return None if the packages are the right ones.
+    """
     root = Path(__file__).resolve().parents[2]
     for name in ("rope", "model_runtime"):
         spec = importlib.util.find_spec(name)

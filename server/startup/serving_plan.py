@@ -1,4 +1,7 @@
-"""Settings and what is known of a model -> what will be served, in numbers. No weights needed."""
+"""The serving plan: deployments and limits, from the settings and the facts about a model.
+
+Planning needs no weights.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -22,43 +25,43 @@ _EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 token
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What planning needs of a model, loaded or only outlined."""
+    """Facts that planning needs about a model, loaded or only outlined."""
 
     native: NativeRope
-    token_bytes: int  # of the cache, for one token
-    affordable_bytes: int  # for the cache when nothing is said
-    # What measures that better: it runs a step of the loaded model. On a GPU.
+    token_bytes: int  # of KV cache per token
+    affordable_bytes: int  # for the cache if the settings give no size
+    # On a GPU, a more exact measurement, which runs a step of the loaded model.
     measure: Callable[[EngineConfig, Sequence[Profile]], MemoryProfile] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ServingPlan:
-    """Deployments and limits that fit each other."""
+    """Deployments and engine limits that are consistent with each other."""
 
     deployments: tuple[Deployment, ...]
     config: EngineConfig
     context_bounds: tuple[int, ...]  # of the metrics' context_bucket
     token_bytes: int
-    memory: MemoryProfile | None = None  # where the cache was sized by it
+    memory: MemoryProfile | None = None  # set if the cache size follows from it
 
     @property
     def capacity(self) -> int:
-        """Tokens that the cache holds in whole pages."""
+        """Return the number of tokens that the cache holds in whole pages."""
         return self.config.num_pages * self.config.page_size
 
     @property
     def cache_bytes(self) -> int:
-        """What the cache takes."""
+        """Return the size of the cache in bytes."""
         return self.capacity * self.token_bytes
 
 
 def plan_deployments(settings: ServeSettings, native: NativeRope) -> tuple[Deployment, ...]:
-    """The served names, whatever memory there is. Raises SettingsError."""
+    """Build the deployments, regardless of the available memory. Raises SettingsError."""
     return tuple(_deployment(settings, entry, native) for entry in _entries(settings))
 
 
 def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
-    """Decide everything that settings and model decide. Raises SettingsError."""
+    """Build the plan that follows from settings and model. Raises SettingsError."""
     entries = _entries(settings)
     deployments = plan_deployments(settings, facts.native)
     config, memory = _config(settings, facts, deployments)
@@ -76,12 +79,12 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
 
 
 def profiles_of(deployments: Iterable[Deployment]) -> tuple[Profile, ...]:
-    """The tables that the deployments' own tiers need, each once."""
+    """Return the profiles that the deployments' own tiers need, each once."""
     return tuple({tier.profile: None for each in deployments for tier in each.own_tiers})
 
 
 def describe(plan: ServingPlan) -> list[str]:
-    """What an operator should know before the first request, line by line."""
+    """Return the lines that an operator should read before the first request."""
     lines = []
     for deployment in plan.deployments:
         longest = min(deployment.max_len, plan.capacity)
@@ -103,7 +106,7 @@ def describe(plan: ServingPlan) -> list[str]:
 
 
 def size_text(num_bytes: int) -> str:
-    """Bytes in the unit that fits: 1.5 GiB, 14 MiB."""
+    """Format bytes in the unit that fits: 1.5 GiB, 14 MiB."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
@@ -113,7 +116,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def _taken(memory: MemoryProfile) -> str:
-    """What there is beside the cache."""
+    """Describe the memory that is used beside the cache."""
     return (
         f"{size_text(memory.weight_bytes)} weights, {size_text(memory.step_bytes)} for a step "
         f"(measured), {size_text(memory.graph_bytes)} for graphs, "
@@ -122,7 +125,7 @@ def _taken(memory: MemoryProfile) -> str:
 
 
 def _entries(settings: ServeSettings) -> tuple[DeploymentEntry, ...]:
-    """The deployments listed, or the one that the settings themselves describe."""
+    """Return the listed deployments, or the one that the settings themselves describe."""
     if settings.deployments is not None:
         return settings.deployments
     name = settings.served_model_name
@@ -157,7 +160,7 @@ def _deployment(settings: ServeSettings, entry: DeploymentEntry, native: NativeR
 
 
 def _prefix(settings: ServeSettings, entry: DeploymentEntry) -> str:
-    """Which of several deployments is meant."""
+    """Return the start of an error message, which names the deployment if they are listed."""
     return "" if settings.deployments is None else f"deployments: {entry.name}: "
 
 
@@ -177,7 +180,7 @@ def _config(
         max_queued_requests=settings.max_queued_requests,
         max_queued_prompt_tokens=settings.max_queued_prompt_tokens,
         limits=SamplingLimits(
-            # The chat template's own stop strings come on top of a request's.
+            # The chat template's own stop strings are added to those of a request.
             max_stop_strings=settings.max_stop_strings + MAX_TEMPLATE_STOPS,
             max_stop_chars=settings.max_stop_chars,
             max_stop_token_ids=settings.max_stop_token_ids,
@@ -199,7 +202,7 @@ def _config(
 
 
 def _left(settings: ServeSettings, memory: MemoryProfile, page_bytes: int) -> int:
-    """What the cache may take, a page at least. Raises SettingsError."""
+    """Return the bytes left for the cache, at least one page. Raises SettingsError."""
     left = memory.cache_bytes(settings.gpu_memory_utilization)
     if left >= page_bytes:
         return left
@@ -213,7 +216,10 @@ def _left(settings: ServeSettings, memory: MemoryProfile, page_bytes: int) -> in
 
 
 def default_context_buckets(native_len: int, max_len: int) -> tuple[int, ...]:
-    """Fractions of L as well as multiples, so that ordinary traffic is not all in one bucket."""
+    """Return bucket bounds at fractions and multiples of the native length.
+
+    The fractions keep ordinary traffic from falling into one bucket.
+    """
     doublings = max(0, math.ceil(math.log2(max_len / native_len)))
     lowest = max(-7, doublings - MAX_CONTEXT_BUCKETS + 2)
     bounds = [int(native_len * 2**power) for power in range(min(lowest, 0), doublings + 1)]

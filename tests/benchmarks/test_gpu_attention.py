@@ -1,4 +1,4 @@
-"""The GPU's benchmark at sizes that Triton's interpreter gets through."""
+"""The GPU's benchmark at sizes that Triton's interpreter can run."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_run_measures_every_part_and_prints_it(tmp_path: Path) -> None:
-    """as JSON lines, and as tables"""
+    """The rows are JSON lines on disk and tables on standard output."""
     path = tmp_path / "gpu.jsonl"
     arguments = ["--tiny", "--record", str(path), "--commit", "abc123"]
     ended = CliRunner().invoke(gpu_attention.main, arguments, catch_exceptions=False)
@@ -34,7 +34,7 @@ def test_a_run_measures_every_part_and_prints_it(tmp_path: Path) -> None:
 
 
 def test_a_wrong_answer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """the reference is asked first"""
+    """The answer is compared with the reference before any timing."""
 
     def wrong(self: object, read: object) -> torch.Tensor:
         del self
@@ -46,7 +46,7 @@ def test_a_wrong_answer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_page_is_read_twice() -> None:
-    """within a measurement, and a measurement goes through more than a cache holds"""
+    """A measurement reads more bytes than a processor's cache holds."""
     cache = Cache(TINY, CPU)
     for context, num_sequences in TINY.decodes:
         batches = cache.decode_batches(context, num_sequences)
@@ -56,14 +56,14 @@ def test_no_page_is_read_twice() -> None:
 
 
 def test_the_sizes_are_those_of_the_roofline() -> None:
-    """contexts of 4k, 32k and 128k with 1, 8 and 64 sequences, 512k with 1 and 8"""
+    """These are 4k, 32k and 128k with 1, 8 and 64 sequences, and 512k with 1 and 8."""
     asked = {(k * 1024, count) for k in (4, 32, 128) for count in (1, 8, 64)}
     assert set(LLAMA_3_8B.decodes) == asked | {(512 * 1024, 1), (512 * 1024, 8)}
     assert LLAMA_3_8B.token_bytes == 4096
 
 
 def test_time_is_of_one_work() -> None:
-    """not of all of them"""
+    """Two functions are timed, and the result is seconds of one call."""
     calls = []
     took = seconds(CPU, [lambda: calls.append(1), lambda: calls.append(2)], 3)
     assert calls == [1, 2] * 3

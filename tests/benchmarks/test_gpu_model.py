@@ -1,4 +1,4 @@
-"""The benchmark of whole models, at sizes that a CPU gets through in seconds."""
+"""The benchmark of whole models, at sizes that a CPU runs in seconds."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def run(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
-    """The rows on disk, and the report on disk."""
+    """Run the benchmark; returns the rows and the report on disk."""
     ended = CliRunner().invoke(
         gpu_model.main,
         ["--tiny", "--out", str(folder), "--commit", "abc123", *arguments],
@@ -44,7 +44,7 @@ def run(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def test_a_run_measures_every_part_and_reports_it(tmp_path: Path) -> None:
-    """all but the server; what a CPU cannot do is left out with its reason"""
+    """The server has a test of its own; parts that a CPU cannot run are listed with a reason."""
     rows, text = run(tmp_path, "--parts", ",".join(name for name in PARTS if name != "server"))
     by_part: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -73,7 +73,7 @@ def test_a_run_measures_every_part_and_reports_it(tmp_path: Path) -> None:
 
 
 def test_the_server_is_measured_by_its_clients_and_by_its_metrics(tmp_path: Path) -> None:
-    """a process of its own, the load of `ropewalk bench`, histograms by context"""
+    """The server is a process of its own, under the load of `ropewalk bench`."""
     rows, text = run(tmp_path, "--parts", "server")
     assert not [row for row in rows if row["part"] == "left_out"]
     clients = [row for row in rows if row["part"] == "server_bench"]
@@ -89,21 +89,21 @@ def test_the_server_is_measured_by_its_clients_and_by_its_metrics(tmp_path: Path
 
 
 def test_what_there_is_no_time_for_is_told(tmp_path: Path) -> None:
-    """and nothing is begun"""
+    """No part is begun."""
     rows, text = run(tmp_path, "--seconds", "1e-9")
     assert {row["what"] for row in rows if row["part"] == "left_out"} == set(PARTS)
     assert text.count("no time was left") == len(PARTS)
 
 
 def test_unknown_parts_are_refused(tmp_path: Path) -> None:
-    """before anything is measured"""
+    """This happens before any measurement."""
     ended = CliRunner().invoke(gpu_model.main, ["--out", str(tmp_path), "--parts", "decode,walk"])
     assert ended.exit_code == 2
     assert "walk is none of decode" in ended.stderr
 
 
 def test_the_counts_are_those_of_the_model() -> None:
-    """bytes by its own parameters, operations by torch's counter"""
+    """Its parameters give the bytes, and torch's counter gives the operations."""
     with torch.device("meta"):
         model = LlamaForCausalLM(llama_config(LLAMA_3_8B.shape, 8192, dtype=torch.bfloat16))
     read = sum(weight.numel() for weight in model.parameters())
@@ -123,7 +123,7 @@ def test_the_counts_are_those_of_the_model() -> None:
 
 
 def test_a_twin_is_another_model_over_the_same_memory() -> None:
-    """taken over, it answers; the other one stays as it was"""
+    """The twin is taken over and answers; the other model stays as it was."""
     shape = TINY.shape
     model = random_model(shape, TINY.native_len, TINY.dtype, CPU)
     other = twin(model, shape, TINY.native_len)
@@ -138,7 +138,7 @@ def test_a_twin_is_another_model_over_the_same_memory() -> None:
 
 
 def test_weights_are_made_in_their_own_dtype() -> None:
-    """on their device, from a fixed seed; answers are as spread as a real model's"""
+    """The seed is fixed, and logits are as spread as a real model's."""
     one, two = (random_model(TINY.shape, TINY.native_len, torch.bfloat16, CPU) for _ in range(2))
     assert {weight.dtype for weight in one.parameters()} == {torch.bfloat16}
     assert all(map(torch.equal, one.parameters(), two.parameters()))
@@ -147,14 +147,14 @@ def test_weights_are_made_in_their_own_dtype() -> None:
 
 
 def test_no_prompt_begins_like_another() -> None:
-    """so no prefix cache has seen it"""
+    """No prefix cache can hold such a prompt."""
     prompts = Prompts(2048)
     starts = {tuple(ids[:8]) for _ in range(5) for ids in prompts.of(20, 10)}
     assert len(starts) == 50
 
 
 def test_only_pure_steps_count_as_decoding() -> None:
-    """those without a first token, without a crossing, with everybody"""
+    """A pure step has all sequences, no first token and no crossing."""
     steps = (
         Step(9.0, 2, 2, 0),
         Step(1.0, 2, 0, 0),
@@ -171,7 +171,7 @@ def test_only_pure_steps_count_as_decoding() -> None:
 
 
 def test_ratios_are_of_the_same_round() -> None:
-    """medians of them, not ratios of medians"""
+    """The result is the median of the ratios, not the ratio of the medians."""
     machine = dict.fromkeys(("date", "commit", "device", "torch", "triton"), "x")
     rows: list[dict[str, Any]] = [
         {"part": "machine", **machine, "transformers": "x", "python": "x"}

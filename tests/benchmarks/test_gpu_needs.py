@@ -1,4 +1,4 @@
-"""What a machine with a GPU lacks is said at once, and not by a traceback."""
+"""A machine with a GPU that lacks a package gets one message at once, without a traceback."""
 
 import shlex
 import subprocess
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_bare_python_is_told_all_that_it_lacks() -> None:
-    """-S: without installed packages"""
+    """Python runs with -S, so installed packages are not found."""
     command = [sys.executable, "-S", "-m", "benchmarks.gpu_needs"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
@@ -25,7 +25,7 @@ def test_a_bare_python_is_told_all_that_it_lacks() -> None:
 
 
 def test_what_is_too_old_is_named_with_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """builds of one release are that release"""
+    """Builds of one release count as that release."""
     installed = {"torch": "2.9.1+cu130", "triton": "3.6.0", "numba": "0.100.0", "click": "8.1.0rc1"}
     monkeypatch.setattr(gpu_needs, "version", installed.__getitem__)
     needed = {"torch": "2.11", "triton": "3.6", "numba": "0.60", "click": "8.1"}
@@ -35,7 +35,7 @@ def test_what_is_too_old_is_named_with_what_is_there(monkeypatch: pytest.MonkeyP
 def test_what_only_a_server_needs_stops_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """it is named all the same"""
+    """The missing packages are named all the same."""
 
     def version(name: str) -> str:
         if name in {"uvicorn", "fastapi"}:
@@ -51,7 +51,7 @@ def test_what_only_a_server_needs_stops_nothing(
 
 
 def test_the_check_runs_without_plugins_of_pytest() -> None:
-    """its options are refused by name where the plugin that knows them is missing"""
+    """Without its plugin, pytest would refuse an option by name."""
     said = subprocess.run(
         ["make", "-n", "gpu-check", f"GPU_PYTHON={sys.executable}"],  # noqa: S607
         cwd=ROOT, capture_output=True, text=True, check=True,

@@ -1,4 +1,4 @@
-"""The caches that rotate-at-read is compared to: they must do what they are named for.
+"""The caches that rotate-at-read is compared with really rotate when their names say.
 
 On a GPU where there is one, as in `make gpu-check`.
 """
@@ -55,7 +55,7 @@ def logits(checkpoint: Checkpoint, kind: str, *, is_recorded: bool = False) -> T
 def test_keys_rotated_at_the_write_answer_as_keys_rotated_at_the_read(
     checkpoint: Checkpoint,
 ) -> None:
-    """while nobody crosses; attention factors and mixed batches included"""
+    """No sequence crosses a tier; attention factors and mixed batches are included."""
     read_TV, write_TV, none_TV = (logits(checkpoint, kind) for kind in KINDS)
     assert float((write_TV - read_TV).abs().max()) < 1e-3
     assert float((none_TV - read_TV).abs().max()) > 0.1
@@ -65,22 +65,22 @@ def test_keys_rotated_at_the_write_answer_as_keys_rotated_at_the_read(
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="torch finds no CUDA device here")
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_recorded_steps_are_those_of_their_kind(checkpoint: Checkpoint, kind: str) -> None:
-    """replayed, each answers as it does kernel by kernel"""
+    """A replayed step answers like the same kernels launched one by one."""
     recorded_TV = logits(checkpoint, kind, is_recorded=True)
     assert float((recorded_TV - logits(checkpoint, kind)).abs().max()) < 1e-3
 
 
 class Nowhere:
-    """Answers attention without looking."""
+    """An attention that returns its query without reading."""
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
-        """What it was asked."""
+        """Return the query."""
         return call.query_1HTD
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (3, 1)])
 def test_turning_asks_the_device_for_nothing(lengths: tuple[int, int]) -> None:
-    """on torch's `meta` device, where asking for a number raises; else it could not be recorded"""
+    """Torch's `meta` device raises if a number is read, which would prevent a recording."""
     meta = torch.device("meta")
     native = native_rope({"max_position_embeddings": 64, "head_dim": 16, "rope_theta": 5e5})
     tables = RopeTables(native, PAGE_SIZE, 256, meta)
@@ -97,7 +97,7 @@ def test_turning_asks_the_device_for_nothing(lengths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
 def test_the_kernel_turns_as_the_formula_does(heads: tuple[int, int]) -> None:
-    """queries and keys, from strides of their own"""
+    """Queries and keys have strides of their own."""
     pytest.importorskip("triton", reason="triton is for Linux on x86-64")
     from benchmarks.gpu_rotation import turned
 

@@ -8,7 +8,7 @@ from benchmarks.gpu_server import Counts, latencies, median_of
 
 
 def test_the_median_lies_between_two_bounds() -> None:
-    """in proportion to what was counted up to each"""
+    """It is interpolated between the counts of the two bounds."""
     assert median_of({0.1: 0, 0.2: 4, 0.4: 8, math.inf: 8}) == pytest.approx(0.2)
     assert median_of({0.1: 1, 0.2: 2, 0.4: 10, math.inf: 10}) == pytest.approx(0.275)
     assert median_of({0.1: 3, math.inf: 3}) == pytest.approx(0.05)
@@ -16,7 +16,7 @@ def test_the_median_lies_between_two_bounds() -> None:
 
 
 def test_only_what_came_in_between_counts() -> None:
-    """by context bucket, shortest first; what nobody used is left out"""
+    """Rows come by context bucket, shortest first, without unused buckets."""
     sum_key = -1.0
     before: Counts = {("first_token", "64"): {0.1: 5, 0.2: 5, math.inf: 5, sum_key: 0.25}}
     after: Counts = {

@@ -1,4 +1,4 @@
-"""The models to measure with: their sizes, and that their answers are worth timing."""
+"""The models to measure with have their stated sizes and answers that are worth timing."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize(("name", "millions"), [("small", 20), ("medium", 125)])
 def test_models_have_the_size_they_are_named_for(name: str, millions: float) -> None:
-    """within 3 %; counted by the shapes alone"""
+    """The bound is 3 %, and only the shapes are counted."""
     shape = SHAPES[name]
     attention = shape.hidden * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
     layer = attention + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
@@ -39,7 +39,7 @@ def tiny(tokenizer: Tokenizer) -> torch.nn.Module:
 
 @torch.no_grad()
 def test_logits_are_neither_flat_nor_wild(tiny: torch.nn.Module) -> None:
-    """whether after one token or after many"""
+    """The spread is bounded at every position from the fifth on."""
     ids = torch.randint(4, TINY.vocab, (1, 200))
     logits_TV = tiny(ids).logits[0]
     assert logits_TV.isfinite().all()
@@ -53,7 +53,7 @@ def test_logits_are_neither_flat_nor_wild(tiny: torch.nn.Module) -> None:
 def test_greedy_answers_have_whole_characters_only(
     tiny: torch.nn.Module, tokenizer: Tokenizer
 ) -> None:
-    """no end of text either; a server would hold such a token back"""
+    """A server would hold back part of a character, and an end token would end the text."""
     ids = torch.randint(4, TINY.vocab, (1, 500))
     chosen = tiny(ids).logits[0].argmax(dim=-1).tolist()
     assert EOS_ID not in chosen
@@ -62,7 +62,7 @@ def test_greedy_answers_have_whole_characters_only(
 
 
 def test_the_same_weights_each_time(tiny: torch.nn.Module, tokenizer: Tokenizer) -> None:
-    """whatever else has drawn numbers before"""
+    """Random numbers drawn before do not change them."""
     torch.rand(3)
     again = build(TINY, tokenizer).state_dict()
     assert all(torch.equal(again[name], each) for name, each in tiny.state_dict().items())

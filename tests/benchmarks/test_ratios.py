@@ -9,21 +9,21 @@ TIME = Metric("wall time", "s", higher_is_better=False)
 
 
 def test_above_one_always_means_that_a_is_better() -> None:
-    """more tokens, or fewer seconds"""
+    """A rate is better if it is higher, and a time is better if it is lower."""
     assert ratio({0: 30}, {0: 20}, RATE) == Ratio(1.5, 1.5, 1.5)
     assert ratio({0: 20}, {0: 30}, TIME) == Ratio(1.5, 1.5, 1.5)
     assert ratio({0: 30}, {0: 20}, TIME) == Ratio(2 / 3, 2 / 3, 2 / 3)
 
 
 def test_each_round_is_compared_with_itself() -> None:
-    """a machine that becomes ten times slower changes no ratio, though it changes both medians"""
+    """A machine that becomes ten times slower changes both medians but no ratio."""
     a = {0: 10.0, 1: 1.0, 2: 0.1}
     b = {0: 5.0, 1: 0.25, 2: 0.0125}
     assert ratio(a, b, RATE) == Ratio(pytest.approx(4), pytest.approx(2), pytest.approx(8))
 
 
 def test_a_round_that_one_of_them_lacks_is_left_out() -> None:
-    """and without a common one there is no ratio"""
+    """Without a common round there is no ratio."""
     assert ratio({0: 4, 2: 100}, {0: 2, 1: 100}, RATE) == Ratio(2, 2, 2)
     assert ratio({0: 1}, {1: 1}, RATE) is None
 
@@ -35,7 +35,7 @@ LINES = [
 
 
 def test_the_table_has_medians_of_rounds_and_the_ratio_with_its_spread() -> None:
-    """a dash is a number that does not exist"""
+    """A dash stands for a number that does not exist."""
     head, single, mixed = table(LINES, ["ours", "theirs"], markdown=False).splitlines()
     assert head.split() == [
         *("scenario", "metric", "ours", "theirs", "ours/theirs", "lowest", "to", "highest"),
@@ -47,7 +47,7 @@ def test_the_table_has_medians_of_rounds_and_the_ratio_with_its_spread() -> None
 
 
 def test_markdown_is_a_table_of_as_many_columns() -> None:
-    """of one server, there is no ratio"""
+    """A table of one server has no ratio."""
     both = table(LINES, ["ours", "theirs"], markdown=True).splitlines()
     assert {line.count("|") for line in both} == {8}
     assert both[1].count("---") == 7

@@ -1,4 +1,4 @@
-"""What each scenario sends, and that its numbers are those of a server whose delays are known."""
+"""The requests and numbers of each scenario, against a server whose delays are known."""
 
 import asyncio
 import random
@@ -29,7 +29,7 @@ VOCAB = 64
 
 
 def run(scenario: Scenario, server: SseServer) -> Outcome:
-    """Once, with prompts of a small vocabulary."""
+    """Run a scenario once, with prompts of a small vocabulary."""
 
     async def measured() -> Outcome:
         async with open_client(None, scenario.concurrency, 60) as client:
@@ -47,7 +47,7 @@ def answer(num_prompt: int, num_output: int, first_s: float = 0.0) -> Script:
 
 
 def test_a_batch_is_in_flight_at_once() -> None:
-    """and its rate is all of its tokens over the time to the last end"""
+    """The rate is all of its tokens over the time to the last end."""
     with serving(SseServer(lambda number: answer(20, 4, 0.2 if number else 0.6))) as server:
         outcome = run(AtOnce("batch", OUTPUT, 0, 20, 4, 5), server)
     assert server.most_in_flight == 5
@@ -56,7 +56,7 @@ def test_a_batch_is_in_flight_at_once() -> None:
 
 
 def test_a_shared_prefix_is_shared_and_nothing_else_is() -> None:
-    """tails differ from the first token on, nearly all"""
+    """All prompts share 30 tokens, and their tails differ."""
     with serving(SseServer(lambda _: answer(40, 2, 0.1))) as server:
         outcome = run(AtOnce("prefix", WALL, 30, 10, 2, 6), server)
     prompts = [body["prompt"] for body in server.bodies]
@@ -70,7 +70,7 @@ MIXED = Mixed("mixed", 100, 20, 3, 8, first_ms=100, every_ms=20)
 
 
 def test_short_requests_come_while_the_long_prompt_is_read() -> None:
-    """their p95 is of their own waiting, from the moment when each was sent"""
+    """The p95 of each short request counts from the moment when it was sent."""
     with serving(
         SseServer(lambda number: answer(20, 3, 0.05) if number else answer(100, 3, 1.0))
     ) as server:
@@ -82,7 +82,7 @@ def test_short_requests_come_while_the_long_prompt_is_read() -> None:
 
 
 def test_short_requests_that_came_too_late_are_told() -> None:
-    """where the long prompt is read before they arrive, they measured nothing of it"""
+    """If the long prefill ends before they arrive, then they measure nothing of it."""
     with serving(SseServer(lambda number: answer(20 if number else 100, 3))) as server:
         outcome = run(MIXED, server)
     assert outcome.remark is not None
@@ -90,7 +90,7 @@ def test_short_requests_that_came_too_late_are_told() -> None:
 
 
 def test_scenarios_are_those_of_the_yardstick() -> None:
-    """by name; a family's name means all of it"""
+    """A family's name selects all of its scenarios."""
     contexts = [f"context-{256 * 2**doubling}" for doubling in range(7)]
     assert contexts[-1] == "context-16384"
     fixed = ["single", "batch", "prefill-2048", "prefill-8192", "prefix", "mixed"]

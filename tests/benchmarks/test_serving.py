@@ -1,4 +1,4 @@
-"""The yardstick over servers: what it measures, refuses, and takes up again."""
+"""The yardstick over servers: its measurements, its refusals, and how it resumes."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ PROMPT, OUTPUT = 2048, 8
 
 
 def usage(num_prompt: int = PROMPT, num_output: int = OUTPUT, **details: Any) -> str:
-    """The event that counts."""
+    """The event with the token counts."""
     return data(
         choices=[],
         usage={"prompt_tokens": num_prompt, "completion_tokens": num_output, **details},
@@ -30,7 +30,7 @@ def answer(num_events: int = OUTPUT, counted: str | None = None, delay_s: float 
 
 
 def run(path: Path, *arguments: str) -> Result:
-    """The command, in this process."""
+    """Run the command in this process."""
     ended = CliRunner().invoke(main, ["--record", str(path), *arguments])
     assert isinstance(ended.exception, SystemExit | None)  # a bug would look like code 1
     return ended
@@ -42,7 +42,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def test_our_own_server_under_every_scenario_that_fits(server: Server, tmp_path: Path) -> None:
-    """twice the same one, under two names: neither finds its prompts in the other's cache"""
+    """One server has two names, and neither finds its prompts in the other's cache."""
     path = tmp_path / "rounds.jsonl"
     chosen = "batch,prefill,prefix,mixed,context-256,context-2048"
     ended = run(
@@ -66,7 +66,7 @@ def test_our_own_server_under_every_scenario_that_fits(server: Server, tmp_path:
 
 
 def test_servers_take_turns_and_each_round_begins_with_another(tmp_path: Path) -> None:
-    """after a warm-up of both that is not kept; every prompt is new"""
+    """A warm-up of both comes first and is not kept; every prompt is new."""
     path = tmp_path / "rounds.jsonl"
     order: list[str] = []
 
@@ -103,7 +103,7 @@ def test_servers_take_turns_and_each_round_begins_with_another(tmp_path: Path) -
 
 @pytest.mark.alone
 def test_the_slower_one_is_seen_to_be_slower(tmp_path: Path) -> None:
-    """by about what it slept; above 1 means that the first is better"""
+    """A ratio above 1 means that the first server is better."""
     quick, slow = (
         SseServer(lambda _: answer(delay_s=0.02)),
         SseServer(lambda _: answer(delay_s=0.1)),
@@ -118,7 +118,7 @@ def test_the_slower_one_is_seen_to_be_slower(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
-    """rounds in the record are not sent again; half a line at its end is forgotten"""
+    """Recorded rounds are not sent again, and a cut last line is ignored."""
     path = tmp_path / "rounds.jsonl"
     with serving(SseServer(lambda _: answer())) as a, serving(SseServer(lambda _: answer())) as b:
         arguments = [f"a={a.url}", f"b={b.url}", "--scenarios", "prefill-2048", "--warmup", "0"]
@@ -140,7 +140,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_record_of_another_model_or_none_at_all_is_refused(tmp_path: Path) -> None:
-    """its rounds would be taken for this one's"""
+    """Its rounds would otherwise count for this run."""
     path = tmp_path / "rounds.jsonl"
     with serving(SseServer(lambda _: answer())) as a:
         arguments = [f"a={a.url}", "--scenarios", "prefill-2048", "--warmup", "0", "--rounds", "1"]
@@ -176,7 +176,7 @@ CACHED = usage(prompt_tokens_details={"cached_tokens": 1024})
 def test_an_answer_that_is_not_what_was_asked_for_ends_the_scenario(
     bad: Script | tuple[int, str], said: str, tmp_path: Path
 ) -> None:
-    """by name, with exit code 1; it is in no median, and the next run measures it again"""
+    """The exit code is 1, no median includes the round, and the next run repeats it."""
     path = tmp_path / "rounds.jsonl"
     answers: list[Any] = [answer(), answer(), answer(), bad]
     with serving(SseServer(lambda number: answers[number])) as a:
@@ -197,7 +197,7 @@ def test_an_answer_that_is_not_what_was_asked_for_ends_the_scenario(
 
 
 def test_joined_events_are_told_to_the_reader(tmp_path: Path) -> None:
-    """a server may send two tokens at once; that is no lie, but it blurs the times"""
+    """A server may send two tokens in one event, which blurs the times."""
     with serving(SseServer(lambda _: answer(6))) as a:
         ended = run(
             tmp_path / "rounds.jsonl", f"a={a.url}", "--scenarios", "prefill-2048", "--warmup",

@@ -1,4 +1,4 @@
-"""transformers' `generate` behind the yardstick's routes."""
+"""Transformers' `generate` behind the yardstick's routes."""
 
 import json
 import threading
@@ -24,7 +24,7 @@ PROMPT = [0, *range(100, 120)]
 
 @contextmanager
 def _served(generating: Generating) -> Iterator[str]:
-    """On a free port, in a thread of this process."""
+    """The server on a free port, in a thread of this process."""
     server = uvicorn.Server(
         uvicorn.Config(create_app(generating, "demo"), port=0, log_level="critical")
     )
@@ -42,13 +42,13 @@ def _served(generating: Generating) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The embedded model."""
+    """The URL of a server of the embedded model."""
     with _served(load(str(EMBEDDED_MODEL), "float32")) as found:
         yield found
 
 
 def body(**fields: Any) -> dict[str, Any]:
-    """What the yardstick sends."""
+    """The yardstick's request."""
     return {
         "model": "demo",
         "prompt": PROMPT,
@@ -62,7 +62,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 def test_it_streams_what_generate_says(url: str) -> None:
-    """token by token, then the counts"""
+    """Each token is an event, and the counts follow."""
     lines = httpx.post(f"{url}/v1/completions", json=body()).text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
@@ -81,7 +81,7 @@ def test_it_streams_what_generate_says(url: str) -> None:
 
 @pytest.mark.parametrize("field", [{"temperature": 0.5}, {"ignore_eos": False}, {"n": 2}])
 def test_what_it_cannot_do_is_refused(url: str, field: dict[str, Any]) -> None:
-    """a peer that quietly does something else would be compared all the same"""
+    """A server that ignored a field would be compared all the same."""
     answer = httpx.post(f"{url}/v1/completions", json=body(**field))
     assert answer.status_code == 422
     assert next(iter(field)) in answer.text
@@ -89,7 +89,7 @@ def test_what_it_cannot_do_is_refused(url: str, field: dict[str, Any]) -> None:
 
 @pytest.mark.alone
 def test_a_generation_whose_client_went_away_ends(url: str) -> None:
-    """the next one does not wait for a thousand tokens"""
+    """The next request does not wait for a thousand tokens."""
     with httpx.stream("POST", f"{url}/v1/completions", json=body(max_tokens=1900)) as answer:
         next(answer.iter_bytes())
     began = time.perf_counter()
@@ -98,7 +98,7 @@ def test_a_generation_whose_client_went_away_ends(url: str) -> None:
 
 
 def test_the_yardstick_measures_it(url: str, tmp_path: Path) -> None:
-    """one request at a time, however many are sent"""
+    """The server runs one request at a time, however many are sent."""
     ended = CliRunner().invoke(
         main,
         [f"generate={url}", "--record", str(tmp_path / "rounds.jsonl"), "--scenarios", "batch",

@@ -22,11 +22,11 @@ class Query:
     is_instant: bool
 
     def __str__(self) -> str:
-        """The test's name."""
+        """The query's name in test ids."""
         return f"{self.panel}, {self.ref}"
 
     def substituted(self) -> str:
-        """Without Grafana's variables."""
+        """The expression without Grafana's variables."""
         expression = self.expression
         for name, value in _VARIABLES.items():
             expression = expression.replace(name, value)

@@ -107,7 +107,7 @@ def _instruction(line: str) -> Instruction:
 
 
 class Ignored:
-    """What .dockerignore keeps out of the build: the last pattern that fits decides."""
+    """The patterns of .dockerignore; the last pattern that fits a path decides."""
 
     def __init__(self, text: str) -> None:
         lines = [line.strip() for line in text.splitlines()]
@@ -118,7 +118,7 @@ class Ignored:
         ]
 
     def __call__(self, path: Path) -> bool:
-        """For a path relative to the context; a pattern that fits a folder fits what is in it."""
+        """Whether a path relative to the context is ignored; a folder's pattern fits its files."""
         names = ["/".join(path.parts[:end]) for end in range(1, len(path.parts) + 1)]
         ignored = False
         for rule, keeps_out in self._rules:

@@ -31,7 +31,7 @@ _RUN_S = 600
 
 @dataclass
 class Image:
-    """What the steps left behind."""
+    """The image that the steps left behind."""
 
     root: Path
     env: dict[str, str]
@@ -45,18 +45,18 @@ class Image:
     stages: dict[str, Path] = field(default_factory=dict)
 
     def path(self, inside: str) -> Path:
-        """Where a path of the image lies on this machine."""
+        """The path of the image's file on this machine."""
         return self.root / inside.lstrip("/") if _ABSOLUTE.match(inside) else self.workdir / inside
 
     def identity(self) -> dict[str, int | list[int]]:
-        """USER as subprocess takes it; only root can become somebody else."""
+        """USER as subprocess takes it; only root can become another user."""
         if os.geteuid() != 0:
             return {}
         user, _, group = self.user.partition(":")
         return {"user": int(user), "group": int(group or user), "extra_groups": []}
 
     def start(self, argv: list[str], **variables: str) -> subprocess.Popen[str]:
-        """A process in the image: its variables and no other, its user, its folder."""
+        """Start a process in the image, with its variables alone, its user and its folder."""
         return subprocess.Popen(
             argv,
             env={**self.env, **variables},
@@ -68,7 +68,7 @@ class Image:
         )
 
     def run(self, argv: list[str], **variables: str) -> tuple[int, str]:
-        """The same, to its end: exit status and output."""
+        """Run a process in the image to its end; returns its exit status and output."""
         with self.start(argv, **variables) as process:
             try:
                 output, _ = process.communicate(timeout=60)

@@ -19,14 +19,14 @@ _SECONDS, _CLIENTS = 10, 3
 
 @dataclass
 class Measured:
-    """What the clients saw: seconds by context_bucket."""
+    """The seconds that the clients measured, by context_bucket."""
 
     first_token_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     whole_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     num_refused: int = 0
 
     def add(self, other: "Measured") -> None:
-        """What another client saw."""
+        """Add the measurements of another client."""
         for ours, theirs in (
             (self.first_token_s, other.first_token_s),
             (self.whole_s, other.whole_s),
@@ -36,12 +36,12 @@ class Measured:
         self.num_refused += other.num_refused
 
     def num_requests(self) -> int:
-        """Answered ones."""
+        """The number of answered requests."""
         answered = [*self.first_token_s.values(), *self.whole_s.values()]
         return sum(len(seconds) for seconds in answered)
 
     def most_s(self, bucket: str) -> float:
-        """No first token of the bucket took longer."""
+        """An upper bound on the times to the first token of the bucket."""
         return max([*self.first_token_s[bucket], *self.whole_s[bucket]])
 
 
@@ -59,7 +59,7 @@ def _body(prompt_len: int, number: int) -> dict[str, Any]:
 
 
 def _streamed(client: httpx.Client, url: str, body: dict[str, Any]) -> float:
-    """Seconds to the first token."""
+    """The seconds to the first token of a streamed request."""
     began = time.monotonic()
     with client.stream("POST", url, json={**body, "stream": True}) as answer:
         assert answer.status_code == 200

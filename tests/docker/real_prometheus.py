@@ -32,7 +32,7 @@ def tool(name: str) -> str:
 
 @dataclass(frozen=True)
 class Prometheus:
-    """Its HTTP interface."""
+    """The HTTP interface of a running Prometheus."""
 
     url: str
 
@@ -58,7 +58,7 @@ class Prometheus:
 
 
 def wait_until(condition: Callable[[], bool], what: str, limit_s: float = _READY_S) -> None:
-    """Ask again until it holds; fails with `what` after the limit."""
+    """Poll a condition until it holds; fails with `what` after the limit."""
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"after {limit_s} s still not {what}"

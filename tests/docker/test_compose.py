@@ -36,7 +36,7 @@ def mounts(service: str) -> dict[PurePosixPath, Path]:
 
 
 def ours(service: str, inside: str) -> Path:
-    """Which file of ours a path in the container is."""
+    """The file of this repository behind a path in the container."""
     for target, source in mounts(service).items():
         if PurePosixPath(inside).is_relative_to(target):
             return source / PurePosixPath(inside).relative_to(target)
@@ -44,7 +44,7 @@ def ours(service: str, inside: str) -> Path:
 
 
 def test_every_mounted_file_exists_and_is_read_only() -> None:
-    """and every named volume is declared"""
+    """Every named volume is declared."""
     for service, parts in SERVICES.items():
         assert all(source.exists() for source in mounts(service).values())
         for volume in parts["volumes"]:
@@ -56,14 +56,14 @@ def test_every_mounted_file_exists_and_is_read_only() -> None:
 
 
 def test_ports_are_on_the_loopback_address() -> None:
-    """nobody else on the network reaches them"""
+    """Other machines of the network cannot reach them."""
     ports = [port for parts in SERVICES.values() for port in parts["ports"]]
     assert len(ports) == 3
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
 def test_variables_are_settings_and_are_documented() -> None:
-    """those of the server, commented ones too, and those the operator gives"""
+    """Commented variables and those that the operator gives are included."""
     settings = {f"ROPEWALK_{name.upper()}" for name in ServeSettings.model_fields}
     page = (ROOT / "docs" / "deploy.md").read_text()
     for name in ("compose.yaml", "compose.gpu.yaml"):
@@ -76,7 +76,7 @@ def test_variables_are_settings_and_are_documented() -> None:
 
 
 def test_the_gpu_file_changes_the_server_only() -> None:
-    """it is laid over the other"""
+    """Compose merges it with compose.yaml."""
     services = read("compose.gpu.yaml")["services"]
     assert set(services) == {"server"}
     (device,) = services["server"]["deploy"]["resources"]["reservations"]["devices"]
@@ -85,7 +85,7 @@ def test_the_gpu_file_changes_the_server_only() -> None:
 
 
 def test_who_waits_for_whom_has_a_healthcheck() -> None:
-    """the server's is in its image"""
+    """The server's check is in its image."""
     waits = {
         name: condition
         for parts in SERVICES.values()
@@ -98,7 +98,7 @@ def test_who_waits_for_whom_has_a_healthcheck() -> None:
 
 
 def test_prometheus_finds_its_rules_and_the_server() -> None:
-    """by the service's name and the port of the image"""
+    """The address is the service's name and the port of the image."""
     inside = "/etc/prometheus/prometheus.yml"  # where the image looks
     assert ours("prometheus", inside) == DOCKER / "prometheus.yml"
     configuration = read("prometheus.yml")
@@ -111,7 +111,7 @@ def test_prometheus_finds_its_rules_and_the_server() -> None:
 
 
 def test_grafana_finds_prometheus_and_the_dashboard() -> None:
-    """paths are the mounts', the address is the service's, the interval is the scrape's"""
+    """Paths are the mounts', the address is the service's, the interval is the scrape's."""
     base = "/etc/grafana/provisioning"
     (source,) = yaml.safe_load(ours("grafana", f"{base}/datasources/prometheus.yaml").read_text())[
         "datasources"
@@ -129,14 +129,14 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
 
 
 def test_grafanas_password_is_asked_for() -> None:
-    """no default; who has none may look"""
+    """There is no default, and anonymous visitors may only view."""
     environment = SERVICES["grafana"]["environment"]
     assert environment["GF_SECURITY_ADMIN_PASSWORD"].startswith("${GRAFANA_ADMIN_PASSWORD:?")
     assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
 
 
 def test_the_panels_lie_on_the_grid() -> None:
-    """24 columns wide, none over another, no gap between their tops, ids of their own"""
+    """The grid has 24 columns, and panels neither overlap nor leave a hole."""
     ids = [panel["id"] for panel in PANELS]
     assert len(set(ids)) == len(ids)
     cells: set[tuple[int, int]] = set()
@@ -151,7 +151,7 @@ def test_the_panels_lie_on_the_grid() -> None:
 
 
 def test_the_first_row_is_latency_against_context_length() -> None:
-    """first token and next token, half and 95 in 100"""
+    """It shows the 50th and 95th percentiles of the first and the next token."""
     assert (PANELS[0]["type"], PANELS[0]["title"]) == ("row", "Latency against context length")
     for panel, metric in zip(
         PANELS[1:3], ("time_to_first_token", "inter_token_latency"), strict=True
@@ -167,7 +167,7 @@ def test_the_first_row_is_latency_against_context_length() -> None:
     "panel", [each for each in PANELS if each["type"] != "row"], ids=lambda panel: panel["title"]
 )
 def test_a_panel_explains_itself(panel: dict[str, Any]) -> None:
-    """title, description, unit, data source; buckets in the legend are sorted as numbers"""
+    """It has a title, a description, a unit and a source; buckets sort as numbers."""
     assert panel["title"]
     assert panel["description"].endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"]
@@ -189,14 +189,14 @@ def test_a_panel_explains_itself(panel: dict[str, Any]) -> None:
 
 
 def test_the_dashboards_variables_are_declared() -> None:
-    """and each is used"""
+    """Each declared variable is used."""
     declared = {each["name"] for each in DASHBOARD["templating"]["list"]}
     used = set(re.findall(r"\$\{?([a-z]\w*)", str(PANELS)))
     assert used == declared
 
 
 def test_every_metric_that_is_asked_for_exists() -> None:
-    """in the dashboard and in the alerts, by the page that Prometheus scrapes"""
+    """The queries of dashboard and alerts are compared with the server's metrics page."""
     text = load_service(load_settings({}))[0].metrics.render().decode()
     there = set()
     for name, kind in re.findall(r"# TYPE (\w+) (\w+)", text):

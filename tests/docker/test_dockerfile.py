@@ -1,4 +1,4 @@
-"""The image's steps replayed: built from the wheel, run as its user, asked, and stopped."""
+"""The image's steps replayed: built from the wheel, run as its user, called, and stopped."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ def started(image: Image) -> Iterator[tuple[subprocess.Popen[str], str, dict[str
 
 
 def test_the_image_serves_and_stops(image: Image) -> None:
-    """healthy by its own check, a completion, as its user, a clean end on the stop signal"""
+    """The image's own health check passes, and the stop signal ends the process cleanly."""
     with started(image) as (process, url, variables):
         body = {"prompt": "import os\n", "max_tokens": 5, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
@@ -77,7 +77,7 @@ def test_the_image_serves_and_stops(image: Image) -> None:
 
 
 def test_it_is_the_wheel_that_runs(image: Image) -> None:
-    """from the environment's site-packages, the demonstration model with it"""
+    """The packages are in the environment's site-packages, with the demonstration model."""
     code = "import server, model_runtime, rope; print(server.__file__); print(rope.__file__)"
     status, output = image.run(["python", "-c", code])
     assert status == 0, output
@@ -94,7 +94,7 @@ def test_it_is_the_wheel_that_runs(image: Image) -> None:
 
 
 def test_the_user_writes_to_its_home_and_the_models_only(image: Image) -> None:
-    """checked as that user; the environment belongs to root"""
+    """The check runs as that user, and the environment belongs to root."""
     if os.geteuid() != 0:
         pytest.skip("only root can become the image's user")
     code = "import os, sys; print(*(os.access(path, os.W_OK) for path in sys.argv[1:]))"
@@ -105,20 +105,20 @@ def test_the_user_writes_to_its_home_and_the_models_only(image: Image) -> None:
 
 
 def test_only_steps_that_change_the_system_are_left_out(image: Image) -> None:
-    """the list is stated, so that nothing is skipped in silence"""
+    """The list is stated, so no step is skipped silently."""
     commands = [text.split()[0] for text in image.not_replayed]
     assert commands == ["groupadd"] + ([] if os.geteuid() == 0 else ["chown"])
 
 
 def test_flags_can_be_appended(image: Image) -> None:
-    """as `docker run ropewalk serve --port ...` does"""
+    """The command is that of `docker run ropewalk serve --port ...`."""
     status, output = image.run([*image.entrypoint, "serve", "--port", "no number"])
     assert status == 2
     assert "port:" in output
 
 
 def test_it_runs_as_a_numeric_user_other_than_root() -> None:
-    """so that an orchestrator can verify it"""
+    """An orchestrator can verify a numeric user."""
     (user,) = (each.text for each in DOCKERFILE.all("USER"))
     assert user == "10001:10001"
     last = [each.name for each in DOCKERFILE.stages[-1].instructions]
@@ -126,7 +126,7 @@ def test_it_runs_as_a_numeric_user_other_than_root() -> None:
 
 
 def test_variables_are_settings_and_the_port_is_exposed() -> None:
-    """a variable that is no setting would stop the server"""
+    """A variable that is no setting would stop the server."""
     given = dict(word.split("=", 1) for each in DOCKERFILE.all("ENV") for word in each.words())
     settings = {f"ROPEWALK_{name.upper()}" for name in ServeSettings.model_fields}
     assert {name for name in given if name.startswith("ROPEWALK_")} <= settings
@@ -135,7 +135,7 @@ def test_variables_are_settings_and_the_port_is_exposed() -> None:
 
 
 def test_what_is_copied_exists_and_reaches_the_builder() -> None:
-    """and what no step copies stays out of the build context"""
+    """Files that no step copies stay out of the build context."""
     ignored = Ignored((ROOT / ".dockerignore").read_text())
     sources = [
         ROOT / word
@@ -154,7 +154,7 @@ def test_what_is_copied_exists_and_reaches_the_builder() -> None:
 
 
 def test_stages_and_bases_are_connected() -> None:
-    """COPY --from names an earlier stage; every base is the one argument, without a host"""
+    """COPY --from names an earlier stage; every base is the one argument, without a host."""
     names: list[str] = []
     for stage in DOCKERFILE.stages:
         assert stage.base == DOCKERFILE.args["BASE_IMAGE"]
@@ -177,12 +177,12 @@ def test_stages_and_bases_are_connected() -> None:
     ],
 )
 def test_variables_are_expanded_as_the_builder_does(text: str, expected: str) -> None:
-    """the four forms"""
+    """The cases are the four forms of a variable."""
     assert expand(text, {"A": "1"}) == expected
 
 
 def test_instructions_are_read_over_several_lines() -> None:
-    """with comments in between, flags before the text, and stages"""
+    """Comments may lie between the lines, and flags come before the text."""
     found = parse(
         "ARG X=1\nFROM a:${X} AS one\nRUN a \\\n  # no\n  && b\nFROM c\nCOPY --from=one /x /y\n"
     )

@@ -28,7 +28,7 @@ ALERTS = {
 
 @dataclass(frozen=True)
 class Observed:
-    """A server after its load, what its clients measured, and who watched."""
+    """A server after its load, its clients' measurements, and the Prometheus that scraped it."""
 
     server: Server
     prometheus: Prometheus
@@ -37,7 +37,7 @@ class Observed:
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
-    """Scraped from before the first request to after the last."""
+    """A server scraped from before the first request to after the last."""
     tool("prometheus")  # skip before a server is started
     folder = tmp_path_factory.mktemp("prometheus")
     with (
@@ -56,7 +56,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
 
 
 def promtool(*arguments: str, page: bytes | None = None) -> None:
-    """Run to its end; any complaint is an error."""
+    """Run promtool to its end; any complaint is an error."""
     ended = subprocess.run(
         [tool("promtool"), *arguments], input=page, capture_output=True, timeout=60, check=False
     )
@@ -66,13 +66,13 @@ def promtool(*arguments: str, page: bytes | None = None) -> None:
 
 
 def test_the_configuration_and_the_rules_are_valid() -> None:
-    """as promtool reads them"""
+    """Promtool reads both files."""
     promtool("check", "config", str(DOCKER / "prometheus.yml"))
     promtool("check", "rules", str(DOCKER / "alerts.yml"))
 
 
 def test_every_alert_fires_when_it_should_and_not_before() -> None:
-    """promtool's unit tests; none of the alerts is left out"""
+    """Promtool's unit tests cover every alert."""
     path = Path(__file__).with_name("alerts_test.yml")
     promtool("test", "rules", str(path))
     text = path.read_text()
@@ -80,12 +80,12 @@ def test_every_alert_fires_when_it_should_and_not_before() -> None:
 
 
 def test_promtool_has_no_complaint_about_the_metrics_page(observed: Observed) -> None:
-    """names, units and help texts"""
+    """Promtool checks names, units and help texts."""
     promtool("check", "metrics", page=httpx.get(f"{observed.server.url}/metrics").content)
 
 
 def test_the_target_is_up(observed: Observed) -> None:
-    """by the name that the configuration gives it"""
+    """Its job has the name that the configuration gives it."""
     (target,) = observed.prometheus.api("targets")["activeTargets"]
     assert (target["health"], target["lastError"]) == ("up", "")
     assert target["labels"]["job"] == "ropewalk"
@@ -93,7 +93,7 @@ def test_the_target_is_up(observed: Observed) -> None:
 
 @pytest.mark.parametrize("query", QUERIES, ids=str)
 def test_every_query_of_the_dashboard_has_data(observed: Observed, query: Query) -> None:
-    """sent as Grafana would send it; a number in at least one series"""
+    """Each query is sent in Grafana's form, and at least one series has a number."""
     expression = query.substituted()
     if query.is_instant:
         values = [value for _, value in observed.prometheus.now(expression)]
@@ -104,7 +104,7 @@ def test_every_query_of_the_dashboard_has_data(observed: Observed, query: Query)
 
 
 def test_first_token_times_by_context_are_those_that_clients_saw(observed: Observed) -> None:
-    """the dashboard's 95th percentile, for every bucket that got load and for no other"""
+    """The 95th percentile exists for every bucket under load and for no other."""
 
     def by_context(panel: str) -> dict[str, float]:
         (query,) = (each for each in QUERIES if each.panel == panel)
@@ -127,7 +127,7 @@ def test_first_token_times_by_context_are_those_that_clients_saw(observed: Obser
 
 
 def test_refusals_are_seen(observed: Observed) -> None:
-    """as many as were sent"""
+    """The counter equals the number of refused requests."""
     counted = observed.prometheus.now(
         'ropewalk_requests_rejected_total{reason="context_length_exceeded"}'
     )
@@ -135,7 +135,7 @@ def test_refusals_are_seen(observed: Observed) -> None:
 
 
 def test_no_alert_fires_on_a_healthy_server(observed: Observed) -> None:
-    """every rule was evaluated without an error, none is even pending"""
+    """Every rule is evaluated without an error, and none is pending."""
 
     def rules() -> list[dict[str, str]]:
         (group,) = observed.prometheus.api("rules")["groups"]

@@ -1,4 +1,4 @@
-"""What only a GPU can show: `make gpu-check`.
+"""Properties that only a GPU can show: `make gpu-check`.
 
 The kernels' own cases are in tests/model_runtime/attention/test_triton_backend.py, which runs on
 the GPU if there is one.
@@ -39,14 +39,14 @@ LLAMA_HEADS = {"heads": (32, 8), "dims": (128, 128), "dtype": torch.bfloat16}
     [((32_768, 1), (5000, 1), (17, 1)), ((8192, 512), (4100, 1), (300, 300)), ((70_000, 1),)],
 )
 def test_long_contexts_equal_float64(spans: tuple[tuple[int, int], ...]) -> None:
-    """in the shape of Llama 3 8B, many shares, prompts in chunks beside decodes"""
+    """Heads are Llama 3 8B's, with many shares and prompt chunks beside decodes."""
     laid = Laid(Case(spans=spans, **LLAMA_HEADS), CUDA)
     got_THV = TritonAttention(laid.batch).read(laid.read)
     assert relative_error(got_THV, laid.expected()) < 1e-2
 
 
 def test_pages_behind_the_reach_of_32_bits_are_read() -> None:
-    """a cache of more than 2**32 numbers"""
+    """The cache has more than 2**32 numbers."""
     case = Case(heads=(8, 8), dims=(128, 128), spans=((100, 1), (90, 20)), dtype=torch.bfloat16)
     laid = Laid(case, CUDA)
     page_len = laid.read.keys_NKDO[0].numel()
@@ -64,7 +64,7 @@ def test_pages_behind_the_reach_of_32_bits_are_read() -> None:
 
 @pytest.mark.parametrize("window", [None, 60_000])
 def test_a_prompt_needs_no_mask_in_memory(window: int | None) -> None:
-    """by torch's attention and by ours: less than a bit for each query and key"""
+    """The memory is less than a bit for each pair of query and key, with and without a window."""
     case = Case(
         heads=(4, 1), dims=(64, 64), spans=((65_536, 8192),), dtype=torch.bfloat16, window=window
     )
@@ -79,7 +79,7 @@ def test_a_prompt_needs_no_mask_in_memory(window: int | None) -> None:
 
 
 def test_angles_are_right_at_a_million() -> None:
-    """against float64 positions over the same float32 frequencies"""
+    """The reference is float64 positions over the same float32 frequencies."""
     told = angle_errors(LLAMA_3_8B, CUDA)
     assert told["position"] == 2**20
     assert told["cosine_error"] < 1e-5
@@ -93,20 +93,20 @@ def on_gpu(request: pytest.FixtureRequest) -> Checkpoint:
 
 
 def test_the_embedded_model_passes_its_self_check(on_gpu: Checkpoint) -> None:
-    """with Triton's kernels, not the reference"""
+    """The backend is Triton's kernels, not the reference."""
     assert backend_for(on_gpu.device) is TritonAttention
     assert on_gpu.report.difference <= on_gpu.report.threshold
 
 
 def test_norms_and_products_are_fewer_kernels(on_gpu: Checkpoint) -> None:
-    """none is left as the model had it"""
+    """No RMSNorm is left in its original form."""
     kinds = {type(module).__name__ for module in on_gpu.model.modules()}
     assert {"TorchRmsNorm", "MergedPart"} <= kinds
     assert "LlamaRMSNorm" not in kinds
 
 
 def test_the_engine_serves_as_on_a_cpu(on_gpu: Checkpoint, engines: EngineFactory) -> None:
-    """prompts of several lengths together, past the native length, sampled and greedy"""
+    """Prompts of several lengths run together, past the native length, random and greedy."""
     answers: list[list[Result]] = []
     for checkpoint in (on_gpu, load_checkpoint(EMBEDDED_MODEL, dtype="float32", device="cpu")):
         deployment = deployment_of(checkpoint)
@@ -132,7 +132,7 @@ def test_the_engine_serves_as_on_a_cpu(on_gpu: Checkpoint, engines: EngineFactor
 def test_a_cache_sized_by_a_step_leaves_room_for_any(
     on_gpu: Checkpoint, engines: EngineFactory
 ) -> None:
-    """full prompts scored with all alternatives, sampled answers beside them, within the share"""
+    """Full prompts with all logprobs and sampled answers stay within the share."""
     for package in ("pydantic_settings", "prometheus_client"):
         pytest.importorskip(package, reason="settings are the server's")
     from server.settings.load import load_settings
@@ -185,7 +185,7 @@ def test_a_cache_sized_by_a_step_leaves_room_for_any(
 def test_recorded_steps_answer_as_others(
     on_gpu: Checkpoint, engines: EngineFactory, num_requests: int
 ) -> None:
-    """contexts on several tiers, padded to the next recorded size, tokens and their logprobs"""
+    """The contexts are on several tiers, and batches are padded to a recorded size."""
     deployment = deployment_of(on_gpu)
     requests = [
         request(
@@ -215,7 +215,7 @@ def test_recorded_steps_answer_as_others(
 
 
 def test_decodes_are_recorded(on_gpu: Checkpoint) -> None:
-    """every size at start, not given up at a warning"""
+    """Every size is recorded at start, and a warning does not end it."""
     config = EngineConfig(kv_cache_tokens=4096, max_model_len=2048, max_num_seqs=3)
     profiles = [tier.profile for tier in deployment_of(on_gpu).own_tiers]
     runner = build_engine(on_gpu, config, profiles=profiles)._core._runner
@@ -225,6 +225,6 @@ def test_decodes_are_recorded(on_gpu: Checkpoint) -> None:
 
 
 def test_the_reference_reads_on_a_gpu_too() -> None:
-    """what serves where triton is missing"""
+    """The reference serves on machines without triton."""
     laid = Laid(Case(), CUDA)
     assert relative_error(TorchAttention(laid.batch).read(laid.read), laid.expected()) < 1e-5

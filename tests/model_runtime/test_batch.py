@@ -1,4 +1,4 @@
-"""A step's flat tensors say of every token what its sequence says."""
+"""The flat tensors of a step agree with its sequences, token by token."""
 
 import torch
 
@@ -8,7 +8,7 @@ PAGE_SIZE = 4
 
 
 def test_every_token_is_where_its_sequence_has_it() -> None:
-    """a whole prompt, the middle of one, a decode step; held against a loop over tokens"""
+    """A prompt, a chunk and a decode step are compared with a loop over tokens."""
     spans = [
         Span([5, 6, 7, 8, 9], 0, [3, 1], 2, range(4, 5)),
         Span([10, 11, 12], 6, [7, 0, 9], 0, range(0)),
@@ -38,7 +38,7 @@ def test_every_token_is_where_its_sequence_has_it() -> None:
 
 
 def test_a_page_row_is_always_the_page_table() -> None:
-    """as it grows, when it is another list of the same length, and when it is shorter"""
+    """The row follows a list that grows, is replaced by one of its length, or shrinks."""
     row, pages = PageRow(), [5]
     for page in range(40):
         pages.append(page)

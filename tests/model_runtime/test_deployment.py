@@ -1,4 +1,4 @@
-"""Where requests are placed, and what they may ask for."""
+"""The tiers of requests, and the rope fields that a request may set."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def plain(**options: Any) -> Deployment:
 
 
 def test_the_default_is_yarn_pinned_on_one_two_four() -> None:
-    """harmless up to L, alive above it"""
+    """The default changes nothing up to L and scales above it."""
     deployment = plain()
     assert (deployment.rope_type, deployment.policy) == ("yarn", "pinned")
     assert [tier.factor for tier in deployment.own_tiers] == [1, 2, 4]
@@ -40,7 +40,7 @@ def test_the_default_is_yarn_pinned_on_one_two_four() -> None:
 
 
 def test_the_request_covers_its_answer_but_for_the_last_token() -> None:
-    """prompt + max(0, max_tokens - 1)"""
+    """The length is prompt + max(0, max_tokens - 1)."""
     deployment = plain()
     assert deployment.place(RopeRequest(), 250, 7).tier.factor == 1
     assert deployment.place(RopeRequest(), 250, 8).tier.factor == 2
@@ -49,7 +49,7 @@ def test_the_request_covers_its_answer_but_for_the_last_token() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_factor_that_would() -> None:
-    """numbers in the sentence and beside it"""
+    """The numbers are in the message and in the error's details."""
     with pytest.raises(ContextLengthError, match="A rope factor of 5 ") as caught:
         plain().place(RopeRequest(), 1024, 2)
     assert caught.value.code == "context_length_exceeded"
@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_refused_with_the_factor_that_would() -> None:
 
 
 def test_untouched_requests_say_so() -> None:
-    """the native table is `default`, whatever the deployment's method"""
+    """The native table is called `default`, whatever the deployment's method is."""
     short = plain().place(RopeRequest(), 10, 5)
     assert (short.tier.profile.scaling.rope_type, short.tier.factor) == ("default", 1.0)
     assert short.tier.profile.scaling == Unscaled()
@@ -67,14 +67,14 @@ def test_untouched_requests_say_so() -> None:
 
 
 def test_fixed_uses_the_configured_factor_at_every_length() -> None:
-    """static YaRN"""
+    """This is static YaRN."""
     deployment = plain(rope_scaling={"rope_type": "yarn", "factor": 4.0}, policy="fixed")
     placed = deployment.place(RopeRequest(), 3, 2)
     assert placed.tier.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=256)
 
 
 def test_a_requested_factor_is_raised_to_the_next_tier() -> None:
-    """so that tables stay few; and the request is told both numbers"""
+    """Tables stay few this way; the request gets back both factors."""
     placed = plain().place(RopeRequest(factor=2.5), 3, 2)
     assert (placed.tier.factor, placed.requested_factor) == (4.0, 2.5)
     placed = plain().place(RopeRequest(factor=2.0), 600, 2)
@@ -84,7 +84,7 @@ def test_a_requested_factor_is_raised_to_the_next_tier() -> None:
 
 
 def test_default_extrapolates_because_it_was_asked_for() -> None:
-    """at any length the deployment serves"""
+    """It is served up to the deployment's longest length."""
     placed = plain().place(RopeRequest(rope_type="default"), 1000, 2)
     assert (placed.tier.profile.scaling.rope_type, placed.tier.profile.scaling) == (
         "default",
@@ -95,7 +95,7 @@ def test_default_extrapolates_because_it_was_asked_for() -> None:
 
 
 def test_other_methods_have_the_same_ceilings() -> None:
-    """with their own defaults"""
+    """Each method keeps its own default parameters."""
     placed = plain().place(RopeRequest(rope_type="dynamic"), 300, 2)
     assert placed.tier.profile.scaling == DynamicNTK(
         factor=1.0, original_max_position_embeddings=256, num_tokens=512
@@ -115,14 +115,14 @@ def test_other_methods_have_the_same_ceilings() -> None:
 def test_what_may_not_be_asked_is_refused_by_field(
     asked: RopeRequest, param: str, message: str
 ) -> None:
-    """with limit and value"""
+    """The message states the limit and the value."""
     with pytest.raises(RequestError, match=message) as caught:
         plain().place(asked, 3, 2)
     assert caught.value.param == param
 
 
 def test_the_operator_narrows_what_may_be_asked() -> None:
-    """types and factor"""
+    """The operator limits the rope types and the factor."""
     deployment = plain(allowed_rope_types=["linear"], max_rope_factor=2.0)
     assert set(deployment.tiers) == {"yarn", "linear"}
     with pytest.raises(RequestError, match="between 1 and 2"):
@@ -131,7 +131,7 @@ def test_the_operator_narrows_what_may_be_asked() -> None:
 
 
 def test_max_model_len_ends_the_last_tier_early() -> None:
-    """and cannot lengthen it"""
+    """It cannot lengthen the tier."""
     deployment = plain(max_model_len=700)
     assert deployment.place(RopeRequest(), 700, 1).tier.factor == 4.0
     with pytest.raises(ContextLengthError, match="maximum context length is 700"):
@@ -141,7 +141,7 @@ def test_max_model_len_ends_the_last_tier_early() -> None:
 
 
 def test_tiers_may_be_listed() -> None:
-    """the largest stands in for an absent factor"""
+    """If no factor is stated, then the largest tier is the factor."""
     deployment = plain(multiples=[1, 3, 12])
     assert [tier.ceiling for tier in deployment.own_tiers] == [256, 768, 3072]
     with pytest.raises(RopeConfigError, match="no meaning under rope_policy fixed"):
@@ -149,7 +149,7 @@ def test_tiers_may_be_listed() -> None:
 
 
 def test_tiers_and_a_factor_must_agree() -> None:
-    """or the factor would not be used; where it is part of the formula it is, anyway"""
+    """A factor that differs would go unused; `dynamic` uses its factor in the formula."""
     block = {"rope_type": "yarn", "factor": 4.0}
     assert plain(rope_scaling=block, multiples=[1, 3, 4]).max_len == 1024
     for last, given in ((3, "3"), (8.5, "8.5")):
@@ -166,7 +166,7 @@ def test_tiers_and_a_factor_must_agree() -> None:
 
 
 def test_trained_in_scaling_is_served_natively_and_fixed() -> None:
-    """one table for all lengths, and requests cannot change it"""
+    """All lengths use one table, and requests cannot change it."""
     deployment = make_deployment("m", SCALED)
     placed = deployment.place(RopeRequest(), 3, 2)
     assert (placed.tier.profile.scaling.rope_type, placed.tier.factor, placed.policy) == (
@@ -181,7 +181,7 @@ def test_trained_in_scaling_is_served_natively_and_fixed() -> None:
 
 
 def test_only_a_fixed_override_goes_on_top_of_trained_in_scaling() -> None:
-    """it replaces the block, as in transformers"""
+    """The override replaces the checkpoint's block, as in transformers."""
     block = {**YARN_BLOCK, "factor": 8.0}
     deployment = make_deployment("m", SCALED, rope_scaling=block, policy="fixed")
     placed = deployment.place(RopeRequest(), 3, 2)
@@ -195,7 +195,7 @@ def test_only_a_fixed_override_goes_on_top_of_trained_in_scaling() -> None:
 
 
 def test_an_override_may_undo_trained_in_scaling() -> None:
-    """`default` means the plain table then, not the checkpoint's"""
+    """The rope type `default` then means the plain table, not the checkpoint's."""
     deployment = make_deployment("m", SCALED, rope_scaling={"rope_type": "default"}, policy="fixed")
     assert deployment.place(RopeRequest(), 3, 2).tier.profile.scaling == Unscaled()
     with pytest.raises(RopeConfigError, match="must be stated to replace"):
@@ -205,7 +205,7 @@ def test_an_override_may_undo_trained_in_scaling() -> None:
 
 
 def test_a_scaled_checkpoint_tells_the_numbers_of_its_own_block() -> None:
-    """factor times original length is what it serves"""
+    """The served length is the factor times the original length."""
     deployment = make_deployment("m", SCALED)
     placed = deployment.place(RopeRequest(rope_type="default"), 3, 2)
     assert placed.tier.profile == deployment.place(RopeRequest(), 3, 2).tier.profile
@@ -216,7 +216,7 @@ def test_a_scaled_checkpoint_tells_the_numbers_of_its_own_block() -> None:
 
 @pytest.mark.parametrize("factor", [1.3, 3.3, 2.0])
 def test_a_fractional_factor_comes_back_unchanged(factor: float) -> None:
-    """though its ceiling is rounded to whole tokens"""
+    """Its ceiling is rounded to whole tokens, but the factor is not."""
     block = {"rope_type": "linear", "factor": factor}
     for policy in ("fixed", "pinned"):
         placed = plain(rope_scaling=block, policy=policy).place(RopeRequest(), int(256 * factor), 0)
@@ -225,7 +225,7 @@ def test_a_fractional_factor_comes_back_unchanged(factor: float) -> None:
 
 
 def test_a_longrope_checkpoint_switches_lists_by_request() -> None:
-    """pinned over its own two tiers"""
+    """The policy is pinned, over the checkpoint's own two tiers."""
     deployment = make_deployment("m", LONGROPE)
     assert deployment.policy == "pinned"
     assert [tier.ceiling for tier in deployment.own_tiers] == [64, 256]
@@ -238,7 +238,7 @@ def test_a_longrope_checkpoint_switches_lists_by_request() -> None:
 
 
 def test_stated_length_moves_the_tiers() -> None:
-    """a deployment may state L"""
+    """A deployment may state L in its block."""
     block = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     deployment = plain(rope_scaling=block)
     assert [tier.ceiling for tier in deployment.own_tiers] == [128, 256, 512]

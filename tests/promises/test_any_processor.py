@@ -1,4 +1,4 @@
-"""A model is served whatever the processor bears, and what it is not fit for is a sentence."""
+"""A model is served on every processor; a load that cannot work ends with a sentence."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def test_a_model_has_the_same_bits_in_any_batch_with_every_way_to_multiply(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, way: Way
 ) -> None:
-    """The self-check compares them, and the compiled forward of all layers is taken."""
+    """The self-check compares the bits, over the compiled forward of all layers."""
     if (dtype, way) == (torch.float32, Way.STORED) or not is_possible(way, dtype):
         pytest.skip(f"no {way.name} of {dtype} on this processor or with this torch")
     monkeypatch.setattr(packed_linear, "workshop_for", lambda _: Workshop(way))
@@ -47,7 +47,7 @@ def test_a_model_has_the_same_bits_in_any_batch_with_every_way_to_multiply(
 def test_where_kernels_do_not_compile_torch_serves(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """The self-check decides as ever, and the description says why it is slow."""
+    """The self-check decides as ever, and the description says why the model is slow."""
     for module in (backends, row_norm):
         monkeypatch.setattr(module, "kernel_fault", lambda: "LoweringError: no such vectors")
     assert backends.backend_for(CPU) is TorchAttention
@@ -58,12 +58,12 @@ def test_where_kernels_do_not_compile_torch_serves(
 
 
 def test_the_attention_is_described_by_its_vectors() -> None:
-    """The banner says what the kernels were compiled for."""
+    """The banner shows the instruction set that the kernels were compiled for."""
     assert backends.described(CPU) == f"{vectors().name}, {vectors().lanes} lanes"
 
 
 def test_whatever_a_load_raises_is_a_sentence_with_another_setting() -> None:
-    """The number type, the device and the reason are named."""
+    """The sentence names the number type, the device and the reason."""
     with (
         pytest.raises(ModelError, match=r"bfloat16 on device cpu: RuntimeError: no such path; try"),
         faults_of("my-model", torch.bfloat16, CPU),
@@ -80,7 +80,7 @@ def test_whatever_a_load_raises_is_a_sentence_with_another_setting() -> None:
 
 @pytest.mark.parametrize("name", OLDER)
 def test_an_older_processor_is_played_in_all_three_libraries(name: str) -> None:
-    """oneDNN, torch and numba obey their variables, or the tests of that processor test nothing."""
+    """Unless oneDNN, torch and numba obey their variables, `make test ISA=...` tests nothing."""
     code = (
         "import torch; from model_runtime.cpu_kernels.processor import vectors;"
         "print(torch.backends.cpu.get_cpu_capability(), vectors().name, vectors().lanes);"
@@ -107,7 +107,7 @@ def test_an_older_processor_is_played_in_all_three_libraries(name: str) -> None:
 def test_the_embedded_model_says_the_same_on_every_processor(
     engines: EngineFactory, dtype: torch.dtype
 ) -> None:
-    """Within its length and at twice of it, where the table is scaled."""
+    """One prompt is within the trained length, the other reaches a tier with a scaled table."""
     loaded = checkpoint.load_checkpoint(
         checkpoint.EMBEDDED_MODEL, dtype=str(dtype).removeprefix("torch.")
     )

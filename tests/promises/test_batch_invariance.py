@@ -36,7 +36,7 @@ MIX: list[tuple[str, float, bool, int, int]] = [
 
 
 def longrope_block(pairs: int) -> dict[str, Any]:
-    """Two different lists."""
+    """A longrope block with two different lists."""
     return {
         "rope_type": "longrope",
         "factor": 8.0,
@@ -46,7 +46,7 @@ def longrope_block(pairs: int) -> dict[str, Any]:
 
 
 class SharedForwards:
-    """Passes steps on to the model, and counts the sequences in each."""
+    """A runner that passes steps on to the model, and counts the sequences in each."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -54,11 +54,11 @@ class SharedForwards:
         self.num_sequences_per_call: list[int] = []
 
     def table_slot(self, profile: Any) -> int:
-        """As the model runner."""
+        """The table slot of the real runner."""
         return self._runner.table_slot(profile)
 
     def run(self, spans: Sequence[Span], clock: StepTimer) -> Tensor:
-        """As the model runner."""
+        """Count the sequences and profiles, and run the step."""
         self.num_sequences_per_call.append(len(spans))
         self.profiles_per_call.append(len({span.table_slot for span in spans}))
         return self._runner.run(spans, clock)
@@ -109,7 +109,7 @@ def mixed_requests(checkpoint: Checkpoint, vocabulary: int, seed: int) -> list[R
 
 
 def alone(engine: Engine, requests: list[Request]) -> list[Result]:
-    """Each by itself."""
+    """The result of each request, served by itself."""
     return [answer(engine, each)[0] for each in requests]
 
 
@@ -117,7 +117,7 @@ def alone(engine: Engine, requests: list[Request]) -> list[Result]:
 def test_short_beside_long_on_the_embedded_model(
     embedded: Checkpoint, engines: EngineFactory, seed: int
 ) -> None:
-    """nine methods, factors and lengths in one batch; the same bits as alone"""
+    """Nine methods, factors and lengths share one batch; the reference is each request alone."""
     config = {"kv_cache_tokens": 16_384, "max_num_batched_tokens": 512}
     requests = mixed_requests(embedded, embedded.vocab_size, seed)
     expected = alone(engines.over(embedded, **config), requests)
@@ -135,7 +135,7 @@ def test_short_beside_long_on_the_embedded_model(
 def test_short_beside_long_on_other_architectures(
     engines: EngineFactory, architecture: str
 ) -> None:
-    """bias, partial rotary, layers without rotation, two tables"""
+    """These have biases, partial rotary, layers without rotation, or two tables."""
     checkpoint = tiny_checkpoint(architecture)
     requests = mixed_requests(checkpoint, VOCAB_SIZE, 4)
     expected = alone(engines.over(checkpoint), requests)
@@ -146,7 +146,7 @@ def test_short_beside_long_on_other_architectures(
 
 
 def test_chunk_sizes_change_nothing(embedded: Checkpoint, engines: EngineFactory) -> None:
-    """16, 64 and 1,000 tokens a step"""
+    """The chunks are 16, 64 and 1,000 tokens; the reference is each request alone."""
     requests = mixed_requests(embedded, embedded.vocab_size, 5)
     expected = alone(engines.over(embedded, kv_cache_tokens=16_384), requests)
     for chunk in (16, 64, 1000):
@@ -161,7 +161,7 @@ def test_chunk_sizes_change_nothing(embedded: Checkpoint, engines: EngineFactory
 
 
 def test_thread_counts_keep_the_promise(embedded: Checkpoint, engines: EngineFactory) -> None:
-    """three and four threads, where parts of a tensor end anywhere"""
+    """With three or four threads, the shares of a tensor end at odd places."""
     before = torch.get_num_threads()
     prompt = [random.Random(3).randrange(embedded.vocab_size) for _ in range(240)]
     deployment = deployment_of(embedded)
@@ -181,7 +181,7 @@ def test_thread_counts_keep_the_promise(embedded: Checkpoint, engines: EngineFac
 
 
 def test_what_ran_before_changes_nothing(embedded: Checkpoint, engines: EngineFactory) -> None:
-    """a long request leaves no base, table or page behind"""
+    """Earlier requests must leave no base, table or page behind that a later one would read."""
     requests = mixed_requests(embedded, embedded.vocab_size, 6)
     engine = engines.over(embedded, kv_cache_tokens=4096)
     first = answer(engine, requests[0])

@@ -1,4 +1,4 @@
-"""What a step that runs out of memory, or takes too long, does to requests and their neighbours."""
+"""A step that runs out of memory, or takes too long, and its effect on requests."""
 
 import time
 from collections.abc import Sequence
@@ -24,31 +24,31 @@ ERRORS = [
 
 @pytest.fixture(scope="module")
 def checkpoint() -> Checkpoint:
-    """For its tokenizer."""
+    """A checkpoint whose tokenizer the scripts use."""
     return tiny_checkpoint("llama")
 
 
 class Cramped(Script):
-    """Has memory for so many sequences in a step."""
+    """A scripted model with memory for only `most` sequences in a step."""
 
     most = 2
     error: Exception = ERRORS[0]
 
     def run(self, spans: Sequence[Span], clock: StepTimer) -> Tensor:
-        """Fails where there are more."""
+        """Fail if the step has more sequences."""
         if len(spans) > self.most:
             raise self.error
         return super().run(spans, clock)
 
 
 class Preemptions(Observer):
-    """Counts them."""
+    """An observer that counts preemptions."""
 
     def __init__(self) -> None:
         self.num = 0
 
     def preempted(self, request: Request) -> None:
-        """One more."""
+        """Count one preemption."""
         self.num += 1
 
 
@@ -56,7 +56,7 @@ class Preemptions(Observer):
 def test_a_step_without_memory_is_tried_again_with_one_fewer(
     engines: EngineFactory, checkpoint: Checkpoint, error: Exception
 ) -> None:
-    """all three are answered in the end, and the oldest is never interrupted"""
+    """All three requests are answered in the end, because the newest one is preempted."""
     script = Cramped(checkpoint, "hello")
     script.error = error
     observer = Preemptions()
@@ -70,7 +70,7 @@ def test_a_step_without_memory_is_tried_again_with_one_fewer(
 def test_the_second_failure_in_a_row_fails_the_step_and_not_the_engine(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """four that need four times the memory: the newest waited and is answered"""
+    """The newest of four requests was preempted before that failure, so it is answered."""
     script = Cramped(checkpoint, "hello")
     engine = engines.over(checkpoint, runner=script)
     deployment = deployment_of(checkpoint)
@@ -86,7 +86,7 @@ def test_the_second_failure_in_a_row_fails_the_step_and_not_the_engine(
 def test_one_that_needs_too_much_alone_fails_alone(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """there is nobody to preempt"""
+    """A single sequence leaves nothing to preempt, so its request ends with an error."""
     script = Cramped(checkpoint, "hello")
     script.most = 0
     engine = engines.over(checkpoint, runner=script)
@@ -100,7 +100,7 @@ def test_one_that_needs_too_much_alone_fails_alone(
 def test_a_memory_error_of_our_own_code_is_a_failure_like_any_other(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """a runtime error that only sounds like it, too"""
+    """A RuntimeError whose message only resembles torch's fails all requests of the step."""
     script = Cramped(checkpoint, "hello")
     script.error = RuntimeError("out of chalk")
     engine = engines.over(checkpoint, runner=script)
@@ -113,7 +113,7 @@ def test_a_memory_error_of_our_own_code_is_a_failure_like_any_other(
 def test_a_long_step_shows_and_a_rest_does_not(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """seconds since the last step, 0 while nothing is to be done"""
+    """`seconds_since_step` counts during a long step and is 0 while the engine has no work."""
     script = Script(checkpoint, "x")
     engine = engines.over(checkpoint, runner=script)
     deployment = deployment_of(checkpoint)

@@ -1,4 +1,4 @@
-"""`grow` and `grow-exact`: what they equal, and what they do not.
+"""`grow` and `grow-exact`: the computations that they equal, and those that they differ from.
 
 `grow` reads all keys under the new table after a crossing. Keys of the first layer are those of a
 computation from the start; above it they came from hidden states that attended under the old table,
@@ -40,7 +40,7 @@ NUM_NEW = 150  # from 50 tokens to 200: crosses 64 and 128
 def grown(
     engines: EngineFactory, checkpoint: Checkpoint, policy: Policy, **sampling: Any
 ) -> Result:
-    """The prompt's answer under a policy, alone."""
+    """The answer to the prompt under a policy, alone."""
     deployment = deployment_of(checkpoint, rope_scaling=YARN, policy=policy)
     options = {"max_tokens": NUM_NEW, "logprobs": 3, "ignore_eos": True, **sampling}
     return answer(engines.over(checkpoint), request(deployment, PROMPT, **options))[0]
@@ -65,14 +65,14 @@ def under_table(model: PreTrainedModel, factor: float, token_ids: list[int]) -> 
 
 
 def tier_of(num_tokens: int) -> float:
-    """The factor in force when a sequence has so many tokens."""
+    """The factor in force if a sequence has so many tokens."""
     return next(factor for factor in (1.0, 2.0, 4.0) if num_tokens <= factor * L)
 
 
 def test_grow_on_one_layer_equals_a_full_forward_under_the_current_table(
     engines: EngineFactory,
 ) -> None:
-    """at every step, across two crossings; within 1e-4"""
+    """The reference is transformers' forward; logprobs agree within 1e-4 across two crossings."""
     result = grown(engines, tiny_checkpoint("llama", num_hidden_layers=1), "grow")
     assert result.num_rescales == 2
     tokens = [*PROMPT, *result.token_ids]
@@ -87,7 +87,7 @@ def test_grow_on_one_layer_equals_a_full_forward_under_the_current_table(
 
 
 def test_grow_exact_equals_a_pinned_request_after_each_crossing(engines: EngineFactory) -> None:
-    """whose prompt is the prompt and the tokens so far; to the bit, on a deeper model"""
+    """The pinned request's prompt is the prompt and all tokens so far; the bits are equal."""
     checkpoint = tiny_checkpoint("llama")
     result = grown(engines, checkpoint, "grow-exact", temperature=0.8, seed=5)
     assert result.num_rescales == 2
@@ -124,25 +124,25 @@ def test_grow_exact_equals_a_pinned_request_after_each_crossing(engines: EngineF
 
 
 class LastLogits:
-    """Passes steps on to the model, and keeps the last row of logits."""
+    """A runner that passes steps on to the model, and keeps the last row of logits."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.row = torch.empty(0)
 
     def table_slot(self, profile: Profile) -> int:
-        """As the model runner."""
+        """The table slot of the real runner."""
         return self._runner.table_slot(profile)
 
     def run(self, spans: Any, clock: StepTimer) -> torch.Tensor:
-        """As the model runner."""
+        """Run the step and keep its last row."""
         logits = self._runner.run(spans, clock)
         self.row = logits[-1:].clone() if len(logits) else self.row
         return logits
 
 
 def test_the_seed_and_penalties_go_on_after_a_crossing(engines: EngineFactory) -> None:
-    """each token is what the sampler draws from a pinned request's logits, the answer behind it"""
+    """Each token equals a draw from the logits of a pinned request over the tokens so far."""
     checkpoint = tiny_checkpoint("llama")
     params = SamplingParams(
         temperature=0.9,
@@ -169,7 +169,7 @@ def test_the_seed_and_penalties_go_on_after_a_crossing(engines: EngineFactory) -
 
 
 def test_min_tokens_counts_across_a_crossing(engines: EngineFactory) -> None:
-    """an end token is not chosen before"""
+    """The end token has a large bias, and is still not sampled before the 41st token."""
     checkpoint = tiny_checkpoint("llama")
     bias = {"logit_bias": ((17, 100.0),), "stop_token_ids": (17,)}
     result = grown(engines, checkpoint, "grow-exact", min_tokens=40, **bias)
@@ -179,7 +179,7 @@ def test_min_tokens_counts_across_a_crossing(engines: EngineFactory) -> None:
 
 
 def test_grow_and_grow_exact_differ_on_a_deeper_model(engines: EngineFactory) -> None:
-    """by more than 1e-3 after a crossing, and not before"""
+    """Logprobs are equal before the first crossing and differ by more than 1e-3 after it."""
     checkpoint = tiny_checkpoint("llama")
     forced = {"logit_bias": tuple((token, 100.0) for token in (17,))}  # the same tokens in both
     grow = grown(engines, checkpoint, "grow", **forced)
@@ -196,7 +196,7 @@ def test_grow_and_grow_exact_differ_on_a_deeper_model(engines: EngineFactory) ->
 def test_crossings_happen_at_any_step_for_some_and_not_for_others(
     engines: EngineFactory,
 ) -> None:
-    """a batch of all policies at different lengths: each as alone"""
+    """One batch holds all policies at different lengths; each request answers as alone."""
     checkpoint = tiny_checkpoint("qwen2")
     policies: list[Policy] = ["grow", "grow-exact", "pinned", "fixed"]
     deployments: list[Deployment] = [
@@ -220,7 +220,7 @@ def test_crossings_happen_at_any_step_for_some_and_not_for_others(
 
 
 def test_a_prompt_is_computed_under_the_tier_that_covers_it(engines: EngineFactory) -> None:
-    """never under its chunk's own; so grow equals pinned until the first crossing"""
+    """No chunk uses the tier of its own length, so grow equals pinned up to a crossing."""
     checkpoint = checkpoint_of(tiny_model("llama"))
     prompt = (PROMPT * 3)[:100]
     results = []
@@ -232,7 +232,7 @@ def test_a_prompt_is_computed_under_the_tier_that_covers_it(engines: EngineFacto
 
 
 def test_the_profile_is_that_of_the_current_tier() -> None:
-    """the answer tells where it ended"""
+    """The request starts on factor 1, and the tier that covers its last position is factor 4."""
     checkpoint = tiny_checkpoint("llama", num_hidden_layers=1)
     deployment = deployment_of(checkpoint, rope_scaling=YARN, policy="grow")
     placed = deployment.place(RopeRequest(), 50, 150)

@@ -1,4 +1,4 @@
-"""A state machine over scheduler, page pool and prefix index, with a model of what pages hold.
+"""A state machine over scheduler, page pool and prefix index, with a model of the pages.
 
 The model keeps, for every page, the history of what was computed into it: (profile, salt, and the
 tokens with the profiles they were computed under, from the first position on). Whatever a sequence
@@ -27,7 +27,7 @@ SEEN: Counter[str] = Counter()
 
 
 class Serving(RuleBasedStateMachine):
-    """Requests arrive, are computed, cross tiers, lose their pages, go away, and end."""
+    """Requests arrive, are computed, cross tiers, are preempted, are aborted, and end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Serving(RuleBasedStateMachine):
         salt: str,
         scored: bool,  # noqa: FBT001
     ) -> None:
-        """Prompts of one family begin alike."""
+        """Add a request; prompts of one family have a common prefix."""
         num_prompt, max_tokens = shape
         placement = DEPLOYMENT.place(RopeRequest(policy=policy), num_prompt, max_tokens)
         prompt = tuple((family * 7 + at * (1 + family)) % 5 for at in range(num_prompt))
@@ -73,33 +73,33 @@ class Serving(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
-        """The engine steps."""
+        """Run some steps of the scheduler."""
         for _ in range(count):
             self._step()
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 100))
     def abort(self, which: int) -> None:
-        """A client goes away."""
+        """Abort one of the live requests."""
         self._end(self.live[which % len(self.live)])
         SEEN["abort"] += 1
 
     @rule()
     def distrust(self) -> None:
-        """A NaN was seen: nothing computed so far may be found."""
+        """Distrust the cache, as after a NaN: no page computed so far may be found."""
         self.scheduler.distrust_cache()
         assert self.scheduler.index.published() == {}
         assert self.scheduler.pool.num_kept == 0
 
     @invariant()
     def everything_adds_up(self) -> None:
-        """After every rule."""
+        """Check the integrity of the scheduler after every rule."""
         self.scheduler.check_integrity()
         known = [*self.scheduler.running, *self.scheduler.waiting]
         assert {id(each) for each in known} == {id(each) for each in self.live}
 
     def teardown(self) -> None:
-        """Whatever happened, everybody is finished in the end, and all pages are back."""
+        """Run until every sequence has ended; all pages must be free then."""
         for _ in range(2000):
             if not self.live:
                 break
@@ -139,7 +139,7 @@ class Serving(RuleBasedStateMachine):
         return plan
 
     def _read(self, sequence: Sequence) -> list[Any]:
-        """What the pages say of everything computed so far; must be what the sequence expects."""
+        """The history in the pages of a sequence, which must be the one that it expects."""
         history = []
         for position in range(sequence.num_computed):
             entry = self.content[sequence.pages[position // PAGE], position % PAGE]
@@ -154,7 +154,7 @@ class Serving(RuleBasedStateMachine):
 
     @staticmethod
     def _profile(sequence: Sequence, position: int) -> Any:
-        """Which profile a position is computed under, from the definition of the policies."""
+        """The profile that a position is computed under, from the definition of the policies."""
         placement = sequence.request.placement
         if placement.policy == "grow":
             so_far = max(sequence.num_prompt_tokens, position + 1)
@@ -187,10 +187,10 @@ Serving.TestCase.settings = settings(
 
 
 class TestServing(Serving.TestCase):  # type: ignore[misc, name-defined]
-    """Run by pytest; afterwards, every kind of event must have been seen."""
+    """The machine under pytest; afterwards, every kind of event must have been seen."""
 
     def runTest(self) -> None:
-        """Run the machine, then look at what it has seen."""
+        """Run the machine, then check the events it has seen."""
         super().runTest()
         assert SEEN["step"] >= 2000, SEEN
         for event in ("arrive", "abort", "finish", "cross", "preempt", "shared"):

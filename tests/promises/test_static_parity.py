@@ -1,4 +1,4 @@
-"""Promise 1 and 3, end to end: the answers are those of transformers under the same table."""
+"""Promises 1 and 3, end to end: the answers are those of transformers under the same table."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def blocks(native_len: int, pairs: int) -> dict[str, dict[str, Any]]:
 
 
 def reference_block(block: dict[str, Any], theta: float, width: int, native_len: int) -> Any:
-    """What transformers' config says for the same; ntk it knows only as a larger base."""
+    """The same block in transformers' config, which has ntk only as a larger base."""
     if block["rope_type"] == "ntk":
         return {"rope_type": "default", "rope_theta": theta * 4.0 ** (width / (width - 2))}
     stated = {"original_max_position_embeddings": native_len}
@@ -46,7 +46,7 @@ def reference_block(block: dict[str, Any], theta: float, width: int, native_len:
 
 
 def reference_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]:
-    """Of every token after the first, by one plain forward: batch of one, no cache."""
+    """The logprob of every token after the first, by one plain forward without a cache."""
     with torch.inference_mode():
         logits = model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
     following = torch.tensor(token_ids[1:])
@@ -68,7 +68,7 @@ def with_block(model: PreTrainedModel, block: dict[str, Any], max_len: int) -> P
 def compare(
     engines: EngineFactory, checkpoint: Checkpoint, untouched: PreTrainedModel, method: str
 ) -> None:
-    """A prompt of exactly 4 L under `pinned`, echoed, against the static reference."""
+    """Compare an echoed prompt of exactly 4 L under `pinned` with the static reference."""
     native_len = checkpoint.native.native_len
     rotary = checkpoint.native.rotary
     block = blocks(native_len, rotary.num_pairs)[method]
@@ -96,7 +96,7 @@ METHODS = list(blocks(64, 8))
 def test_four_native_lengths_on_the_embedded_model(
     embedded: Checkpoint, engines: EngineFactory, method: str
 ) -> None:
-    """pinned equals the static table of that factor"""
+    """A pinned request equals transformers under the static table of that factor."""
     untouched = AutoModelForCausalLM.from_pretrained(
         EMBEDDED_MODEL, dtype=torch.float32, attn_implementation="eager"
     )
@@ -108,7 +108,7 @@ def test_four_native_lengths_on_the_embedded_model(
 def test_four_native_lengths_on_random_models(
     engines: EngineFactory, architecture: str, method: str
 ) -> None:
-    """bias, partial and interleaved rotary"""
+    """The architectures add biases and partial or interleaved rotary dimensions."""
     untouched = tiny_model(architecture, attn_implementation="eager")
     compare(engines, checkpoint_of(tiny_model(architecture)), untouched, method)
 
@@ -116,7 +116,7 @@ def test_four_native_lengths_on_random_models(
 def test_within_the_trained_length_the_answer_is_transformers_generate(
     embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """greedy tokens equal; echoed logprobs within 1e-4"""
+    """Greedy tokens are equal, and echoed logprobs agree within 1e-4."""
     untouched = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
     engine = engines.over(embedded)
     deployment = deployment_of(embedded)

@@ -1,7 +1,7 @@
-"""What a decode step costs, in counts: they are the same on a busy machine, clocks are not.
+"""The cost of a decode step in counts, because counts are the same on a busy machine.
 
-The bounds are what was counted when they were written, and a little room. A change that has to go
-over one raises it here, where it is seen.
+The bounds are the counts found when they were written, plus a little room. A change that exceeds a
+bound raises it here, where a reviewer sees it.
 """
 
 import sys
@@ -41,7 +41,7 @@ PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.5}
 
 @dataclass
 class Counted:
-    """What torch was asked to do."""
+    """Counts of torch's operators, allocations, copies and bytes."""
 
     calls: Counter[str] = field(default_factory=Counter)
     num_allocations: int = 0
@@ -57,7 +57,7 @@ class Counting(TorchDispatchMode):
         self.counted = Counted()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call it."""
+        """Call the operator and count its new storages."""
         there = {storage(each) for each in tree_leaves((args, kwargs)) if is_tensor(each)}
         answer = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
@@ -71,19 +71,19 @@ class Counting(TorchDispatchMode):
 
 
 def is_tensor(thing: object) -> bool:
-    """Whether it has a storage; packed weights have none that can be asked for."""
+    """Whether it has a storage; the storage of packed weights cannot be read."""
     return isinstance(thing, torch.Tensor) and thing.layout is torch.strided
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Where its memory begins."""
+    """The address of its memory."""
     return tensor.untyped_storage().data_ptr()
 
 
 def decoding(
     checkpoint: Checkpoint, runner: Any, batch: int, num_prompt: int, **sampling: Any
 ) -> EngineCore:
-    """A core without a thread, all of whose sequences decode from here on."""
+    """A core without a thread whose sequences have all ended their prefill."""
     core = EngineCore(runner, CONFIG, Observer())
     deployment = deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 16.0})
     for at in range(batch):
@@ -98,12 +98,12 @@ def decoding(
 
 
 def reading(core: EngineCore) -> bool:
-    """Whether a prompt is not read to its end."""
+    """Whether a prompt is still in its prefill."""
     return not all(sequence.is_decoding for sequence in core.scheduler.running)
 
 
 def counted_step(core: EngineCore, batch: int) -> Counted:
-    """One step of all."""
+    """The counts of one step of all sequences."""
     with Counting() as counting:
         assert core.step() == batch
     assert len(core.scheduler.running) == batch, "the step failed"
@@ -118,7 +118,7 @@ def checkpoint() -> Checkpoint:
 
 @pytest.fixture
 def runner(checkpoint: Checkpoint) -> ModelRunner:
-    """Over a cache of its own."""
+    """A runner over a cache of its own."""
     return build_runner(checkpoint, CONFIG)
 
 
@@ -126,7 +126,7 @@ def runner(checkpoint: Checkpoint) -> ModelRunner:
 def test_a_decode_step_is_one_forward_and_a_bounded_number_of_operators(
     checkpoint: Checkpoint, runner: ModelRunner, batch: int
 ) -> None:
-    """catches a forward per sequence, and operators per sequence: bounds are the same for both"""
+    """The bounds hold for every batch size, so a forward or operator per sequence fails."""
     core = decoding(checkpoint, runner, batch, 20)
     forwards: list[int] = []
     hook = checkpoint.model.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -141,7 +141,7 @@ def test_a_decode_step_is_one_forward_and_a_bounded_number_of_operators(
 def test_what_the_cache_does_is_not_done_before(
     checkpoint: Checkpoint, runner: ModelRunner
 ) -> None:
-    """catches transformers' search for packed sequences, and rotations by nothing"""
+    """The step has no search of transformers for packed sequences and no identity rotation."""
     counted = counted_step(decoding(checkpoint, runner, 8, 20), 8)
     assert not {"diff", "cumsum", "neg", "cat"} & set(counted.calls), counted.calls
 
@@ -150,7 +150,7 @@ def test_what_the_cache_does_is_not_done_before(
 def test_a_long_context_costs_no_operator_and_no_byte_more(
     checkpoint: Checkpoint, sampling: dict[str, Any]
 ) -> None:
-    """catches a gathered context, a mask as long as it, a cache that is copied or grows"""
+    """This catches a gathered context, a mask as long as it, and a cache that is copied."""
     found = []
     for num_prompt in (40, 700):
         core = decoding(checkpoint, build_runner(checkpoint, CONFIG), 2, num_prompt, **sampling)
@@ -159,7 +159,7 @@ def test_a_long_context_costs_no_operator_and_no_byte_more(
 
 
 def test_the_cache_stays_where_it_is(checkpoint: Checkpoint, runner: ModelRunner) -> None:
-    """catches pages that are written by making others: the same storages, and no step their size"""
+    """Writing a page keeps its storage, and no step allocates as much as the cache."""
     store = runner._store
 
     def places() -> list[int]:
@@ -177,7 +177,7 @@ def test_the_cache_stays_where_it_is(checkpoint: Checkpoint, runner: ModelRunner
 
 
 def test_penalties_count_what_is_new(checkpoint: Checkpoint, runner: ModelRunner) -> None:
-    """catches the whole answer counted again, or a number per word of the vocabulary"""
+    """Counting the whole answer again would take more than four copies of the logits."""
     plain = counted_step(decoding(checkpoint, runner, 8, 20), 8)
     penalised = counted_step(decoding(checkpoint, runner, 8, 20, **PENALTIES), 8)
     rows = 8 * VOCAB_SIZE * 4  # one copy of the logits, in bytes
@@ -185,7 +185,7 @@ def test_penalties_count_what_is_new(checkpoint: Checkpoint, runner: ModelRunner
 
 
 class Calls:
-    """Counts Python's own calls of its thread; those of the library under a forward excluded."""
+    """Counts Python's own calls of its thread, as a profiler's hook."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -195,7 +195,7 @@ class Calls:
         self.num += event == "call"
 
     def of(self, core: EngineCore, batch: int) -> int:
-        """Those of one step."""
+        """The number of calls in one step."""
         self.num = 0
         sys.setprofile(self)
         try:
@@ -210,7 +210,7 @@ class Calls:
 def test_the_engines_own_work_is_bounded_by_the_sequences(
     checkpoint: Checkpoint, num_prompt: int
 ) -> None:
-    """catches a loop over tokens, pages or pairs of sequences in the Python around the model"""
+    """This catches Python loops over tokens, pages or pairs of sequences beside the model."""
     calls = {}
     for batch in (1, 8):
         core = decoding(checkpoint, Silent(checkpoint, "x"), batch, num_prompt)
@@ -220,8 +220,8 @@ def test_the_engines_own_work_is_bounded_by_the_sequences(
 
 
 class Silent(Script):
-    """A scripted model without its own calls."""
+    """A scripted model that makes no counted calls of its own."""
 
     def run(self, spans: Sequence[Any], clock: Any) -> torch.Tensor:
-        """The same row for all."""
+        """Return the same row for all."""
         return torch.zeros(sum(len(span.logit_rows) for span in spans), VOCAB_SIZE)

@@ -33,7 +33,10 @@ SCALING = HEAD_DIM**-0.5
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("distance", [0, 1, 5, 37, 1024, 131_071])
 def test_the_bound_is_the_mean_of_partial_sums(table: Frequencies, distance: int) -> None:
-    """(1 / (d / 2)) * sum |S_j| (arXiv 2104.09864, section 3.4.3), loops over Python's floats"""
+    """A loop over Python's floats computes (1 / (d / 2)) * sum |S_j|.
+
+    The formula is that of arXiv 2104.09864, section 3.4.3.
+    """
     thetas = table.inv_freq_P.tolist()
     partial = [
         abs(sum(cmath.exp(1j * distance * theta) for theta in thetas[:num_pairs]))
@@ -45,7 +48,7 @@ def test_the_bound_is_the_mean_of_partial_sums(table: Frequencies, distance: int
 
 @pytest.mark.parametrize("rotary_dim", [16, 64, 128])
 def test_at_no_distance_the_bound_is_the_mean_of_1_to_half_d(rotary_dim: int) -> None:
-    """(d / 2 + 1) / 2; it falls from there, and a slower table falls later"""
+    """The mean is (d / 2 + 1) / 2; the bound falls from there, later for a slower table."""
     rotary = Rotary(rotary_dim, 10_000.0)
     native, slower = (
         decay_bound(scaling.frequencies(rotary), torch.tensor([0, 16, 64, 128]))
@@ -59,7 +62,7 @@ def test_at_no_distance_the_bound_is_the_mean_of_1_to_half_d(rotary_dim: int) ->
 
 
 def _random_moments(num_heads: int) -> tuple[Moments, Tensor]:
-    """Correlated dimensions of unequal sizes; and a root of the covariance."""
+    """Moments of correlated dimensions of unequal sizes, and a root of the covariance."""
     root_HDD = torch.randn(num_heads, HEAD_DIM, HEAD_DIM, dtype=torch.float64) / 3
     mean_HD = torch.randn(num_heads, HEAD_DIM, dtype=torch.float64)
     return Moments(mean_HD, root_HDD @ root_HDD.transpose(1, 2)), root_HDD
@@ -72,7 +75,7 @@ def _draw(moments: Moments, root_HDD: Tensor, num: int) -> Tensor:
 
 
 def _turned(x_HND: Tensor, table: Frequencies, position: int) -> Tensor:
-    """By rotation matrices, longer by the attention factor."""
+    """The vectors rotated by matrices and scaled by the attention factor."""
     matrix = torch.eye(HEAD_DIM, dtype=torch.float64)
     num_pairs = len(table.inv_freq_P)
     for pair, theta in enumerate(table.inv_freq_P.tolist()):
@@ -85,7 +88,7 @@ def _turned(x_HND: Tensor, table: Frequencies, position: int) -> Tensor:
 
 @pytest.mark.parametrize("table", TABLES)
 def test_mean_and_spread_are_those_of_simulated_scores(table: Frequencies) -> None:
-    """100,000 rotated dot products a distance, within six standard errors"""
+    """The reference is 100,000 rotated dot products per distance; the bound is six errors."""
     num = 100_000
     (query, query_root), (key, key_root) = _random_moments(2), _random_moments(2)
     expected_HM = expected_score(query, key, table, DISTANCES, SCALING)
@@ -100,7 +103,7 @@ def test_mean_and_spread_are_those_of_simulated_scores(table: Frequencies) -> No
 
 
 def test_zero_means_leave_no_expectation_but_a_spread() -> None:
-    """and constant vectors no spread"""
+    """Constant vectors have no spread."""
     moments, _ = _random_moments(1)
     centred = Moments(torch.zeros_like(moments.mean_HD), moments.covariance_HDD)
     constant = Moments(moments.mean_HD, torch.zeros_like(moments.covariance_HDD))
@@ -113,7 +116,7 @@ def test_zero_means_leave_no_expectation_but_a_spread() -> None:
 
 
 def test_without_rotated_dimensions_distance_does_not_matter() -> None:
-    """a layer without rotary embeddings"""
+    """A layer without rotary embeddings is such a case."""
     (query, _), (key, _) = _random_moments(3), _random_moments(3)
     none = Frequencies(torch.empty(0), 1.0)
     products_H = (query.mean_HD * key.mean_HD).sum(-1, keepdim=True) * SCALING

@@ -1,4 +1,4 @@
-"""What transformers has no function for, against a few lines of formula."""
+"""Formulas that transformers has no function for, against a few lines of arithmetic."""
 
 import math
 
@@ -12,7 +12,7 @@ from rope.angles import Angles
 @pytest.mark.parametrize("rotary_dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("factor", [1.0, 2.0, 5.0, 8.5])
 def test_ntk_is_equation_16(rotary_dim: int, factor: float) -> None:
-    """the base is multiplied by factor ** (d / (d - 2))"""
+    """The base is multiplied by factor ** (d / (d - 2))."""
     table = NTK(factor=factor).frequencies(Rotary(rotary_dim, 10_000.0))
 
     base = 10_000.0 * factor ** (rotary_dim / (rotary_dim - 2))
@@ -22,7 +22,7 @@ def test_ntk_is_equation_16(rotary_dim: int, factor: float) -> None:
 
 
 def test_ntk_slows_the_slowest_pair_by_the_factor_and_keeps_the_fastest() -> None:
-    """the point of the exponent d / (d - 2)"""
+    """The exponent d / (d - 2) is chosen for this property."""
     rotary = Rotary(128, 10_000.0)
     native = Linear(factor=1.0).frequencies(rotary).inv_freq_P
     scaled = NTK(factor=8.0).frequencies(rotary).inv_freq_P
@@ -32,7 +32,7 @@ def test_ntk_slows_the_slowest_pair_by_the_factor_and_keeps_the_fastest() -> Non
 
 
 def test_published_ntk_bases() -> None:
-    """20,221 and 51,294 for alpha 2 and 5 at d = 128"""
+    """The bases are 20,221 and 51,294 for alpha 2 and 5 at d = 128."""
     slowest = NTK(factor=2.0).frequencies(Rotary(128, 1e4)).inv_freq_P[-1].double()
     assert float(slowest ** (-128 / 126)) == pytest.approx(20_221.3, rel=1e-4)
     slowest = NTK(factor=5.0).frequencies(Rotary(128, 1e4)).inv_freq_P[-1].double()
@@ -41,7 +41,7 @@ def test_published_ntk_bases() -> None:
 
 @pytest.mark.parametrize("factor", [2.0, 8.0, 32.0])
 def test_llama3_is_ntk_by_parts_with_alpha_1_and_beta_4(factor: float) -> None:
-    """YaRN paper, equations 17 to 20, without the temperature"""
+    """The reference is equations 17 to 20 of the YaRN paper, without the temperature."""
     rotary, trained = Rotary(128, 500_000.0), 8192
     table = Llama3(factor=factor, original_max_position_embeddings=trained).frequencies(rotary)
 
@@ -53,7 +53,7 @@ def test_llama3_is_ntk_by_parts_with_alpha_1_and_beta_4(factor: float) -> None:
 
 
 def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones() -> None:
-    """with the published boundaries 20 and 46 for Llama-2"""
+    """The published boundaries for Llama 2 are pairs 20 and 46."""
     rotary = Rotary(128, 10_000.0)
     native = Linear(factor=1.0).frequencies(rotary).inv_freq_P
     yarn = Yarn(factor=4.0, original_max_position_embeddings=4096)
@@ -68,20 +68,20 @@ def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones() -> None:
     ("factor", "expected"), [(2, 1.0693), (4, 1.1386), (8, 1.2079), (32, 1.3466), (1, 1.0)]
 )
 def test_yarn_temperature(factor: float, expected: float) -> None:
-    """0.1 ln(s) + 1"""
+    """The attention factor is 0.1 ln(s) + 1."""
     yarn = Yarn(factor=factor, original_max_position_embeddings=4096)
     assert yarn.frequencies(Rotary(64, 1e4)).attention_factor == pytest.approx(expected, abs=5e-5)
 
 
 def test_logn_uses_the_one_based_position() -> None:
-    """1.0833 at 8 k and 1.25 at 32 k for L = 4,096; 1 up to L"""
+    """For L = 4,096 the scale is 1 up to L, 1.0833 at 8 k and 1.25 at 32 k."""
     positions = torch.tensor([0, 4095, 4096, 8191, 32_767])
     expected = [1.0, 1.0, math.log(4097) / math.log(4096), 13 / 12, 15 / 12]
     assert logn_scale(positions, 4096).tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_rotation_preserves_length_and_depends_on_the_distance_only() -> None:
-    """R(m) q . R(n) k is a function of m - n"""
+    """R(m) q . R(n) k is a function of m - n."""
     generator = torch.Generator().manual_seed(1)
     query, key = torch.randn(2, 20, dtype=torch.float64, generator=generator)
     inv_freq = torch.rand(8, dtype=torch.float64, generator=generator)

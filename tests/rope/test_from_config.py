@@ -1,4 +1,4 @@
-"""Blocks are read in every spelling; what cannot be used is refused by name."""
+"""Blocks are read in every spelling; unusable fields are refused by name."""
 
 from typing import Any
 
@@ -76,19 +76,19 @@ CONFIG = {"max_position_embeddings": 4096, "hidden_size": 64, "num_attention_hea
 def test_refusals_name_field_limit_and_value(
     block: dict[str, Any], field: str, message: str
 ) -> None:
-    """nothing is ignored"""
+    """No field is ignored."""
     with pytest.raises(RopeConfigError, match=message) as caught:
         parse_method(block, ROTARY, 4096)
     assert caught.value.field == field
 
 
 def test_the_old_spelling_of_the_type_is_read() -> None:
-    """v4 configs say `type`"""
+    """Configs of transformers v4 have `type`."""
     assert parse_method({"type": "linear", "factor": 2}, ROTARY, 4096).scaling == Linear(factor=2.0)
 
 
 def test_a_block_may_state_the_trained_length() -> None:
-    """and it becomes L"""
+    """The stated length becomes L."""
     block = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 1024}
     method = parse_method(block, ROTARY, 4096)
     assert method.native_len == 1024
@@ -96,7 +96,7 @@ def test_a_block_may_state_the_trained_length() -> None:
 
 
 def test_logn_is_a_switch_on_any_method() -> None:
-    """Qwen-1's name"""
+    """The name of the switch is Qwen-1's."""
     block = {"rope_type": "dynamic", "factor": 2, "use_logn_attn": True}
     method = parse_method(block, ROTARY, 4096)
     assert method.use_logn_attn
@@ -104,7 +104,7 @@ def test_logn_is_a_switch_on_any_method() -> None:
 
 
 def test_v4_and_v5_configs_read_alike() -> None:
-    """rope_scaling beside rope_theta, or rope_parameters"""
+    """Version 4 has rope_scaling beside rope_theta, and version 5 has rope_parameters."""
     block = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     v4 = {**CONFIG, "rope_theta": 1e6, "rope_scaling": block}
     v5 = {**CONFIG, "rope_parameters": {**block, "rope_type": "yarn", "rope_theta": 1e6}}
@@ -113,14 +113,14 @@ def test_v4_and_v5_configs_read_alike() -> None:
 
 
 def test_native_length_of_a_plain_checkpoint() -> None:
-    """max_position_embeddings"""
+    """The length is max_position_embeddings."""
     native = native_rope(CONFIG)
     assert native.native_len == 4096
     assert not native.carries_scaling
 
 
 def test_native_length_of_a_scaled_checkpoint_is_the_larger_of_the_two() -> None:
-    """llama-3.1: 8,192 x 8 = 65,536, but 131,072 is declared"""
+    """Llama 3.1 declares 131,072, though 8,192 x 8 is only 65,536."""
     block = {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -136,14 +136,14 @@ def test_native_length_of_a_scaled_checkpoint_is_the_larger_of_the_two() -> None
 
 
 def test_a_length_that_transformers_does_not_read_changes_nothing() -> None:
-    """its dynamic acts on max_position_embeddings alone"""
+    """The dynamic type of transformers uses max_position_embeddings alone."""
     block = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 1024}
     native = native_rope({**CONFIG, "rope_scaling": block})
     assert native.method.native_len == native.native_len == 4096
 
 
 def test_phi3_keeps_its_trained_length_beside_the_block() -> None:
-    """and derives the factor from it"""
+    """The factor is derived from that length."""
     block = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     native = native_rope(
         {
@@ -160,7 +160,7 @@ def test_phi3_keeps_its_trained_length_beside_the_block() -> None:
 
 
 def test_tables_per_layer_type() -> None:
-    """gemma-3: the full-attention layers are the ones that deployments scale"""
+    """Gemma 3's full-attention layers are the ones that deployments scale."""
     blocks = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -189,7 +189,7 @@ def test_tables_per_layer_type() -> None:
 def test_nested_blocks_that_would_be_misread_are_refused(
     blocks: dict[str, Any], field: str
 ) -> None:
-    """transformers ignores these in silence"""
+    """Transformers ignores such fields silently."""
     with pytest.raises(RopeConfigError) as caught:
         native_rope({**CONFIG, "rope_parameters": blocks})
     assert caught.value.field == field

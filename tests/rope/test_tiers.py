@@ -1,4 +1,4 @@
-"""Which tier serves whom."""
+"""The choice of a tier for a request."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ NATIVE = native_rope({"max_position_embeddings": 256, "head_dim": 16})
 
 
 def tiers_of(block: dict[str, Any], multiples: list[float] | None = None) -> tuple[Tier, ...]:
-    """As a deployment of the plain checkpoint builds them."""
+    """The tiers of a deployment over the plain checkpoint."""
     return build_tiers(parse_method(block, NATIVE.rotary, 256), NATIVE, multiples)
 
 
@@ -39,13 +39,13 @@ def tiers_of(block: dict[str, Any], multiples: list[float] | None = None) -> tup
 def test_default_tiers_are_powers_of_two_up_to_the_factor(
     factor: float, expected: tuple[float, ...]
 ) -> None:
-    """and the factor itself"""
+    """The factor itself is the last one."""
     assert default_multiples(factor) == expected
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "ntk", "dynamic", "yarn", "llama3"])
 def test_the_first_tier_is_the_native_table(rope_type: str) -> None:
-    """whatever the method, so a request within L is served as the untouched model"""
+    """With any method, a request within L is served like the untouched model."""
     tiers = tiers_of({"rope_type": rope_type, "factor": 4.0})
     assert [tier.ceiling for tier in tiers] == [256, 512, 1024]
     assert tiers[0].profile == Profile(Unscaled())
@@ -53,7 +53,7 @@ def test_the_first_tier_is_the_native_table(rope_type: str) -> None:
 
 
 def test_what_a_tier_sets() -> None:
-    """factor := ceiling / L, or the sequence length for dynamic"""
+    """The factor becomes ceiling / L; `dynamic` gets the sequence length instead."""
     assert tiers_of({"rope_type": "linear", "factor": 4.0})[1].profile.scaling == Linear(factor=2.0)
     yarn = tiers_of({"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0})[1].profile.scaling
     assert yarn == Yarn(factor=2.0, original_max_position_embeddings=256, beta_fast=8.0)
@@ -62,7 +62,7 @@ def test_what_a_tier_sets() -> None:
 
 
 def test_longrope_has_two_tiers() -> None:
-    """its long list is the same at every length above L"""
+    """The long list is the same at every length above L."""
     block = {
         "rope_type": "longrope",
         "factor": 8.0,
@@ -77,14 +77,14 @@ def test_longrope_has_two_tiers() -> None:
 
 
 def test_logn_is_part_of_the_profile_above_the_first_tier() -> None:
-    """below L it multiplies by one"""
+    """Below L, log-n multiplies by one."""
     tiers = tiers_of({"rope_type": "yarn", "factor": 2.0, "use_logn_attn": True})
     assert [tier.profile.logn_len for tier in tiers] == [None, 256]
 
 
 @pytest.mark.parametrize("multiples", [[], [2, 4], [1, 4, 2], [1, 2, 2]])
 def test_tier_lists_must_rise_from_one(multiples: list[float]) -> None:
-    """anything else is refused"""
+    """Other lists are refused."""
     with pytest.raises(RopeConfigError, match="must rise strictly from 1"):
         tiers_of({"rope_type": "yarn", "factor": 4.0}, multiples)
 
@@ -105,7 +105,7 @@ def test_tier_lists_must_rise_from_one(multiples: list[float]) -> None:
 def test_choice(
     policy: Policy, covered: int, so_far: int, at_least: float, ceiling: int | None
 ) -> None:
-    """the smallest that covers what the policy looks at"""
+    """The choice is the smallest tier that covers the length which the policy uses."""
     tiers = tiers_of({"rope_type": "yarn", "factor": 4.0})
     tier = choose_tier(tiers, policy, covered, so_far, at_least)
     assert (tier.ceiling if tier else None) == ceiling
@@ -120,7 +120,7 @@ def test_choice(
 def test_a_chosen_tier_always_covers(
     covered: int, so_far: int, policy: Policy, at_least: float
 ) -> None:
-    """and no smaller one would do"""
+    """No smaller tier covers the length."""
     tiers = tiers_of({"rope_type": "yarn", "factor": 8.0})
     so_far = min(so_far, covered)
     tier = choose_tier(tiers, policy, covered, so_far, at_least)

@@ -47,7 +47,7 @@ LLAMA3_OPTIONS = [
 def reference(
     block: dict[str, Any], head_dim: int, share: float, native_len: int, seq_len: int | None
 ) -> tuple[torch.Tensor, float]:
-    """What transformers computes for a config of its own."""
+    """The table that transformers computes for a config of its own."""
     config = LlamaConfig(
         hidden_size=head_dim * 2,
         num_attention_heads=2,
@@ -62,7 +62,7 @@ def reference(
 def assert_equal_tables(
     block: dict[str, Any], head_dim: int, share: float, native_len: int, seq_len: int | None = None
 ) -> None:
-    """Bits of the frequencies, exact attention factor."""
+    """Compare the bits of the frequencies and the exact attention factor."""
     expected_P, expected_factor = reference(dict(block), head_dim, share, native_len, seq_len)
     rotary = Rotary(int(head_dim * share), block["rope_theta"])
     method = parse_method(block, rotary, native_len)
@@ -78,7 +78,7 @@ def assert_equal_tables(
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize(("head_dim", "share"), WIDTHS)
 def test_linear_equals_the_reference(head_dim: int, share: float, theta: float) -> None:
-    """every factor and width"""
+    """The grid covers every factor and width."""
     for factor in FACTORS:
         block = {"rope_type": "linear", "rope_theta": theta, "factor": factor}
         assert_equal_tables(block, head_dim, share, 4096)
@@ -87,7 +87,7 @@ def test_linear_equals_the_reference(head_dim: int, share: float, theta: float) 
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize(("head_dim", "share"), WIDTHS)
 def test_yarn_equals_the_reference(head_dim: int, share: float, theta: float) -> None:
-    """lengths x factors x its own options"""
+    """The grid is lengths x factors x yarn's own options."""
     for native_len, factor, options in itertools.product(LENGTHS, FACTORS, YARN_OPTIONS):
         block = {
             "rope_type": "yarn",
@@ -102,7 +102,7 @@ def test_yarn_equals_the_reference(head_dim: int, share: float, theta: float) ->
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize(("head_dim", "share"), WIDTHS)
 def test_llama3_equals_the_reference(head_dim: int, share: float, theta: float) -> None:
-    """lengths x factors x its own options"""
+    """The grid is lengths x factors x llama3's own options."""
     for native_len, factor, options in itertools.product(LENGTHS, FACTORS, LLAMA3_OPTIONS):
         block = {
             "rope_type": "llama3",
@@ -119,7 +119,7 @@ def test_llama3_equals_the_reference(head_dim: int, share: float, theta: float) 
 def test_dynamic_equals_the_reference_at_the_ceiling(
     head_dim: int, share: float, theta: float
 ) -> None:
-    """lengths x factors x sequence lengths, each on a fresh computation"""
+    """The grid is lengths x factors x sequence lengths, each computed anew."""
     for native_len, factor, multiple in itertools.product(LENGTHS, FACTORS, [1, 1.5, 2, 4, 8, 64]):
         block = {"rope_type": "dynamic", "rope_theta": theta, "factor": factor}
         assert_equal_tables(block, head_dim, share, native_len, round(native_len * multiple))
@@ -130,7 +130,7 @@ def test_dynamic_equals_the_reference_at_the_ceiling(
 def test_longrope_equals_the_reference_on_both_sides_of_its_switch(
     head_dim: int, share: float, theta: float
 ) -> None:
-    """the short list up to L, the long one from L + 1"""
+    """The short list holds up to L, the long one from L + 1."""
     rng = random.Random(head_dim * theta)
     pairs = int(head_dim * share) // 2
     for native_len, factor in itertools.product(LENGTHS, FACTORS):
@@ -150,7 +150,7 @@ def test_longrope_equals_the_reference_on_both_sides_of_its_switch(
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
 def test_default_equals_the_module_of_a_model(head_dim: int, theta: float) -> None:
-    """the untouched table, as a llama's rotary module holds it"""
+    """The reference is the table in a Llama's rotary module."""
     config = LlamaConfig(
         hidden_size=head_dim * 2,
         num_attention_heads=2,

@@ -1,4 +1,4 @@
-"""What every attack on a server shares: which cases, what is a bug, what must hold afterwards."""
+"""The parts that all attacks on a server share: their cases, their bugs, the state afterwards."""
 
 import json
 import os
@@ -21,7 +21,7 @@ _BUSY = {"queue_full", "loading"}  # codes with which 429 and 503 say that it is
 
 
 def is_busy(reply: Reply) -> bool:
-    """A 503 that says it is for now."""
+    """Whether the answer is a 503 that states it is temporary."""
     try:
         return reply.status == 503 and json.loads(reply.body)["error"]["code"] in _BUSY
     except (ValueError, KeyError, TypeError):
@@ -39,7 +39,7 @@ def repeated(raw: bytes, reply: Reply) -> bytes | None:
 
 
 def ask_health(url: str, count: int, pause_s: float, over: threading.Event) -> list[float]:
-    """Seconds of each answer; every one is 200."""
+    """The seconds of each answer of /health; every one must be 200."""
     seconds = []
     with httpx.Client(timeout=20) as client:
         for _ in range(count):
@@ -52,7 +52,7 @@ def ask_health(url: str, count: int, pause_s: float, over: threading.Event) -> l
 
 
 def greedy(server: Server) -> Any:
-    """What a fixed request is answered, without what differs by nature (id, time)."""
+    """The answer to a fixed request, without the parts that always differ (id, time)."""
     body = {"prompt": "The length of a rope", "max_tokens": 24, "temperature": 0, "logprobs": 3}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
     answer.raise_for_status()

@@ -61,7 +61,7 @@ def break_on_signals() -> None:
 
 
 def log_everything() -> None:
-    """Every library's own lines too, and one for each request: more than any setting asks for."""
+    """Log every library's own lines too, and one for each request."""
     import uvicorn
     import uvicorn.config
 

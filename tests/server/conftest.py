@@ -1,4 +1,4 @@
-"""What tests of the HTTP interface share."""
+"""Fixtures that tests of the HTTP interface share."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ def attacked() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def breakable() -> Iterator[Server]:
-    """One whose engine can be stopped and made to fail, and whose log holds more than any other."""
+    """A server whose engine can be stopped and made to fail, and that logs every line."""
     flags = {
         "--api-key": KEY,
         "--stall-seconds": "1",

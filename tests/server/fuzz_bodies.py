@@ -59,7 +59,7 @@ _OTHERS = (
 
 
 def nested(depth: int, rng: Random) -> str:
-    """So many levels, closed or not."""
+    """JSON of so many levels, closed or not."""
     opening, closing = rng.choice([("[", "]"), ('{"a":', "}"), ('[{"prompt":', "}]")])
     return opening * depth + "1" + (closing * depth if rng.random() < 0.7 else "")
 
@@ -80,7 +80,7 @@ def long_list(rng: Random) -> str:
 
 
 def hostile(rng: Random) -> str:
-    """Some JSON value, or what only looks like one."""
+    """Any JSON value, or text that only resembles one."""
     kinds: tuple[tuple[float, Callable[[], str]], ...] = (
         (5, lambda: rng.choice(_TEXTS)),
         (6, lambda: rng.choice(_NUMBERS)),
@@ -93,7 +93,7 @@ def hostile(rng: Random) -> str:
 
 
 def metadata(annotation: Any) -> Iterator[Any]:
-    """Every limit that stands anywhere inside an annotation."""
+    """Every limit anywhere inside an annotation."""
     for part in get_args(annotation):
         yield from metadata(part)
     yield from getattr(annotation, "__metadata__", ())
@@ -116,7 +116,7 @@ def limits(model: type[BaseModel]) -> list[tuple[str, str]]:
 
 
 def _flat(parts: list[Any]) -> Iterator[Any]:
-    """pydantic keeps some limits inside of a FieldInfo."""
+    """The metadata, flattened, because pydantic keeps some limits inside of a FieldInfo."""
     for part in parts:
         if hasattr(part, "metadata"):
             yield from _flat(part.metadata)
@@ -137,7 +137,7 @@ def _of_len(size: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What is sent to which path, and what kind of attack it is."""
+    """A body, the path it goes to, and the kind of its attack."""
 
     kind: str
     path: str
@@ -195,7 +195,7 @@ def _written(fields: Mapping[str, str], rng: Random) -> str:
 
 
 def _spoiled(content: bytes, rng: Random) -> bytes:
-    """Not quite the JSON that it was."""
+    """A JSON text, changed in one way that may make it invalid."""
     at = rng.randrange(len(content) + 1)
     ways: tuple[Callable[[], bytes], ...] = (
         lambda: content[:at],

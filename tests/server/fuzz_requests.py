@@ -31,7 +31,7 @@ _METHODS = ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "CONNEC
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is sent, and what may come back."""
+    """The bytes of a case, and the answers that are allowed."""
 
     kind: str
     raw: bytes
@@ -58,7 +58,7 @@ def _around(hostile: Body, rng: Random) -> Case:
 
 
 def _headers(rng: Random) -> Case:
-    """Huge ones, many, and none that is one."""
+    """Headers that are huge, many, or malformed."""
     name, value = "X-A", "b"
     count, kind = 1, rng.choice(["long value", "many", "long name", "odd"])
     if kind == "many":
@@ -114,7 +114,7 @@ def _lengths(rng: Random) -> Case:
 
 
 def _chunked(rng: Random) -> Case:
-    """Chunks that are wrong in one way, or right."""
+    """Chunks that are wrong in one way, or valid."""
     size = b"%x" % len(_GOOD)
     chunks = rng.choice(
         [
@@ -148,7 +148,7 @@ def _targets(rng: Random) -> Case:
 
 
 def _lines(rng: Random) -> Case:
-    """What is no HTTP, or another version of it."""
+    """Request lines that are no HTTP, or another version of it."""
     raw = rng.choice(
         [
             *(
@@ -190,7 +190,7 @@ def _pipelined(rng: Random) -> Case:
 
 
 def _cut(rng: Random) -> Case:
-    """A request that ends somewhere, also inside of its head."""
+    """A request that ends anywhere, also inside of its head."""
     raw = request(_GOOD, headers=(_JSON,))
     return Case("cut", raw[: rng.randrange(1, len(raw))], may_be_silent=True)
 

@@ -39,7 +39,7 @@ QUESTIONS = [
 
 
 def evaluate(folder: Path, model: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the harness finds."""
+    """The log-likelihoods and the accuracy that the harness finds."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -63,7 +63,7 @@ def evaluate(folder: Path, model: str, arguments: dict[str, Any]) -> dict[str, A
 
 
 def main(folder: Path, url: str) -> None:
-    """Both models, in this order: what the harness calls them, and what they are given."""
+    """Run both models in this order, with the harness's names and arguments for them."""
     from model_runtime.loading.checkpoint import EMBEDDED_MODEL
 
     data = folder / "test.jsonl"

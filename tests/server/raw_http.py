@@ -1,4 +1,4 @@
-"""Bytes to a server and its answers back, over a plain socket: no client library's opinion."""
+"""Bytes to a server and its answers back, over a plain socket without a client library."""
 
 import re
 import socket
@@ -12,12 +12,12 @@ _PIECE = 65536
 
 
 class NoAnswerError(AssertionError):
-    """The server kept the connection open and said nothing for the whole time."""
+    """The server kept the connection open and sent nothing for the whole time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer; `is_whole` is false where the connection ended inside it."""
+    """One answer; `is_whole` is false if the connection ended inside it."""
 
     status: int
     head: str
@@ -26,7 +26,7 @@ class Reply:
 
 
 def address_of(url: str) -> tuple[str, int]:
-    """Host and port."""
+    """The host and the port of a URL."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     assert parts.port is not None

@@ -1,4 +1,4 @@
-"""One client of a soak: it asks, retries, leaves, and writes down what it saw."""
+"""One client of a soak: it sends requests, retries, leaves, and counts the outcomes."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ _LIMIT_S = 120
 
 @dataclass
 class Tally:
-    """What clients saw. What cannot be known is counted apart."""
+    """The outcomes that clients saw; those that cannot be known are counted apart."""
 
     outcomes: Counter[str] = field(default_factory=Counter)  # one for each request of a plan
     http: Counter[tuple[str, int]] = field(default_factory=Counter)  # (path, status)
@@ -34,7 +34,7 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
     def add(self, other: "Tally") -> None:
-        """What another client saw."""
+        """Add the tally of another client."""
         for name in ("outcomes", "http", "finished", "rejected", "left_whole"):
             getattr(self, name).update(getattr(other, name))
         for name in ("prompt_tokens", "generated_tokens", "num_left", "left_tokens"):
@@ -44,12 +44,12 @@ class Tally:
 
     @property
     def num_asked(self) -> int:
-        """HTTP requests, retries included."""
+        """The number of HTTP requests, retries included."""
         return self.http.total() + self.left_whole.total()
 
 
 class SoakClient:
-    """Asks one after another until `over` is set."""
+    """A client that sends one request after another until `over` is set."""
 
     def __init__(self, url: str, seed: int, number: int) -> None:
         self.tally = Tally()
@@ -60,7 +60,7 @@ class SoakClient:
         self._rng = Random(f"{seed}/{number}/pauses")
 
     def run(self, over: threading.Event, *, may_leave: bool) -> Tally:
-        """What was seen since the last run."""
+        """Send requests until `over` is set; returns the tally of this run."""
         self.tally = Tally()
         with httpx.Client(timeout=_LIMIT_S) as http:
             while not over.is_set():
@@ -74,7 +74,7 @@ class SoakClient:
         return self.tally
 
     def _served(self, http: httpx.Client, asked: Ask, over: threading.Event) -> str:
-        """The one outcome of a request; a full queue is asked again."""
+        """The one outcome of a request; after a full queue it is sent again."""
         for _ in range(_MOST_RETRIES):
             outcome = self._once(http, asked)
             if outcome != "queue_full":
@@ -189,13 +189,13 @@ _JSON = {"Content-Type": "application/json"}
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """Of any shape of a choice."""
+    """The text of a choice of any shape."""
     inner = choice.get("message") or choice.get("delta")
     return str(choice["text"] if inner is None else inner["content"])
 
 
 def alone(url: str, asked: Ask) -> list[str]:
-    """The texts of a request that nobody else disturbs."""
+    """The texts of a request that runs alone."""
     body = {**json.loads(asked.body), "stream": False, "stream_options": None}
     answer = httpx.post(f"{url}{asked.path}", json=body, timeout=_LIMIT_S)
     answer.raise_for_status()

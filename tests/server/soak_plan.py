@@ -1,4 +1,4 @@
-"""What a soak asks: a mixture of everything, from a seed, a client's number and a count."""
+"""The requests of a soak: a mixture of everything, from a seed, a client's number and a count."""
 
 import json
 from collections.abc import Mapping

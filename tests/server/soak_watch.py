@@ -1,4 +1,4 @@
-"""Memory, descriptors and throughput of a server under load, over time; and whether they grow."""
+"""Memory, descriptors and throughput of a server under load, over time, and their trends."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def rss_mib(pid: int) -> float:
 
 
 def peak_mib(pid: int) -> float:
-    """The most that it ever was."""
+    """The largest resident memory that the process ever had."""
     return _mib(pid, "VmHWM")
 
 
@@ -43,7 +43,7 @@ def num_descriptors(pid: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What was seen at one time."""
+    """The figures of one moment."""
 
     seconds: float  # since the beginning
     rss_mib: float
@@ -55,7 +55,7 @@ class Moment:
 
 
 class Watch:
-    """Looks every second, in a thread, until the block ends."""
+    """A thread that takes the figures every second until the block ends."""
 
     def __init__(self, server: Server) -> None:
         self.moments: list[Moment] = []
@@ -114,7 +114,7 @@ class Trend:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Trend":
-        """Of values at equal distances. Neither test assumes a distribution."""
+        """The trend of values at equal distances; neither test assumes a distribution."""
         count = len(values)
         pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
         score = sum((values[j] > values[i]) - (values[j] < values[i]) for i, j in pairs)
@@ -132,7 +132,7 @@ class Trend:
 
 
 def write(folder: Path, moments: Sequence[Moment], summary: dict[str, object]) -> None:
-    """soak.json and soak.png."""
+    """Write soak.json and soak.png."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {**summary, "moments": [asdict(moment) for moment in moments]}
     (folder / "soak.json").write_text(json.dumps(found, indent=1))
@@ -161,7 +161,7 @@ def _plot(path: Path, moments: Sequence[Moment]) -> None:
 
 
 def wait_for(condition: Callable[[], bool], limit_s: float = 20) -> bool:
-    """Whether it came true in time."""
+    """Wait until a condition holds; returns whether it did in time."""
     deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The command: its help, its banner, and how it ends when it cannot serve."""
+"""The command: its help, its banner, and its end if it cannot serve."""
 
 import shutil
 import signal
@@ -16,7 +16,7 @@ from tests.processes import Server, command, run_here, run_to_end
 
 
 def test_help_lists_every_setting() -> None:
-    """As a flag and as a variable."""
+    """Each setting is shown as a flag and as a variable."""
     text = run_here("serve", "--help").stdout
     for name in ServeSettings.model_fields:
         if name != "model":
@@ -25,7 +25,7 @@ def test_help_lists_every_setting() -> None:
 
 
 def test_banner_says_what_an_operator_needs(server: Server) -> None:
-    """model, lengths, tiers, cache and address"""
+    """The lines are the model, its lengths, the tiers, the cache and the address."""
     for line in (
         "model            LlamaForCausalLM, cpu, float32",
         "deployment       ropewalk-demo",
@@ -63,7 +63,7 @@ def test_banner_says_what_an_operator_needs(server: Server) -> None:
 def test_settings_that_do_not_fit_the_model_are_refused(
     flags: dict[str, str], message: str
 ) -> None:
-    """by the setting's or the block's field"""
+    """The message names the field of the setting or of the rope block."""
     with pytest.raises(SettingsError, match=message):
         load_service(load_settings(flags))
 
@@ -80,7 +80,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(
 def test_what_cannot_be_served_ends_with_a_sentence_and_code_2(
     arguments: list[str], message: str
 ) -> None:
-    """and without a traceback"""
+    """No traceback is printed."""
     ended = run_to_end("serve", *arguments)
     assert ended.returncode == 2
     assert f"ropewalk: {message}" in ended.stderr
@@ -98,7 +98,10 @@ def test_a_broken_checkpoint_ends_with_a_sentence_and_code_2(tmp_path: Path) -> 
 
 
 def test_what_a_library_refuses_while_a_model_is_loaded_is_a_sentence() -> None:
-    """The number type, the device, the reason and another setting; code 2 and no traceback."""
+    """The number type, the device, the reason and another setting are named.
+
+    A traceback is printed only with ROPEWALK_TRACEBACK.
+    """
     ended = run_to_end("serve", "--dtype", "bfloat16", "--port", "0", module="tests.server.unfit")
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
@@ -114,14 +117,14 @@ def test_what_a_library_refuses_while_a_model_is_loaded_is_a_sentence() -> None:
 
 
 def test_tokens_are_sent_without_nagles_delay() -> None:
-    """asyncio turns it off only where the listening socket says that it is TCP"""
+    """Asyncio turns Nagle off only if the listening socket's protocol is TCP."""
     listener = _bound_socket(load_settings({"port": "0"}))
     with listener:
         assert listener.proto == socket.IPPROTO_TCP
 
 
 def test_an_interrupt_ends_the_process(tmp_path: Path) -> None:
-    """cleanly"""
+    """The exit is by the signal or with code 0, without a traceback."""
     log = (tmp_path / "log").open("w+")
     process = subprocess.Popen(command("serve", "--port", "0"), stderr=log, text=True)
     try:

@@ -1,4 +1,4 @@
-"""/metrics counts what was sent, by the length of its context; a closed connection frees pages."""
+"""/metrics counts requests by the length of their context; a closed connection frees pages."""
 
 import bisect
 import time
@@ -20,7 +20,7 @@ SENT = [(10, 5), (10, 10), (200, 3), (250, 20), (256, 1), (257, 4), (600, 7), (1
 
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[Server]:
-    """A server that only this file talks to."""
+    """A server that only this file uses."""
     with running_server() as running:
         yield running
 
@@ -46,7 +46,7 @@ def bucket(context_len: int) -> str:
 
 
 def test_histograms_count_what_was_sent(fresh: Server) -> None:
-    """first tokens and ends once a request, gaps once a further token"""
+    """First tokens and ends count once per request, gaps once per further token."""
     before = samples(fresh)
     for num_prompt, max_tokens in SENT:
         answer = httpx.post(
@@ -80,7 +80,7 @@ def test_histograms_count_what_was_sent(fresh: Server) -> None:
 
 
 def test_requests_are_counted_by_what_was_applied(fresh: Server) -> None:
-    """deployment, method, factor and reason"""
+    """The labels are the deployment, the method, the factor and the finish reason."""
     labels = {"deployment": "ropewalk-demo", "finish_reason": "length"}
     before = samples(fresh)
     bodies = [
@@ -107,7 +107,7 @@ def test_requests_are_counted_by_what_was_applied(fresh: Server) -> None:
 
 
 def test_cached_tokens_and_rescales_are_counted(fresh: Server) -> None:
-    """by deployment and policy"""
+    """The same request under `grow` runs twice, and the second finds the prefix."""
     before = samples(fresh)
     body = {"prompt": [11] * 200, "max_tokens": 100, "ignore_eos": True}
     for _ in range(2):
@@ -135,7 +135,7 @@ def test_cached_tokens_and_rescales_are_counted(fresh: Server) -> None:
     ],
 )
 def test_refusals_are_counted_by_reason(fresh: Server, body: dict[str, Any], reason: str) -> None:
-    """in the server's own words, never the client's; a body that fails the schema, too"""
+    """The reasons are the server's own words; a body that fails the schema has one too."""
     before = samples(fresh)
     assert httpx.post(f"{fresh.url}/v1/completions", json=body).status_code in (400, 404)
     after = samples(fresh)
@@ -149,7 +149,7 @@ def test_refusals_are_counted_by_reason(fresh: Server, body: dict[str, Any], rea
 
 
 def test_http_requests_are_counted_by_route_template_and_status(fresh: Server) -> None:
-    """a path that is no route is `other`, whatever it says"""
+    """An unknown path counts as `other`, so its text never becomes a label."""
 
     def count(method: str, route: str, status: str) -> float:
         labels = (("method", method), ("route", route), ("status", status))
@@ -176,7 +176,7 @@ def test_http_requests_are_counted_by_route_template_and_status(fresh: Server) -
 
 
 def test_steps_are_timed_by_part(fresh: Server) -> None:
-    """one step a token for a request that is alone; every part has its series and takes time"""
+    """A request alone takes one step per token, and every part takes some time."""
     parts = ("schedule", "build", "forward", "sample", "detokenize", "deliver")
     name = "ropewalk_step_seconds_total"
     before = samples(fresh)
@@ -198,7 +198,7 @@ def test_steps_are_timed_by_part(fresh: Server) -> None:
 
 
 def test_the_build_and_the_size_of_the_cache_are_told(fresh: Server) -> None:
-    """as gauges"""
+    """Both are gauges."""
     from importlib.metadata import version
 
     assert value(fresh, "build_info", version=version("ropewalk")) == 1
@@ -207,7 +207,7 @@ def test_the_build_and_the_size_of_the_cache_are_told(fresh: Server) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_closed_connection_frees_its_pages(fresh: Server, stream: bool) -> None:  # noqa: FBT001
-    """streamed or not"""
+    """The answer may be streamed or not."""
     labels = {"deployment": "ropewalk-demo", "rope_type": "yarn", "factor": "8"}
     body = {"prompt": [7] * 300, "max_tokens": 1700, "ignore_eos": True, "stream": stream}
 
@@ -234,7 +234,7 @@ def test_a_closed_connection_frees_its_pages(fresh: Server, stream: bool) -> Non
 
 
 def test_health_and_ready(fresh: Server) -> None:
-    """while the engine runs"""
+    """Both routes answer 200 while the engine runs."""
     for route in ("health", "ready"):
         answer = httpx.get(f"{fresh.url}/{route}")
         assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
@@ -253,7 +253,7 @@ def test_health_and_ready(fresh: Server) -> None:
 def test_default_buckets_have_fractions_and_multiples_of_the_trained_length(
     native_len: int, max_len: int, expected: list[int]
 ) -> None:
-    """at most twelve with +Inf; the last holds the longest context"""
+    """There are at most twelve with +Inf, and the last holds the longest context."""
     found = default_context_buckets(native_len, max_len)
     assert list(found) == expected
     assert len(found) < MAX_CONTEXT_BUCKETS

@@ -1,8 +1,8 @@
 """Cases that schemathesis makes from the live OpenAPI document, against a real process.
 
-The document's own limits are tried, from both sides. Contexts are short instead of max_tokens
-being held back, so that every field keeps every value. FUZZ_CASES and FUZZ_SEED as in
-test_raw_fuzz.py; a failure prints a curl command.
+The document's own limits are tried, from both sides. Contexts are short instead of max_tokens being
+held back, so that every field keeps every value. FUZZ_CASES and FUZZ_SEED as in test_raw_fuzz.py; a
+failure prints a curl command.
 """
 
 import time
@@ -32,7 +32,7 @@ _MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 
 
 def description(server: Server) -> Any:
-    """What the server says of itself."""
+    """The server's own OpenAPI document, read by schemathesis."""
     return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
 
 
@@ -42,7 +42,7 @@ def operations(server: Server) -> list[Any]:
 
 
 def checks(*names: str) -> list[Any]:
-    """Schemathesis's, by name."""
+    """Checks of schemathesis, by name."""
     return [getattr(schemathesis.checks, name) for name in names]
 
 
@@ -55,7 +55,7 @@ CHECKS = checks(
 
 
 def send(case: Any, session: requests.Session, statuses: Counter[int]) -> None:
-    """One case, and what must hold of its answer."""
+    """Send one case and check its answer."""
     response = case.call(session=session, timeout=30)
     statuses[response.status_code] += 1
     num_bytes = len(response.content)
@@ -68,7 +68,7 @@ def send(case: Any, session: requests.Session, statuses: Counter[int]) -> None:
 def generated(
     operation: Any, mode: GenerationMode, num_cases: int, session: requests.Session
 ) -> Counter[int]:
-    """Sends so many random cases of an operation; statuses by number."""
+    """Send so many random cases of an operation; returns the statuses by number."""
     statuses: Counter[int] = Counter()
 
     @seed(SEED)
@@ -99,7 +99,10 @@ def coverage(operation: Any, session: requests.Session) -> Counter[int]:
 
 @pytest.mark.timeout(0 if NUM_CASES > 5000 else 300)
 def test_what_the_document_describes_is_served_as_described(attacked: Server) -> None:
-    """systematic cases, then random ones that fit and that do not; the same answer afterwards"""
+    """Systematic cases come first, then random ones, valid and invalid.
+
+    A greedy completion has the same answer before and after.
+    """
     say(f"\nFUZZ_SEED={SEED} FUZZ_CASES={NUM_CASES}")
     before, began, num_cases = greedy(attacked), time.monotonic(), 0
     first_line = len(attacked.log)
@@ -128,7 +131,7 @@ def test_what_the_document_describes_is_served_as_described(attacked: Server) ->
 def test_statuses_and_content_types_are_in_the_document(
     attacked: Server, method: str, path: str, body: Any
 ) -> None:
-    """what is answered is what was promised"""
+    """Schemathesis checks each answer against the document."""
     operation = description(attacked)[path][method]
     given_body = {} if body is None else {"body": body, "media_type": "application/json"}
     case = operation.Case(**given_body)

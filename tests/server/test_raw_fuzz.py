@@ -1,4 +1,4 @@
-"""Hostile bytes over plain sockets: answered briefly or refused, and nothing is left behind.
+"""Hostile bytes over plain sockets are answered briefly or refused, and leave no trace.
 
 FUZZ_CASES, FUZZ_SEED and FUZZ_FIRST choose which cases; a failure prints the line that repeats it.
 """
@@ -46,7 +46,7 @@ _LEAST_HEALTH_S = 0.005  # below it, three times the idle median is noise of two
 
 @dataclass
 class Seen:
-    """What all workers saw."""
+    """The answers that all workers saw."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
@@ -55,7 +55,7 @@ class Seen:
 
 
 def problem(sent: Case, replies: list[Reply]) -> str | None:
-    """What is wrong with the answers; None: nothing."""
+    """The fault of the answers, or None."""
     if not replies and not sent.may_be_silent and len(sent.raw) < 30_000:
         return "closed without an answer"
     for reply in replies:
@@ -71,7 +71,7 @@ def problem(sent: Case, replies: list[Reply]) -> str | None:
 
 
 def attack(address: tuple[str, int], number: int, seen: Seen) -> None:
-    """One case."""
+    """Send one case and note its answers."""
     sent = case(SEED, number)
     seen.kinds[sent.kind] += 1
     wrong: str | None
@@ -93,7 +93,7 @@ def attack(address: tuple[str, int], number: int, seen: Seen) -> None:
 
 @contextmanager
 def watched_health(url: str, seen: Seen) -> Iterator[None]:
-    """Asks /health all the while."""
+    """Request /health all the while."""
     over = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask_health, url, 1_000_000, 0.03, over)
@@ -106,7 +106,7 @@ def watched_health(url: str, seen: Seen) -> Iterator[None]:
 
 @pytest.mark.timeout(0 if NUM_CASES > 5000 else 300)
 def test_hostile_bytes_are_answered_briefly_and_leave_nothing(attacked: Server) -> None:
-    """no 5xx, no long answer, no echo; health meanwhile, and the same completion afterwards"""
+    """There is no 5xx, no long answer and no echo, and /health stays quick meanwhile."""
     say(f"\nFUZZ_SEED={SEED} FUZZ_FIRST={FIRST} FUZZ_CASES={NUM_CASES}")
     seen, address, first_line = Seen(), address_of(attacked.url), len(attacked.log)
     before = greedy(attacked)
@@ -138,7 +138,7 @@ def test_hostile_bytes_are_answered_briefly_and_leave_nothing(attacked: Server) 
     ids=["key of logit_bias", "name in the path"],
 )
 def test_a_long_name_makes_a_short_answer(attacked: Server, raw: bytes) -> None:
-    """wherever a client may choose one"""
+    """Every place where a client may choose a name is tried."""
     (reply,) = exchange(address_of(attacked.url), raw)
     assert reply.status in {400, 404}
     assert len(reply.body) < 2000
@@ -146,7 +146,7 @@ def test_a_long_name_makes_a_short_answer(attacked: Server, raw: bytes) -> None:
 
 
 def test_an_unknown_field_that_is_no_unicode_is_a_mistake_of_the_client(attacked: Server) -> None:
-    """half of a surrogate pair, escaped as JSON allows"""
+    """The name is half of a surrogate pair, escaped as JSON allows."""
     raw = request(b'{"prompt": "a", "\\ud800": 1}')
     (reply,) = exchange(address_of(attacked.url), raw)
     assert reply.status == 400
@@ -154,7 +154,7 @@ def test_an_unknown_field_that_is_no_unicode_is_a_mistake_of_the_client(attacked
 
 @pytest.mark.parametrize("body", [b'{"prompt": ' + b"9" * 5000 + b"}", b'{"prompt": "\xff"}'])
 def test_every_refused_body_is_counted(attacked: Server, body: bytes) -> None:
-    """as invalid, like any other that is no JSON"""
+    """The reason is `invalid`, as for any other body that is no JSON."""
     before = value(attacked, "requests_rejected_total", reason="invalid")
     (reply,) = exchange(address_of(attacked.url), request(body))
     assert reply.status == 400
@@ -162,7 +162,7 @@ def test_every_refused_body_is_counted(attacked: Server, body: bytes) -> None:
 
 
 def test_a_large_body_costs_little_more_than_itself(attacked: Server) -> None:
-    """under max_body_bytes; most that the process ever held, from /proc"""
+    """The body is below max_body_bytes; /proc gives the peak of the process's memory."""
     before_mib = rss_mib(attacked.pid)
     raw = request(b'{"prompt": "' + b"a" * (7 * 2**20) + b'"}')
     (reply,) = exchange(address_of(attacked.url), raw, limit_s=60)

@@ -1,4 +1,4 @@
-"""Clients that are slow on purpose: others are still served, and everything is freed afterwards."""
+"""Clients that are slow on purpose do not delay others, and everything is freed afterwards."""
 
 import os
 import statistics
@@ -78,7 +78,7 @@ def opened(server: Server, count: int, *, tiny: bool = False) -> Iterator[list[s
 
 
 def drip(socks: Sequence[socket], sent: bytes, first: int, over: threading.Event) -> None:
-    """A byte to each of them five times a second, after the first ones at once."""
+    """Send a byte to each of them five times a second, after the first ones at once."""
     for number in range(len(sent) - first):
         piece = sent[:first] if number == 0 else sent[first + number : first + number + 1]
         for sock in socks:
@@ -89,7 +89,7 @@ def drip(socks: Sequence[socket], sent: bytes, first: int, over: threading.Event
 
 
 def is_closed(sock: socket) -> bool:
-    """Whether the server has ended it, with or without an answer."""
+    """Whether the server has closed the connection, with or without an answer."""
     sock.settimeout(0.001)
     try:
         while sock.recv(65536):
@@ -102,12 +102,12 @@ def is_closed(sock: socket) -> bool:
 
 
 def idle_health_s(server: Server) -> float:
-    """Median of /health when nothing else is going on."""
+    """The median time of /health while the server is idle."""
     return statistics.median(ask_health(server.url, 100, 0.005, threading.Event()))
 
 
 def others_are_served(server: Server, idle_s: float, seconds: float) -> None:
-    """Health as quick as ever, by the median, and completions as they always are."""
+    """Check that /health has its usual median time and that completions are the same."""
     expected, took = greedy(server), []
     until = time.monotonic() + seconds
     health_s: list[float] = []
@@ -124,7 +124,7 @@ def others_are_served(server: Server, idle_s: float, seconds: float) -> None:
 
 
 def all_is_freed(server: Server, descriptors: int) -> None:
-    """Descriptors as before, no page held, and it still serves."""
+    """Check that descriptors are as before, no page is held, and requests are served."""
     assert wait_for(lambda: num_descriptors(server.pid) <= descriptors), (
         f"{num_descriptors(server.pid)} descriptors, {descriptors} before"
     )
@@ -141,7 +141,7 @@ def all_is_freed(server: Server, descriptors: int) -> None:
 def test_requests_that_come_byte_by_byte_hold_nobody_up(
     patient: Server, sent: bytes, first: int, limit: str
 ) -> None:
-    """fifty of them; where the server has a limit, it closes them itself"""
+    """Fifty come at once; if the server has a limit, then it closes them itself."""
     idle_s, descriptors, over = (
         idle_health_s(patient),
         num_descriptors(patient.pid),
@@ -162,7 +162,7 @@ def test_requests_that_come_byte_by_byte_hold_nobody_up(
 
 
 def test_more_idle_connections_than_allowed_hold_nobody_up(patient: Server) -> None:
-    """the descriptors stay under the cap, where there is one"""
+    """If there is a cap, then the open descriptors stay below it."""
     idle_s, descriptors = idle_health_s(patient), num_descriptors(patient.pid)
     most = _LIMITS["max_connections"]
     with opened(patient, most + 100) as socks:
@@ -176,7 +176,7 @@ def test_more_idle_connections_than_allowed_hold_nobody_up(patient: Server) -> N
 
 
 def test_streams_that_nobody_reads_hold_nobody_up(patient: Server) -> None:
-    """sixty-four; the memory for what they do not take is bounded"""
+    """Sixty-four streams run, and the memory for their unread outputs is bounded."""
     idle_s, descriptors = idle_health_s(patient), num_descriptors(patient.pid)
     before_mib, finished = rss_mib(patient.pid), answered(patient)
     with opened(patient, _STREAMS, tiny=True) as socks:
@@ -201,7 +201,7 @@ def test_streams_that_nobody_reads_hold_nobody_up(patient: Server) -> None:
     "raw", [_STREAM, _PIPELINED], ids=["a stream", "whole answers, one after another"]
 )
 def test_who_takes_nothing_is_let_go(patient: Server, raw: bytes) -> None:
-    """or a thousand such clients hold every connection for ever"""
+    """Otherwise a thousand such clients would hold every connection for ever."""
     descriptors = num_descriptors(patient.pid)
     limit_s = _LIMITS["send_timeout_seconds"] + 7
     try:
@@ -215,7 +215,7 @@ def test_who_takes_nothing_is_let_go(patient: Server, raw: bytes) -> None:
 
 
 def answered(server: Server) -> int:
-    """Requests to /v1/completions that are over."""
+    """The number of requests to /v1/completions that are over."""
     return sum(
         int(count)
         for (name, labels), count in samples(server).items()

@@ -1,4 +1,4 @@
-"""Mixed load on a small queue and a small cache: nothing lost, nothing leaked, every count right.
+"""Mixed load on a small queue and a small cache: no request lost, no leak, every count right.
 
 SOAK_SECONDS, SOAK_SEED and SOAK_OUT (a folder for soak.json and soak.png) as in
 docs/reliability.md.
@@ -68,7 +68,7 @@ def counts(server: Server) -> Counter[tuple[str, str]]:
 
 
 def load(clients: list[SoakClient], seconds: float, *, may_leave: bool) -> Tally:
-    """All clients together for so long; each ends after its last answer."""
+    """Run all clients for so long; each ends after its last answer."""
     over, together = threading.Event(), Tally()
     with ThreadPoolExecutor(len(clients)) as pool:
         running = [pool.submit(each.run, over, may_leave=may_leave) for each in clients]
@@ -80,7 +80,7 @@ def load(clients: list[SoakClient], seconds: float, *, may_leave: bool) -> Tally
 
 
 def check_counts(grown: Counter[tuple[str, str]], seen: Tally) -> None:
-    """The server's counters say what the clients saw; to the bounds of what nobody saw."""
+    """Compare the server's counters with the clients' tallies, within the unknown ones."""
     total = {reason: grown["requests", reason] for reason in ("stop", "length", "abort", "error")}
     rejected = Counter(
         {label: n for (name, label), n in grown.items() if name == "requests_rejected" and n}
@@ -112,7 +112,7 @@ def check_counts(grown: Counter[tuple[str, str]], seen: Tally) -> None:
 
 
 def soaked(server: Server, seconds: float, clients: list[SoakClient], *, may_leave: bool) -> Tally:
-    """A phase of load and, when it is idle again, its counts."""
+    """Run one phase of load and, when the server is idle again, check its counts."""
     before = counts(server)
     seen = load(clients, seconds, may_leave=may_leave)
     gauges = wait_until_idle(server)
@@ -135,7 +135,7 @@ def _num_http(server: Server, before: Counter[tuple[str, str]]) -> int:
 
 
 def trend_of(moments: Sequence[Moment]) -> Trend:
-    """Of memory, over the last half; none where too little was seen."""
+    """The trend of memory over the last half; no trend if too few seconds were seen."""
     last = moments[len(moments) // 2 :]
     settled = [each.rss_mib for each in last if each.generated_tokens >= _SETTLED_TOKENS]
     if len(settled) < _LEAST_SECONDS:
@@ -146,7 +146,7 @@ def trend_of(moments: Sequence[Moment]) -> Trend:
 
 @dataclass(frozen=True)
 class Soak:
-    """What is left to look at when the load is over."""
+    """The results of the load."""
 
     server: Server
     seen: Tally
@@ -178,7 +178,7 @@ def soak(small: Server) -> Soak:
 
 @pytest.mark.timeout(SECONDS + 300)
 def test_nothing_is_lost_or_answered_twice(soak: Soak) -> None:
-    """one outcome each, ids that differ, and greedy texts as they are when asked alone"""
+    """Request ids differ, and a sample of greedy texts equals the same requests alone."""
     seen = soak.seen
     assert len(set(seen.ids)) == len(seen.ids) == seen.outcomes["answered"]
     sample = Random(SEED).sample(seen.greedy, min(_SAMPLE, len(seen.greedy)))
@@ -190,7 +190,7 @@ def test_nothing_is_lost_or_answered_twice(soak: Soak) -> None:
 
 @pytest.mark.timeout(SECONDS + 300)
 def test_the_load_reached_what_it_was_made_for(soak: Soak) -> None:
-    """preemptions, shared prefixes, crossings, full queues, clients that left"""
+    """This means preemptions, shared prefixes, crossings, full queues and clients that left."""
     names = ["prefix_cache_hits"]
     # On a slow machine, or in a short run, too few are asked for and run at once.
     if soak.seen.outcomes["answered"] > 100:
@@ -206,7 +206,7 @@ def test_the_load_reached_what_it_was_made_for(soak: Soak) -> None:
 
 @pytest.mark.timeout(SECONDS + 300)
 def test_descriptors_and_pages_are_back(soak: Soak) -> None:
-    """as many as before, and nothing went wrong in the log"""
+    """There are no more than before, and the log has no traceback."""
     pid = soak.server.pid
     assert wait_for(lambda: num_descriptors(pid) <= soak.num_descriptors), num_descriptors(pid)
     assert not any(wait_until_idle(soak.server).values())
@@ -215,14 +215,14 @@ def test_descriptors_and_pages_are_back(soak: Soak) -> None:
 
 @pytest.mark.timeout(SECONDS + 300)
 def test_memory_is_flat(soak: Soak) -> None:
-    """little above the warm-up, and no trend over the last half of a run that is long enough"""
+    """It ends little above the warm-up, without a trend in the last half of a long run."""
     assert soak.end_mib <= soak.warm_mib * (1 + _MOST_GROWTH)
     rises = soak.trend.p_rising < _CHANCE and soak.trend.rise > _MOST_TREND * soak.end_mib
     assert not rises, soak.trend
 
 
 def test_a_trend_is_seen_and_noise_is_none() -> None:
-    """a leak of a tenth of the noise a second; the same noise without it"""
+    """The leak is a tenth of the noise per second; the noise alone gives no trend."""
     rng = Random(0)
     noise = [600 + rng.gauss(0, 1) for _ in range(120)]
     assert Trend.of(noise).p_rising > 0.01
@@ -234,6 +234,6 @@ def test_a_trend_is_seen_and_noise_is_none() -> None:
 
 @pytest.mark.parametrize(("first_token", "is_seen"), [(_SETTLED_TOKENS, True), (0, False)])
 def test_a_trend_is_looked_for_when_caches_are_full(first_token: int, *, is_seen: bool) -> None:
-    """a leak of a MiB a second, after enough work and before"""
+    """The same leak of a MiB per second is ignored before enough tokens are generated."""
     moments = [Moment(at, 600 + at, 20, first_token + at, 0, 0, 0) for at in range(120)]
     assert (trend_of(moments).p_rising < _CHANCE) is is_seen

@@ -1,4 +1,4 @@
-"""A release is known by its number, installed or not."""
+"""A release is known by its number, whether it is installed or not."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def test_sources_that_were_never_installed_know_their_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """as on a machine that gets a checkout and nothing else"""
+    """The machine has only a checkout, so the package's metadata is missing."""
 
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)

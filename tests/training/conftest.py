@@ -14,24 +14,24 @@ NATIVE_LEN = 256
 
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
-    """Forty training documents"""
+    """Forty training documents."""
     return [each.text for each in library_documents(held_out=False)[:40]]
 
 
 @pytest.fixture(scope="session")
 def tokenizer(texts: list[str]) -> Tokenizer:
-    """600 tokens"""
+    """A tokenizer of 600 tokens."""
     return train_tokenizer(texts, 600)
 
 
 @pytest.fixture(scope="session")
 def corpus(tokenizer: Tokenizer, texts: list[str]) -> Corpus:
-    """Thirty documents of the library, ten in the place of tests and of held-out text"""
+    """Thirty library documents, and ten for both tests and held-out text."""
     tokens = [np.array([*tokenizer.encode(text).ids, EOS_ID], dtype=np.int64) for text in texts]
     return Corpus(tokenizer, tokens[:30], tokens[30:], tokens[30:])
 
 
 @pytest.fixture
 def shape() -> Shape:
-    """Two layers, a sixteenth of the width"""
+    """A network of two layers with a sixteenth of the width."""
     return Shape(vocab=600, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96)

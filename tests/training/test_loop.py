@@ -1,4 +1,4 @@
-"""A run can stop at any time, and ends as if it had not."""
+"""A run can stop at any time, and its result is that of an uninterrupted run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ def _training(corpus: Corpus, shape: Shape, schedule: Schedule, folder: Path) ->
 def test_a_resumed_run_ends_as_one_that_never_stopped(
     corpus: Corpus, shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """the same weights, to the bit; stopped right after it had stored, and a step later"""
+    """Weights are equal to the bit, after a stop right behind a checkpoint or a step later."""
     monkeypatch.setattr(loop, "_MEASURE_EVERY", 2)
     whole = _training(corpus, shape, SCHEDULE, tmp_path / "whole")
     assert [each.step for each in whole.steps() if each] == [2, 4, 6]
@@ -43,7 +43,7 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(
 
 
 def test_training_learns(corpus: Corpus, shape: Shape, tmp_path: Path) -> None:
-    """thirty steps bring the held-out loss down by more than half a nat"""
+    """Thirty steps reduce the held-out loss by more than half a nat."""
     schedule = replace(SCHEDULE, steps=30, polish_steps=0)
     training = _training(corpus, shape, schedule, tmp_path)
     before = training._held_out_loss(loop.Kind.TEXT)
@@ -55,7 +55,7 @@ def test_training_learns(corpus: Corpus, shape: Shape, tmp_path: Path) -> None:
 def test_a_folder_of_another_run_is_refused(
     corpus: Corpus, shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """rather than mixed with it"""
+    """Otherwise the two runs would be mixed."""
     monkeypatch.setattr(loop, "_MEASURE_EVERY", 1)
     next(_training(corpus, shape, SCHEDULE, tmp_path).steps())
     other = replace(shape, qkv_bias=not shape.qkv_bias)
@@ -66,7 +66,7 @@ def test_a_folder_of_another_run_is_refused(
 
 
 def test_rates_rise_stay_and_fall() -> None:
-    """as the schedule says"""
+    """The rates follow the schedule."""
     schedule = Schedule(steps=1000, polish_steps=100)
     rates = [schedule.rate(step) for step in range(schedule.all_steps)]
     assert rates[0] == pytest.approx(1 / 40)

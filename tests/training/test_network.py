@@ -1,4 +1,4 @@
-"""The network is transformers' own, the planted circuit copies, Muon's steps are orthogonal."""
+"""The network is transformers' own, the planted circuit copies, and Muon's steps are orthogonal."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from training.shape import Shape
 
 
 def _shaken(network: Network) -> None:
-    """Every parameter moved, so that nothing is zero."""
+    """Move every parameter, so that no weight is zero."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -25,7 +25,7 @@ def _shaken(network: Network) -> None:
 
 @pytest.mark.parametrize("qkv_bias", [True, False])
 def test_losses_are_those_of_transformers(tmp_path: Path, shape: Shape, *, qkv_bias: bool) -> None:
-    """Qwen2 with biases, Llama without; within bfloat16's rounding"""
+    """The model is Qwen2 with biases and Llama without; the bound is bfloat16's rounding."""
     torch.manual_seed(0)
     network = Network(replace(shape, qkv_bias=qkv_bias))
     _shaken(network)
@@ -42,7 +42,7 @@ def test_losses_are_those_of_transformers(tmp_path: Path, shape: Shape, *, qkv_b
 
 
 def test_the_planted_circuit_copies_before_any_training() -> None:
-    """a random segment twice: the second copy is likelier than the first, by a tenth of a nat"""
+    """The second copy of a random segment is likelier by a tenth of a nat per token."""
     shape = Shape()
     torch.manual_seed(0)
     bare, planted = Network(shape), Network(shape)
@@ -61,7 +61,7 @@ def _gain_of_a_second_copy(network: Network) -> float:
 
 
 def test_steps_are_nearly_orthogonal() -> None:
-    """singular values between 0.5 and 1.3, wide and tall, in the gradient's own directions"""
+    """Singular values are between 0.5 and 1.3, for wide and tall gradients."""
     torch.manual_seed(0)
     for rows, columns in ((48, 32), (32, 48)):
         gradient = torch.randn(rows, columns)

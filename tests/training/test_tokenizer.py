@@ -1,4 +1,4 @@
-"""Any text has tokens and comes back; digits stand alone; the chat's marks."""
+"""Any text has tokens and comes back; digits stand alone; chats have their own marks."""
 
 from pathlib import Path
 
@@ -13,20 +13,20 @@ from training.tokenizer import ASSISTANT_ID, BOS_ID, EOS_ID, USER_ID, save_token
 @settings(max_examples=200, deadline=None)
 @given(text=st.text())
 def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
-    """all of Unicode, through bytes"""
+    """Bytes cover all of Unicode."""
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(tokens, skip_special_tokens=False) == text
 
 
 def test_digits_are_single_tokens(tokenizer: Tokenizer) -> None:
-    """five for a value"""
+    """A value has five digits and so five tokens."""
     tokens = tokenizer.encode("= 93175\n").ids
     digits = [tokenizer.decode([token]) for token in tokens]
     assert [each for each in digits if each.isdigit()] == list("93175")
 
 
 def test_a_chat_in_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """as transformers renders the saved template"""
+    """Transformers renders the saved template."""
     save_tokenizer(tokenizer, tmp_path, 256)
     saved = AutoTokenizer.from_pretrained(tmp_path)
     messages = [

@@ -1,4 +1,4 @@
-"""What a step reads: where needles stand, what counts, and that it can be had again."""
+"""The windows of a step: needles, the tokens that count, and repeatable draws."""
 
 import random
 import re
@@ -26,7 +26,7 @@ ASKED = re.compile(
 
 @pytest.fixture(scope="module")
 def windows(corpus: Corpus) -> Windows:
-    """Over the small corpus"""
+    """Windows over the small corpus."""
     return Windows(corpus.tokenizer, corpus.library, corpus.tests, NATIVE_LEN, seed=3)
 
 
@@ -49,7 +49,7 @@ def answers(tokenizer: Tokenizer, window: Piece) -> list[tuple[str, str]]:
 def test_an_answer_is_the_value_that_stands_before_it_under_that_key(
     windows: Windows, tokenizer: Tokenizer, kind: str
 ) -> None:
-    """fifty windows of each kind; an independent reading of their text"""
+    """Regular expressions read the text of fifty windows of each kind."""
     make: Callable[[random.Random], Piece] = getattr(windows, kind)
     num_answers = 0
     for seed in range(50):
@@ -68,7 +68,7 @@ def test_an_answer_is_the_value_that_stands_before_it_under_that_key(
 def test_a_definition_is_no_lesson_and_lies_between_whole_lines(
     windows: Windows, tokenizer: Tokenizer
 ) -> None:
-    """its digits are random; the text around it counts"""
+    """Its digits are random, so only the text around it counts."""
     lines = 0
     for seed in range(50):
         window = windows.needles(random.Random(seed))
@@ -84,7 +84,7 @@ def test_a_definition_is_no_lesson_and_lies_between_whole_lines(
 
 
 def test_every_window_is_whole_and_begins_with_bos(windows: Windows) -> None:
-    """[count, native_len + 1]; fillers do not count"""
+    """The shape is [count, native_len + 1], and the first token is ignored."""
     for step in range(30):
         batch = windows.batch(step, 8, LATE)
         assert batch.tokens.shape == batch.kinds.shape == (8, NATIVE_LEN + 1)
@@ -94,7 +94,7 @@ def test_every_window_is_whole_and_begins_with_bos(windows: Windows) -> None:
 
 
 def test_a_chat_is_turns(windows: Windows) -> None:
-    """user first; every answer ends with eos; another user's turn behind it"""
+    """The user comes first, and every answer ends with eos before the next user's turn."""
     for seed in range(30):
         window = windows.chat(random.Random(seed))
         assert window.tokens[1] == USER_ID
@@ -106,7 +106,7 @@ def test_a_chat_is_turns(windows: Windows) -> None:
 
 
 def test_repeats_repeat(windows: Windows) -> None:
-    """what counts as repeated stands at the same place of an earlier copy"""
+    """Tokens that count as repeated are at the same place of an earlier copy."""
     window = windows.repeats(random.Random(5))
     first = window.kinds.index(Kind.REPEAT)
     length = next(
@@ -116,7 +116,7 @@ def test_repeats_repeat(windows: Windows) -> None:
 
 
 def test_the_same_step_is_the_same_windows(corpus: Corpus, windows: Windows) -> None:
-    """in another object too; other steps and other seeds are others"""
+    """Another object gives the same windows; another step or seed gives others."""
     again = Windows(corpus.tokenizer, corpus.library, corpus.tests, NATIVE_LEN, seed=3)
     other = Windows(corpus.tokenizer, corpus.library, corpus.tests, NATIVE_LEN, seed=4)
     here = windows.batch(7, 8, EARLY)
@@ -127,7 +127,7 @@ def test_the_same_step_is_the_same_windows(corpus: Corpus, windows: Windows) -> 
 
 
 def test_what_is_held_out_is_not_trained_on() -> None:
-    """by name and by content; about a sixteenth"""
+    """Names and contents differ, and about a sixteenth is held out."""
     read = library_documents(held_out=False)
     held_out = library_documents(held_out=True)
     assert not {each.name for each in read} & {each.name for each in held_out}

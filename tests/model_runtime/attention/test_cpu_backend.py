@@ -69,7 +69,7 @@ class Case:
         )
 
     def exact(self, **options: Any) -> Tensor:
-        """The same in float64, token by token, from the textbook."""
+        """The same read in float64, token by token, by the textbook's formula."""
         rows = []
         token = 0
         for index, (context, queries) in enumerate(self.contexts):
@@ -132,7 +132,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "softcap", "sinks", "all"])
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_both_backends_equal_float64(options: dict[str, Any], share: float) -> None:
-    """mixed profiles, lengths and chunk sizes in one batch"""
+    """One batch mixes profiles, lengths and chunk sizes."""
     case = Case(share)
     expected = case.exact(**options)
     for backend in (TorchAttention, CpuAttention):
@@ -142,14 +142,14 @@ def test_both_backends_equal_float64(options: dict[str, Any], share: float) -> N
 
 @pytest.mark.parametrize("page_size", [8, 16, 64])
 def test_page_size_changes_nothing_but_rounding(page_size: int) -> None:
-    """the kernel is compiled once for each"""
+    """The kernel is compiled once for each page size; torch is the reference."""
     case = Case(page_size=page_size)
     expected = TorchAttention(case.batch).read(case.read())
     assert torch.allclose(CpuAttention(case.batch).read(case.read()), expected, atol=1e-5)
 
 
 def test_bfloat16_pages_are_read_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """their bits are widened where pairs would not be faster; sums are float32"""
+    """If products in pairs would not be faster, then bits are widened and sums are float32."""
     monkeypatch.setattr(attention_products, "pairs_pay", lambda: False)
     case = Case(dtype=torch.bfloat16)
     expected = TorchAttention(case.batch).read(case.read())
@@ -157,7 +157,7 @@ def test_bfloat16_pages_are_read_exactly(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_layer_without_rotation_ignores_the_profile() -> None:
-    """zero pairs: plain dot products"""
+    """Such a layer rotates zero pairs, so its scores are plain dot products."""
     case = Case()
     tables = RopeTables(case.native, 16, 256, CPU)
     for profile in case.profiles:
@@ -176,7 +176,7 @@ def test_a_layer_without_rotation_ignores_the_profile() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_lies_behind_the_last_token_is_never_read(dtype: torch.dtype) -> None:
-    """poisoned pages and offsets do not reach any row"""
+    """NaN in all unused pages and offsets leaves every row as it was."""
     case = Case(dtype=dtype)
     clean = CpuAttention(case.batch).read(case.read())
     used = torch.zeros(case.keys.shape[0], case.page_size, dtype=torch.bool)
@@ -190,7 +190,7 @@ def test_what_lies_behind_the_last_token_is_never_read(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_have_the_same_bits_alone_and_on_any_number_of_threads(dtype: torch.dtype) -> None:
-    """what promise 2 needs of attention"""
+    """Promise 2 needs this of attention."""
     case = Case(dtype=dtype)
     whole = CpuAttention(case.batch).read(case.read())
     threads = torch.get_num_threads()
@@ -211,7 +211,7 @@ def test_rows_have_the_same_bits_alone_and_on_any_number_of_threads(dtype: torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_backends_write_to_the_same_places(dtype: torch.dtype) -> None:
-    """and nowhere else"""
+    """No other place of the cache is written."""
     case = Case(dtype=dtype)
     tokens = len(case.query)
     key, value = torch.randn(2, tokens, KEY_HEADS, DIM).to(dtype)

@@ -1,7 +1,7 @@
-"""The GPU's kernels against float64: on the device, or by Triton's interpreter where there is none.
+"""The GPU's kernels against float64: on the device, or by Triton's interpreter without one.
 
-What `torch.empty` gives is poisoned with NaN, and so is every place of the cache where no token of
-a sequence stands.
+Memory from `torch.empty` is poisoned with NaN, and so is every place of the cache without a token
+of a sequence.
 """
 
 import json
@@ -35,7 +35,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
-    """torch fills what it does not write, in deterministic mode."""
+    """Torch's deterministic mode fills unwritten memory with NaN."""
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert bool(torch.empty(3).isnan().all())
@@ -44,7 +44,7 @@ def _poisoned() -> Iterator[None]:
 
 
 def check(case: Case) -> None:
-    """The read of a case is as near to float64 as its dtype allows."""
+    """Check that the read of a case is as near to float64 as its dtype allows."""
     laid = Laid(case, DEVICE)
     got_THV = TritonAttention(laid.batch).read(laid.read)
     assert relative_error(got_THV, laid.expected()) < RELATIVE_ERROR[case.dtype]
@@ -52,13 +52,13 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize("name", cases())
 def test_a_read_equals_float64(name: str) -> None:
-    """mixed profiles, lengths and numbers of queries in one batch"""
+    """One batch mixes profiles, lengths and numbers of queries."""
     check(cases()[name])
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_features_do_not_disturb_each_other(seed: int) -> None:
-    """all of them drawn at random"""
+    """Each seed draws a random combination of all features."""
     draw = random.Random(seed)
     group, key_heads = draw.choice((1, 3, 4)), draw.choice((1, 2))
     spans = []
@@ -84,7 +84,7 @@ def test_features_do_not_disturb_each_other(seed: int) -> None:
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("cut", [1, 64, 100, 199])
 def test_ranges_of_keys_come_together(*, has_sinks: bool, cut: int) -> None:
-    """read in two parts, anywhere, and merged by their levels"""
+    """The keys are cut at any place, read in two ranges, and merged by their levels."""
     laid = Laid(Case(spans=((200, 1), (250, 1)), has_sinks=has_sinks), DEVICE)
     end_S = laid.batch.first_position_S + 1
     zero_S = torch.zeros_like(end_S)
@@ -101,7 +101,7 @@ def test_ranges_of_keys_come_together(*, has_sinks: bool, cut: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [16, 20])
 def test_pages_are_read_where_a_map_places_them(page_size: int, dtype: torch.dtype) -> None:
-    """near keys at their own positions, far ones and their query at others, one softmax"""
+    """Near keys keep their positions, far keys get mapped ones; one softmax covers both."""
     case = Case(spans=((200, 1), (150, 1)), page_size=page_size, has_sinks=True, dtype=dtype)
     laid = Laid(case, DEVICE)
     num_pages = laid.batch.page_table_SN.shape[1]
@@ -132,7 +132,7 @@ def test_pages_are_read_where_a_map_places_them(page_size: int, dtype: torch.dty
 
 
 def test_a_range_without_keys_weighs_nothing() -> None:
-    """alone it answers zeros; beside another it changes nothing"""
+    """Alone it gives zeros; beside another range it changes nothing."""
     laid = Laid(Case(spans=((200, 1), (150, 1))), DEVICE)
     position_S = laid.batch.first_position_S
     zero_S = torch.zeros_like(position_S)
@@ -148,7 +148,7 @@ def test_a_range_without_keys_weighs_nothing() -> None:
 @pytest.mark.parametrize("row_keys", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_are_written_to_their_places(dtype: torch.dtype, *, row_keys: bool) -> None:
-    """and nowhere else, whatever the strides they come in"""
+    """Torch's backend is the reference, and the keys come as slices with strides."""
     case = Case(heads=(6, 3), dims=(24, 40), dtype=dtype, row_keys=row_keys)
     written = []
     laid = Laid(case, DEVICE)
@@ -169,7 +169,7 @@ def test_tokens_are_written_to_their_places(dtype: torch.dtype, *, row_keys: boo
 def test_a_taken_over_model_answers_as_before(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """windows and sinks, interleaved pairs and layers without rotation"""
+    """The architectures have windows, sinks, interleaved pairs or layers without rotation."""
     for module in (backends, model_runner):
         monkeypatch.setattr(module, "backend_for", lambda _: TritonAttention)
     model = tiny_model(architecture).to(DEVICE)
@@ -178,7 +178,7 @@ def test_a_taken_over_model_answers_as_before(
 
 
 def test_work_is_cut_so_that_the_device_is_busy() -> None:
-    """one sequence into many shares, many sequences into none, short ones never"""
+    """One sequence is cut into many shares, many sequences into none, short ones never."""
     assert 0.95 <= 8 * num_shares(8, 8192, 264) / 264 <= 1
     assert num_shares(264, 8192, 264) == 1
     assert num_shares(8, 8, 264) == 1
@@ -189,7 +189,7 @@ def test_work_is_cut_so_that_the_device_is_busy() -> None:
 
 
 def test_the_kernels_compile_for_an_h200() -> None:
-    """which the interpreter cannot tell; registers suffice, and a smaller GPU would do"""
+    """The interpreter cannot show whether registers and shared memory suffice."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     told = subprocess.run(
         [sys.executable, "-m", "tests.hopper"],

@@ -16,7 +16,7 @@ def key(number: int) -> bytes:
 
 @given(st.lists(st.integers(-5, 6), max_size=60))
 def test_any_order_of_allocating_and_releasing_keeps_every_page(steps: list[int]) -> None:
-    """positive: allocate; negative: give an earlier allocation back"""
+    """A positive step allocates; a negative one releases an earlier allocation."""
     pool, held = PagePool(20, PrefixIndex()), []
     for step in steps:
         if 0 < step <= pool.num_available:
@@ -29,7 +29,7 @@ def test_any_order_of_allocating_and_releasing_keeps_every_page(steps: list[int]
 
 
 def test_releasing_twice_is_a_bug_that_shows() -> None:
-    """not a silent second owner"""
+    """An assertion fails, because the pages would otherwise get two owners."""
     pool = PagePool(4, PrefixIndex())
     pages = pool.allocate(2)
     pool.release(pages)
@@ -38,7 +38,7 @@ def test_releasing_twice_is_a_bug_that_shows() -> None:
 
 
 def test_published_pages_are_kept_and_evicted_least_recently_used_first() -> None:
-    """of one sequence the last pages first, since a prefix is worth more"""
+    """The last pages of a sequence are evicted first, because a prefix is worth more."""
     index = PrefixIndex()
     pool = PagePool(6, index)
     first, second = pool.allocate(3), pool.allocate(2)
@@ -58,7 +58,7 @@ def test_published_pages_are_kept_and_evicted_least_recently_used_first() -> Non
 
 
 def test_a_shared_page_is_used_until_the_last_holder_lets_go() -> None:
-    """and never allocated meanwhile"""
+    """The page is not allocated again before that."""
     index = PrefixIndex()
     pool = PagePool(2, index)
     (page,) = pool.allocate(1)
@@ -72,7 +72,7 @@ def test_a_shared_page_is_used_until_the_last_holder_lets_go() -> None:
 
 
 def test_only_the_same_tokens_profile_and_salt_have_the_same_key() -> None:
-    """chained, so the page before matters too"""
+    """Keys are chained, so the page before matters too."""
     plain, yarn = Profile(Unscaled()), Profile(Yarn(factor=2.0, original_max_position_embeddings=8))
     roots = [
         root_key(plain, ""),

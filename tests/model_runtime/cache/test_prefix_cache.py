@@ -1,4 +1,4 @@
-"""Shared prefixes change what is computed, never what comes out."""
+"""Shared prefixes change the work of a step, never its result."""
 
 import random
 import threading
@@ -25,7 +25,7 @@ def checkpoint() -> Checkpoint:
 
 
 def cached(engine: Engine, *requests: Any) -> list[int]:
-    """How many prompt tokens each found, served one after the other."""
+    """The number of prompt tokens that each found in the cache, served one after the other."""
     return [engine.generate([each])[0][-1].num_cached_tokens for each in requests]
 
 
@@ -33,7 +33,7 @@ def cached(engine: Engine, *requests: Any) -> list[int]:
 def test_a_shared_prefix_gives_the_tokens_of_an_unshared_one(
     engines: EngineFactory, checkpoint: Checkpoint, page_size: int
 ) -> None:
-    """to the bit, for every page size; generated tokens are shared too"""
+    """Bits are equal for every page size, and pages of generated tokens are shared too."""
     deployment = deployment_of(checkpoint, rope_scaling=YARN)
     options: dict[str, Any] = {"max_tokens": 20, "logprobs": 4}
     wide = RopeRequest(factor=8.0, policy="fixed")  # one profile for all lengths
@@ -61,7 +61,7 @@ def test_a_shared_prefix_gives_the_tokens_of_an_unshared_one(
 def test_another_profile_or_salt_reads_nothing(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """the same tokens under each"""
+    """The same tokens find their pages only under the profile and salt that wrote them."""
     deployment = deployment_of(checkpoint, rope_scaling=YARN)
     logn = deployment_of(checkpoint, rope_scaling={**YARN, "use_logn_attn": True})
 
@@ -81,7 +81,7 @@ def test_another_profile_or_salt_reads_nothing(
 def test_the_untouched_table_is_shared_by_all_methods(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """below L every deployment has the same profile"""
+    """Below L, every deployment has the same profile."""
     yarn = deployment_of(checkpoint, rope_scaling=YARN)
     linear = deployment_of(checkpoint, rope_scaling={"rope_type": "linear", "factor": 2.0})
     prompt = PREFIX[:40]
@@ -97,7 +97,7 @@ def test_the_untouched_table_is_shared_by_all_methods(
 def test_requests_at_once_compute_their_common_prompt_once(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """as the copies of n > 1 do"""
+    """The copies of a request with n > 1 arrive like this."""
     deployment = deployment_of(checkpoint, rope_scaling=YARN)
     engine = engines.over(checkpoint, max_num_batched_tokens=64)
     outputs: list[list[Output]] = engine.generate(
@@ -113,7 +113,7 @@ def test_requests_at_once_compute_their_common_prompt_once(
 def test_a_grow_sequence_publishes_nothing_after_a_crossing(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """its later pages have a mixed history"""
+    """Its later pages hold a history of two profiles."""
     grow = deployment_of(checkpoint, rope_scaling=YARN, policy="grow")
     engine = engines.over(checkpoint)
     prompt = PREFIX[:50]
@@ -153,18 +153,18 @@ def crowd(checkpoint: Checkpoint, rng: random.Random, num_requests: int) -> list
 
 
 class Watched(Observer):
-    """Counts preemptions."""
+    """An observer that counts preemptions."""
 
     def __init__(self) -> None:
         self.num_preemptions = 0
 
     def preempted(self, request: Request) -> None:
-        """Another."""
+        """Count one preemption."""
         self.num_preemptions += 1
 
 
 def serve_all(engine: Engine, requests: list[Request], cancelled: set[int]) -> list[list[Output]]:
-    """Everything at once; some are aborted at once, others a little later."""
+    """Serve all at once; some are aborted at once, others a little later."""
     outputs: list[list[Output]] = [[] for _ in requests]
     done = threading.Semaphore(0)
 
@@ -191,7 +191,10 @@ def serve_all(engine: Engine, requests: list[Request], cancelled: set[int]) -> l
 def test_a_crowd_in_a_fifth_of_the_cache_it_needs(
     engines: EngineFactory, checkpoint: Checkpoint, num_requests: int, seed: int
 ) -> None:
-    """every answer as alone in a large cache; integrity after every step; all pages back"""
+    """Every answer equals that of a large cache, though sequences are preempted and aborted.
+
+    The integrity check runs after every step, and all pages are free at the end.
+    """
     rng = random.Random(seed)
     requests = crowd(checkpoint, rng, num_requests)
     cancelled = set(rng.sample(range(num_requests), num_requests // 10))

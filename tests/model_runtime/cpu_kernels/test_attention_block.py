@@ -1,4 +1,4 @@
-"""Rows that read a page together have the bits that each has alone."""
+"""Rows that read a page together have the bits of rows that read it alone."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ class Sequence:
 def test_a_chunk_has_the_bits_of_its_tokens(
     shape: tuple[int, int, int, int], window: int | None, dtype: torch.dtype
 ) -> None:
-    """in any cut, and is what the reference says"""
+    """This holds for any cut; torch's backend bounds the error."""
     sequence = Sequence(*shape, window, dtype)
     whole = sequence.read(0, CONTEXT)
     reference = sequence.read(0, CONTEXT, TorchAttention)
@@ -96,7 +96,7 @@ def test_a_chunk_has_the_bits_of_its_tokens(
 def test_a_token_that_is_nan_reaches_no_earlier_row(
     ill: int, window: int | None, dtype: torch.dtype
 ) -> None:
-    """nor one whose window has left it behind, though their block loads it, or its pair"""
+    """Rows whose window has passed the token stay clean too, though their block loads it."""
     sequence = Sequence(3, 64, 64, 64, window, dtype)
     clean = sequence.read(0, CONTEXT)
     sequence.values[sequence.pages[ill // 64], :, ill % 64] = torch.nan
@@ -109,7 +109,7 @@ def test_a_token_that_is_nan_reaches_no_earlier_row(
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 2), (8, 2)])
 def test_a_tile_is_sums_of_products(rows: int, columns: int) -> None:
-    """each in the order of the loop, each product and sum rounded once"""
+    """Sums are added in the order of the loop, and each fused product and sum rounds once."""
 
     @jit()
     def multiplied(factors_RN: Any, numbers_ND: Any, sums_RD: Any) -> None:

@@ -29,24 +29,24 @@ needs_pairs = pytest.mark.usefixtures("in_pairs")
 
 @pytest.fixture
 def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether or not they are fast."""
+    """Multiply in pairs, whether or not that is fast here."""
     if not HAS_PAIR_PRODUCTS:
         pytest.skip("no products of pairs here")
     monkeypatch.setattr(attention_products, "pairs_pay", lambda: True)
 
 
 def laid(case: Case, dtype: torch.dtype = torch.bfloat16) -> Laid:
-    """As a CPU's cache lies in memory."""
+    """A case whose cache has a CPU's layout."""
     return Laid(replace(case, dtype=dtype, row_keys=False), torch.device("cpu"))
 
 
 def answer(case: Laid) -> Tensor:
-    """The kernel's, float32 [T, H, V]."""
+    """The kernel's answer, float32 [T, H, V]."""
     return CpuAttention(case.batch).read(case.read)
 
 
 def row_errors(got_THV: Tensor, expected_THV: Tensor) -> Tensor:
-    """Of every row and head: length of the difference over the expected length, [T, H]."""
+    """For every row and head, the error's length over the expected length, [T, H]."""
     return (got_THV.double() - expected_THV).norm(dim=-1) / expected_THV.norm(dim=-1)
 
 
@@ -55,7 +55,7 @@ def row_errors(got_THV: Tensor, expected_THV: Tensor) -> Tensor:
 def test_one_by_one_every_row_is_float32(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
-    """a cache of bfloat16 too, where pairs would not be faster"""
+    """A bfloat16 cache counts too, if products in pairs would not be faster."""
     monkeypatch.setattr(attention_products, "pairs_pay", lambda: False)
     case = laid(CASES[name], dtype)
     assert not uses_pairs(as_numpy(case.read.keys_NKDO))
@@ -65,12 +65,12 @@ def test_one_by_one_every_row_is_float32(
 @needs_pairs
 @pytest.mark.parametrize("name", CASES)
 def test_in_pairs_every_row_is_as_close_as_bfloat16_allows(name: str) -> None:
-    """keys, queries and shares are rounded once each, and nothing is left out
+    """Keys, queries and shares are each rounded once, and nothing is left out.
 
     A rounding is by 2^-9 of the number, root mean square. Products of D random numbers, scaled by
-    D^-0.5, have a deviation of 1, times that of log-n and attention factors, s: 2.5 at most here.
-    A logit is off by 2^-9 * s * sqrt(2), a share by that and its own 2^-9; a sum of random values
-    is off by the same share of its length: 0.7 percent at most. One row may be five times worse.
+    D^-0.5, have a deviation of 1, times that of log-n and attention factors, s: 2.5 at most here. A
+    logit is off by 2^-9 * s * sqrt(2), a share by that and its own 2^-9; a sum of random values is
+    off by the same share of its length: 0.7 percent at most. One row may be five times worse.
     """
     case = laid(CASES[name])
     got, expected = answer(case), case.expected()
@@ -81,7 +81,7 @@ def test_in_pairs_every_row_is_as_close_as_bfloat16_allows(name: str) -> None:
 @needs_pairs
 @pytest.mark.parametrize("name", ["plain", "wide head", "one head for all", "page of 256"])
 def test_in_pairs_errors_are_those_of_torchs_attention(name: str) -> None:
-    """over rotated queries and keys in bfloat16, its answer being bfloat16 too"""
+    """Torch reads the rotated queries and keys in bfloat16; the bound is twice its error."""
     case = laid(CASES[name])
     rows = []
     for index, place in enumerate(case.batch.places_S):
@@ -106,7 +106,7 @@ def test_in_pairs_errors_are_those_of_torchs_attention(name: str) -> None:
 @needs_pairs
 @pytest.mark.parametrize("kind", ["keys", "queries"])
 def test_nan_stays_nan_in_pairs(kind: str) -> None:
-    """of the rows that see it"""
+    """Only rows that attend to the NaN are affected."""
     case = laid(Case(spans=((70, 70),)))
     clean = answer(case)
     token = 41
@@ -124,7 +124,7 @@ def test_nan_stays_nan_in_pairs(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_arrays_are_let_go(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """though what is called for each row does not count who refers to them"""
+    """The function called for each row counts no references, so a leak could go unseen."""
     handed = []
 
     def noted(numbers: Tensor) -> Any:
@@ -153,5 +153,5 @@ def test_arrays_are_let_go(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) 
 def test_which_caches_are_multiplied_in_pairs(
     dim: int, page_size: int, dtype: type, *, is_expected: bool
 ) -> None:
-    """bfloat16, an even number of dimensions, and pages of whole registers"""
+    """Pairs need bfloat16, an even number of dimensions, and pages of whole registers."""
     assert uses_pairs(np.empty((1, 1, dim, page_size), dtype)) == is_expected

@@ -26,12 +26,12 @@ pytestmark = pytest.mark.skipif(not HAS_PAIR_PRODUCTS, reason="no products of pa
 
 
 def rounded(numbers: Any) -> Any:
-    """Bits of bfloat16, by torch."""
+    """The bits of the numbers in bfloat16, by torch."""
     return torch.from_numpy(numbers).to(torch.bfloat16).view(torch.uint16).numpy()
 
 
 def widened(bits: Any) -> Any:
-    """Their numbers, float64."""
+    """The numbers of these bits in float64."""
     return torch.from_numpy(bits).view(torch.bfloat16).double().numpy()
 
 
@@ -45,7 +45,7 @@ def write_kv(first: Any, second: Any, out: Any) -> None:
 
 
 def test_numbers_are_rounded_to_nearest_even_and_put_side_by_side() -> None:
-    """as torch rounds them; ties, infinities and NaN too"""
+    """Torch's rounding is the reference, for ties, infinities and NaN too."""
     rng = np.random.default_rng(0)
     first, second = rng.normal(size=(2, WIDTH)).astype(np.float32)
     first[:4] = [1 + 2**-8, 1 + 3 * 2**-8, np.inf, -0.0]
@@ -63,7 +63,7 @@ def test_numbers_are_rounded_to_nearest_even_and_put_side_by_side() -> None:
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 2), (8, 2)])
 def test_a_tile_is_sums_of_pairs_of_products(rows: int, columns: int) -> None:
-    """and half of a pair is one product, whatever the other half is"""
+    """Half of a pair is one product, even if the other half is NaN."""
 
     @jit()
     def multiplied(factors_RN: Any, numbers_ND: Any, sums_RD: Any) -> None:

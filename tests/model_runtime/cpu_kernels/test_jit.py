@@ -20,7 +20,7 @@ FOLDER = Path(compiled.__file__).parent
 
 
 def test_every_source_of_the_kernels_counts() -> None:
-    """Whatever imports numba or llvmlite, or is compiled, is in the kernels' folder."""
+    """Every file that imports numba or llvmlite, or uses `@jit`, is in the kernels' folder."""
     for path in FOLDER.parent.rglob("*.py"):
         is_source = re.search(
             r"^(import|from) (numba|llvmlite)|^ *@jit\(", path.read_text(), re.MULTILINE
@@ -32,7 +32,7 @@ def test_every_source_of_the_kernels_counts() -> None:
 def test_code_is_kept_until_a_source_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """of any file, not only of the function's own"""
+    """A change of any source file counts, not only of the function's own."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
 
     def hits() -> int:
@@ -51,7 +51,7 @@ def test_code_is_kept_until_a_source_changes(
 
 
 def test_kernels_made_of_kernels_are_found_again_by_another_process(tmp_path: Path) -> None:
-    """numba's own key of those is another one in each process"""
+    """Numba's own cache key of such kernels differs between processes."""
     code = (
         "import numpy as np; from model_runtime.cpu_kernels.skinny_gemm import FLOAT32;"
         "multiply = FLOAT32.multiply;"
@@ -76,7 +76,7 @@ def test_kernels_made_of_kernels_are_found_again_by_another_process(tmp_path: Pa
 
 
 def test_variants_of_a_kernel_have_names_of_their_own() -> None:
-    """by which their symbols are found, and their files"""
+    """Symbols and cache files are found by these names."""
     kernels: list[Any] = [attend, attend_in_pairs, FLOAT32.multiply, IN_PAIRS.multiply]
     kernels += [
         decode_kernel._runner(multiplying, read)

@@ -37,7 +37,7 @@ def results(first: Any, second: Any, at: int, out: Any) -> Any:
 
 
 def test_every_operation_is_numpys_on_each_lane() -> None:
-    """`at` counts through all dimensions."""
+    """The offset 40 counts through all dimensions of the array."""
     rng = np.random.default_rng(0)
     first = rng.normal(size=(3, 24)).astype(np.float32)
     second = rng.normal(size=(3, 24)).astype(np.float32)
@@ -59,7 +59,7 @@ def test_every_operation_is_numpys_on_each_lane() -> None:
 
 
 def test_exp_is_float32s() -> None:
-    """To two units in the last place where a share can be; 0 below, and NaN stays NaN."""
+    """The error is two units in the last place; far below 0 it gives 0, and NaN stays NaN."""
     x = np.linspace(-86.9, 0, 4096, dtype=np.float32)
     out = np.zeros((5, WIDTH), np.float32)
     for at in range(0, len(x), WIDTH):
@@ -77,7 +77,7 @@ def test_exp_is_float32s() -> None:
 
 
 def test_bfloat16_is_widened_as_it_is_loaded() -> None:
-    """Its bits are a float32's upper half."""
+    """The bits of a bfloat16 are the upper half of a float32's."""
     wide = np.linspace(-3, 3, WIDTH, dtype=np.float32)
     bits = (wide.view(np.uint32) >> 16).astype(np.uint16)
     rounded = (bits.astype(np.uint32) << 16).view(np.float32)
@@ -94,7 +94,7 @@ def rounded(numbers: Any, out: Any) -> None:
 
 
 def test_numbers_are_rounded_to_bfloat16_as_torch_does() -> None:
-    """To nearest even, on processors with an instruction for it and on others."""
+    """Rounding is to nearest even, with or without an instruction for it."""
     bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 14, dtype=np.uint32)
     ties = np.arange(0, 1 << 14, dtype=np.uint32) << 15  # halfway between two numbers
     special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 3.4e38, 1.0, 65504.0] * 2, np.float32)

@@ -45,7 +45,7 @@ def served(
 
 
 def test_an_answer_ends_at_max_tokens(engines: EngineFactory, checkpoint: Checkpoint) -> None:
-    """finish_reason length"""
+    """The finish reason is length."""
     result = served(engines, checkpoint, "hello world", max_tokens=5)
     assert (result.text, result.finish_reason) == ("hello", FinishReason.LENGTH)
 
@@ -53,7 +53,7 @@ def test_an_answer_ends_at_max_tokens(engines: EngineFactory, checkpoint: Checkp
 def test_an_answer_ends_before_a_stop_string(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """also across tokens; the tokens were generated, so they are counted"""
+    """The stop string may span tokens; its tokens were generated, so they are counted."""
     result = served(engines, checkpoint, "hello world", max_tokens=50, stop=("o w", "zz"))
     assert (result.text, result.finish_reason) == ("hell", FinishReason.STOP)
     assert len(result.token_ids) == 7
@@ -62,7 +62,7 @@ def test_an_answer_ends_before_a_stop_string(
 def test_text_held_back_for_a_stop_string_is_sent_at_the_end(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """nothing is lost"""
+    """If max_tokens ends the answer inside a possible stop string, then no text is lost."""
     result = served(engines, checkpoint, "hello world", max_tokens=6, stop=("o world",))
     assert (result.text, result.finish_reason) == ("hello ", FinishReason.LENGTH)
 
@@ -70,7 +70,7 @@ def test_text_held_back_for_a_stop_string_is_sent_at_the_end(
 def test_an_end_token_ends_the_answer_and_is_no_text(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """but can be ignored"""
+    """With `ignore_eos`, the end token is text like any other."""
     result = served(engines, checkpoint, "hello. more", eos=".", max_tokens=50)
     assert (result.text, result.finish_reason) == ("hello", FinishReason.STOP)
     assert len(result.token_ids) == 6
@@ -79,7 +79,7 @@ def test_an_end_token_ends_the_answer_and_is_no_text(
 
 
 def test_characters_arrive_whole(engines: EngineFactory, checkpoint: Checkpoint) -> None:
-    """however many tokens one takes"""
+    """A character may take several tokens."""
     engine = engines.over(checkpoint, runner=Script(checkpoint, "né €5 🎉!"))
     outputs = engine.generate([request(deployment_of(checkpoint), [1], max_tokens=14)])[0]
     assert "".join(output.text for output in outputs) == "né €5 🎉!"
@@ -89,7 +89,7 @@ def test_characters_arrive_whole(engines: EngineFactory, checkpoint: Checkpoint)
 def test_max_tokens_zero_scores_the_prompt_only(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """one entry per prompt token, the first empty"""
+    """The prompt logprobs have one entry per token, and the first entry is None."""
     engine = engines.over(checkpoint)
     prompt = [5, 6, 7, 8, 9]
     result = answer(
@@ -106,7 +106,7 @@ def test_max_tokens_zero_scores_the_prompt_only(
 def test_an_abort_frees_the_pages_and_says_so(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """while it runs, and while it waits"""
+    """Both a running and a waiting request can be aborted."""
     script = Script(checkpoint, "x")
     script.delay_s = 0.01
     engine = engines.over(checkpoint, runner=script, max_num_seqs=1)
@@ -129,7 +129,7 @@ def test_an_abort_frees_the_pages_and_says_so(
 def test_a_step_that_fails_fails_its_requests_not_the_engine(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """the next request is served"""
+    """The next request is served."""
     script = Script(checkpoint, "hello")
     script.fail_at = 3
     engine = engines.over(checkpoint, runner=script)
@@ -142,10 +142,10 @@ def test_a_step_that_fails_fails_its_requests_not_the_engine(
 
 
 def test_nan_logits_end_their_request_only(engines: EngineFactory, checkpoint: Checkpoint) -> None:
-    """its pages are found by nobody, its neighbours go on"""
+    """Its pages leave the prefix index, and its neighbour is answered."""
 
     class Poisoned(Script):
-        """NaN for prompts that begin with token 9."""
+        """A script with NaN logits for prompts that begin with token 9."""
 
         def run(self, spans: Sequence[Span], clock: StepTimer) -> Tensor:
             logits = super().run(spans, clock)
@@ -159,7 +159,7 @@ def test_nan_logits_end_their_request_only(engines: EngineFactory, checkpoint: C
         poisoned_page = 0
 
     class Counting(Observer):
-        """Who was ended for it."""
+        """An observer of the requests that end because of NaN."""
 
         def nan_aborted(self, request: Request) -> None:
             aborted.append(request.request_id)
@@ -185,7 +185,7 @@ def test_nan_logits_end_their_request_only(engines: EngineFactory, checkpoint: C
 def test_a_listener_that_fails_stops_nobody_else(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """nor the engine"""
+    """The engine keeps running, and the next request is answered."""
 
     def fails(_: Output) -> None:
         raise RuntimeError("event loop is closed")
@@ -198,7 +198,7 @@ def test_a_listener_that_fails_stops_nobody_else(
 
 
 def test_an_engine_that_dies_says_so(engines: EngineFactory, checkpoint: Checkpoint) -> None:
-    """to its clients and to whoever started it"""
+    """Clients get an error, and the callback given to `start` is called."""
     engine = Engine(
         Script(checkpoint, "x"),
         checkpoint.tokenizer,
@@ -217,7 +217,7 @@ def test_an_engine_that_dies_says_so(engines: EngineFactory, checkpoint: Checkpo
 def test_what_can_never_be_served_is_refused_at_once(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """with the name of the limit"""
+    """The message states the limit."""
     engine = engines.over(checkpoint, kv_cache_tokens=100)
     deployment = deployment_of(checkpoint)
     with pytest.raises(CacheCapacityError, match="needs 97 positions, the KV cache holds 96 "):
@@ -229,7 +229,7 @@ def test_what_can_never_be_served_is_refused_at_once(
 
 
 def test_a_full_queue_refuses(engines: EngineFactory, checkpoint: Checkpoint) -> None:
-    """a burst between two steps counts too"""
+    """A burst between two steps counts too."""
     script = Script(checkpoint, "x")
     script.delay_s = 0.2
     engine = engines.over(checkpoint, runner=script, max_queued_requests=2, max_num_seqs=1)
@@ -247,7 +247,7 @@ def test_a_full_queue_refuses(engines: EngineFactory, checkpoint: Checkpoint) ->
 def test_a_group_is_accepted_whole_or_not_at_all(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """and one that can never fit is told so, not to try again"""
+    """A group that can never fit gets another error than one that finds the queue full."""
     script = Script(checkpoint, "hello")
     engine = engines.over(checkpoint, runner=script, max_num_seqs=2, max_queued_requests=3)
     deployment = deployment_of(checkpoint)
@@ -270,7 +270,7 @@ def test_a_group_is_accepted_whole_or_not_at_all(
 def test_what_can_start_at_once_does_not_wait(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """a queue of none still serves"""
+    """Requests are served even if the queue has no places."""
     engine = engines.over(checkpoint, runner=Script(checkpoint, "hello"), max_queued_requests=0)
     deployment = deployment_of(checkpoint)
     eight = [request(deployment, [1], max_tokens=5) for _ in range(8)]
@@ -280,7 +280,7 @@ def test_what_can_start_at_once_does_not_wait(
 def test_stopping_ends_everything_with_an_error(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """and then nothing is accepted"""
+    """After that, no request is accepted."""
     script = Script(checkpoint, "x")
     script.delay_s = 0.01
     engine = engines.over(checkpoint, runner=script)
@@ -296,34 +296,34 @@ def test_stopping_ends_everything_with_an_error(
 
 
 class Recorder(Observer):
-    """Writes down what it hears."""
+    """An observer that records all events."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, Any]] = []
 
     def started(self, request: Request, num_cached_tokens: int, queue_seconds: float) -> None:
-        """Out of the queue."""
+        """Record that a request left the queue."""
         self.heard.append(("started", queue_seconds))
 
     def first_token(self, request: Request, seconds: float, prefill_seconds: float) -> None:
-        """First."""
+        """Record the first token."""
         self.heard.append(("first", (seconds, prefill_seconds)))
 
     def next_token(self, request: Request, context_len: int, seconds: float) -> None:
-        """Others."""
+        """Record a further token."""
         self.heard.append(("next", (context_len, seconds)))
 
     def finished(
         self, request: Request, tier: Tier, reason: FinishReason, num_generated: int, seconds: float
     ) -> None:
-        """Over."""
+        """Record the end."""
         self.heard.append(("finished", (reason, num_generated, seconds)))
 
 
 def test_the_observer_hears_every_token_once(
     engines: EngineFactory, checkpoint: Checkpoint
 ) -> None:
-    """in order, with times that fit together"""
+    """The events come in order, and their times add up."""
     recorder = Recorder()
     script = Script(checkpoint, "abc")
     script.delay_s = 0.02

@@ -1,4 +1,4 @@
-"""What a step takes: the largest is run, all of it, and only its figures stay."""
+"""The memory of a step: the largest step is run in full, and only its figures are kept."""
 
 import weakref
 from collections.abc import Sequence
@@ -51,10 +51,10 @@ class StillMeter:
         self._reading = Reading(**{name: number * GIB for name, number in numbers.items()})
 
     def reset(self) -> None:
-        """Nothing to give back."""
+        """Nothing has to be given back."""
 
     def read(self) -> Reading:
-        """Always the same."""
+        """The reading is always the same."""
         return self._reading
 
 
@@ -86,23 +86,23 @@ class TensorMeter(TorchDispatchMode):
         self._allocated -= num_bytes
 
     def reset(self) -> None:
-        """As in Meter."""
+        """Count from here on, as in `Meter`."""
         self._peak = self._allocated
 
     def read(self) -> Reading:
-        """As in Meter; a device on which there is nothing else."""
+        """The bytes as in `Meter`, on a device without other users."""
         return Reading(
             10 * GIB, 10 * GIB - self._allocated, self._allocated, self._allocated, self._peak
         )
 
 
 def measured(checkpoint: Checkpoint, config: EngineConfig, meter: Any = None) -> MemoryProfile:
-    """With the deployment's own tables, of which the last is the longest's."""
+    """The profile under the deployment's own tables, the last of which is the longest."""
     return profile_memory(checkpoint, config, profiles(checkpoint), 0.9, meter or StillMeter())
 
 
 def profiles(checkpoint: Checkpoint) -> Sequence[Profile]:
-    """Of a deployment as it comes."""
+    """The profiles of a deployment with its defaults."""
     return [tier.profile for tier in deployment_of(checkpoint).own_tiers]
 
 
@@ -114,11 +114,11 @@ class ScriptedMeter:
         self.calls: list[str] = []
 
     def reset(self) -> None:
-        """Noted."""
+        """Note the call."""
         self.calls.append("reset")
 
     def read(self) -> Reading:
-        """The next."""
+        """Note the call, and take the next reading."""
         self.calls.append("read")
         return self._left.pop(0)
 
@@ -126,7 +126,7 @@ class ScriptedMeter:
 def test_the_cache_gets_what_the_rest_leaves_of_the_share(
     embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """weights, a step beside them, what torch does not know of after it, recorded steps"""
+    """The rest is weights, a step, memory outside torch, and recorded steps."""
     steps = sizes_of_runs(monkeypatch)
     monkeypatch.setattr(memory_profile, "captures_graphs", lambda *_: True)
     before, after, begun = (100, 80, 19, 15, 15), (100, 70, 28, 16, 22), (100, 70, 28, 16, 16)
@@ -141,7 +141,7 @@ def test_the_cache_gets_what_the_rest_leaves_of_the_share(
 
 
 def test_recorded_steps_share_all_but_logits_and_page_tables() -> None:
-    """of 1, 2, 4 and 5 sequences; 200 positions are 13 pages"""
+    """The recorded sizes are 1, 2, 4 and 5 sequences, and 200 positions are 13 pages."""
     own_bytes = 12 * 4 * (2048 + 13) + 4 * GRAPH_BYTES
     assert graphs_bytes(1000, CONFIG, 2048) == 1000 + own_bytes + WORKSPACE_BYTES
 
@@ -159,7 +159,7 @@ def test_recorded_steps_share_all_but_logits_and_page_tables() -> None:
 def test_the_largest_step_uses_all_that_the_limits_allow(
     limits: tuple[int, int, int, int], num_tokens: list[int], num_rows: list[int]
 ) -> None:
-    """tokens, sequences, scored positions, the longest context"""
+    """The limits are tokens, sequences, scored positions and the longest context."""
     tokens, seqs, rows, context = limits
     config = EngineConfig(
         kv_cache_tokens=0,
@@ -183,7 +183,7 @@ def test_the_largest_step_uses_all_that_the_limits_allow(
 def test_no_step_of_an_engine_is_larger(
     embedded: Checkpoint, engines: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """in tokens, sequences or rows of logits, with prompts scored beside decodes"""
+    """The engine scores prompts beside decodes, and its steps reach the bounds."""
     sizes = sizes_of_runs(monkeypatch)
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 60, "max_num_logit_rows": 30}
     engine = engines.over(embedded, max_model_len=200, **limits)
@@ -206,7 +206,7 @@ def test_no_step_of_an_engine_is_larger(
 
 
 def sizes_of_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Filled with what each forward computes from now on."""
+    """A list that each forward from now on adds its size to."""
     sizes = []
     plain_run = ModelRunner.run
 
@@ -221,7 +221,7 @@ def sizes_of_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]
 
 
 def size_of(spans: Sequence[Span]) -> tuple[int, int, int]:
-    """Tokens, sequences, rows of logits."""
+    """The tokens, the sequences and the rows of logits of a step."""
     num_tokens = sum(len(span.token_ids) for span in spans)
     return num_tokens, len(spans), sum(len(span.logit_rows) for span in spans)
 
@@ -229,7 +229,7 @@ def size_of(spans: Sequence[Span]) -> tuple[int, int, int]:
 def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
     embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """once each, over one page"""
+    """A cache of one page suffices for both steps."""
     sizes = sizes_of_runs(monkeypatch)
     stores: list[weakref.ref[KVCache]] = []
     page_counts: list[int] = []
@@ -278,7 +278,7 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
     ],
 )
 def test_what_is_measured_grows_with_the_rows(more: dict[str, int], row_bytes: int) -> None:
-    """of scored positions and of sampled ones, by what their vocabularies take; nothing stays"""
+    """Scored and sampled rows each cost their vocabulary, and no tensor stays afterwards."""
     checkpoint = tiny_checkpoint("llama", vocab_size=4096)
     taken = []
     for limits in ({"max_num_logit_rows": 10}, {"max_num_logit_rows": 10, **more}):
@@ -293,7 +293,7 @@ def test_what_is_measured_grows_with_the_rows(more: dict[str, int], row_bytes: i
 def test_a_context_is_no_longer_than_a_cache_could_be(
     embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch, free: int, context_len: int
 ) -> None:
-    """a share that is full already leaves a page, so that the step can be told of"""
+    """If the share is full already, then one page is left to measure the step with."""
     lens = []
     plain_run = ModelRunner.run
 
@@ -309,7 +309,7 @@ def test_a_context_is_no_longer_than_a_cache_could_be(
 def test_a_step_without_memory_is_a_sentence(
     embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """that names the limits"""
+    """The sentence names the limits."""
 
     def run(self: ModelRunner, spans: Sequence[Span]) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -320,7 +320,7 @@ def test_a_step_without_memory_is_a_sentence(
 
 
 def test_a_cuda_device_is_read_when_its_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """and what no tensor holds is given back before the peak is forgotten"""
+    """Before the peak is reset, memory that no tensor holds is given back."""
     called: list[str] = []
     answers = {
         "synchronize": None,

@@ -24,7 +24,7 @@ def checkpoint() -> Checkpoint:
 def test_the_end_of_a_prompt_has_the_logprobs_of_the_whole(
     engines: EngineFactory, checkpoint: Checkpoint, first: int, limits: dict[str, Any]
 ) -> None:
-    """to the bit, in one chunk or many; one entry for each token from there on"""
+    """The bits are equal in one chunk or many, with an entry for each token from there on."""
     engine = engines.over(checkpoint, **limits)
     deployment = deployment_of(checkpoint)
     options: dict[str, Any] = {"max_tokens": 0, "prompt_logprobs": 2}
@@ -36,7 +36,7 @@ def test_the_end_of_a_prompt_has_the_logprobs_of_the_whole(
 def test_rows_before_the_first_are_not_computed(
     engines: EngineFactory, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """which is what it is for: the head of a large vocabulary is dear"""
+    """Skipping them saves products with the head of a large vocabulary."""
     engine = engines.over(checkpoint, max_num_batched_tokens=64, max_num_logit_rows=20)
     runner = engine._core._runner
     shapes: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""What a taken-over model computes beside attention on a CPU: how many calls, and how near."""
+"""The calls and the accuracy of a taken-over model's layers beside attention on a CPU."""
 
 from collections import Counter
 from typing import Any
@@ -49,7 +49,7 @@ def answers(model: nn.Module, plans: dict[int, LayerPlan], native: NativeRope) -
     ],
 )
 def test_linears_with_one_input_are_found(architecture: str, groups: list[list[str]]) -> None:
-    """by watching, in every layer; the model is left as it was"""
+    """Hooks watch every layer once, and the model is left as it was."""
     model = tiny_model(architecture)
     patch_model(model, read_native_rope(model))
     before = [type(module) for module in model.modules()]
@@ -61,7 +61,7 @@ def test_linears_with_one_input_are_found(architecture: str, groups: list[list[s
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3_text", "gpt_neox"])
 def test_answers_are_those_of_the_plain_layers(architecture: str) -> None:
-    """within rounding: the same model, taken over alike, its own linears and norms"""
+    """The reference is the same model, taken over with its own linears and norms."""
     plain = tiny_model(architecture)
     native = read_native_rope(plain)
     expected = answers(plain, dict(patch_model(plain, native)), native)
@@ -73,7 +73,10 @@ def test_answers_are_those_of_the_plain_layers(architecture: str) -> None:
 
 
 def test_a_decode_step_takes_so_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """four products a layer and the head's; two norms a layer and the last; a gated block each"""
+    """A layer has four products, two norms and a gated block; the head adds a product.
+
+    One more norm follows the last layer.
+    """
     checkpoint = prepare_model(tiny_model("llama"), byte_tokenizer(), frozenset(), {})
     restore(checkpoint.model)
     calls: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Plain decoders have a shorter forward, with the bits of their own."""
+"""Models of plain decoder layers get a shorter forward, with the bits of their own."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ OTHERS = ["cohere", "gemma2", "gemma3_text", "glm4", "gpt_neox", "granite", "olm
 
 @pytest.fixture
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """More than some machines have cores, and for any weight."""
+    """Use three threads for a weight of any size, even on a machine with fewer cores."""
     monkeypatch.setattr(decoder_layers, "_BYTES_PER_THREAD", 1)
     monkeypatch.setattr(attention_cpu, "_SERIAL_WORK", 1)
     before = torch.get_num_threads()
@@ -40,13 +40,13 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def plain(architecture: str, dtype: torch.dtype = torch.float32) -> Checkpoint:
-    """A checkpoint that is recognised."""
+    """A checkpoint of a model with plain decoder layers."""
     window: dict[str, Any] = {"sliding_window": None} if architecture == "mistral" else {}
     return checkpoint_of(in_dtype(tiny_model(architecture, **window), dtype))
 
 
 def forward_of(checkpoint: Checkpoint) -> Any:
-    """What stands before the forward of its class."""
+    """The forward that replaces the one of the model's class, or None."""
     return vars(checkpoint.model).get("forward")
 
 
@@ -80,7 +80,7 @@ def answers(checkpoint: Checkpoint) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", PLAIN)
 def test_bits_are_those_of_the_own_forward(architecture: str, dtype: torch.dtype) -> None:
-    """whatever a step asks for"""
+    """The steps hold chunks, several sequences, few rows and two tables."""
     checkpoint = plain(architecture, dtype)
     assert isinstance(forward_of(checkpoint), DecoderLayers)
     assert trimmed_layer(checkpoint.model) is not None
@@ -97,7 +97,7 @@ def test_bits_are_those_of_the_own_forward(architecture: str, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_threads_change_no_bit(architecture: str, dtype: torch.dtype) -> None:
-    """which of them computes what; with norms of heads, which only one may take"""
+    """Any thread may take any share of the work, except that one thread norms the heads."""
     checkpoint = plain(architecture, dtype)
     assert isinstance(forward_of(checkpoint), DecoderLayers)
     found = [answers(checkpoint) for _ in range(3)]
@@ -110,7 +110,7 @@ def test_threads_change_no_bit(architecture: str, dtype: torch.dtype) -> None:
 def test_a_thread_that_fails_does_not_leave_the_others_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """the step's error is raised, and the next step is computed"""
+    """The step's error is raised, and the next step is computed."""
     checkpoint = plain("llama")
     forward = forward_of(checkpoint)
     if forward._fields_LW is None:
@@ -136,7 +136,7 @@ def test_a_thread_that_fails_does_not_leave_the_others_waiting(
 
 
 def test_queries_that_depend_on_their_positions_keep_their_forward() -> None:
-    """beside rotation; at the positions of short prompts nothing shows"""
+    """At the positions of short prompts, such a dependence would not show."""
 
     def far(_: Any, given: Any, named: Any) -> Any:
         is_far = bool((named["position_ids"] > 10_000).any())
@@ -150,13 +150,13 @@ def test_queries_that_depend_on_their_positions_keep_their_forward() -> None:
 
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_other_models_keep_their_own(architecture: str) -> None:
-    """norms elsewhere, experts, windows, a cut of logits, a scaled residual"""
+    """These have other norms, experts, windows, capped logits or a scaled residual."""
     special = {"residual_multiplier": 0.5} if architecture == "granite" else {}
     assert forward_of(tiny_checkpoint(architecture, **special)) is None
 
 
 def test_a_model_that_only_looks_like_one_keeps_its_own() -> None:
-    """its parts have the names and kinds, and it makes something else of them"""
+    """Its parts have the same names and kinds, but its layers return half of their output."""
     model: Any = tiny_model("llama")
     for layer in model.model.layers:
         own = layer.forward
@@ -165,7 +165,7 @@ def test_a_model_that_only_looks_like_one_keeps_its_own() -> None:
 
 
 def test_another_reading_of_the_cache_is_not_passed_over() -> None:
-    """a comparison whose steps have plans of their own"""
+    """If a runner's plans are replaced, then the logits must follow the new plans."""
     checkpoint = plain("llama")
     runner = build_runner(checkpoint, CONFIG)
     slot = native_slot(runner, checkpoint)
@@ -178,7 +178,7 @@ def test_another_reading_of_the_cache_is_not_passed_over() -> None:
 
 
 def test_a_mistake_shows_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """catches a check that would let any answer pass"""
+    """This catches a check that would let any answer pass."""
     original = decoder_layers.normalize
 
     def shifted(x_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:

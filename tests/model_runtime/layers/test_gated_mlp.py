@@ -1,4 +1,4 @@
-"""Gated blocks in one pass answer as their models', whatever stands beside a row."""
+"""Gated blocks in one pass answer like the model's own, whatever rows share the pass."""
 
 from collections.abc import Iterator
 
@@ -24,14 +24,14 @@ def exact(both: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 20.0])
 def test_the_pass_equals_float64(scale: float) -> None:
-    """to float32's rounding, near zero and far from it"""
+    """The error is float32's rounding, near zero and far from it."""
     both = torch.randn(33, 2 * 176) * scale
     got = torch.from_numpy(gated(both.numpy()))
     torch.testing.assert_close(got.double(), exact(both), rtol=1e-6, atol=1e-30)
 
 
 def test_large_numbers_and_nan_pass() -> None:
-    """as they are, or as zero on the left; NaN is not lost"""
+    """Large positive gates stay, large negative ones become zero, and NaN is kept."""
     gate = torch.tensor([1e4, -1e4, 88.0, -88.0, 3e38, -3e38, torch.nan, 0.0] * 2)
     got = torch.from_numpy(gated(torch.cat((gate, torch.ones(16)))[None].numpy()))[0]
     assert got[[0, 2, 4]].tolist() == gate[[0, 2, 4]].tolist()
@@ -40,7 +40,7 @@ def test_large_numbers_and_nan_pass() -> None:
 
 
 def test_bf16_is_rounded_once() -> None:
-    """the nearest to what float32 comes to"""
+    """The result is the bfloat16 nearest to the float32 one."""
     both = torch.randn(5, 64).bfloat16()
     bits = gated(both.view(torch.uint16).numpy())
     got = torch.from_numpy(bits).view(torch.bfloat16)
@@ -48,7 +48,7 @@ def test_bf16_is_rounded_once() -> None:
 
 
 def test_threads_share_rows() -> None:
-    """the same bits, more rows than threads and fewer"""
+    """The bits are the same with more rows than threads and with fewer."""
     for num_rows in (1, 3, 700):
         both = torch.randn(num_rows, 2 * 704).numpy()
         before = torch.get_num_threads()
@@ -78,7 +78,7 @@ def packed(architecture: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreT
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Each layer's."""
+    """The gated block of each layer."""
     for name, module in model.named_modules():
         if name.endswith(".mlp"):
             yield module
@@ -87,7 +87,7 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "mistral"])
 def test_blocks_answer_as_before(architecture: str, dtype: torch.dtype) -> None:
-    """to rounding; and rows have the same bits alone, in a decode step and in a prompt"""
+    """Answers agree to rounding; a row has the same bits alone, in a decode and in a prompt."""
     before, after = packed(architecture, dtype)
     pairs = list(zip(blocks(before), blocks(after), strict=True))
     assert pairs
@@ -105,6 +105,6 @@ def test_blocks_answer_as_before(architecture: str, dtype: torch.dtype) -> None:
 
 
 def test_another_activation_is_left() -> None:
-    """Gemma's gelu, which is near silu"""
+    """Gemma's gelu is near silu, but not the same."""
     _, after = packed("gemma2", torch.float32)
     assert not any(isinstance(block, GatedMlp) for block in blocks(after))

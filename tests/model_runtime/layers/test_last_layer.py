@@ -1,4 +1,4 @@
-"""The last layer is computed for the rows whose logits are asked for, with the same answers."""
+"""The last layer is computed only for rows whose logits are needed, with the same answers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,12 +32,12 @@ def ids(count: int, seed: int) -> list[int]:
 
 
 def span(token_ids: list[int], first: int, pages: Sequence[int], rows: range) -> Span:
-    """Under the first table that a runner makes."""
+    """A span under the first table that a runner makes."""
     return Span(token_ids, first, pages, 0, rows)
 
 
 def runner_of(checkpoint: Checkpoint, make: type[ModelRunner] = ModelRunner) -> ModelRunner:
-    """Over a cache of its own; the slot of its only table is 0."""
+    """A runner over a cache of its own; the slot of its only table is 0."""
     runner = build_runner(checkpoint, CONFIG, make=make)
     native = checkpoint.native
     scaling = native.tables[native.scaled_layer_type].scaling
@@ -58,7 +58,7 @@ class Widths:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_few_rows_say_what_they_say_among_all(architecture: str) -> None:
-    """Two sequences, one of them in chunks; then a decode step over what was written."""
+    """Two sequences run, one of them in chunks; a decode step then reads the written cache."""
     checkpoint = tiny_checkpoint(architecture)
     assert asked_rows.trimmed_layer(checkpoint.model) == 3, "the model does not bear it"
     restore(checkpoint.model)
@@ -95,7 +95,7 @@ def test_few_rows_say_what_they_say_among_all(architecture: str) -> None:
     ids=["the last", "none", "all", "the first"],
 )
 def test_the_last_layer_computes_what_is_asked_for(rows: range, computed: int) -> None:
-    """catches rows that are computed and thrown away; none is one, for a layer needs some"""
+    """Without any such row one is computed still, because a layer needs some."""
     checkpoint = tiny_checkpoint("llama")
     restore(checkpoint.model)
     runner = runner_of(checkpoint)
@@ -106,7 +106,7 @@ def test_the_last_layer_computes_what_is_asked_for(rows: range, computed: int) -
 
 
 def test_cached_rotated_keys_are_written_for_all_rows() -> None:
-    """the comparison's runner, whose step is another one"""
+    """The comparison's runner has a step of its own, which must write all keys too."""
     checkpoint = tiny_checkpoint("llama")
     found = []
     for rows in (range(LONG), range(LONG - 1, LONG)):
@@ -118,7 +118,7 @@ def test_cached_rotated_keys_are_written_for_all_rows() -> None:
 
 
 def test_spans_are_cut_where_it_spares_something() -> None:
-    """a decode step is not, nor are rows with gaps"""
+    """A decode step is not cut, and neither are rows with gaps."""
     prompt, decode = span(ids(40, 1), 3, PAGES, range(38, 40)), span([7], 9, PAGES, range(1))
     assert asked_rows.asked_spans([decode] * 30) is None
     assert asked_rows.asked_spans([span(ids(8, 1), 0, PAGES, range(7, 8))]) is None
@@ -130,18 +130,18 @@ def test_spans_are_cut_where_it_spares_something() -> None:
 
 
 def first_rows(things: Any, num_tokens: int, rows_R: Tensor) -> Any:
-    """Others than those that are asked for."""
+    """Take the first rows, which are the wrong ones."""
     is_by_row = isinstance(things, list)
     return [each[:, : len(rows_R)] for each in things] if is_by_row else things
 
 
 def all_rows(things: Any, *_: Any) -> Any:
-    """Of a model that keeps its rows elsewhere."""
+    """Take all rows, like a model that keeps its rows elsewhere."""
     return things
 
 
 def no_rows(*_: Any) -> Any:
-    """As a model that cannot be called so."""
+    """Fail, like a model that cannot be called in this way."""
     raise IndexError("rows are missing")
 
 
@@ -149,7 +149,7 @@ def no_rows(*_: Any) -> Any:
 def test_a_model_that_does_not_bear_it_keeps_its_layer(
     monkeypatch: pytest.MonkeyPatch, at_rows: Callable[..., Any]
 ) -> None:
-    """told by its answers, or by its error; it is served all the same"""
+    """Wrong answers or an error show it, and the model is served all the same."""
     monkeypatch.setattr(asked_rows, "_at_rows", at_rows)
     checkpoint = tiny_checkpoint("llama")
     assert asked_rows.trimmed_layer(checkpoint.model) is None

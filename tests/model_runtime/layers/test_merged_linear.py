@@ -1,4 +1,4 @@
-"""Linears with one input, multiplied at once, answer as they did one by one."""
+"""A merged linear, which multiplies one input once, answers like its separate linears."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ class Halves(nn.Module):
         self.third = nn.Linear(12, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """All of them."""
+        """Call all of them."""
         return torch.cat((self.first(x), self.second(x), self.third(x + 1)), dim=-1)
 
 
 def test_parts_answer_as_their_linears() -> None:
-    """with and without a bias; twice, since the first input may be forgotten"""
+    """One part has a bias; a second input follows, because the first one may be forgotten."""
     model = Halves()
     inputs = [torch.randn(1, 5, 12), torch.randn(3, 12)]
     with torch.inference_mode():
@@ -37,7 +37,7 @@ def test_parts_answer_as_their_linears() -> None:
 
 
 def test_a_weight_that_two_share_is_left() -> None:
-    """a copy of it would be another weight's memory"""
+    """Merging would copy the weight and so cost its memory again."""
     model = Halves()
     model.first = nn.Linear(12, 20)
     model.first.weight = model.second.weight
@@ -47,7 +47,7 @@ def test_a_weight_that_two_share_is_left() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "mistral", "gemma2"])
 def test_a_model_answers_as_before(architecture: str) -> None:
-    """queries, keys and values together, gate and up together; no linear is held twice"""
+    """Queries, keys and values merge, as do gate and up; no weight is held twice."""
     model = tiny_model(architecture)
     num_weights = sum(weight.numel() for weight in model.parameters())
     patch_model(model, read_native_rope(model))

@@ -1,4 +1,4 @@
-"""Rows and numbers do not depend on what is computed beside them, to the bit."""
+"""Rows do not depend on the rows computed beside them, to the bit."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ WAYS.remove((torch.float32, Way.STORED))
 
 
 def workshop_of(way: Way, dtype: torch.dtype) -> Workshop:
-    """A workshop for one way; the test is skipped where the processor does not bear it."""
+    """A workshop for one way; the test is skipped if the processor does not support it."""
     if not is_possible(way, dtype):
         pytest.skip(f"no {way.name} of {dtype} on this processor or with this torch")
     return Workshop(way)
@@ -41,7 +41,7 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_a_row_has_the_same_bits_in_any_company(
     width_in: int, width_out: int, dtype: torch.dtype, way: Way
 ) -> None:
-    """Wide inputs are where plain packed products fail."""
+    """Wide inputs are the case in which plain packed products fail."""
     workshop = workshop_of(way, dtype)
     linear = nn.Linear(width_in, width_out).to(dtype).requires_grad_(requires_grad=False)
     x = torch.randn(max(ROWS), width_in).to(dtype)
@@ -71,7 +71,7 @@ def test_a_wide_row_alone_has_the_bits_it_has_among_others(dtype: torch.dtype, w
 def test_linears_with_one_input_are_one_product(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """a bias on one of them only; each row as if it were alone, whatever the number of rows"""
+    """One part has a bias; every row has the bits it has alone, for any number of rows."""
     model = nn.ModuleDict(
         {
             "wide": nn.Linear(704, 256, bias=False),
@@ -106,7 +106,7 @@ def test_linears_with_one_input_are_one_product(
 
 
 def test_a_part_does_not_answer_for_another_input() -> None:
-    """in any order of calls, also when the last of the group is never asked"""
+    """The parts may be called in any order, and the last of the group may stay uncalled."""
     model = nn.ModuleDict({name: nn.Linear(8, 5) for name in "abc"})
     first, second = torch.randn(2, 8), torch.randn(2, 8)
     expected = {name: (linear(first), linear(second)) for name, linear in model.items()}
@@ -118,7 +118,7 @@ def test_a_part_does_not_answer_for_another_input() -> None:
 
 
 def test_few_counts_of_rows_reach_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each costs memory and time to prepare; rows of zeros are less."""
+    """Each count costs memory and time to prepare, so rows of zeros fill up to the next one."""
     counts: set[int] = set()
     workshop = workshop_of(Way.ONEDNN, torch.float32)
     linear = nn.Linear(8, 5)
@@ -133,7 +133,7 @@ def test_few_counts_of_rows_reach_the_library(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_shapes_are_a_linears() -> None:
-    """leading dimensions are kept, no rows are no rows"""
+    """Leading dimensions are kept, and an input without rows gives no rows."""
     packed = PackedLinear(nn.Linear(8, 5, bias=False))
     assert packed(torch.randn(2, 3, 8)).shape == (2, 3, 5)
     assert packed(torch.randn(1, 0, 8)).shape == (1, 0, 5)
@@ -143,7 +143,7 @@ def test_shapes_are_a_linears() -> None:
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu"])
 @pytest.mark.parametrize("width", [36, 100, 176, 704])
 def test_an_activation_has_the_same_bits_in_any_company(name: str, width: int) -> None:
-    """on any number of threads, also where the width is no multiple of a vector"""
+    """The width may be no multiple of a vector, and the input may be a slice."""
     activation = RowwiseActivation(ACT2FN[name])
     x = torch.randn(300, width)
     whole = activation(x)
@@ -155,7 +155,7 @@ def test_an_activation_has_the_same_bits_in_any_company(name: str, width: int) -
 
 
 def test_pack_replaces_linears_and_activations_everywhere() -> None:
-    """and nothing else"""
+    """Nested modules are reached, and a LayerNorm is left as it is."""
     model = nn.Sequential(
         nn.Linear(4, 4), nn.Sequential(nn.SiLU(), nn.Linear(4, 2)), nn.LayerNorm(2)
     )
@@ -170,7 +170,7 @@ def test_pack_replaces_linears_and_activations_everywhere() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_way_that_is_chosen_is_possible(dtype: torch.dtype) -> None:
-    """Whatever the processor, there is one."""
+    """Every processor has at least one way."""
     assert is_possible(choose_way(dtype), dtype)
 
 
@@ -178,13 +178,13 @@ def test_the_way_that_is_chosen_is_possible(dtype: torch.dtype) -> None:
 def test_without_onednn_every_row_is_multiplied_over_own_panels(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """A build of torch may lack the library."""
+    """A build of torch may lack oneDNN."""
     monkeypatch.setattr(onednn, "is_available", lambda: False)
     assert choose_way.__wrapped__(dtype) is Way.OWN
 
 
 def test_onednn_that_refuses_a_number_type_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it refuses bfloat16 on processors without AVX-512."""
+    """OneDNN refuses bfloat16 on processors without AVX-512."""
 
     class Refusing(OneDnnWeight):
         def __init__(self, weight_NK: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Few rows over oneDNN's packed memory have oneDNN's bits, or are left to it."""
+"""Few rows over oneDNN's packed memory have oneDNN's bits, or oneDNN multiplies them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from model_runtime.layers.way_trial import is_possible
 
 
 def product_of(linear: nn.Linear, way: Way = Way.ONEDNN) -> PackedProduct:
-    """Its product; `_few` is None where few rows are left to oneDNN."""
+    """The product of a linear; `_few` is None if few rows are left to oneDNN."""
     return PackedProduct([linear.requires_grad_(requires_grad=False)], Workshop(way))
 
 
@@ -40,7 +40,7 @@ def _onednn() -> None:
 def test_few_rows_have_the_bits_of_many(
     width_in: int, width_out: int, dtype: torch.dtype, way: Way, *, bias: bool
 ) -> None:
-    """One chain of sums or several, whole panels or not."""
+    """The weights need one chain of sums or several, in whole panels or not."""
     if not is_possible(way, dtype):
         pytest.skip(f"no {way.name} of {dtype} on this processor")
     linear = nn.Linear(width_in, width_out, bias=bias).to(dtype)
@@ -57,7 +57,7 @@ def test_few_rows_have_the_bits_of_many(
 
 @pytest.mark.skipif(not IS_KNOWN, reason="few rows are left to oneDNN here")
 def test_few_rows_do_not_reach_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nor what is left of many"""
+    """The remainder of many rows does not reach it either."""
     counts = []
     product = product_of(nn.Linear(64, 64))
     multiply = product._multiply
@@ -73,7 +73,10 @@ def test_few_rows_do_not_reach_the_library(monkeypatch: pytest.MonkeyPatch) -> N
 def test_another_order_of_sums_is_refused(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, way: Way
 ) -> None:
-    """bfloat16 hides most of the difference; one of the two multiplies all rows then."""
+    """The difference must be seen in bfloat16 too, which hides most of it.
+
+    One of the two ways multiplies all rows then.
+    """
     if not is_possible(way, dtype):
         pytest.skip(f"no {way.name} of {dtype} on this processor")
     monkeypatch.setattr(packed_product, "_CHAINS", (256, 128))
@@ -87,7 +90,7 @@ def test_another_order_of_sums_is_refused(
 def test_without_the_packed_memory_rows_are_left_to_the_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """as a torch that does not tell where it is would have it"""
+    """A build of torch may not expose the address of the packed memory."""
     monkeypatch.setattr(onednn, "shows_memory", lambda: False)
     linear = nn.Linear(96, 80)
     x = torch.randn(40, 96)
@@ -98,7 +101,7 @@ def test_without_the_packed_memory_rows_are_left_to_the_library(
 
 @pytest.mark.skipif(not IS_KNOWN, reason="few rows are left to oneDNN here")
 def test_threads_share_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """panel by panel, with the bits of one thread"""
+    """Each thread takes whole panels, so the bits are those of one thread."""
     monkeypatch.setattr(row_products, "_BYTES_PER_SHARE", 1 << 12)
     linear = nn.Linear(96, 1000)
     x = torch.randn(5, 96)

@@ -1,4 +1,4 @@
-"""One pass over a row gives what the model's own norm gives; other modules are left alone."""
+"""One pass over a row gives the result of the model's own RMSNorm; other modules are kept."""
 
 from typing import Any
 
@@ -15,17 +15,17 @@ ROWS = (1, 2, 3, 7, 8, 33, 200)
 
 
 class WrongEps(LlamaRMSNorm):
-    """Says one eps and uses another."""
+    """A norm that states one eps and uses another."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """With ten times the eps."""
+        """Compute the norm with ten times the eps."""
         mean = hidden_states.pow(2).mean(-1, keepdim=True)
         out: Tensor = self.weight * hidden_states * torch.rsqrt(mean + 10 * self.variance_epsilon)
         return out
 
 
 def replaced(norm: nn.Module) -> nn.Module:
-    """What stands in its place."""
+    """The module after the replacement of norms."""
     for parameter in norm.parameters():
         nn.init.uniform_(parameter, 0.5, 1.5)
     holder = nn.ModuleDict({"norm": norm})
@@ -37,7 +37,7 @@ def replaced(norm: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("width", [16, 64, 384, 1000])
 @pytest.mark.parametrize("make", [LlamaRMSNorm, GemmaRMSNorm, nn.RMSNorm])
 def test_the_same_norm(make: Any, width: int, dtype: torch.dtype) -> None:
-    """against float64, and against the module; the same bits in any company"""
+    """The references are float64 and the module; a row has the same bits among any others."""
     original = make(width, eps=1e-5).to(dtype)
     norm = replaced(original)
     assert isinstance(norm, RmsNorm)
@@ -58,7 +58,7 @@ def test_the_same_norm(make: Any, width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torchs_own_is_the_same_norm(dtype: torch.dtype) -> None:
-    """what stands in the place of Llama's on a GPU"""
+    """Torch's RMSNorm replaces Llama's on a GPU."""
     original = LlamaRMSNorm(384, eps=1e-5).to(dtype)
     nn.init.uniform_(original.weight, 0.5, 1.5)
     x = (torch.randn(5, 384) * torch.tensor([1e-3, 1.0, 3.0, 30.0, 1e3])[:, None]).to(dtype)
@@ -71,7 +71,7 @@ def test_torchs_own_is_the_same_norm(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_not_a_number_stays_one(dtype: torch.dtype) -> None:
-    """a broken row is seen, and breaks no other"""
+    """A row with NaN stays visible and does not affect other rows."""
     norm = replaced(LlamaRMSNorm(64).to(dtype))
     x = torch.ones(3, 64, dtype=dtype)
     x[1, 5] = torch.nan
@@ -95,15 +95,15 @@ def test_what_is_not_a_number_stays_one(dtype: torch.dtype) -> None:
     ids=lambda module: type(module).__name__,
 )
 def test_others_are_left(module: nn.Module) -> None:
-    """means taken away, a gate, another eps, another dtype"""
+    """These subtract the mean, have a gate, use another eps or have another dtype."""
     assert replaced(module) is module
 
 
 class PerHead(LlamaRMSNorm):
-    """Takes four dimensions and nothing else."""
+    """A norm that takes only four dimensions."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Raises ValueError for rows."""
+        """Raise ValueError for an input of two dimensions."""
         _, _, _, _ = hidden_states.shape
         return super().forward(hidden_states)
 
@@ -111,7 +111,7 @@ class PerHead(LlamaRMSNorm):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [0.02, 1e-4, 0.0])
 def test_small_weights_do_not_hide_another_formula(size: float, dtype: torch.dtype) -> None:
-    """a norm that takes the mean away answers small numbers, too"""
+    """With small weights, a norm that subtracts the mean gives small differences too."""
     for wrong in (nn.LayerNorm(64, eps=1e-5, bias=False), WrongEps(64, eps=1e-3)):
         nn.init.uniform_(wrong.weight, -size, size)
         holder = nn.ModuleDict({"norm": wrong.to(dtype)})
@@ -126,7 +126,7 @@ def test_small_weights_do_not_hide_another_formula(size: float, dtype: torch.dty
 
 @pytest.mark.parametrize("norm", [PerHead(8), LlamaRMSNorm(1)])
 def test_what_does_not_take_rows_is_left_alone(norm: nn.Module) -> None:
-    """and loading goes on"""
+    """Loading goes on."""
     holder = nn.ModuleDict({"norm": norm})
     replace_norms(holder)
     assert holder["norm"] is norm

@@ -1,4 +1,4 @@
-"""Layers do not compute the identity rotation; nobody else's layers are touched."""
+"""Layers do not compute the identity rotation; layers of other models stay as they are."""
 
 from typing import Any
 
@@ -16,33 +16,33 @@ TOKENS = torch.arange(5)[None]
 
 
 class Asked:
-    """A step that notes what layers ask, and answers with the sum of it."""
+    """A step that keeps each call of a layer, and returns sums over its queries."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
-        """[1, T, H, V], different for other queries."""
+        """Keep the call; the answer [1, T, H, V] differs for other queries."""
         self.calls.append(call)
         return call.query_1HTD.transpose(1, 2).cumsum(1)
 
 
 @torch.inference_mode()
 def asked(model: Any) -> list[AttentionCall]:
-    """Every layer's call."""
+    """The attention call of every layer."""
     step = Asked()
     model(input_ids=TOKENS, position_ids=TOKENS, use_cache=False, **{STEP: step})
     return step.calls
 
 
 def spared(model: nn.Module) -> list[nn.Module]:
-    """Modules with a forward of their own."""
+    """The modules whose forward is not that of their class."""
     return [module for module in model.modules() if "forward" in vars(module)]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_layers_ask_for_the_same_without(architecture: str) -> None:
-    """against the same model with the forward of its class, which multiplies by one"""
+    """The reference is the same model with its class's forward, which multiplies by one."""
     model = tiny_model(architecture)
     plans = patch_model(model, read_native_rope(model))
     layers = spared(model)
@@ -57,7 +57,7 @@ def test_layers_ask_for_the_same_without(architecture: str) -> None:
 
 @torch.inference_mode()
 def test_other_models_of_the_class_rotate_as_before() -> None:
-    """one that was there, and one that is made afterwards"""
+    """One such model exists before the patch, and another is made after it."""
     other = tiny_model("llama")
     expected = other(TOKENS).logits
     model = tiny_model("llama")
@@ -68,7 +68,7 @@ def test_other_models_of_the_class_rotate_as_before() -> None:
 
 
 def test_layers_that_would_ask_for_something_else_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """as one would whose rotation does more than to rotate"""
+    """Their rotation function does more than rotate."""
     monkeypatch.setattr(spared_rotation, "_as_they_are", lambda q, k, *_: (2 * q, k))
     model = tiny_model("llama")
     patch_model(model, read_native_rope(model))
@@ -76,7 +76,7 @@ def test_layers_that_would_ask_for_something_else_are_left(monkeypatch: pytest.M
 
 
 def test_a_function_of_another_kind_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """the name alone says little: some take one tensor at a time"""
+    """The name alone proves little: some of these functions rotate one tensor at a time."""
     from transformers.models.llama import modeling_llama
 
     def one_by_one(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

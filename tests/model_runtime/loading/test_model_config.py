@@ -1,4 +1,4 @@
-"""What a config says before the weights are loaded, held against the loaded model."""
+"""The numbers that a config gives before the weights are loaded, against the loaded model."""
 
 import math
 import shutil
@@ -21,7 +21,7 @@ MULTI_HEAD = {"gpt_neox", "persimmon", "phi"}
 
 
 def test_the_embedded_model(embedded: Checkpoint) -> None:
-    """tables, cache bytes and weight bytes"""
+    """The tables, the cache bytes and the weight bytes are compared."""
     outline = read_model_config(EMBEDDED_MODEL)
     assert outline.architecture == "LlamaForCausalLM"
     assert outline.native() == embedded.native
@@ -41,7 +41,7 @@ def test_the_embedded_model(embedded: Checkpoint) -> None:
 
 @pytest.mark.parametrize("architecture", SERVED)
 def test_the_config_gives_the_cache_that_probing_finds(architecture: str) -> None:
-    """for every architecture that is served"""
+    """This holds for every architecture that is served."""
     overrides: dict[str, Any] = {}
     if architecture in MULTI_HEAD:
         overrides["num_key_value_heads"] = 4
@@ -54,7 +54,7 @@ def test_the_config_gives_the_cache_that_probing_finds(architecture: str) -> Non
 
 
 def test_only_the_files_that_are_loaded_count(tmp_path: Path) -> None:
-    """a copy in another layout may lie beside them; an index names its shards"""
+    """A copy in another layout may be in the folder; an index names its shards."""
     folder = tmp_path / "model"
     shutil.copytree(EMBEDDED_MODEL, folder)
     expected = read_model_config(folder).num_weight_bytes()
@@ -73,10 +73,10 @@ def test_only_the_files_that_are_loaded_count(tmp_path: Path) -> None:
 
 
 def test_a_config_without_a_number_is_a_sentence() -> None:
-    """not a guess"""
+    """Key heads listed by layer are refused, because one number would be a guess."""
 
     class Odd(PretrainedConfig):
-        """Key heads by layer."""
+        """A config whose key heads are a list by layer."""
 
         model_type = "odd"
 

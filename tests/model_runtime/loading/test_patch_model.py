@@ -40,7 +40,10 @@ def outcomes() -> dict[str, Outcome]:
 def test_served_architectures_answer_as_untouched(
     outcomes: dict[str, Outcome], architecture: str
 ) -> None:
-    """within rounding, and the same bits alone, in a batch, in chunks and step by step"""
+    """Answers agree within rounding, with the same bits alone, in batches and in chunks.
+
+    Mixtures of experts are exempt from the comparison of bits.
+    """
     found = outcomes[architecture]
     assert found.refusal == ""
     assert found.is_bitwise or architecture in MIXTURES
@@ -48,12 +51,12 @@ def test_served_architectures_answer_as_untouched(
 
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_others_are_refused_by_name(outcomes: dict[str, Outcome], architecture: str) -> None:
-    """a model that would be served wrongly is not served"""
+    """A refusal is required, because the model would be served wrongly."""
     assert outcomes[architecture].refusal
 
 
 def test_the_page_about_models_is_what_was_found(outcomes: dict[str, Outcome]) -> None:
-    """python -m tests.models_page > docs/models.md"""
+    """`python -m tests.models_page > docs/models.md` writes the page anew."""
     written = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     assert written == page(list(outcomes.values()))
     assert len(SERVED) >= 20
@@ -70,20 +73,20 @@ def test_the_page_about_models_is_what_was_found(outcomes: dict[str, Outcome]) -
     ],
 )
 def test_a_refusal_says_the_figure(architecture: str, message: str) -> None:
-    """or what else stands in the way"""
+    """If no figure applies, then the message names the obstacle."""
     with pytest.raises(ModelError, match=message):
         taken_over(architecture)
 
 
 def test_soft_caps_and_sinks_are_honoured() -> None:
-    """gemma2 and gpt_oss pass with thresholds far below what either is worth"""
+    """The thresholds are far below the effect of a soft cap or a sink."""
     for architecture in ("gemma2", "gpt_oss"):
         _, report = taken_over(architecture)
         assert report.difference <= report.threshold < 1e-2
 
 
 def test_pairing_width_and_layer_types_are_probed() -> None:
-    """half-split or interleaved, whole or partial, per layer type, or not at all"""
+    """Pairs are half-split or interleaved, whole or partial, by layer type, or absent."""
     plans, _ = taken_over("gpt_neox")
     assert {(plan.rotary_dim, plan.key_dim, plan.interleaved) for plan in plans.values()} == {
         (8, 16, False)
@@ -100,7 +103,7 @@ def test_pairing_width_and_layer_types_are_probed() -> None:
 
 
 def test_a_window_that_is_ignored_is_seen() -> None:
-    """the self-check shrinks windows below its prompts"""
+    """The self-check shrinks windows below the length of its prompts."""
     model = tiny_model("mistral")
     native = read_native_rope(model)
     expected = untouched_answers(model, native)
@@ -121,7 +124,7 @@ def test_a_window_that_is_ignored_is_seen() -> None:
 
 
 def test_a_rotary_module_that_differs_from_its_config_is_refused() -> None:
-    """tables are compared to the bit"""
+    """Tables are compared to the bit."""
     model = tiny_model("llama")
     rotary = model.model.rotary_emb
     rotary.inv_freq = rotary.inv_freq * (1 + 1e-6)
@@ -130,7 +133,7 @@ def test_a_rotary_module_that_differs_from_its_config_is_refused() -> None:
 
 
 def test_a_checkpoint_that_carries_scaling_is_taken_over_natively() -> None:
-    """its own yarn, with its temperature"""
+    """The checkpoint has a yarn block with its attention factor."""
     block = {
         "rope_type": "yarn",
         "rope_theta": 1e4,
@@ -147,7 +150,7 @@ def test_a_checkpoint_that_carries_scaling_is_taken_over_natively() -> None:
 
 
 def test_an_unfamiliar_rope_block_is_refused_by_field() -> None:
-    """never ignored"""
+    """An unknown field is never ignored."""
     model = tiny_model("llama")
     model.config.rope_parameters["mrope_section"] = [1, 2, 3]
     with pytest.raises(ModelError, match="mrope_section"):

@@ -1,4 +1,4 @@
-"""Text is split as tokenizer.json says."""
+"""Text is split as tokenizer.json states."""
 
 import json
 import shutil
@@ -26,13 +26,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_stated_general_class_is_not_replaced_by_the_model_types(folder: Path) -> None:
-    """AutoTokenizer alone would split by Qwen2's own pattern"""
+    """AutoTokenizer alone would split by Qwen2's own pattern."""
     expected = Backend.from_file(str(folder / "tokenizer.json")).encode(TEXT).ids
     assert load_tokenizer(folder).encode(TEXT) == expected
 
 
 def test_a_broken_tokenizer_config_is_one_sentence(folder: Path) -> None:
-    """as every other broken file"""
+    """The sentence names the folder, as for every other broken file."""
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ModelError, match=str(folder)):
         load_tokenizer(folder)

@@ -1,7 +1,7 @@
-"""Recorded decode steps answer as steps that are not, whatever numbers they are replayed with.
+"""Decode steps replayed from CUDA graphs answer like steps that are not recorded.
 
-Without a GPU a recording is the forward called again: it then reads what stands in the fixed
-places, and knows as little of the step's numbers as a CUDA graph does. Kernels are interpreted.
+Without a GPU a recording is the forward called again: it then reads the fixed places, and knows as
+little of the step's numbers as a CUDA graph does. Kernels are interpreted.
 """
 
 import gc
@@ -39,14 +39,14 @@ SPARE = CONFIG.num_pages
 
 
 class Again:
-    """Records by remembering; counts."""
+    """A recorder that keeps the function and counts recordings and replays."""
 
     def __init__(self) -> None:
         self.num_recorded = 0
         self.num_replayed = 0
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """As `Recorder` says; but the result is not there before the first replay."""
+        """Record as in `Recorder`; the result is not there before the first replay."""
         self.num_recorded += 1
         result = torch.empty(0)
         return result, partial(self._replay, work, result)
@@ -58,7 +58,7 @@ class Again:
 
 @pytest.fixture
 def checkpoint(monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
-    """Served by the GPU's attention from now on, on the CPU."""
+    """A checkpoint served by the GPU's attention on the CPU."""
     if torch.cuda.is_available():
         pytest.skip("kernels are not interpreted here; tests/gpu records real graphs")
     made = tiny_checkpoint("llama", num_hidden_layers=1)
@@ -70,7 +70,7 @@ def checkpoint(monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
 def runner_of(
     checkpoint: Checkpoint, record: Again | None, profiles: Sequence[Profile]
 ) -> ModelRunner:
-    """One with a page that no sequence holds."""
+    """A runner with a page that no sequence holds."""
     larger = EngineConfig(
         kv_cache_tokens=CONFIG.kv_cache_tokens + CONFIG.page_size,
         max_model_len=CONFIG.max_model_len,
@@ -83,7 +83,7 @@ def runner_of(
 
 
 class Conversations:
-    """Sequences that two runners serve alike."""
+    """Sequences that two runners serve in the same steps."""
 
     def __init__(self, runners: Sequence[ModelRunner], profiles: Sequence[Profile]) -> None:
         self.runners = runners
@@ -93,7 +93,7 @@ class Conversations:
         self.pages = [list(range(16 * index, 16 * index + 16)) for index in range(len(profiles))]
 
     def step(self, num_tokens: dict[int, int]) -> tuple[Tensor, Tensor]:
-        """Both runners' logits of the last token of each."""
+        """Both runners' logits of the last token of each sequence."""
         answers = []
         for runner in self.runners:
             spans = []
@@ -109,12 +109,12 @@ class Conversations:
 
 
 def profiles_of(deployment: Deployment) -> list[Profile]:
-    """Each tier's."""
+    """The profile of each tier."""
     return [tier.profile for tier in deployment.own_tiers]
 
 
 def test_replayed_steps_answer_as_others(checkpoint: Checkpoint) -> None:
-    """one to four sequences of other lengths, tables and pages; padded, and a page further"""
+    """One to four sequences differ in length, table and pages; some steps are padded."""
     record = Again()
     tiers = profiles_of(deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 4}))
     plain, recorded = runner_of(checkpoint, None, tiers), runner_of(checkpoint, record, tiers)
@@ -140,7 +140,7 @@ def pages_of(runner: ModelRunner) -> KVCache:
 
 
 def test_a_table_made_later_is_found(checkpoint: Checkpoint) -> None:
-    """all tables move when one is added: what was recorded reads the old ones"""
+    """All tables move when one is added, so old recordings would read the old tables."""
     record = Again()
     tiers = profiles_of(deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 4}))
     runners = runner_of(checkpoint, None, ()), runner_of(checkpoint, record, ())
@@ -157,7 +157,7 @@ def test_a_table_made_later_is_found(checkpoint: Checkpoint) -> None:
 
 
 def test_what_kernels_read_is_kept(checkpoint: Checkpoint) -> None:
-    """a graph knows addresses only: every tensor of its batch must live as long as it does"""
+    """A CUDA graph knows only addresses, so every tensor of its batch must live as long."""
     tables = RopeTables(checkpoint.native, 16, 256, torch.device("cpu"))
     tables.slot(profiles_of(deployment_of(checkpoint))[0])
     kept: list[weakref.ref[Tensor]] = []
@@ -183,7 +183,7 @@ def test_what_kernels_read_is_kept(checkpoint: Checkpoint) -> None:
 def test_what_cannot_be_recorded_is_queued(
     checkpoint: Checkpoint, *, are_tables_known: bool
 ) -> None:
-    """at start, or at the first step that finds a table; the step is answered all the same"""
+    """Recording fails at start or at the first step with a table; the step still runs."""
 
     def never(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -198,7 +198,7 @@ def test_what_cannot_be_recorded_is_queued(
 
 
 def test_other_steps_are_not_replayed(checkpoint: Checkpoint) -> None:
-    """a prompt beside decodes, a decode without logits, more sequences than were recorded"""
+    """These are prompts beside decodes, decodes without logits, and too many sequences."""
     record = Again()
     profiles = profiles_of(deployment_of(checkpoint))
     runner = runner_of(checkpoint, record, profiles)
@@ -216,7 +216,7 @@ def test_other_steps_are_not_replayed(checkpoint: Checkpoint) -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 6, 8, 32, 64, 200, 1000])
 def test_padding_is_bounded(most: int) -> None:
-    """every number finds a size that is less than twice as large"""
+    """Every number of sequences finds a size that is less than twice as large."""
     sizes = recorded_sizes(most)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == min(most, MOST_RECORDED)
@@ -226,17 +226,17 @@ def test_padding_is_bounded(most: int) -> None:
 
 
 class Nowhere:
-    """Answers attention without looking."""
+    """An attention that returns empty numbers without reading."""
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
-        """Numbers that are not there."""
+        """Numbers on the `meta` device."""
         heads, num_tokens = call.query_1HTD.shape[1:3]
         return call.query_1HTD.new_empty(1, num_tokens, heads, call.value_1KTV.shape[-1])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "mistral", "phi3"])
 def test_a_models_own_forward_asks_the_device_for_nothing(architecture: str) -> None:
-    """on torch's `meta` device, where asking for a number raises; else it could not be recorded"""
+    """Torch's `meta` device raises if a number is read, which would prevent a recording."""
     model = tiny_model(architecture)
     patch_model(model, read_native_rope(model))
     model.to("meta")

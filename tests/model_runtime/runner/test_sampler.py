@@ -1,4 +1,4 @@
-"""Tokens are drawn as transformers' warpers say, and a seed decides them in any batch."""
+"""Tokens are drawn like transformers' warpers draw, and a seed decides them in any batch."""
 
 import math
 from collections.abc import Sequence
@@ -39,14 +39,14 @@ def row_of(
     generated: Sequence[int] | None = None,
     end_ids: Sequence[int] = (),
 ) -> SamplingRow:
-    """One row's surroundings."""
+    """The sampling row of a request in a given state."""
     ids = [0] * num_generated if generated is None else generated
     seen = SeenTokens(prompt, ids) if has_penalty(params) else None
     return SamplingRow(params, len(ids), frozenset(end_ids), seen)
 
 
 def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Probabilities after transformers' own processors."""
+    """The probabilities after transformers' own processors."""
     ids = torch.zeros(1, 1, dtype=torch.long)
     scores = TemperatureLogitsWarper(params.temperature)(ids, logits[None])
     if params.top_k:
@@ -73,7 +73,7 @@ def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     ],
 )
 def test_frequencies_match_the_reference(options: dict[str, Any]) -> None:
-    """chi-square over 20,000 draws, and nothing outside the reference's support"""
+    """A chi-square test over 20,000 draws bounds the error; no draw leaves the support."""
     logits = torch.randn(VOCABULARY) * 2
     params = SamplingParams(**options)
     expected = reference(logits, params)
@@ -91,7 +91,7 @@ def test_frequencies_match_the_reference(options: dict[str, Any]) -> None:
 
 
 def test_a_seed_decides_in_any_batch() -> None:
-    """alone, or between others with other parameters"""
+    """The other rows of the batch have other parameters."""
     logits = torch.randn(6, VOCABULARY)
     params = [
         SamplingParams(seed=seed, temperature=0.3 * seed, top_k=seed, top_p=1 - seed / 10)
@@ -104,7 +104,7 @@ def test_a_seed_decides_in_any_batch() -> None:
 
 
 def test_temperature_zero_is_the_most_likely_token() -> None:
-    """whatever the seed"""
+    """The seed has no effect."""
     logits = torch.randn(5, VOCABULARY)
     params = [SamplingParams(temperature=0.0, seed=seed) for seed in range(5)]
     rows = [row_of(each, step) for step, each in enumerate(params)]
@@ -113,14 +113,14 @@ def test_temperature_zero_is_the_most_likely_token() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-5, 9e-6, 1e-40, 5e-324])
 def test_any_low_temperature_is_nearly_greedy(temperature: float) -> None:
-    """and breaks nothing beside it"""
+    """The row beside it is sampled as alone."""
     logits = torch.randn(2, VOCABULARY) * 10
     rows = [row_of(SamplingParams(temperature=temperature)), row_of(SamplingParams(seed=1))]
     assert sample(logits, rows) == [int(logits[0].argmax()), sample(logits[1:], rows[1:])[0]]
 
 
 def test_random_numbers_are_uniform_and_differ_by_seed_and_step() -> None:
-    """in [0, 1)"""
+    """The interval is [0, 1)."""
     drawn = [uniform(seed, step) for seed in range(50) for step in range(50)]
     assert len(set(drawn)) == len(drawn)
     assert 0 <= min(drawn) < 0.01
@@ -129,7 +129,7 @@ def test_random_numbers_are_uniform_and_differ_by_seed_and_step() -> None:
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
-    """whatever the temperature; the alternatives from the likeliest down"""
+    """The alternatives are sorted from the likeliest down."""
     logits = torch.randn(100, VOCABULARY)
     chosen = torch.randint(VOCABULARY, (100,)).tolist()
     expected = logits.log_softmax(-1)
@@ -144,7 +144,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
 
 def test_repetition_penalty_is_transformers() -> None:
-    """over prompt and answer"""
+    """The penalty covers the prompt and the answer."""
     logits = torch.randn(3, VOCABULARY)
     prompt, generated = [1, 2, 3, 3], [5, 6, 6]
     rows = [
@@ -160,7 +160,7 @@ def test_repetition_penalty_is_transformers() -> None:
 
 
 def test_presence_and_frequency_penalties_are_openais() -> None:
-    """over the answer only: c x frequency + (c > 0) x presence"""
+    """Only the answer counts: c x frequency + (c > 0) x presence."""
     logits = torch.randn(1, VOCABULARY)
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     got = adjusted(logits, [row_of(params, prompt=[7, 7], generated=[3, 4, 4, 4])])[0]
@@ -171,7 +171,7 @@ def test_presence_and_frequency_penalties_are_openais() -> None:
 
 
 def test_logit_bias_is_added() -> None:
-    """as transformers' sequence bias for single tokens"""
+    """The reference is transformers' sequence bias for single tokens."""
     logits = torch.randn(2, VOCABULARY)
     params = SamplingParams(logit_bias=((3, 5.0), (9, -100.0)))
     got = adjusted(logits, [row_of(params), row_of(SamplingParams())])
@@ -183,7 +183,7 @@ def test_logit_bias_is_added() -> None:
 
 
 def test_no_end_token_before_min_tokens() -> None:
-    """greedy or drawn"""
+    """This holds for greedy and for random sampling."""
     logits = torch.full((1, VOCABULARY), -5.0)
     logits[0, 4] = 20.0
     for temperature in (0.0, 1.0):
@@ -194,7 +194,7 @@ def test_no_end_token_before_min_tokens() -> None:
 
 
 def test_a_row_without_a_choice_does_not_break_its_neighbours() -> None:
-    """every token banned; the other row is as alone"""
+    """Every token of one row is banned; the other row is sampled as alone."""
     logits = torch.randn(2, VOCABULARY)
     banned = row_of(SamplingParams(min_tokens=1), end_ids=range(VOCABULARY))
     other = row_of(SamplingParams(seed=3))
@@ -202,7 +202,7 @@ def test_a_row_without_a_choice_does_not_break_its_neighbours() -> None:
 
 
 def test_adjusting_leaves_the_raw_logits_alone() -> None:
-    """they are what logprobs report"""
+    """Logprobs are computed from the raw logits."""
     logits = torch.randn(2, VOCABULARY)
     before = logits.clone()
     params = SamplingParams(logit_bias=((1, 3.0),), repetition_penalty=1.5, presence_penalty=1.0)
@@ -211,7 +211,7 @@ def test_adjusting_leaves_the_raw_logits_alone() -> None:
 
 
 def test_rows_that_are_not_finite_are_found() -> None:
-    """NaN and both infinities, alone and beside each other"""
+    """NaN and both infinities are tried, alone and together."""
     logits = torch.randn(6, VOCABULARY)
     logits[1, 3] = torch.nan
     logits[2, 0] = torch.inf
@@ -222,7 +222,7 @@ def test_rows_that_are_not_finite_are_found() -> None:
 
 
 def test_a_device_answers_alike_in_one_transfer() -> None:
-    """flags and tokens, greedy and drawn, cut and not; a row of NaN harms no other"""
+    """Greedy, random and top-p rows are compared; a row with NaN harms no other."""
     logits = torch.randn(6, VOCABULARY)
     logits[2] = torch.nan
     places = [0, 2, 3, 5]
@@ -241,7 +241,7 @@ def test_a_device_answers_alike_in_one_transfer() -> None:
 
 
 def test_the_first_of_equal_logits_is_the_most_likely() -> None:
-    """in every row"""
+    """Each row has its own tie."""
     logits = torch.zeros(3, VOCABULARY)
     logits[1, [9, 30]] = 2.0
     logits[2] = -torch.inf
@@ -251,7 +251,7 @@ def test_the_first_of_equal_logits_is_the_most_likely() -> None:
 
 
 def test_tokens_are_counted_as_they_come() -> None:
-    """those of the prompt once, those of the answer each time; however many there are"""
+    """A prompt token counts once, an answer token each time, and the arrays grow as needed."""
     prompt, answer = [3, 3, 8], [(5 * at) % 37 for at in range(300)]
     seen = SeenTokens(prompt)
     for token in answer:

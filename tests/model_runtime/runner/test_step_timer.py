@@ -1,4 +1,4 @@
-"""A step's time is told by part, and the parts are all of it."""
+"""The time of a step is measured by part, and the parts add up to the step."""
 
 import time
 from collections.abc import Mapping
@@ -21,28 +21,28 @@ SLOW_S = 0.02
 
 
 class Times(Observer):
-    """Adds them up."""
+    """An observer that keeps the seconds of each step."""
 
     def __init__(self) -> None:
         self.steps: list[Mapping[Part, float]] = []
 
     def timed(self, seconds: Mapping[Part, float]) -> None:
-        """One step."""
+        """Keep one step."""
         self.steps.append(seconds)
 
 
 class Watch:
-    """A clock that only what is slow moves: a busy machine's pauses are not in the measurement."""
+    """A clock that only slowed functions move, so pauses of a busy machine are not measured."""
 
     def __init__(self) -> None:
         self._now = 0.0
 
     def __call__(self) -> float:
-        """As perf_counter."""
+        """The time, in the place of perf_counter."""
         return self._now
 
     def slow(self, function: Any) -> Any:
-        """The same, later."""
+        """The same function, which moves the clock by a second first."""
 
         def later(*arguments: Any, **options: Any) -> Any:
             self._now += 1.0
@@ -53,7 +53,7 @@ class Watch:
 
 @pytest.fixture(scope="module")
 def checkpoint() -> Checkpoint:
-    """For its tokenizer."""
+    """A checkpoint whose tokenizer the script uses."""
     return tiny_checkpoint("llama")
 
 
@@ -61,7 +61,7 @@ def checkpoint() -> Checkpoint:
 def test_the_part_that_is_slow_is_the_one_that_shows_it(
     engines: EngineFactory, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, part: Part
 ) -> None:
-    """each is slowed down in turn; the others then take no time at all"""
+    """Each part is slowed in turn, and the others then take no time."""
     script, watch, observer = Script(checkpoint, "hello"), Watch(), Times()
     monkeypatch.setattr(step_clock, "perf_counter", watch)
     owner, name = {
@@ -85,7 +85,7 @@ def test_the_part_that_is_slow_is_the_one_that_shows_it(
 
 
 def test_the_parts_are_the_whole_of_a_step(engines: EngineFactory, checkpoint: Checkpoint) -> None:
-    """nothing is counted twice, nothing is left out but what lies between two steps"""
+    """No time counts twice, and only the time between two steps is left out."""
     observer = Times()
     script = Script(checkpoint, "hello")
     script.delay_s = SLOW_S
@@ -109,7 +109,7 @@ def test_the_parts_are_the_whole_of_a_step(engines: EngineFactory, checkpoint: C
 
 
 def test_a_switch_gives_the_time_to_the_part_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """and nobody's time is nobody's"""
+    """The time between `take` and the next `switch` belongs to no part."""
     now = iter([1.0, 3.0, 7.0, 15.0, 31.0, 63.0])
     monkeypatch.setattr(step_clock, "perf_counter", lambda: next(now))
     clock = StepTimer()

@@ -17,14 +17,14 @@ def settled(
 
 @pytest.mark.parametrize("seconds_a_token", [1e-4, 4e-4, 1e-3])
 def test_steps_come_to_take_what_they_should(seconds_a_token: float) -> None:
-    """but for a factor of 1.4, whatever a token costs, and what a step costs without any"""
+    """The factor is at most 1.4, for any cost of a token and beside the step's fixed cost."""
     assert 0.07 < settled(PrefillBudget(0.1, 2048), seconds_a_token, 0.01) < 0.145
 
 
 @pytest.mark.parametrize("num_decodes", [0, 1, 5, 16])
 @pytest.mark.parametrize("seconds_a_token", [2e-5, 1e-4, 3e-4])
 def test_rows_of_a_step_fill_whole_blocks(seconds_a_token: float, num_decodes: int) -> None:
-    """a power of two of them, decodes among them"""
+    """The number of rows is a power of two, decodes included."""
     pacing = PrefillBudget(0.1, 2048)
     for _ in range(40):
         num_tokens = pacing.num_tokens(num_decodes)
@@ -33,14 +33,14 @@ def test_rows_of_a_step_fill_whole_blocks(seconds_a_token: float, num_decodes: i
 
 
 def test_many_decodes_do_not_crowd_a_prompt_out() -> None:
-    """where what is left of a block is less than half of what would be allowed"""
+    """If a block's rest is under half of the allowed tokens, then the next block is used."""
     pacing = PrefillBudget(0.1, 2048)
     settled(pacing, 1e-3, 0.0)
     assert pacing.num_tokens(1) // 2 <= pacing.num_tokens(60) < 68 + 60
 
 
 def test_it_follows_when_tokens_become_dearer() -> None:
-    """as they do the longer a prompt is"""
+    """A token costs more the longer its prompt is."""
     pacing = PrefillBudget(0.1, 2048)
     cost = 1e-4
     for _ in range(100):
@@ -51,7 +51,7 @@ def test_it_follows_when_tokens_become_dearer() -> None:
 
 
 def test_chunks_stay_within_limits() -> None:
-    """a slow machine still reads on, and a fast one does not exceed max_num_batched_tokens"""
+    """A slow machine still gets tokens, and a fast one at most max_num_batched_tokens."""
     slow, fast = PrefillBudget(0.1, 2048), PrefillBudget(0.1, 2048)
     settled(slow, 1.0, 0.0)
     settled(fast, 1e-9, 0.0)
@@ -59,7 +59,7 @@ def test_chunks_stay_within_limits() -> None:
 
 
 def test_one_slow_step_does_not_undo_it() -> None:
-    """something else may have held it up"""
+    """Another process may have delayed that step."""
     pacing = PrefillBudget(0.1, 2048)
     settled(pacing, 1e-4, 0.0)
     before = pacing.num_tokens()
@@ -70,7 +70,7 @@ def test_one_slow_step_does_not_undo_it() -> None:
 @pytest.mark.parametrize("num_decodes", [0, 8])
 @pytest.mark.parametrize("seconds_a_token", [1e-6, 1e-4, 5e-4])
 def test_a_step_without_memory_is_tried_with_half(seconds_a_token: float, num_decodes: int) -> None:
-    """of what it had, whether or not more would be allowed for the time"""
+    """Half of the failed size is the bound, even if the time would allow more."""
     pacing = PrefillBudget(0.1, 2048)
     settled(pacing, seconds_a_token, 0.0)
     before = pacing.num_tokens(num_decodes)
@@ -81,7 +81,7 @@ def test_a_step_without_memory_is_tried_with_half(seconds_a_token: float, num_de
 
 
 def test_a_small_step_is_not_rounded_up() -> None:
-    """what is less than the smallest block stays as it is"""
+    """A budget below the smallest block stays as it is."""
     pacing = PrefillBudget(0.1, 64)
     settled(pacing, 0.05, 0.0)
     assert pacing.num_tokens(1) == 2
@@ -89,7 +89,7 @@ def test_a_small_step_is_not_rounded_up() -> None:
 
 @pytest.mark.parametrize("seconds_a_token", [1e-4, 1e-3])
 def test_steps_are_longer_while_no_answer_would_pause(seconds_a_token: float) -> None:
-    """and what they take tells how long another would"""
+    """Their durations also set the size of a step beside decodes."""
     pacing = PrefillBudget(0.1, 2048)
     for _ in range(40):
         long = pacing.num_tokens()
@@ -100,7 +100,7 @@ def test_steps_are_longer_while_no_answer_would_pause(seconds_a_token: float) ->
 
 
 def test_small_steps_say_nothing() -> None:
-    """most of what they take is not for their tokens"""
+    """Most of their time is not spent on their tokens."""
     pacing = PrefillBudget(0.1, 2048)
     before = pacing.num_tokens()
     pacing.note(3, 5.0)
@@ -109,14 +109,14 @@ def test_small_steps_say_nothing() -> None:
 
 
 def test_without_a_target_chunks_are_as_large_as_allowed() -> None:
-    """always the same, for whoever compares steps"""
+    """The constant size makes steps comparable."""
     pacing = PrefillBudget(None, 512)
     pacing.note(512, 60.0)
     assert pacing.num_tokens() == 512
 
 
 def test_without_a_target_a_step_without_memory_is_forgotten_by_the_next() -> None:
-    """it is tried with half, and what follows has all again"""
+    """The step is tried with half, and the one after it has the full size again."""
     pacing = PrefillBudget(None, 512)
     pacing.note_failure(512)
     assert pacing.num_tokens() == 256
@@ -125,7 +125,7 @@ def test_without_a_target_a_step_without_memory_is_forgotten_by_the_next() -> No
 
 
 def test_decodes_without_memory_do_not_stop_prompts() -> None:
-    """a step that read none says nothing of how long prompts take"""
+    """A step without prompt tokens says nothing about the time of a prefill."""
     pacing = PrefillBudget(0.1, 2048)
     settled(pacing, 1e-4, 0.0)
     before = pacing.num_tokens(1)

@@ -1,4 +1,4 @@
-"""Which tokens are computed next; no model needed."""
+"""The choice of the tokens that are computed next; no model is needed."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def sequence(
 
 
 def scheduler(**config: Any) -> Scheduler:
-    """Small limits."""
+    """A scheduler with small limits."""
     numbers = {
         "kv_cache_tokens": 160,
         "max_model_len": 1024,
@@ -36,7 +36,7 @@ def scheduler(**config: Any) -> Scheduler:
 
 
 def computed(plan: Scheduler, step: Plan) -> None:
-    """What the engine does after a step."""
+    """Update the sequences like the engine does after a step."""
     for chunk in step.chunks.values():
         last = chunk.is_last
         plan.computed(chunk)
@@ -45,12 +45,12 @@ def computed(plan: Scheduler, step: Plan) -> None:
 
 
 def sizes(step: Plan) -> list[int]:
-    """Tokens per chunk."""
+    """The tokens of each chunk."""
     return [chunk.num_tokens for chunk in step.chunks.values()]
 
 
 def test_a_long_prompt_is_read_in_chunks() -> None:
-    """of what the budget allows"""
+    """Each chunk is as large as the budget allows."""
     plan = scheduler()
     plan.add(sequence(40))
     seen = []
@@ -62,7 +62,7 @@ def test_a_long_prompt_is_read_in_chunks() -> None:
 
 
 def test_decodes_come_first_and_prefill_takes_the_rest() -> None:
-    """a sequence that decodes never waits for a prompt"""
+    """A sequence that decodes never waits for a prompt."""
     plan = scheduler()
     short, long = sequence(3), sequence(60)
     plan.add(short)
@@ -76,7 +76,7 @@ def test_decodes_come_first_and_prefill_takes_the_rest() -> None:
 
 
 def test_short_prompts_do_not_wait_for_the_end_of_a_long_one() -> None:
-    """a quarter of the budget is the oldest's, the rest goes to those with least left to read"""
+    """The oldest prompt gets a quarter of the budget; those with least left get the rest."""
     plan = scheduler(kv_cache_tokens=800)
     long, middle, short = sequence(100), sequence(30, salt="m"), sequence(6, salt="s")
     for each in (long, middle, short):
@@ -90,7 +90,7 @@ def test_short_prompts_do_not_wait_for_the_end_of_a_long_one() -> None:
 
 
 def test_a_prompt_is_not_overtaken_by_one_that_is_no_shorter() -> None:
-    """than what it has left itself"""
+    """The remaining tokens of both prompts are compared."""
     plan = scheduler(kv_cache_tokens=800)
     first, second = sequence(40, salt="first"), sequence(40, salt="second")
     for each in (first, second):
@@ -104,7 +104,7 @@ def test_a_prompt_is_not_overtaken_by_one_that_is_no_shorter() -> None:
 
 
 def test_what_shorter_prompts_cannot_use_is_the_oldests() -> None:
-    """one whose logprobs are asked for takes a row of logits for each token"""
+    """A prompt with logprobs takes a row of logits per token, so the limit of rows stops it."""
     plan = scheduler(kv_cache_tokens=800, max_num_logit_rows=3)
     long, scored = sequence(100), sequence(30, salt="s", prompt_logprobs=1)
     for each in (long, scored):
@@ -117,7 +117,7 @@ def test_what_shorter_prompts_cannot_use_is_the_oldests() -> None:
 
 
 def test_the_oldest_prompt_is_read_on_however_many_short_ones_arrive() -> None:
-    """at a quarter of the speed at worst"""
+    """Its speed falls to a quarter at worst."""
     plan = scheduler(kv_cache_tokens=800)
     long = sequence(96, salt="long")
     plan.add(long)
@@ -138,7 +138,7 @@ def test_the_oldest_prompt_is_read_on_however_many_short_ones_arrive() -> None:
 
 
 def test_a_step_computes_no_more_of_prompts_than_it_is_told() -> None:
-    """decodes do not count"""
+    """Decodes do not count towards `num_prefill_tokens`."""
     plan = scheduler()
     short = sequence(3)
     plan.add(short)
@@ -150,7 +150,7 @@ def test_a_step_computes_no_more_of_prompts_than_it_is_told() -> None:
 
 
 def test_no_budget_for_prompts_is_no_chunk() -> None:
-    """more sequences may decode than prompt tokens are allowed"""
+    """The number of decodes may reach the budget of the whole step."""
     plan = scheduler(max_num_batched_tokens=3)
     for number in range(3):
         plan.add(sequence(1, salt=str(number)))
@@ -161,7 +161,7 @@ def test_no_budget_for_prompts_is_no_chunk() -> None:
 
 
 def test_waiting_requests_start_in_order_and_are_not_overtaken() -> None:
-    """the first takes its pages as soon as they are back"""
+    """The big request starts as soon as pages are released, before the small one."""
     plan = scheduler()
     first, big, small = sequence(90, salt="1"), sequence(100, salt="2"), sequence(5, salt="3")
     for each in (first, big, small):
@@ -175,7 +175,7 @@ def test_waiting_requests_start_in_order_and_are_not_overtaken() -> None:
 
 
 def test_no_more_sequences_run_than_allowed() -> None:
-    """max_num_seqs"""
+    """The limit is max_num_seqs."""
     plan = scheduler()
     for _ in range(6):
         plan.add(sequence(3))
@@ -184,7 +184,7 @@ def test_no_more_sequences_run_than_allowed() -> None:
 
 
 def test_rows_of_prompt_logprobs_are_bounded_per_step() -> None:
-    """each is as wide as the vocabulary"""
+    """Each row is as wide as the vocabulary."""
     plan = scheduler(max_num_logit_rows=6)
     plan.add(sequence(20, prompt_logprobs=1))
     plan.add(sequence(20, salt="other"))
@@ -192,7 +192,7 @@ def test_rows_of_prompt_logprobs_are_bounded_per_step() -> None:
 
 
 def test_when_pages_run_out_the_last_to_arrive_gives_up_its_own() -> None:
-    """and waits at its old place; the first is never interrupted"""
+    """It returns to its old place in the queue; the first request is never preempted."""
     plan = scheduler(kv_cache_tokens=48)  # six pages of eight
     first, second, third = sequence(15, 30), sequence(14, 30), sequence(3, 2, salt="other")
     for each in (first, second, third):
@@ -213,7 +213,7 @@ def test_when_pages_run_out_the_last_to_arrive_gives_up_its_own() -> None:
 
 
 def test_a_prefix_that_somebody_is_computing_is_waited_for() -> None:
-    """and then shared; what is not alike does not wait"""
+    """The pages are then shared, and a request with another prefix does not wait."""
     plan = scheduler(max_num_batched_tokens=16)
     one, same, other = sequence(40), sequence(40), sequence(5, salt="other")
     for each in (one, same, other):
@@ -231,7 +231,7 @@ def test_a_prefix_that_somebody_is_computing_is_waited_for() -> None:
 
 
 def test_kept_pages_that_it_will_share_are_not_counted_as_room() -> None:
-    """or it would start, and be preempted at once"""
+    """Otherwise the sequence would start and be preempted at once."""
     plan = scheduler(kv_cache_tokens=80)  # ten pages
     first = sequence(40, 1)
     plan.add(first)
@@ -251,7 +251,7 @@ def test_kept_pages_that_it_will_share_are_not_counted_as_room() -> None:
 
 
 def test_after_a_nan_nobody_offers_pages_that_may_be_ill() -> None:
-    """who was running then publishes no more; who comes later does"""
+    """Sequences running then publish no more pages; later sequences do."""
     plan = scheduler()
     ill = sequence(40, 4)
     plan.add(ill)
@@ -269,7 +269,7 @@ def test_after_a_nan_nobody_offers_pages_that_may_be_ill() -> None:
 
 
 def test_another_salt_shares_nothing() -> None:
-    """neither does a request that wants its prompt's logprobs"""
+    """A request with prompt logprobs shares nothing either."""
     plan = scheduler()
 
     def cached(salt: str, **params: Any) -> int | None:

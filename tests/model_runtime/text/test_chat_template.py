@@ -1,4 +1,4 @@
-"""Messages -> prompt text, held against transformers' own rendering."""
+"""The prompt text made of messages, against transformers' own rendering."""
 
 from typing import Any
 
@@ -26,12 +26,12 @@ MESSAGES = [
 
 @pytest.fixture
 def tokenizer() -> Any:
-    """transformers' own."""
+    """The embedded model's tokenizer under transformers."""
     return AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
 
 
 def test_the_tokenizers_own_template_is_used(tokenizer: Any) -> None:
-    """as transformers renders it"""
+    """The reference is transformers' rendering of the same messages."""
     tokenizer.chat_template = TEMPLATE
     chat = ChatTemplate(tokenizer)
     assert (chat.is_fallback, chat.stop) == (False, ())
@@ -50,14 +50,14 @@ def test_the_tokenizers_own_template_is_used(tokenizer: Any) -> None:
 
 
 def test_another_template_replaces_the_tokenizers(tokenizer: Any) -> None:
-    """the operator's"""
+    """The operator states the other template."""
     tokenizer.chat_template = TEMPLATE
     chat = ChatTemplate(tokenizer, "{{ messages[0].content }}!")
     assert chat.render(MESSAGES) == "Be brief.!"
 
 
 def test_without_a_template_messages_are_a_transcript(tokenizer: Any) -> None:
-    """that a base model goes on with, up to the user's next turn"""
+    """A base model continues such a text, and it stops before the user's next turn."""
     tokenizer.chat_template = None
     chat = ChatTemplate(tokenizer)
     assert chat.render(MESSAGES[:2]) == "System: Be brief.\nUser:  import os \nAssistant:"
@@ -67,7 +67,7 @@ def test_without_a_template_messages_are_a_transcript(tokenizer: Any) -> None:
 
 
 def test_the_variables_that_a_template_reads_are_known(tokenizer: Any) -> None:
-    """so that one it does not read can be refused"""
+    """A variable that the template does not read can then be refused."""
     chat = ChatTemplate(tokenizer, TEMPLATE)
     assert "thinking" in chat.variables
     assert "enable_thinking" not in chat.variables
@@ -78,7 +78,7 @@ def test_the_variables_that_a_template_reads_are_known(tokenizer: Any) -> None:
 
 
 def test_what_the_template_refuses_is_a_request_error(tokenizer: Any) -> None:
-    """in its own words"""
+    """The message quotes the template's own words."""
     chat = ChatTemplate(tokenizer, TEMPLATE)
     with pytest.raises(RequestError, match="refuses them: no such role: bard") as raised:
         chat.render([{"role": "bard", "content": "a"}])
@@ -88,7 +88,7 @@ def test_what_the_template_refuses_is_a_request_error(tokenizer: Any) -> None:
 
 
 def test_a_template_cannot_reach_python(tokenizer: Any) -> None:
-    """it comes with a checkpoint: the sandbox refuses what leads out of it"""
+    """The template comes with a checkpoint, so a sandbox refuses the attempts."""
     for hostile in (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
@@ -99,7 +99,7 @@ def test_a_template_cannot_reach_python(tokenizer: Any) -> None:
 
 
 def test_a_broken_template_is_a_sentence_at_start(tokenizer: Any) -> None:
-    """with its line"""
+    """The sentence states the line."""
     with pytest.raises(ModelError, match="the chat template, line 2: "):
         ChatTemplate(tokenizer, "a\n{% if %}")
     with pytest.raises(ModelError, match="the chat template, line 1: No filter named 'shouted'"):

@@ -16,7 +16,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\uff
 
 
 def pieces(text: str, stop: tuple[str, ...] = (), prompt: str = "") -> tuple[list[str], bool]:
-    """What is sent for a text that arrives byte by byte."""
+    """The pieces that are sent for a text that arrives byte by byte."""
     ids = TOKENIZER.encode(text)
     detokenizer = Detokenizer(TOKENIZER, tuple(TOKENIZER.encode(prompt)), stop)
     sent = []
@@ -29,7 +29,7 @@ def pieces(text: str, stop: tuple[str, ...] = (), prompt: str = "") -> tuple[lis
 
 @given(TEXT, TEXT)
 def test_pieces_join_to_the_text(text: str, prompt: str) -> None:
-    """for any characters, after any prompt"""
+    """This holds for any characters after any prompt."""
     sent, stopped = pieces(text, prompt=prompt)
     assert "".join(sent) == text
     assert not stopped
@@ -38,7 +38,7 @@ def test_pieces_join_to_the_text(text: str, prompt: str) -> None:
 
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
-    """and no part of it was sent before it was complete"""
+    """No part of a stop string is sent before it is complete."""
     sent, stopped = pieces(text, tuple(stops))
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     if not ends:
@@ -51,7 +51,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> 
 
 
 def test_bytes_that_can_never_be_a_character_do_not_end_the_text() -> None:
-    """under byte fallback, where the library's stream gives up"""
+    """Under byte fallback, the stream of the tokenizers library would give up."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"x": 256, "y": 257}
     backend = Backend(models.BPE(vocabulary, [], byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -63,7 +63,7 @@ def test_bytes_that_can_never_be_a_character_do_not_end_the_text() -> None:
 
 
 def test_prompts_are_neither_cut_nor_filled_up() -> None:
-    """whatever a tokenizer.json carries from training"""
+    """A tokenizer.json may carry truncation and padding from training."""
     fast = byte_tokenizer_fast()
     fast.backend_tokenizer.enable_truncation(8)
     fast.backend_tokenizer.enable_padding(length=32)
@@ -71,7 +71,7 @@ def test_prompts_are_neither_cut_nor_filled_up() -> None:
 
 
 def test_token_text_is_openais() -> None:
-    """a part of a character is written as its bytes"""
+    """A part of a character is written as its bytes."""
     first, second = TOKENIZER.encode("é")
     assert TOKENIZER.token_text(first) == "bytes:\\xc3"
     assert TOKENIZER.token_text(second) == "bytes:\\xa9"

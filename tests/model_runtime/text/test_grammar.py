@@ -27,24 +27,24 @@ BOUNDED_S = 12.0  # the default deadline, twice, and some
 
 @pytest.fixture(scope="module")
 def compiler(embedded: Checkpoint) -> GrammarCompiler:
-    """Over the embedded model's tokenizer."""
+    """A compiler over the embedded model's tokenizer."""
     return GrammarCompiler(embedded.tokenizer)
 
 
 def compiled(compiler: GrammarCompiler, schema: Any) -> Grammar:
-    """As the server does it, but waiting."""
+    """The grammar of a schema, compiled like in the server, but waited for."""
     return compiler.compile(compiler.text_of(schema)).result()
 
 
 def held_to(grammar: Grammar | None, checkpoint: Checkpoint, **options: Any) -> Request:
-    """A drawn request for an answer of that grammar."""
+    """A sampled request whose answer that grammar constrains."""
     prompt = checkpoint.tokenizer.encode(options.pop("prompt", "import json\n\ndata = "))
     sampling = {"temperature": 1.0, "max_tokens": 160, **options}
     return replace(request(deployment_of(checkpoint), prompt, **sampling), grammar=grammar)
 
 
 def is_valid(schema: Any, result: Result) -> bool:
-    """What an independent validator says; whether it has ended at all comes first."""
+    """Whether the answer has ended and an independent validator accepts it."""
     return jsonschema_rs.is_valid(schema, json.loads(result.text))
 
 
@@ -52,7 +52,7 @@ def is_valid(schema: Any, result: Result) -> bool:
 def test_every_finished_answer_satisfies_its_schema(
     name: str, compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """at temperature 1, from a model that was never taught to, under several seeds"""
+    """An untrained model samples at temperature 1 under several seeds."""
     grammar = compiled(compiler, SCHEMAS[name])
     requests = [held_to(grammar, embedded, seed=seed) for seed in range(NUM_SEEDS)]
     results = answer(engines.over(embedded), *requests)
@@ -67,7 +67,7 @@ def test_every_finished_answer_satisfies_its_schema(
 def test_the_same_alone_and_in_a_batch(
     compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """to the bit, the neighbours without a grammar, too"""
+    """The bits are equal, for neighbours without a grammar too."""
     grammars = [compiled(compiler, SCHEMAS[name]) for name in ("required", "refs", "any object")]
     requests = [
         held_to(grammar, embedded, seed=seed, max_tokens=60, logprobs=3)
@@ -82,7 +82,7 @@ def test_the_same_alone_and_in_a_batch(
 def test_preemption_and_crossings_change_nothing(
     compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """a matcher is not advanced again when its sequence is computed again"""
+    """If a sequence is computed again, then its matcher must not advance a second time."""
     grammar = compiled(compiler, {"type": "array", "items": {"type": "integer"}, "minItems": 60})
     prompt = embedded.tokenizer.encode("import os\n" * 100)[:220]
     for policy in ("pinned", "grow", "grow-exact"):
@@ -104,7 +104,7 @@ def test_preemption_and_crossings_change_nothing(
 def test_logprobs_are_those_of_the_raw_logits(
     compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """as the same tokens have in a prompt"""
+    """The reference is the prompt logprobs of the same tokens."""
     engine = engines.over(embedded)
     grammar = compiled(compiler, SCHEMAS["required"])
     constrained = held_to(grammar, embedded, seed=1, logprobs=0, max_tokens=40)
@@ -120,7 +120,7 @@ def test_logprobs_are_those_of_the_raw_logits(
 def test_a_complete_answer_ends_whatever_min_tokens_says(
     compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """where the grammar may go on it does"""
+    """If the grammar allows more text, then the answer does reach min_tokens."""
     engine = engines.over(embedded)
     short = held_to(compiled(compiler, {"const": True}), embedded, min_tokens=50)
     number = held_to(compiled(compiler, {"minimum": 1, "type": "integer"}), embedded, min_tokens=12)
@@ -133,7 +133,7 @@ def test_a_complete_answer_ends_whatever_min_tokens_says(
 def test_end_tokens_only_where_the_grammar_may_end(
     compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """the model's and the request's, however much they are wanted"""
+    """The end tokens of the model and of the request have a large bias."""
     brace, end = (
         embedded.tokenizer.encode("}", add_special_tokens=False)[-1],
         min(embedded.eos_token_ids),
@@ -158,7 +158,7 @@ def test_end_tokens_only_where_the_grammar_may_end(
 def test_a_stop_string_ends_the_answer_where_it_stands(
     compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """the caller asked for it"""
+    """The answer is then no valid JSON, but the request states the stop string."""
     grammar = compiled(compiler, {"const": {"a": "end here"}})
     found = answer(engines.over(embedded), held_to(grammar, embedded, stop=("end",)))[0]
     assert found.finish_reason is FinishReason.STOP
@@ -167,7 +167,7 @@ def test_a_stop_string_ends_the_answer_where_it_stands(
 
 
 def test_a_model_without_end_tokens_ends_with_its_grammar(engines: EngineFactory) -> None:
-    """over a vocabulary wider than the tokenizer's, too: what it does not know is never chosen"""
+    """Its vocabulary is wider than the tokenizer's, and the unknown tokens are never sampled."""
     checkpoint = tiny_checkpoint("llama", vocab_size=300)
     schema = {"type": "array", "items": {"enum": ["a", 1, None]}, "maxItems": 3}
     grammar = compiled(GrammarCompiler(checkpoint.tokenizer), schema)
@@ -183,12 +183,12 @@ def test_a_model_without_end_tokens_ends_with_its_grammar(engines: EngineFactory
 
 
 class Preemptions(Observer):
-    """Counts them."""
+    """An observer that counts preemptions."""
 
     num = 0
 
     def preempted(self, request: Request) -> None:
-        """One more."""
+        """Count one preemption."""
         self.num += 1
 
 
@@ -217,7 +217,7 @@ class _Broken:
 def test_a_fault_of_a_matcher_ends_its_answer_only(
     panics_in: str, compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """with an error; the neighbours answer as alone"""
+    """That answer ends with an error, and the neighbours answer as alone."""
     good = compiled(compiler, SCHEMAS["required"])
     broken = replace(good, matcher=_Broken(good.matcher, panics_in))
     neighbours = [held_to(good, embedded, seed=3), held_to(None, embedded, max_tokens=30)]
@@ -230,7 +230,7 @@ def test_a_fault_of_a_matcher_ends_its_answer_only(
 
 
 def test_a_mask_leaves_the_rest_of_the_row_and_other_rows_alone() -> None:
-    """tokens behind its end are not allowed"""
+    """Tokens behind the end of the mask are not allowed."""
     logits = torch.randn(3, 21)
     free = SamplingRow(SamplingParams(), 0, frozenset())
     mask = bytes([0b0000_0101, 0b1000_0000])
@@ -268,7 +268,7 @@ def test_a_mask_leaves_the_rest_of_the_row_and_other_rows_alone() -> None:
 def test_a_schema_that_cannot_be_kept_is_refused_by_name(
     schema: Any, named: str, compiler: GrammarCompiler
 ) -> None:
-    """nothing of it is ignored"""
+    """No part of a schema is ignored."""
     with pytest.raises(RequestError) as refused:
         compiled(compiler, schema)
     assert named in str(refused.value)
@@ -279,7 +279,7 @@ def test_a_schema_that_cannot_be_kept_is_refused_by_name(
 def test_a_hostile_schema_costs_a_bounded_time(
     name: str, compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """to refuse, or to answer: an unconstrained neighbour is not kept waiting"""
+    """The bound covers a refusal, or an answer beside an unconstrained neighbour."""
     began = time.monotonic()
     try:
         grammar = compiled(compiler, HOSTILE[name])
@@ -295,7 +295,7 @@ def test_a_hostile_schema_costs_a_bounded_time(
 
 
 def test_a_compile_that_takes_too_long_is_killed(embedded: Checkpoint) -> None:
-    """and the compiler is free again"""
+    """The compiler is free again afterwards."""
     compiler = GrammarCompiler(embedded.tokenizer, seconds=0.01)
     with pytest.raises(RequestError, match=r"longer than 0.01 seconds .*grammar_compile_seconds"):
         compiled(compiler, ANY_OBJECT)
@@ -305,7 +305,7 @@ def test_a_compile_that_takes_too_long_is_killed(embedded: Checkpoint) -> None:
 def test_a_schema_is_compiled_once(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """as long as it is among the last ones"""
+    """The grammar is kept as long as it is among the last ones."""
     kept = compiled(compiler, {"const": "kept"})
     with monkeypatch.context() as patched:
         patched.setattr(compiler, "_pool", None)
@@ -324,7 +324,7 @@ def _fill(compiler: GrammarCompiler, values: Sequence[int]) -> None:
 def test_only_so_many_schemas_wait(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """one more is told to come again"""
+    """One more is refused with a QueueFullError, so the client can retry."""
     monkeypatch.setattr(grammar_module, "_MAX_WAITING", 0)
     with pytest.raises(QueueFullError, match="schemas wait"):
         compiled(compiler, {"const": "one too many"})

@@ -1,4 +1,4 @@
-"""The grammar and the detokenizer read a vocabulary alike, under sentencepiece's alphabet, too."""
+"""The grammar and the detokenizer read a vocabulary alike, sentencepiece's alphabet included."""
 
 import json
 import random
@@ -20,7 +20,7 @@ SCHEMA = {
 
 
 def sentencepiece_like() -> Tokenizer:
-    """Llama's: bytes as <0xNN>, spaces as U+2581, the first one stripped."""
+    """A tokenizer like Llama's: bytes as <0xNN>, spaces as U+2581, the first one stripped."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
     names += [*map(chr, range(33, 127)), "\u2581a", "\u2581{", '{"', '":', '\u2581"', "é"]
     vocabulary = {name: index for index, name in enumerate(dict.fromkeys(names))}
@@ -40,7 +40,7 @@ def sentencepiece_like() -> Tokenizer:
 
 
 def test_bytes_and_word_marks_are_read_alike() -> None:
-    """tokens drawn at random from what is allowed make text that satisfies the schema"""
+    """Random tokens from the allowed ones make text that satisfies the schema."""
     tokenizer = sentencepiece_like()
     compiler = GrammarCompiler(tokenizer)
     grammar = compiler.compile(compiler.text_of(SCHEMA)).result()

@@ -1,4 +1,4 @@
-"""Bad input is answered 400 in OpenAI's envelope, with the field's name; never 422 or 5xx."""
+"""Bad input is answered with 400 in OpenAI's envelope and the field's name; never 422 or 5xx."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.processes import Server, running_server
 
 
 def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
-    """Raw bytes to the completions route."""
+    """Send raw bytes to the completions route."""
     headers = {"Content-Type": "application/json", **headers}
     return httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=30)
 
@@ -103,7 +103,7 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
 def test_refusals_name_the_field(
     server: Server, body: str, param: str | None, message: str
 ) -> None:
-    """and the limit and the value, where it is a number"""
+    """The message also states the limit and the value, if the value is a number."""
     answer = post(server, body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -115,7 +115,7 @@ def test_refusals_name_the_field(
 
 
 def test_a_long_bad_list_makes_a_short_answer(server: Server) -> None:
-    """12,000 wrong items are not twelve thousand errors"""
+    """The answer does not repeat an error for each of 12,000 wrong items."""
     answer = post(server, '{"prompt": [' + "1.5, " * 12_000 + "1.5]}")
     assert answer.status_code == 400
     assert len(answer.content) < 10_000
@@ -123,14 +123,14 @@ def test_a_long_bad_list_makes_a_short_answer(server: Server) -> None:
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_a_wrong_content_type_is_said(server: Server, content_type: str) -> None:
-    """curl without a header sends a form"""
+    """Curl without a header sends a form."""
     answer = post(server, '{"prompt": "a"}', **{"Content-Type": content_type})
     assert answer.status_code == 400
     assert "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
 def test_unknown_models_routes_and_methods(server: Server) -> None:
-    """in the same envelope"""
+    """Their errors come in the same envelope, with 404 or 405."""
     answer = post(server, '{"prompt": "a", "model": "gpt-\\u00e9"}')
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "model_not_found"
@@ -146,7 +146,7 @@ def test_unknown_models_routes_and_methods(server: Server) -> None:
 def test_what_is_too_long_is_told_what_would_fit(
     server: Server, num_prompt: int, max_tokens: int, fits: float
 ) -> None:
-    """as openai's client reads it"""
+    """The numbers are read from the exception of openai's client."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     with client, pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(
@@ -162,7 +162,7 @@ def test_what_is_too_long_is_told_what_would_fit(
 
 
 def test_what_the_cache_cannot_hold_is_refused_by_its_name() -> None:
-    """while the longest tier could"""
+    """The longest tier could hold the prompt, but the cache is smaller."""
     with running_server("--kv-cache-tokens", "512") as small:
         assert "512 tokens (what the KV cache holds)" in small.banner
         answer = httpx.post(
@@ -194,7 +194,7 @@ def test_what_the_cache_cannot_hold_is_refused_by_its_name() -> None:
 def test_a_million_mistakes_are_told_like_one(
     server: Server, route: str, body: dict[str, Any]
 ) -> None:
-    """without an error for each, which would hold everybody up for seconds"""
+    """An error for each of them would block the event loop for seconds."""
     answer = httpx.post(f"{server.url}/{route}", json=body, timeout=30)
     assert answer.status_code == 400
     assert len(answer.content) < 2000

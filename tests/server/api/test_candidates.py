@@ -1,4 +1,4 @@
-"""`best_of`: more answers are computed than returned, and the likeliest are."""
+"""`best_of`: more answers are computed than returned, and the likeliest ones are returned."""
 
 from typing import Any
 
@@ -11,20 +11,20 @@ BODY: dict[str, Any] = {"prompt": "import os\n\ndef ", "max_tokens": 12, "seed":
 
 
 def choices(server: Server, **options: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Choices and usage."""
+    """The choices and the usage of an answer."""
     answer = httpx.post(f"{server.url}/v1/completions", json={**BODY, **options}, timeout=60)
     answer.raise_for_status()
     return answer.json()["choices"], answer.json()["usage"]
 
 
 def mean_logprob(choice: dict[str, Any]) -> float:
-    """Of a token."""
+    """The mean logprob of a choice's tokens."""
     values = choice["logprobs"]["token_logprobs"]
     return float(sum(values) / len(values))
 
 
 def test_the_likeliest_are_returned_best_first(server: Server) -> None:
-    """of the same candidates that n would return"""
+    """The candidates are the answers that `n` would return."""
     every, _ = choices(server, n=6)
     best, usage = choices(server, n=2, best_of=6)
     ranked = sorted(every, key=mean_logprob, reverse=True)
@@ -34,7 +34,7 @@ def test_the_likeliest_are_returned_best_first(server: Server) -> None:
 
 
 def test_of_each_prompt_one(server: Server) -> None:
-    """and without logprobs, when none were asked for"""
+    """Logprobs are computed to rank the candidates, but left out of the answer."""
     prompts = ["import os\n", "def close(self"]
     best, _ = choices(server, prompt=prompts, best_of=3, logprobs=None)
     assert [each["index"] for each in best] == [0, 1]
@@ -46,7 +46,7 @@ def test_of_each_prompt_one(server: Server) -> None:
 
 @pytest.mark.parametrize("best_of", [1, 3])
 def test_as_many_as_are_returned_is_no_choice(server: Server, best_of: int) -> None:
-    """the order of n stays, and it may be streamed"""
+    """The order is that of `n`, and the answer may be streamed."""
     every, _ = choices(server, n=best_of)
     same, _ = choices(server, n=best_of, best_of=best_of)
     assert same == every

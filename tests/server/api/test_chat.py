@@ -54,7 +54,7 @@ def client(templated: Server) -> Iterator[openai.OpenAI]:
 
 
 def prompt_ids(**options: Any) -> list[int]:
-    """What transformers makes of the messages."""
+    """The token ids that transformers makes of the messages."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     settings = {"add_generation_prompt": True, "return_dict": False, **options}
     found: list[int] = tokenizer.apply_chat_template(MESSAGES, chat_template=TEMPLATE, **settings)
@@ -62,7 +62,7 @@ def prompt_ids(**options: Any) -> list[int]:
 
 
 def test_messages_become_transformers_prompt(client: openai.OpenAI) -> None:
-    """and the answer is that of the completions route over the same tokens"""
+    """The answer equals that of the completions route over the same tokens."""
     chat = client.chat.completions.create(model="chatty", max_tokens=20, **GREEDY)
     ids = prompt_ids()
     same = client.completions.create(model="chatty", prompt=ids, max_tokens=20, temperature=0)
@@ -77,7 +77,7 @@ def test_messages_become_transformers_prompt(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
-    """the role once, the pieces, the logprobs, the usage"""
+    """The role comes once; the pieces, the logprobs and the usage are compared."""
     options: dict[str, Any] = {
         **GREEDY, "model": "chatty", "max_tokens": 25, "logprobs": True, "top_logprobs": 2, "n": 2,
     }  # fmt: skip
@@ -103,7 +103,7 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
 
 
 def test_logprobs_have_the_chat_shape(client: openai.OpenAI) -> None:
-    """token, bytes, and as many alternatives as were asked for; as in the classic shape"""
+    """The numbers and alternatives are those of the completions route."""
     chat = client.chat.completions.create(
         model="chatty", max_tokens=8, logprobs=True, top_logprobs=3, **GREEDY
     )
@@ -139,7 +139,7 @@ def test_logprobs_have_the_chat_shape(client: openai.OpenAI) -> None:
 def test_without_max_tokens_the_answer_runs_to_the_end_of_its_tier(
     client: openai.OpenAI, num_filling: int, rope: dict[str, Any], end: int, factor: float
 ) -> None:
-    """the smallest that covers the prompt and a reserve"""
+    """The tier is the smallest that covers the prompt and a reserve."""
     answer = client.chat.completions.create(
         model="chatty",
         messages=[{"role": "user", "content": " os" * num_filling + "import"}],
@@ -153,7 +153,7 @@ def test_without_max_tokens_the_answer_runs_to_the_end_of_its_tier(
 
 
 def test_both_names_of_max_tokens_mean_the_same(client: openai.OpenAI) -> None:
-    """OpenAI's older and newer one"""
+    """OpenAI has an older and a newer name."""
     for name in ("max_tokens", "max_completion_tokens"):
         answer = client.chat.completions.create(model="chatty", **GREEDY, **{name: 3})
         assert answer.usage is not None
@@ -161,7 +161,7 @@ def test_both_names_of_max_tokens_mean_the_same(client: openai.OpenAI) -> None:
 
 
 def test_template_variables_reach_the_template(client: openai.OpenAI) -> None:
-    """those that the operator allows"""
+    """The operator allows this variable."""
     answer = client.chat.completions.create(
         model="chatty",
         max_tokens=2,
@@ -173,7 +173,7 @@ def test_template_variables_reach_the_template(client: openai.OpenAI) -> None:
 
 
 def test_a_final_message_can_be_continued(client: openai.OpenAI) -> None:
-    """the prompt ends inside the assistant's turn"""
+    """The prompt ends inside the assistant's turn."""
     messages: list[Any] = [*MESSAGES, {"role": "assistant", "content": "close(self):"}]
     answer = client.chat.completions.create(
         model="chatty",
@@ -190,7 +190,7 @@ def test_a_final_message_can_be_continued(client: openai.OpenAI) -> None:
 
 
 def test_developer_is_system_and_parts_are_joined(client: openai.OpenAI) -> None:
-    """OpenAI's newer words"""
+    """`developer` is OpenAI's newer name of the system role."""
 
     def num_prompt_tokens(messages: list[Any]) -> int:
         answer = client.chat.completions.create(model="chatty", messages=messages, max_tokens=1)
@@ -203,7 +203,7 @@ def test_developer_is_system_and_parts_are_joined(client: openai.OpenAI) -> None
 
 
 def test_a_model_without_a_template_gets_a_transcript(bare: Server) -> None:
-    """and stops before the user's next turn"""
+    """The answer stops before the user's next turn."""
     body = {**GREEDY, "max_tokens": 4}
     answer = httpx.post(f"{bare.url}/v1/chat/completions", json=body).json()
     text = f"System: {MESSAGES[0]['content']}\nUser: {MESSAGES[1]['content']}\nAssistant:"
@@ -275,7 +275,7 @@ def test_a_model_without_a_template_gets_a_transcript(bare: Server) -> None:
 def test_a_field_is_used_or_refused(
     templated: Server, change: dict[str, Any], param: str, message: str
 ) -> None:
-    """by name, in OpenAI's envelope"""
+    """A refusal names the field in OpenAI's envelope."""
     import json
 
     body = json.dumps({**GREEDY, **change})
@@ -290,7 +290,7 @@ def test_a_field_is_used_or_refused(
 
 
 def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI) -> None:
-    """the message itself, or all its fields: a chat goes on that way"""
+    """Clients send the message itself or all its fields to continue a chat."""
     first = client.chat.completions.create(model="chatty", max_tokens=3, **GREEDY)
     message = first.choices[0].message
     for said in (message, message.model_dump()):
@@ -304,7 +304,7 @@ def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI) -> None:
 
 
 def test_values_that_change_nothing_are_accepted(client: openai.OpenAI) -> None:
-    """as clients send them unasked"""
+    """Some clients send these fields by default."""
     client.chat.completions.create(
         model="chatty",
         max_tokens=1,

@@ -1,4 +1,4 @@
-"""Other people's clients, unchanged: openai's, LangChain's, lm-evaluation-harness."""
+"""Clients of other projects, unchanged: openai's, LangChain's, lm-evaluation-harness."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "import os\nimport sys\n"}]
 
 
 def test_openai_sync_and_async_answer_alike(server: Server) -> None:
-    """chat and completions, whole and streamed, several at once"""
+    """Chats and completions are whole or streamed, and several run at once."""
     options: dict[str, Any] = {"model": "ropewalk-demo", "temperature": 0, "max_tokens": 15}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         chat = client.chat.completions.create(messages=MESSAGES, **options)
@@ -41,7 +41,7 @@ def test_openai_sync_and_async_answer_alike(server: Server) -> None:
 
 
 def test_openai_raises_its_own_errors(server: Server) -> None:
-    """with param and code, as applications branch on them"""
+    """Applications branch on their class and code."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as raised:
             client.chat.completions.create(
@@ -54,7 +54,7 @@ def test_openai_raises_its_own_errors(server: Server) -> None:
 
 
 def test_langchain_invokes_streams_and_binds(server: Server) -> None:
-    """ChatOpenAI, with what it sends unasked"""
+    """ChatOpenAI sends some fields by default."""
     from langchain_core.messages import HumanMessage, SystemMessage
     from langchain_openai import ChatOpenAI
 
@@ -85,7 +85,7 @@ def test_langchain_invokes_streams_and_binds(server: Server) -> None:
 
 
 def test_lm_evaluation_harness_scores_as_transformers_does(server: Server, tmp_path: Path) -> None:
-    """its `local-completions` model, tokenising through the server, and its own `hf` model"""
+    """Its `local-completions` model tokenises through the server; its `hf` model is compared."""
     ended = subprocess.run(
         [sys.executable, "-m", "tests.server.harness", str(tmp_path), server.url],
         capture_output=True,

@@ -33,7 +33,7 @@ def untouched() -> Any:
 
 
 def tokens_of(server: Server, text: str) -> list[int]:
-    """As the server reads a text."""
+    """The token ids of a text, from the server."""
     answer = httpx.post(f"{server.url}/tokenize", json={"prompt": text})
     found: list[int] = answer.json()["tokens"]
     return found
@@ -51,7 +51,7 @@ def needle_prompt(server: Server, num_tokens: int) -> list[int]:
 def test_greedy_tokens_are_transformers(
     server: Server, client: openai.OpenAI, untouched: Any
 ) -> None:
-    """within the trained length, and the echoed logprobs within 1e-4"""
+    """Within the trained length, the echoed logprobs also agree within 1e-4."""
     ids = tokens_of(server, PROMPT)
     answer = client.completions.create(
         **GREEDY, prompt=PROMPT, max_tokens=60, echo=True, logprobs=1
@@ -75,7 +75,7 @@ def test_greedy_tokens_are_transformers(
 def test_a_definition_eight_native_lengths_back_is_found(
     server: Server, client: openai.OpenAI
 ) -> None:
-    """by default; and not by extrapolating the untouched table"""
+    """The default scaling finds it; the extrapolated untouched table does not."""
     prompt = needle_prompt(server, 2030)
     answer = client.completions.create(**GREEDY, prompt=prompt, max_tokens=5)
     assert answer.choices[0].text == "93175"
@@ -96,7 +96,7 @@ def test_a_definition_eight_native_lengths_back_is_found(
 
 
 def test_four_native_lengths_equal_static_yarn(server: Server, client: openai.OpenAI) -> None:
-    """echoed logprobs of a prompt of exactly 4 L, within 1e-3 of transformers"""
+    """The echoed logprobs of a prompt of exactly 4 L are within 1e-3 of transformers."""
     from transformers import AutoConfig
 
     prompt = needle_prompt(server, 1024)
@@ -125,7 +125,7 @@ def test_four_native_lengths_equal_static_yarn(server: Server, client: openai.Op
 
 
 def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
-    """text, logprobs, reason and usage"""
+    """The text, the logprobs, the finish reason and the usage are compared."""
     options: dict[str, Any] = {**GREEDY, "prompt": PROMPT, "max_tokens": 30, "logprobs": 2}
     whole = client.completions.create(**options, echo=True)
     chunks = list(
@@ -144,7 +144,7 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
 
 
 def test_offsets_point_into_the_text(client: openai.OpenAI) -> None:
-    """each token's text stands where its offset says"""
+    """The text at each offset is the token's text."""
     answer = client.completions.create(
         **GREEDY, prompt=PROMPT, max_tokens=20, echo=True, logprobs=0
     )
@@ -157,7 +157,7 @@ def test_offsets_point_into_the_text(client: openai.OpenAI) -> None:
 
 
 def test_prompts_may_be_token_ids(server: Server, client: openai.OpenAI) -> None:
-    """and mean the same"""
+    """The answer equals that to the text of the same tokens."""
     from_text = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=9)
     ids = tokens_of(server, PROMPT)
     from_ids = client.completions.create(**GREEDY, prompt=ids, max_tokens=9)
@@ -165,7 +165,7 @@ def test_prompts_may_be_token_ids(server: Server, client: openai.OpenAI) -> None
 
 
 def test_a_seed_repeats_and_no_seed_does_not(client: openai.OpenAI) -> None:
-    """at temperature 1"""
+    """The temperature is 1, except for the greedy references."""
 
     def text(**options: Any) -> str:
         return (
@@ -184,7 +184,7 @@ def test_a_seed_repeats_and_no_seed_does_not(client: openai.OpenAI) -> None:
 
 
 def test_stop_strings_end_the_text(client: openai.OpenAI) -> None:
-    """and are not part of it"""
+    """The stop string is no part of the text."""
     whole = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40).choices[0].text
     stop = whole[10:13]
     cut = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40, stop=[stop, "zzzz"])
@@ -193,7 +193,7 @@ def test_stop_strings_end_the_text(client: openai.OpenAI) -> None:
 
 
 def test_many_at_once_answer_as_one_by_one(server: Server, client: openai.OpenAI) -> None:
-    """sixteen clients on different lengths"""
+    """Sixteen clients send prompts of different lengths."""
     from concurrent.futures import ThreadPoolExecutor
 
     ids = needle_prompt(server, 1500)
@@ -209,7 +209,7 @@ def test_many_at_once_answer_as_one_by_one(server: Server, client: openai.OpenAI
 
 
 def test_the_model_may_be_left_out_and_is_listed(server: Server, client: openai.OpenAI) -> None:
-    """the first deployment answers"""
+    """The first deployment answers a request without a model."""
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
     assert answer.json()["model"] == "ropewalk-demo"
     models = client.models.list().data
@@ -218,7 +218,7 @@ def test_the_model_may_be_left_out_and_is_listed(server: Server, client: openai.
 
 
 def test_tokenize(server: Server) -> None:
-    """with and without the special token in front"""
+    """The tokens are compared with and without the special token in front."""
     answer = httpx.post(f"{server.url}/tokenize", json={"prompt": "import os"}).json()
     assert answer["count"] == len(answer["tokens"]) == 3
     assert answer["max_model_len"] == 2048
@@ -227,7 +227,7 @@ def test_tokenize(server: Server) -> None:
 
 
 def test_several_prompts_with_several_answers_each(server: Server, client: openai.OpenAI) -> None:
-    """in the order of the prompts; streamed or not; as one by one"""
+    """Choices come in the order of the prompts, and equal those of separate requests."""
     prompts = ["import os\n", PROMPT, "def close(self):\n"]
     options: dict[str, Any] = {"model": "ropewalk-demo", "max_tokens": 8, "seed": 3, "logprobs": 1}
     together = client.completions.create(**options, prompt=prompts, n=2)
@@ -250,7 +250,7 @@ def test_several_prompts_with_several_answers_each(server: Server, client: opena
 
 
 def test_a_repeated_prompt_is_found_in_the_cache(server: Server, client: openai.OpenAI) -> None:
-    """usage says how much; another salt finds nothing"""
+    """The usage counts the cached tokens, and another salt finds none."""
     prompt = needle_prompt(server, 900)[::-1]
 
     def cached(salt: str) -> int | None:
@@ -268,7 +268,7 @@ def test_a_repeated_prompt_is_found_in_the_cache(server: Server, client: openai.
 def test_a_growing_request_says_how_often_it_was_rescaled(
     client: openai.OpenAI, policy: str
 ) -> None:
-    """and on which tier it ended"""
+    """The `rope` object also states the factor of the last tier."""
     answer = client.completions.create(
         **GREEDY,
         prompt=[7] * 250,
@@ -280,7 +280,7 @@ def test_a_growing_request_says_how_often_it_was_rescaled(
 
 
 def test_penalties_bias_and_end_tokens(server: Server, client: openai.OpenAI) -> None:
-    """each does what its name says"""
+    """Each field changes the greedy answer in the way its name states."""
     token = tokens_of(server, "import")[1]
 
     def create(**options: Any) -> Any:

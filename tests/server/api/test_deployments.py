@@ -35,7 +35,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def post(server: Server, model: str, **body: Any) -> dict[str, Any]:
-    """One greedy completion."""
+    """Send one greedy completion."""
     answer = httpx.post(
         f"{server.url}/v1/completions",
         json={"model": model, "temperature": 0, **body},
@@ -54,14 +54,14 @@ def short_prompts(server: Server) -> list[list[int]]:
 
 
 def prompt_logprobs(server: Server, model: str, prompt: list[int]) -> list[float]:
-    """Of every token of the prompt but the first."""
+    """The logprob of every token of the prompt but the first."""
     answer = post(server, model, prompt=prompt, max_tokens=0, echo=True, logprobs=0)
     found: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"][1:]
     return found
 
 
 def running(server: Server) -> float:
-    """Requests in the engine now."""
+    """The number of requests in the engine now."""
     page = httpx.get(f"{server.url}/metrics").text
     return next(
         sample.value
@@ -72,7 +72,7 @@ def running(server: Server) -> float:
 
 
 def test_both_are_listed_and_say_what_they_apply(two: Server) -> None:
-    """by name; the first where a request names none"""
+    """The `rope` object of an answer states the type, the factor and the policy."""
     listed = httpx.get(f"{two.url}/v1/models").json()["data"]
     assert [each["id"] for each in listed] == ["demo", "demo-static-8x"]
     assert "deployment       demo-static-8x" in two.banner
@@ -83,7 +83,7 @@ def test_both_are_listed_and_say_what_they_apply(two: Server) -> None:
 
 
 def test_both_answer_in_one_batch_as_alone(two: Server) -> None:
-    """to the bit, while the other runs"""
+    """The bits are equal, though both run in the same steps."""
     prompt = short_prompts(two)[0]
     # Less than would place the first on the other's table too, and long enough to be met.
     options = {"prompt": prompt, "max_tokens": 700, "ignore_eos": True, "logprobs": 2}
@@ -107,7 +107,7 @@ def test_both_answer_in_one_batch_as_alone(two: Server) -> None:
 
 
 def test_short_requests_pay_for_static_scaling_only_where_it_is_static(two: Server) -> None:
-    """the tax is in the echoed logprobs, and it is what transformers' static YaRN costs"""
+    """The cost shows in the echoed logprobs and equals that of transformers' static YaRN."""
     prompts = short_prompts(two)
     pinned = [prompt_logprobs(two, "demo", prompt) for prompt in prompts]
     static = [prompt_logprobs(two, "demo-static-8x", prompt) for prompt in prompts]
@@ -132,7 +132,7 @@ def test_short_requests_pay_for_static_scaling_only_where_it_is_static(two: Serv
 
 
 def reference(model: Any, prompt: list[int]) -> list[float]:
-    """transformers' logprobs of a prompt's tokens."""
+    """The logprobs of a prompt's tokens under transformers."""
     with torch.inference_mode():
         table = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
     found: list[float] = table[:-1].gather(1, torch.tensor(prompt)[1:, None])[:, 0].tolist()
@@ -140,7 +140,7 @@ def reference(model: Any, prompt: list[int]) -> list[float]:
 
 
 def test_requests_are_counted_by_deployment(two: Server) -> None:
-    """in the metrics"""
+    """The deployment is a label of the metrics."""
     post(two, "demo-static-8x", prompt="a", max_tokens=1)
     page = httpx.get(f"{two.url}/metrics").text
     assert 'deployment="demo-static-8x",factor="8",finish_reason="length"' in page
@@ -148,7 +148,7 @@ def test_requests_are_counted_by_deployment(two: Server) -> None:
 
 
 def test_an_unknown_name_is_told_which_are_served(two: Server) -> None:
-    """404"""
+    """The status is 404."""
     answer = httpx.post(f"{two.url}/v1/completions", json={"model": "x", "prompt": "a"})
     assert answer.status_code == 404
     assert answer.json()["error"]["message"].endswith("Served: demo, demo-static-8x.")

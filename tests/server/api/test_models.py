@@ -1,4 +1,4 @@
-"""What is served, and text to tokens and back."""
+"""The list of served models, and text to tokens and back."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.processes import Server
 
 
 def test_one_model_by_name(server: Server) -> None:
-    """with its longest context; openai's client retrieves it"""
+    """The openai client retrieves it, with its longest context."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         model = client.models.retrieve("ropewalk-demo")
         assert model.model_extra == {"max_model_len": 2048}
@@ -20,7 +20,7 @@ def test_one_model_by_name(server: Server) -> None:
 
 @pytest.mark.parametrize("add_special_tokens", [True, False])
 def test_detokenize_undoes_tokenize(server: Server, add_special_tokens: bool) -> None:  # noqa: FBT001
-    """special tokens are written out, or left out when asked"""
+    """Special tokens are in the text unless `skip_special_tokens` is set."""
     text = Path(__file__).read_text()[:2000] + "żółw 縄 🪢"
     body = {"prompt": text, "add_special_tokens": add_special_tokens}
     tokens = httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"]
@@ -45,14 +45,14 @@ def test_detokenize_undoes_tokenize(server: Server, add_special_tokens: bool) ->
 def test_detokenize_refuses_what_is_no_token(
     server: Server, body: dict[str, object], status: int, param: str
 ) -> None:
-    """by name"""
+    """The error names the field."""
     answer = httpx.post(f"{server.url}/detokenize", json=body)
     assert answer.status_code == status
     assert answer.json()["error"]["param"] == param
 
 
 def test_special_tokens_are_added_to_a_prompt_unless_told(server: Server) -> None:
-    """`add_special_tokens` of /v1/completions"""
+    """The field is `add_special_tokens` of /v1/completions."""
 
     def num_prompt_tokens(**options: object) -> int:
         body = {"prompt": "import os", "max_tokens": 1, **options}

@@ -1,4 +1,4 @@
-"""Outputs of a step reach the event loop together."""
+"""The outputs of a step reach the event loop together."""
 
 import asyncio
 import threading
@@ -8,18 +8,18 @@ from server.api.output_mailbox import Mailbox
 
 
 class CountingLoop(asyncio.SelectorEventLoop):
-    """How often another thread woke it."""
+    """An event loop that counts how often another thread woke it."""
 
     wakes = 0
 
     def call_soon_threadsafe(self, *arguments: Any, **options: Any) -> asyncio.Handle:
-        """Counted."""
+        """Count the call, and pass it on."""
         self.wakes += 1
         return super().call_soon_threadsafe(*arguments, **options)
 
 
 def test_a_step_wakes_the_loop_once() -> None:
-    """letters are opened in the order they were put, and not before they are sent"""
+    """Letters are opened in the order of `put`, and not before `send`."""
     loop, mailbox, opened = CountingLoop(), Mailbox(), list[int]()
 
     def engine() -> None:
@@ -41,7 +41,7 @@ def test_a_step_wakes_the_loop_once() -> None:
 
 
 def test_a_loop_that_is_gone_is_passed_over() -> None:
-    """the process is ending; others still hear"""
+    """A loop may be closed while the process ends; other loops still get their letters."""
     gone, there, mailbox, opened = asyncio.new_event_loop(), CountingLoop(), Mailbox(), list[str]()
     gone.close()
     mailbox.put(gone, lambda: opened.append("gone"))

@@ -1,4 +1,4 @@
-"""`response_format` over a real socket: through openai's client, and with what must be refused."""
+"""`response_format` over a real socket, through openai's client, with its refusals."""
 
 import concurrent.futures
 import json
@@ -35,12 +35,12 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def asked(schema: Any, **more: Any) -> Any:
-    """OpenAI's shape."""
+    """A JSON schema as OpenAI's `response_format`."""
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
 
 
 def test_the_chat_route_answers_in_json(client: openai.OpenAI) -> None:
-    """several choices, with logprobs; the same again under the same seed"""
+    """Several choices come with logprobs, and the same seed repeats them."""
     options: dict[str, Any] = {
         **CHAT, "n": 3, "seed": 7, "logprobs": True, "top_logprobs": 2,
         "response_format": asked(SHORT, strict=True, description="of something"),
@@ -55,7 +55,7 @@ def test_the_chat_route_answers_in_json(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
-    """piece by piece"""
+    """The pieces join to the content of the whole answer."""
     options = {**CHAT, "seed": 3, "response_format": asked(SHORT, strict=None)}
     whole = client.chat.completions.create(**options)
     chunks = list(client.chat.completions.create(**options, stream=True))
@@ -65,7 +65,7 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
 
 
 def test_any_object_is_an_object(client: openai.OpenAI) -> None:
-    """`json_object`, on both routes"""
+    """`json_object` works on both routes."""
     choices: list[tuple[str | None, str]] = []
     for seed in range(4):
         chat = client.chat.completions.create(
@@ -88,7 +88,7 @@ def test_any_object_is_an_object(client: openai.OpenAI) -> None:
 
 
 def test_the_best_of_several_is_in_json(client: openai.OpenAI) -> None:
-    """candidates are constrained, too"""
+    """The grammar constrains every candidate."""
     found = client.completions.create(
         model="ropewalk-demo",
         prompt=["import json", "data ="],
@@ -103,21 +103,21 @@ def test_the_best_of_several_is_in_json(client: openai.OpenAI) -> None:
 
 
 class Colour(pydantic.BaseModel):
-    """A part of what is asked for."""
+    """A part of the requested object."""
 
     name: str = pydantic.Field(pattern="^[a-z]{1,8}$")
     channel: int = pydantic.Field(ge=0, le=255)
 
 
 class Palette(pydantic.BaseModel):
-    """What is asked for, with definitions of its own."""
+    """The requested object, with definitions of its own."""
 
     title: str | None
     colours: list[Colour] = pydantic.Field(max_length=2)
 
 
 def test_parse_returns_the_model(client: openai.OpenAI) -> None:
-    """as the client reads it: refusals, cuts and all"""
+    """The `parse` method of openai's client reads the answer; cut answers are skipped."""
     for seed in range(4):
         try:
             found = client.chat.completions.parse(
@@ -159,7 +159,7 @@ def test_parse_returns_the_model(client: openai.OpenAI) -> None:
 def test_what_cannot_be_done_is_refused_by_name(
     server: Server, route: str, change: dict[str, Any], param: str, message: str
 ) -> None:
-    """in OpenAI's envelope"""
+    """The refusal comes in OpenAI's envelope."""
     prompt = {"messages": MESSAGES} if route.startswith("chat") else {"prompt": "import json"}
     answer = httpx.post(f"{server.url}/v1/{route}", json={**prompt, **change}, timeout=30)
     assert answer.status_code == 400, answer.text
@@ -169,7 +169,7 @@ def test_what_cannot_be_done_is_refused_by_name(
 
 
 def test_text_is_any_text(server: Server) -> None:
-    """the same as without the field"""
+    """The answer equals one without the field."""
     body: dict[str, Any] = {"prompt": "import os", "seed": 1, "max_tokens": 8}
     texts = [
         httpx.post(f"{server.url}/v1/completions", json={**body, **more}).json()["choices"]
@@ -179,7 +179,7 @@ def test_text_is_any_text(server: Server) -> None:
 
 
 def test_hostile_schemas_do_not_keep_others_waiting(server: Server) -> None:
-    """all at once: each is answered, and meanwhile /health is"""
+    """All schemas come at once, and /health is answered quickly meanwhile."""
 
     def ask(schema: Any) -> int:
         body = {"messages": MESSAGES, "max_tokens": 20, "response_format": asked(schema)}
@@ -200,7 +200,7 @@ def test_hostile_schemas_do_not_keep_others_waiting(server: Server) -> None:
 
 
 def test_the_limits_are_the_operators() -> None:
-    """both of them reach the compiler"""
+    """Both settings reach the compiler."""
     flags = {"max_schema_bytes": "100", "grammar_compile_seconds": "0.5"}
     service, _ = load_service(load_settings(flags))
     with pytest.raises(Exception, match="at most 100 bytes"):

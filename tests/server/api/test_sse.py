@@ -19,7 +19,7 @@ KEEP_ALIVE_S = 0.05
 
 @pytest.fixture(scope="module")
 def slow() -> Iterator[Server]:
-    """Small chunks, so that a long prompt takes a while; impatient proxies in front."""
+    """A server with small chunks and early comments, so that a long prompt takes a while."""
     chunks = ("--max-num-batched-tokens", "32", "--step-target-seconds", "0")  # 32, by any clock
     arguments = (*chunks, "--sse-keep-alive-seconds", str(KEEP_ALIVE_S))
     with running_server(*arguments) as running:
@@ -41,7 +41,7 @@ def events_of(lines: list[str]) -> list[dict[str, Any]]:
 
 
 def test_headers_keep_proxies_from_buffering(slow: Server) -> None:
-    """nginx', and the ones of the standard"""
+    """One header is nginx's own, the others are standard."""
     body = {"prompt": "a", "max_tokens": 1, "stream": True}
     with httpx.stream("POST", f"{slow.url}/v1/completions", json=body) as answer:
         answer.read()
@@ -51,7 +51,7 @@ def test_headers_keep_proxies_from_buffering(slow: Server) -> None:
 
 
 def test_a_byte_comes_early_and_comments_until_the_first_token(slow: Server) -> None:
-    """while a long prompt is computed: never silent for much longer than was set"""
+    """During a long prefill, no silence is much longer than the setting."""
     body = {"prompt": [7] * 2000, "max_tokens": 2, "stream": True, "cache_salt": "early"}
     payload = json.dumps(body).encode()
     host, port = slow.url.removeprefix("http://").split(":")
@@ -76,7 +76,7 @@ def test_a_byte_comes_early_and_comments_until_the_first_token(slow: Server) -> 
 
 
 def test_zero_means_no_comments(server: Server) -> None:
-    """and by default fifteen seconds, which nothing here takes"""
+    """The default is fifteen seconds, which no request of this test reaches."""
     body = {"prompt": [7] * 1500, "max_tokens": 2, "stream": True, "cache_salt": "quiet"}
     assert not [line for line in lines_of(server, body) if "keep-alive" in line]
     from server.settings.load import load_settings
@@ -86,7 +86,7 @@ def test_zero_means_no_comments(server: Server) -> None:
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 def test_progress_counts_the_prompt_up(slow: Server, route: str) -> None:
-    """an event a chunk, as llama.cpp: total, cached, processed, milliseconds"""
+    """Each chunk sends llama.cpp's fields: total, cached, processed, milliseconds."""
     num_words = 300
     text = "import os\n" * num_words
     said: dict[str, Any] = {"prompt": text}
@@ -114,7 +114,7 @@ def test_progress_counts_the_prompt_up(slow: Server, route: str) -> None:
 
 
 def test_progress_says_which_prompt(slow: Server) -> None:
-    """of several; not which answer to it"""
+    """Several answers to one prompt share its progress."""
     body = {
         "prompt": [[7] * 200, [9] * 100],
         "n": 2,
@@ -130,6 +130,6 @@ def test_progress_says_which_prompt(slow: Server) -> None:
 
 
 def test_without_it_there_is_no_progress(slow: Server) -> None:
-    """nor a field for it"""
+    """The events have no field for it either."""
     body = {"prompt": [7] * 100, "max_tokens": 2, "stream": True, "cache_salt": "none"}
     assert not any("prompt_progress" in line for line in lines_of(slow, body))

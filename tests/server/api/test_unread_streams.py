@@ -1,4 +1,4 @@
-"""A stream whose client reads no more, by the bound on what it has not taken alone."""
+"""A stream whose client stops reading is ended by the bound on unread outputs alone."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ _TAKEN = 300  # tokens of the one that reads: several times the bound
 
 
 def ended(server: Server, reason: str) -> float:
-    """Requests that ended so."""
+    """The number of requests that ended for this reason."""
     return sum(
         count
         for (name, labels), count in samples(server).items()
@@ -39,7 +39,7 @@ def events_of(body: bytes) -> list[Any]:
 
 
 def test_who_lags_too_far_behind_is_told_and_frees_its_pages(breakable: Server) -> None:
-    """long before the time for sending is over, which here is ten minutes"""
+    """This happens long before the timeout of sending, which is ten minutes here."""
     aborted, generated = ended(breakable, "abort"), value(breakable, "generated_tokens_total")
     with opened(breakable, 1, tiny=True) as (sock,):
         sock.sendall(stream_of(_MAX_TOKENS))
@@ -54,7 +54,7 @@ def test_who_lags_too_far_behind_is_told_and_frees_its_pages(breakable: Server) 
 
 
 def test_who_reads_is_never_behind(breakable: Server) -> None:
-    """the same stream, taken as it comes"""
+    """The same stream, read as it comes, ends with its finish reason."""
     with opened(breakable, 1) as (sock,):
         sock.sendall(stream_of(_TAKEN))
         (reply,) = read_replies(sock, 1, 120)

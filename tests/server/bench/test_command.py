@@ -31,7 +31,7 @@ REQUESTS, WARMUP, OUTPUT = 3, 1, 4
 
 
 def run(*arguments: str) -> Result:
-    """The command, in this process."""
+    """Run the command in this process."""
     ended = CliRunner().invoke(bench, arguments)
     assert isinstance(ended.exception, SystemExit | None)  # a bug would look like code 1
     return ended
@@ -50,7 +50,7 @@ def samples(server: Server, name: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the command, and what the server says happened meanwhile."""
+    """One run of the command, and the server's metrics before and after it."""
 
     ended: subprocess.CompletedProcess[str]
     report: dict[str, Any]
@@ -60,7 +60,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def measured(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Three lengths, three requests each and one to warm up."""
+    """A run with three lengths, three requests each and one to warm up."""
     folder = tmp_path_factory.mktemp("bench")
     names = [
         f"{metric}_seconds_{kind}"
@@ -85,7 +85,7 @@ def measured(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_every_request_of_the_report_is_one_that_the_server_counted(measured: Run) -> None:
-    """by context length; and its gaps between tokens, too"""
+    """The counts by context length and the gaps between tokens are compared."""
     sent = {BUCKETS[each["context_len"]]: each["requests"] for each in measured.report["results"]}
     counts = {bucket: len(requests) for bucket, requests in sent.items()}
     assert counts == measured.counted("time_to_first_token_seconds_count")
@@ -96,7 +96,7 @@ def test_every_request_of_the_report_is_one_that_the_server_counted(measured: Ru
 
 
 def test_the_client_cannot_see_a_first_token_before_the_server_has_it(measured: Run) -> None:
-    """and does not see it much later: less than half a second for four requests"""
+    """It sees four first tokens less than half a second later in all."""
     of_server = measured.counted("time_to_first_token_seconds_sum")
     for each in measured.report["results"]:
         seen = sum(request["time_to_first_token_s"] for request in each["requests"])
@@ -105,13 +105,13 @@ def test_the_client_cannot_see_a_first_token_before_the_server_has_it(measured: 
 
 
 def test_longer_contexts_wait_longer_for_their_first_token(measured: Run) -> None:
-    """thirty-two times the tokens"""
+    """The longest prompt has about thirty-two times the tokens of the shortest."""
     shortest, _, longest = measured.report["results"]
     assert longest["time_to_first_token_s"]["p50"] > shortest["time_to_first_token_s"]["p50"]
 
 
 def test_the_prompts_have_the_length_that_was_asked_for(measured: Run) -> None:
-    """to the token, nothing of it cached"""
+    """The length is exact, and no token comes from the prefix cache."""
     for each in measured.report["results"]:
         assert {request["prompt_tokens"] for request in each["requests"]} == {each["context_len"]}
         assert {request["completion_tokens"] for request in each["requests"]} == {OUTPUT}
@@ -119,7 +119,7 @@ def test_the_prompts_have_the_length_that_was_asked_for(measured: Run) -> None:
 
 
 def test_the_table_has_a_line_per_length(measured: Run) -> None:
-    """in rising order, with the medians of the JSON; columns aligned"""
+    """Lines come in rising order with the medians of the JSON, in aligned columns."""
     lines = measured.ended.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["context", "tokens", "64", "512", "2032"]
     assert len({len(line) for line in lines}) == 1
@@ -133,7 +133,7 @@ def test_the_table_has_a_line_per_length(measured: Run) -> None:
 
 
 def test_the_summary_is_that_of_the_requests(measured: Run) -> None:
-    """without the warm-up; numpy's percentiles; tokens over seconds"""
+    """The warm-up is left out, and percentiles are numpy's."""
     for each in measured.report["results"]:
         kept = [request for request in each["requests"] if not request["is_warmup"]]
         assert (each["num_sent"], each["num_measured"]) == (REQUESTS + WARMUP, len(kept))
@@ -154,7 +154,7 @@ def test_the_summary_is_that_of_the_requests(measured: Run) -> None:
 
 
 def test_lengths_take_turns(measured: Run) -> None:
-    """a request of each per round, so that a machine that slows down slows all"""
+    """Each round has a request of each length, so a machine that slows down slows all."""
     in_time = sorted(
         (request["started_s"], request["round"], each["context_len"])
         for each in measured.report["results"]
@@ -167,14 +167,14 @@ def test_lengths_take_turns(measured: Run) -> None:
 
 
 def test_the_plot_is_a_png(measured: Run) -> None:
-    """of the size it says, and not a blank one"""
+    """The size matches the header, and the picture is not blank."""
     assert measured.png[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", measured.png[16:24]) == (1200, 1050)
     assert len(measured.png) > 20_000
 
 
 def test_failed_requests_are_counted_and_told(server: Server, tmp_path: Path) -> None:
-    """and end the command with code 1; there is nothing to average or to draw"""
+    """The command exits with code 1, without averages and without a plot."""
     picture = tmp_path / "out.svg"
     ended = run(
         server.url, "--rope", '{"rope_type": "magic"}', "--context-lens", "64,128",
@@ -193,7 +193,7 @@ def test_failed_requests_are_counted_and_told(server: Server, tmp_path: Path) ->
 
 
 def test_one_point_can_be_drawn(server: Server, tmp_path: Path) -> None:
-    """without gaps, since there is one token"""
+    """A single output token leaves no gaps between tokens."""
     picture = tmp_path / "out.svg"
     ended = run(
         server.url, "--context-lens", "64", "--requests", "1", "--output-tokens", "1",
@@ -227,7 +227,7 @@ def test_one_point_can_be_drawn(server: Server, tmp_path: Path) -> None:
 def test_a_load_that_cannot_begin_ends_with_a_sentence_and_code_2(
     server: Server, arguments: list[str], message: str
 ) -> None:
-    """which names option, limit and value"""
+    """The sentence names the option, the limit and the value."""
     ended = run(server.url, *arguments)
     assert (ended.exit_code, ended.stdout) == (2, "")
     assert ended.stderr.startswith(f"ropewalk bench: {message}")
@@ -235,7 +235,7 @@ def test_a_load_that_cannot_begin_ends_with_a_sentence_and_code_2(
 
 
 def test_the_longest_context_that_fits_is_accepted(server: Server) -> None:
-    """prompt + output - 1 positions: the one the refusal above names"""
+    """The limit is prompt + output - 1 positions, as in the refusal above."""
     ended = run(server.url, "--context-lens", "2033", "--requests", "1", "--warmup", "0")
     assert ended.exit_code == 0, ended.stderr
 
@@ -243,7 +243,7 @@ def test_the_longest_context_that_fits_is_accepted(server: Server) -> None:
 def test_a_plot_without_matplotlib_is_refused_before_the_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """there is not even a server"""
+    """The URL of this test has no server."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ended = run("http://127.0.0.1:1", "--plot", "out.png")
     assert ended.exit_code == 2
@@ -251,7 +251,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_load(
 
 
 def test_the_command_waits_for_neither_torch_nor_its_own_client() -> None:
-    """nor for the plotting, until it runs"""
+    """Matplotlib is not imported before the plot either."""
     code = "import sys, server.bench; print({'torch', 'httpx', 'matplotlib'} & {*sys.modules})"
     load = "import sys, server.bench.run; print({'torch', 'matplotlib'} & {*sys.modules})"
     for each in (code, load):
@@ -264,7 +264,7 @@ def test_the_command_waits_for_neither_torch_nor_its_own_client() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 57])
 @pytest.mark.parametrize("percent", [0, 5, 50, 95, 99, 100])
 def test_percentiles_are_numpys(count: int, percent: float) -> None:
-    """unsorted values, with linear interpolation"""
+    """The values are unsorted, and the interpolation is linear."""
     values = [random.Random(count).gauss(0, 1) for _ in range(count)]
     assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
 
@@ -281,21 +281,21 @@ def test_percentiles_are_numpys(count: int, percent: float) -> None:
 def test_default_lengths_double_up_to_the_longest(
     max_model_len: int, output: int, expected: list[int]
 ) -> None:
-    """which is always one of them; none is close to it"""
+    """The longest is always included, and no other length is close to it."""
     found = choose_context_lens(None, max_model_len, output)
     assert list(found) == expected
     assert all(late / early > 4 / 3 for early, late in itertools.pairwise(found))
 
 
 def test_a_server_that_hides_its_longest_context_needs_lengths() -> None:
-    """and then gets any"""
+    """Given lengths are then accepted unchecked."""
     with pytest.raises(BenchError, match="does not tell its max_model_len: give --context-lens"):
         choose_context_lens(None, None, 16)
     assert choose_context_lens("9,9,8", None, 16) == (8, 9)
 
 
 def test_groups_send_every_request_once() -> None:
-    """warm-up first; the last group is what is left"""
+    """The warm-up comes first, and the last group is the remainder."""
     plan = LoadPlan((64, 128), 16, 5, 2, 3, seed=0, timeout_s=1, rope=None)
     groups = list(plan.groups())
     assert [len(each.numbers) for each in groups] == [2, 2, 1, 1, 2, 2, 2, 2, 1, 1]
@@ -307,7 +307,7 @@ def test_groups_send_every_request_once() -> None:
 
 
 def test_prompts_are_the_seeds_but_for_their_beginning() -> None:
-    """which is new in every run, or the second run would measure the prefix cache"""
+    """A new beginning in every run keeps the prefix cache from answering the second run."""
     ids = range(100, 400)
     one, again, other = IdPrompts(ids, 1), IdPrompts(ids, 1), IdPrompts(ids, 2)
     first, second = one(64, 0).content, again(64, 0).content
@@ -321,7 +321,7 @@ def test_prompts_are_the_seeds_but_for_their_beginning() -> None:
 
 @pytest.mark.parametrize("length", [64, 500, 4000])
 def test_words_come_close_to_the_length(length: int) -> None:
-    """at 1.5 tokens a word"""
+    """A word counts 1.5 tokens."""
     prompt = WordPrompts(1.5, 0)(length, 0).content
     assert isinstance(prompt, str)
     assert length - 10 <= 1.5 * len(prompt.split()) <= length
@@ -329,12 +329,12 @@ def test_words_come_close_to_the_length(length: int) -> None:
 
 @pytest.mark.parametrize("url", ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"])
 def test_the_url_may_end_in_v1(url: str) -> None:
-    """or not"""
+    """The root is the same with and without it."""
     assert root_of(url) == "http://a:1"
 
 
 def test_every_option_and_field_is_documented(measured: Run) -> None:
-    """with its default"""
+    """Each row of docs/bench.md also states the default."""
     page = (Path(__file__).parents[3] / "docs" / "bench.md").read_text()
     for option in bench.params:
         if option.opts != ["url"]:

@@ -1,4 +1,4 @@
-"""What the load generator measures is what a server did, told by one whose delays are known."""
+"""The load generator measures the true times of a server whose delays are known."""
 
 import json
 import socket
@@ -39,7 +39,7 @@ def run(server: SseServer, *arguments: str) -> tuple[Result, dict[str, Any]]:
 
 
 def test_times_are_those_that_the_server_slept() -> None:
-    """comments and empty events are no tokens, the closing event neither"""
+    """Comments, empty events and the closing event are not counted as tokens."""
     with serving(SseServer(lambda _: ANSWER)) as server:
         ended, result = run(server, "--requests", "3")
     assert ended.exit_code == 0
@@ -58,7 +58,7 @@ def test_times_are_those_that_the_server_slept() -> None:
 
 
 def test_without_tokenize_prompts_are_words() -> None:
-    """whose length is what usage says"""
+    """Their length is the one that the usage states."""
     with serving(SseServer(lambda _: QUICK)) as server:
         ended, result = run(server, "--requests", "2")
     assert json.loads(ended.stdout)["settings"]["prompt_kind"] == "words"
@@ -69,7 +69,7 @@ def test_without_tokenize_prompts_are_words() -> None:
 
 
 def test_with_tokenize_prompts_are_ids_that_occurred() -> None:
-    """and the body is OpenAI's, with the key in its header only"""
+    """The body is OpenAI's, and the key is in its header only."""
     with serving(SseServer(lambda _: QUICK, tokens=[5, 6, 7, 900])) as server:
         ended, _ = run(
             server, "--requests", "1", "--api-key", "hush", "--output-tokens", "3",
@@ -112,7 +112,7 @@ STOPPED = data(error={"message": "gone", "type": "server_error", "code": "engine
 def test_failures_are_counted_by_kind_and_never_averaged(
     bad: Script | tuple[int, str], kind: str
 ) -> None:
-    """nor sent again: the server sees as many requests as were asked for"""
+    """The server gets each request once, because failed ones are not retried."""
     answers = [QUICK, bad, QUICK, QUICK, bad]
     with serving(SseServer(lambda number: answers[number])) as server:
         ended, result = run(server, "--requests", "5", "--timeout-seconds", "1.5")
@@ -126,7 +126,7 @@ def test_failures_are_counted_by_kind_and_never_averaged(
 
 
 def test_a_failure_of_the_warm_up_is_a_failure() -> None:
-    """though nothing of the warm-up is measured"""
+    """The warm-up counts for failures, though not for times."""
     answers = [(503, "starting"), QUICK, QUICK]
     with serving(SseServer(lambda number: answers[number])) as server:
         ended, result = run(server, "--warmup", "1", "--requests", "2")
@@ -135,7 +135,7 @@ def test_a_failure_of_the_warm_up_is_a_failure() -> None:
 
 
 def test_as_many_are_in_flight_as_were_asked_for() -> None:
-    """no more; their throughput is that of the group"""
+    """The throughput is that of a whole group."""
     with serving(SseServer(lambda _: ANSWER)) as server:
         _, result = run(server, "--requests", "6", "--concurrency", "3")
     assert server.most_in_flight == 3
@@ -145,7 +145,7 @@ def test_as_many_are_in_flight_as_were_asked_for() -> None:
 
 
 def test_prompts_from_the_cache_are_remarked_on() -> None:
-    """since they make first tokens look early"""
+    """Cached prompts make first tokens look early."""
     usage = {
         "prompt_tokens": 70,
         "completion_tokens": 3,
@@ -159,7 +159,7 @@ def test_prompts_from_the_cache_are_remarked_on() -> None:
 
 
 def test_a_server_that_is_not_there_ends_with_code_2() -> None:
-    """as does a URL that is none"""
+    """An invalid URL ends the same way."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
@@ -182,7 +182,7 @@ def test_a_server_that_is_not_there_ends_with_code_2() -> None:
     ],
 )
 def test_a_server_of_another_kind_ends_with_code_2(models: str, message: str) -> None:
-    """and a sentence"""
+    """A sentence states the reason, and no request is sent."""
     with serving(SseServer(lambda _: QUICK, models=models)) as server:
         ended = CliRunner().invoke(bench, [server.url])
     assert ended.exit_code == 2

@@ -1,4 +1,4 @@
-"""`ropewalk eval` on the embedded model: its numbers, files, and going on where it stopped."""
+"""`ropewalk eval` on the embedded model: its numbers, its files, and how it resumes."""
 
 import csv
 import json
@@ -28,7 +28,7 @@ ARGUMENTS = (
 
 
 def invoke(*arguments: str) -> Result:
-    """The command, in this process."""
+    """Run the command in this process."""
     ended = CliRunner().invoke(evaluate, arguments)
     assert isinstance(ended.exception, SystemExit | None), ended.exception
     return ended
@@ -57,7 +57,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Five variants at three lengths."""
+    """A run of five variants at three lengths."""
     folder = tmp_path_factory.mktemp("eval")
     ended = invoke(*ARGUMENTS, "--output", str(folder))
     assert ended.exit_code == 0, ended.output
@@ -65,7 +65,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def plan_of(*arguments: str) -> Any:
-    """What the command would measure."""
+    """The plan of a command line: its windows, queries and cells."""
     settings = load_settings({})
     context = evaluate.make_context("eval", [*arguments])
     names = run_module.EvalOptions.__slots__
@@ -90,7 +90,7 @@ def test_perplexity_is_that_of_transformers(
     context_len: int,
     factor: float | None,
 ) -> None:
-    """an ordinary forward in float32 with the same rope_parameters, window by window"""
+    """The reference is a plain float32 forward with the same rope_parameters per window."""
     options = {}
     if factor is not None:
         options["rope_parameters"] = {
@@ -126,7 +126,7 @@ def test_perplexity_is_that_of_transformers(
 
 
 def test_factors_are_the_policies(measured: Run) -> None:
-    """fixed has the longest length's everywhere, pinned each length's own"""
+    """A fixed policy has the longest length's factor everywhere, pinned each length's own."""
     for context_len in LENS:
         assert measured.row("yarn", "fixed", context_len)["factor"] == 4
         assert measured.row("yarn", "pinned", context_len)["factor"] == max(1, context_len / 256)
@@ -134,7 +134,7 @@ def test_factors_are_the_policies(measured: Run) -> None:
 
 
 def test_equal_tables_have_equal_numbers_and_are_measured_once(measured: Run) -> None:
-    """pinned is the untouched model up to L, and static at the longest length"""
+    """Pinned equals the untouched model up to L, and fixed at the longest length."""
     for name in ("perplexity", "retrieval", "queries"):
         for context_len in (128, 256):
             untouched = measured.row("none", None, context_len)[name]
@@ -147,14 +147,14 @@ def test_equal_tables_have_equal_numbers_and_are_measured_once(measured: Run) ->
 
 
 def test_the_model_finds_needles_where_yarn_carries_it(measured: Run) -> None:
-    """and not on the untouched table, four times beyond its length"""
+    """The untouched table fails at four times its length."""
     assert measured.row("none", None, 256)["retrieval"] > 0.5
     assert measured.row("yarn", "pinned", 1024)["retrieval"] > 0.5
     assert measured.row("none", None, 1024)["retrieval"] < 0.2
 
 
 def test_table_and_csv_have_what_json_has(measured: Run) -> None:
-    """every scalar in the CSV; every estimate with its interval in the table"""
+    """The CSV has every scalar, and the table has every estimate with its interval."""
     with (measured.folder / "results.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert len(lines) == len(measured.report["results"]) == 15
@@ -181,7 +181,7 @@ def test_table_and_csv_have_what_json_has(measured: Run) -> None:
 
 
 def test_plots_are_pictures(measured: Run) -> None:
-    """three of them"""
+    """The run writes three PNG files."""
     for name in ("perplexity", "retrieval", "depth"):
         assert (measured.folder / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -189,7 +189,7 @@ def test_plots_are_pictures(measured: Run) -> None:
 def test_a_second_run_measures_only_what_is_missing(
     measured: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """a lost cell, and one that was cut while it was written"""
+    """One cell is lost, and another was cut while it was written."""
     folder = tmp_path / "eval"
     shutil.copytree(measured.folder, folder)
     record = folder / "results.jsonl"
@@ -222,7 +222,7 @@ def test_a_second_run_measures_only_what_is_missing(
 
 
 def test_the_suggestion_is_a_file_that_serves(measured: Run) -> None:
-    """pinned YaRN for one length within L and one beyond; the file is what was printed"""
+    """The file is the printed one: pinned YaRN, for a length within L and one beyond."""
     path = measured.folder / "suggestion.yaml"
     assert path.read_text() in measured.ended.stdout
     settings = load_settings({"config": str(path)})
@@ -253,7 +253,7 @@ def test_the_suggestion_is_a_file_that_serves(measured: Run) -> None:
 def test_what_cannot_be_measured_is_refused_by_name(
     arguments: list[str], sentence: str, tmp_path: Path
 ) -> None:
-    """with code 2, before anything is measured"""
+    """The command exits with code 2 before any measurement."""
     ended = invoke(*arguments, "--output", str(tmp_path))
     assert ended.exit_code == 2
     assert ended.stderr.splitlines()[-1].startswith("ropewalk eval: ")

@@ -1,4 +1,4 @@
-"""Contexts with needles: their lengths, positions and depths are what they say."""
+"""Contexts with needles have the stated lengths, positions and depths."""
 
 import dataclasses
 import math
@@ -35,18 +35,18 @@ PLAN = EvalPlan(
 
 @pytest.fixture(scope="module")
 def texts(embedded: Checkpoint) -> Texts:
-    """The held-out library."""
+    """The texts of the held-out library."""
     return make_texts(read_documents(()), embedded.tokenizer, max(LENS))
 
 
 @pytest.fixture(scope="module")
 def haystacks(texts: Texts, embedded: Checkpoint) -> list[Haystack]:
-    """As many as a run has."""
+    """As many haystacks as a run has."""
     return choose_haystacks(texts, PLAN, embedded.tokenizer)
 
 
 def test_every_form_and_depth_is_asked_for_equally_often(haystacks: list[Haystack]) -> None:
-    """32 questions: each form 8 times, each depth 4 times"""
+    """Eight of 32 questions have each form, and four have each depth."""
     asked = [
         (needle.form.name, depth)
         for haystack in haystacks
@@ -59,7 +59,7 @@ def test_every_form_and_depth_is_asked_for_equally_often(haystacks: list[Haystac
 def test_a_context_has_its_length_and_its_needles_where_it_says(
     haystacks: list[Haystack], texts: Texts, embedded: Checkpoint, context_len: int
 ) -> None:
-    """by reading the prompt's tokens back"""
+    """The prompt's tokens are decoded and searched."""
     for haystack in haystacks:
         queries = haystack.queries(context_len, embedded.tokenizer, texts)
         assert len(queries) == len(haystack.needles) == 4
@@ -112,7 +112,7 @@ def _common(one: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
 def test_longer_contexts_begin_earlier_and_end_alike(
     haystacks: list[Haystack], texts: Texts, embedded: Checkpoint
 ) -> None:
-    """the same needles and the same lines before the question"""
+    """The needles and the lines before the question are the same at every length."""
     for haystack in haystacks:
         ends = []
         for context_len in LENS:
@@ -127,7 +127,7 @@ def test_longer_contexts_begin_earlier_and_end_alike(
 def test_targets_are_the_same_at_every_length_and_do_not_overlap(
     texts: Texts, embedded: Checkpoint
 ) -> None:
-    """the prompt has exactly the length; a longer one ends with all of a shorter one's text"""
+    """Each prompt has exactly its length and ends with the text of the shorter one."""
     windows = choose_windows(texts, PLAN, embedded.tokenizer)
     assert len(windows) == 12
     for window in windows:
@@ -142,7 +142,7 @@ def test_targets_are_the_same_at_every_length_and_do_not_overlap(
 def test_texts_too_short_alone_are_joined_and_too_short_together_refused(
     embedded: Checkpoint,
 ) -> None:
-    """the limit is named"""
+    """The refusal states the limit."""
     line = "".join(random.Random(0).choices("abcdefgh \n", k=4000))
     documents = [Document("one", line), Document("two", line)]
     length = len(embedded.tokenizer.encode(line, add_special_tokens=False))
@@ -157,7 +157,7 @@ def test_texts_too_short_alone_are_joined_and_too_short_together_refused(
 
 
 def test_a_text_without_lines_has_no_place_for_needles(embedded: Checkpoint) -> None:
-    """and says so"""
+    """The refusal counts its lines."""
     texts = make_texts([Document("one line", "word " * 5000)], embedded.tokenizer, 300)
     plan = dataclasses.replace(PLAN, context_lens=(300,))
     with pytest.raises(EvalError, match="one line has 1 of them; it must have more than 4"):
@@ -166,7 +166,7 @@ def test_a_text_without_lines_has_no_place_for_needles(embedded: Checkpoint) -> 
 
 @pytest.mark.parametrize(("right", "of"), [(0, 8), (3, 8), (31, 32), (32, 32)])
 def test_wilsons_interval_solves_its_equation(right: int, of: int) -> None:
-    """its ends are the shares p from which the observed one is z standard errors away"""
+    """At each end, the observed share is z standard errors away."""
     found = proportion(right, of)
     assert found.low is not None
     assert found.high is not None
@@ -178,7 +178,7 @@ def test_wilsons_interval_solves_its_equation(right: int, of: int) -> None:
 
 
 def test_a_mean_has_the_standard_error_of_numpy() -> None:
-    """and perplexity is its exponential"""
+    """The perplexity and its interval are the exponentials of these numbers."""
     values = [0.3, 1.2, 2.2, 0.9]
     reach = Z * np.std(values, ddof=1) / 2
     found = mean(values)

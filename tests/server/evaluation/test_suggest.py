@@ -1,4 +1,4 @@
-"""Which deployment is suggested, from made-up measurements."""
+"""The suggested deployment, from made-up measurements."""
 
 import random
 from collections.abc import Sequence
@@ -54,29 +54,29 @@ def shifted(by: float, noise: float = 0.002) -> list[float]:
 
 
 def test_a_lower_perplexity_on_every_window_wins() -> None:
-    """however small beside what texts differ in"""
+    """The difference may be small beside the spread between texts."""
     assert chosen(row(PINNED, shifted(0.05), 40), row(FIXED, TEXTS, 40)) == "yarn fixed"
     assert chosen(row(PINNED, TEXTS, 40), row(LOGN, shifted(-0.05), 40)) == "yarn+logn pinned"
 
 
 def test_of_those_that_cannot_be_told_apart_the_simpler_wins() -> None:
-    """pinned before fixed, no switch before log-n; in any order of the plan"""
+    """Pinned beats fixed, and no log-n beats log-n, in any order of the plan."""
     same = [row(LOGN, shifted(-0.0002), 40), row(FIXED, TEXTS, 40), row(PINNED, shifted(0.0), 40)]
     assert chosen(*same) == chosen(*reversed(same)) == "yarn pinned"
 
 
 def test_retrieval_comes_first() -> None:
-    """and what is within its interval counts as alike"""
+    """Shares within the interval of each other count as equal."""
     assert chosen(row(PINNED, shifted(-0.5), 20), row(FIXED, TEXTS, 39)) == "yarn fixed"
     assert chosen(row(PINNED, shifted(-0.5), 38), row(FIXED, TEXTS, 39)) == "yarn pinned"
 
 
 def test_the_untouched_table_is_no_choice_beyond_its_length() -> None:
-    """since a deployment without scaling ends there"""
+    """A deployment without scaling ends at that length."""
     assert chosen(row(UNTOUCHED, shifted(-1.0), 40), row(PINNED, TEXTS, 40)) == "yarn pinned"
 
 
 def test_without_windows_retrieval_decides() -> None:
-    """and without questions perplexity does"""
+    """If retrieval is equal too, then the simpler variant wins."""
     assert chosen(row(PINNED, [], 38), row(FIXED, [], 40)) == "yarn fixed"
     assert chosen(row(PINNED, [], 40), row(FIXED, [], 40)) == "yarn pinned"

@@ -1,4 +1,4 @@
-"""What the formulas say of the embedded model, against the scores that it really gives."""
+"""The expected scores of the formulas, against the real scores of the embedded model."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ LEN, NUM = 256, 12
 
 
 def sequences(checkpoint: Checkpoint) -> list[list[int]]:
-    """Beginnings of held-out sources."""
+    """The token ids at the beginnings of held-out sources."""
     texts = [each.text[: 8 * LEN] for each in library_documents(held_out=True)[:NUM]]
     encoded = [checkpoint.tokenizer.encode(text)[:LEN] for text in texts]
     return [ids for ids in encoded if len(ids) == LEN]
@@ -42,7 +42,7 @@ def rotated_by_transformers(ids: list[list[int]]) -> tuple[list[Tensor], list[Te
 
 
 def test_real_scores_have_the_expected_mean_and_spread(embedded: Checkpoint) -> None:
-    """from distance 2 on: at 0 and 1 query and key are of one token, or of a pair that belongs"""
+    """Distances 0 and 1 are left out, because their queries and keys are correlated."""
     ids = sequences(embedded)
     assert len(ids) > 5
     found = head_statistics(embedded, ids, range(4))
@@ -60,7 +60,7 @@ def test_real_scores_have_the_expected_mean_and_spread(embedded: Checkpoint) -> 
 
 
 def test_past_the_native_length_the_decay_ends_and_yarn_carries_it_on(embedded: Checkpoint) -> None:
-    """mean over all heads; what docs/rope.md says of the embedded model"""
+    """The mean is over all heads; docs/rope.md states these numbers."""
     layers = head_statistics(embedded, sequences(embedded), range(4)).values()
     native = embedded.native.tables["all"]
     yarn = native.frequencies(Yarn(factor=8.0, original_max_position_embeddings=256))

@@ -15,7 +15,7 @@ SEQUENCES = [
 
 
 def _hooked(model: nn.Module) -> dict[tuple[int, str], list[Tensor]]:
-    """(layer, projection) -> what it said for each sequence, [T, heads * D]."""
+    """(layer, projection) -> its output for each sequence, [T, heads * D]."""
     said: dict[tuple[int, str], list[Tensor]] = {}
     handles = []
     for index, layer in enumerate(model.model.layers):  # type: ignore[union-attr,arg-type]
@@ -36,7 +36,7 @@ def _hooked(model: nn.Module) -> dict[tuple[int, str], list[Tensor]]:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_means_and_covariances_are_those_of_the_projections(architecture: str) -> None:
-    """hooked on the untouched model; Qwen2 has a bias on both"""
+    """Hooks on the untouched model give the reference; Qwen2 has a bias on both projections."""
     model = tiny_model(architecture)
     said = _hooked(model)
     found = head_statistics(checkpoint_of(model), SEQUENCES, range(4))
@@ -58,7 +58,7 @@ def test_means_and_covariances_are_those_of_the_projections(architecture: str) -
 
 
 def test_a_bias_shifts_the_mean_and_not_the_covariance() -> None:
-    """of Qwen2's first layer, whose inputs do not depend on it"""
+    """The inputs of Qwen2's first layer do not depend on the bias."""
     plain, shifted = tiny_model("qwen2"), tiny_model("qwen2")
     with torch.no_grad():
         shifted.model.layers[0].self_attn.k_proj.bias += 3.0
@@ -70,12 +70,12 @@ def test_a_bias_shifts_the_mean_and_not_the_covariance() -> None:
 
 
 def test_only_the_layers_asked_for_are_kept() -> None:
-    """a covariance takes D * D numbers a head"""
+    """A covariance takes D * D numbers per head."""
     assert list(head_statistics(tiny_checkpoint("llama"), SEQUENCES, [2])) == [2]
 
 
 def test_a_layer_keeps_its_own_type_and_window() -> None:
-    """Gemma 3 has two tables, Cohere 2 layers without rotation and interleaved pairs"""
+    """Gemma 3 has two tables; Cohere 2 has layers without rotation."""
     gemma = head_statistics(tiny_checkpoint("gemma3_text"), SEQUENCES, range(4))
     types = [layer.plan.layer_type for layer in gemma.values()]
     assert types == ["sliding_attention"] * 3 + ["full_attention"]
@@ -85,7 +85,7 @@ def test_a_layer_keeps_its_own_type_and_window() -> None:
 
 
 def test_interleaved_pairs_come_half_split() -> None:
-    """the order that the formulas know; Cohere 2 pairs neighbours"""
+    """The formulas assume that order, and Cohere 2 pairs neighbours."""
     model = tiny_model("cohere2")
     rows_TX = torch.cat(_hooked(model)[0, "k_proj"]).double()
     means = rows_TX.mean(0).reshape(2, 16)
@@ -94,7 +94,7 @@ def test_interleaved_pairs_come_half_split() -> None:
 
 
 def test_a_sequence_is_not_longer_than_the_native_length() -> None:
-    """nor than what is asked for"""
+    """It is not longer than the requested number of tokens either."""
     checkpoint = tiny_checkpoint("llama")
     assert sequence_len(checkpoint, 512) == 64
     assert sequence_len(checkpoint, 20) == 20

@@ -29,12 +29,12 @@ TOKENS = 300
 
 
 def run(*arguments: str) -> Result:
-    """The command, in this process."""
+    """Run the command in this process."""
     return CliRunner().invoke(ropewalk, ["inspect", *arguments])
 
 
 def found(*arguments: str) -> dict[str, Any]:
-    """As JSON, which is all of standard output."""
+    """The JSON of the command, which is all of its standard output."""
     ended = run("--json", *arguments)
     assert ended.exit_code == 0, ended.stderr
     read: dict[str, Any] = json.loads(ended.stdout)
@@ -43,20 +43,20 @@ def found(*arguments: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _logs_elsewhere() -> Iterator[None]:
-    """The command sends the log to the standard error of its run; not what comes after."""
+    """Undo the command's log settings, which point at the standard error of its run."""
     yield
     structlog.reset_defaults()
 
 
 @pytest.fixture
 def loaded(embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spares loading the embedded model anew for every run."""
+    """The embedded model, loaded once for all runs."""
     monkeypatch.setattr("server.inspection.heads.load_checkpoint", lambda *_, **__: embedded)
 
 
 @pytest.fixture(scope="module")
 def heads(embedded: Checkpoint) -> tuple[dict[str, Any], str]:
-    """The embedded model's heads on a little text: JSON, and the text that says the same."""
+    """The embedded model's heads on a little text, as JSON and as text."""
     arguments = ("--heads", "all", "--sample-tokens", str(TOKENS), "--rope-tiers", "1,8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("server.inspection.heads.load_checkpoint", lambda *_, **__: embedded)
@@ -66,7 +66,7 @@ def heads(embedded: Checkpoint) -> tuple[dict[str, Any], str]:
 
 
 def block(text: str, title: str) -> list[list[str]]:
-    """Cells of the table under a line that begins so; the first row is its head."""
+    """The table under a line with this beginning, as cells; its first row is the head."""
     lines = text.splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith(title))
     end = lines.index("", at) if "" in lines[at:] else len(lines)
@@ -74,7 +74,7 @@ def block(text: str, title: str) -> list[list[str]]:
 
 
 def test_the_bound_is_that_of_the_tables_shown() -> None:
-    """of each tier's wavelengths and attention factor, and without scaling"""
+    """It follows from each tier's wavelengths and attention factor, and from no scaling."""
     deployment = found()["deployments"][0]
     decay = deployment["decay"]
     assert decay["distances"] == DISTANCES
@@ -91,7 +91,7 @@ def test_the_bound_is_that_of_the_tables_shown() -> None:
 
 
 def test_the_bounds_table_and_json_agree(tmp_path: Path) -> None:
-    """for several deployments; a fixed one has the unscaled table beside its own"""
+    """Several deployments are shown; a fixed one has the unscaled table beside its own."""
     file = tmp_path / "ropewalk.yaml"
     file.write_text(TWO)
     text = run("--config", str(file)).stdout
@@ -109,7 +109,7 @@ def test_the_bounds_table_and_json_agree(tmp_path: Path) -> None:
 
 
 def test_the_heads_table_and_json_agree(heads: tuple[dict[str, Any], str]) -> None:
-    """four layers of four query heads, two of which share a key head"""
+    """The model has four layers of four query heads, two of which share a key head."""
     json_heads, text = heads[0]["heads"], heads[1]
     assert json_heads["num_tokens"] == TOKENS
     assert f"on {TOKENS} tokens of {json_heads['sample']} (2 sequences)" in text
@@ -128,7 +128,7 @@ def test_the_heads_table_and_json_agree(heads: tuple[dict[str, Any], str]) -> No
 
 
 def test_the_scores_table_and_json_agree(heads: tuple[dict[str, Any], str]) -> None:
-    """a block a table; the unscaled one is the first tier's, so it is not printed twice"""
+    """Each table has a block; the unscaled one equals the first tier's and is left out."""
     scores, text = heads[0]["deployments"][0]["scores"], heads[1]
     assert scores["distances"] == DISTANCES
     assert scores["unscaled"] == scores["tiers"][0]
@@ -145,7 +145,10 @@ def test_the_scores_table_and_json_agree(heads: tuple[dict[str, Any], str]) -> N
 
 
 def test_scores_are_within_what_the_means_allow(heads: tuple[dict[str, Any], str]) -> None:
-    """|expected| <= a^2 |mean q| |mean k| / sqrt(d); a^2 times the native score at distance 0"""
+    """The bound is a^2 |mean q| |mean k| / sqrt(d).
+
+    At distance 0 a score is a^2 times the native one.
+    """
     deployment = heads[0]["deployments"][0]
     rows = [row for layer in heads[0]["heads"]["layers"] for row in layer["heads"]]
     native, scaled = deployment["scores"]["tiers"]
@@ -167,7 +170,7 @@ def saved(architecture: str, folder: Path) -> str:
 
 
 def test_layers_with_a_table_of_their_own_keep_it(tmp_path: Path) -> None:
-    """Gemma 3: sliding layers are not scaled, and see as far as their window"""
+    """Gemma 3's sliding layers are not scaled, and attend up to their window."""
     model = saved("gemma3_text", tmp_path)
     arguments = (model, "--heads", "2,3", "--sample-tokens", "100", "--rope-tiers", "1,4")
     deployment = found(*arguments)["deployments"][0]
@@ -192,7 +195,7 @@ def test_layers_with_a_table_of_their_own_keep_it(tmp_path: Path) -> None:
 
 
 def test_layers_without_rotation_expect_the_same_at_every_distance(tmp_path: Path) -> None:
-    """Cohere 2's fourth; interleaved pairs elsewhere; and it can be drawn"""
+    """Cohere 2's fourth layer is one; the plot can draw it."""
     picture = tmp_path / "out.svg"
     deployment = found(
         saved("cohere2", tmp_path), "--heads", "all", "--sample-tokens", "100", "--plot",
@@ -206,7 +209,7 @@ def test_layers_without_rotation_expect_the_same_at_every_distance(tmp_path: Pat
 
 
 def test_a_plot_of_several_deployments_is_a_png(tmp_path: Path) -> None:
-    """a row for each, without weights"""
+    """Each deployment has a row, and no weights are needed."""
     file, picture = tmp_path / "ropewalk.yaml", tmp_path / "out.png"
     file.write_text(TWO)
     assert run("--config", str(file), "--plot", str(picture)).exit_code == 0
@@ -217,7 +220,7 @@ def test_a_plot_of_several_deployments_is_a_png(tmp_path: Path) -> None:
 
 
 def test_a_sample_is_the_beginning_of_every_text_then_the_rest(embedded: Checkpoint) -> None:
-    """in sequences of at most the length, up to the number of tokens"""
+    """Sequences have at most the given length, up to the given number of tokens."""
     texts = [Document("a", "alpha = 1\n" * 20), Document("b", "beta\n"), Document("c", "")]
     tokenizer = embedded.tokenizer
     sequences = _sequences(texts, tokenizer, 10, 1000)
@@ -232,7 +235,7 @@ def test_a_sample_is_the_beginning_of_every_text_then_the_rest(embedded: Checkpo
 
 
 def test_own_text_is_read(loaded: None, tmp_path: Path) -> None:
-    """and other text gives other heads"""
+    """Another text gives other statistics of the heads."""
     file = tmp_path / "mine.txt"
     file.write_text("for each in range(10):\n    print(each)\n")
     mine = found("--heads", "0", "--sample-text", str(file))["heads"]
@@ -264,7 +267,7 @@ def test_own_text_is_read(loaded: None, tmp_path: Path) -> None:
 def test_what_cannot_be_inspected_ends_with_a_sentence_and_code_2(
     arguments: list[str], message: str
 ) -> None:
-    """which names option, limit and value"""
+    """The sentence names the option, the limit and the value."""
     ended = run(*arguments)
     assert (ended.exit_code, ended.stdout) == (2, "")
     assert ended.stderr.startswith(f"ropewalk: {message}")
@@ -272,7 +275,7 @@ def test_what_cannot_be_inspected_ends_with_a_sentence_and_code_2(
 
 
 def test_a_sample_of_one_token_is_refused(loaded: None, tmp_path: Path) -> None:
-    """there is no spread of one vector; nor of a number of tokens below two"""
+    """A single vector has no spread; an empty text is refused too."""
     file = tmp_path / "mine.txt"
     file.write_text("")
     ended = run("--heads", "all", "--sample-text", str(file))
@@ -286,7 +289,7 @@ def test_a_sample_of_one_token_is_refused(loaded: None, tmp_path: Path) -> None:
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """there is not even a model"""
+    """The model of this test does not exist."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ended = run("no/such/model", "--heads", "all", "--plot", "out.png")
     assert ended.exit_code == 2

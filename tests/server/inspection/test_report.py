@@ -29,7 +29,7 @@ port: 9999
 
 
 def inspect(*arguments: str) -> dict[str, Any]:
-    """As JSON."""
+    """The JSON of `ropewalk inspect`."""
     ended = run_here("inspect", "--json", *arguments)
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = json.loads(ended.stdout)
@@ -37,7 +37,10 @@ def inspect(*arguments: str) -> dict[str, Any]:
 
 
 def test_wavelengths_and_states_are_yarns_formula() -> None:
-    """kept above 32 turns within L, interpolated below 1, blended between (arXiv 2309.00071)"""
+    """Above 32 turns within L pairs are kept, below 1 interpolated, else blended.
+
+    The formula is that of arXiv 2309.00071.
+    """
     found = inspect()
     assert found["native_len"] == 256
     tiers = found["deployments"][0]["tiers"]
@@ -65,7 +68,7 @@ def test_wavelengths_and_states_are_yarns_formula() -> None:
 
 
 def test_costs_are_those_of_the_config() -> None:
-    """bytes of a token, and what fits a given memory beside the weights"""
+    """The bytes of a token, and the tokens that fit beside the weights, are compared."""
     costs = inspect("--memory-gib", "0.02")["costs"]
     config = json.loads((Path(EMBEDDED_MODEL) / "config.json").read_text())
     per_layer = 2 * config["num_key_value_heads"] * config["head_dim"] * 4
@@ -79,7 +82,7 @@ def test_costs_are_those_of_the_config() -> None:
 
 
 def test_text_has_a_row_per_pair_and_a_column_per_tier() -> None:
-    """with the state's letter"""
+    """The letter of each pair's state follows its wavelength."""
     ended = run_here("inspect", "--rope-tiers", "1,2,6", "--rope-policy", "grow")
     lines = ended.stdout.splitlines()
     at = next(index for index, line in enumerate(lines) if line.startswith("pair"))
@@ -93,7 +96,7 @@ def test_text_has_a_row_per_pair_and_a_column_per_tier() -> None:
 
 
 def test_a_model_with_tables_by_layer_type_says_which_is_scaled(tmp_path: Path) -> None:
-    """Gemma 3"""
+    """Gemma 3 is such a model."""
     model = tiny_model("gemma3_text").to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((EMBEDDED_MODEL / "tokenizer.json").read_bytes())
@@ -104,7 +107,7 @@ def test_a_model_with_tables_by_layer_type_says_which_is_scaled(tmp_path: Path) 
 
 
 def test_config_check_says_what_serve_says(server: Server, tmp_path: Path) -> None:
-    """of the embedded model: the same lines as the banner"""
+    """For the embedded model, the lines are those of the banner."""
     file = tmp_path / "ropewalk.yaml"
     file.write_text("max_num_seqs: 32\n")
     ended = run_here("config", "check", str(file))
@@ -116,7 +119,7 @@ def test_config_check_says_what_serve_says(server: Server, tmp_path: Path) -> No
 
 
 def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path) -> None:
-    """and what the cache limits"""
+    """A context limited by the cache is marked."""
     file = tmp_path / "ropewalk.yaml"
     file.write_text(TWO)
     ended = run_here("config", "check", str(file))
@@ -171,7 +174,7 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
 def test_config_check_refuses_what_serve_would_refuse(
     tmp_path: Path, text: str, message: str
 ) -> None:
-    """with the same sentence"""
+    """Both give the same sentence."""
     file = tmp_path / "ropewalk.yaml"
     file.write_text(text)
     told = []
@@ -184,7 +187,7 @@ def test_config_check_refuses_what_serve_would_refuse(
 
 
 def test_config_check_knows_the_machines_memory(tmp_path: Path) -> None:
-    """serve would fail while allocating, in torch's words"""
+    """Without this check, serve would fail in an allocation, with torch's message."""
     file = tmp_path / "ropewalk.yaml"
     file.write_text("kv_cache_gib: 100000")
     with pytest.raises(SettingsError, match=r"weights and KV cache need 100000 GiB, this machine"):
@@ -192,13 +195,13 @@ def test_config_check_knows_the_machines_memory(tmp_path: Path) -> None:
 
 
 def test_inspect_asks_nothing_of_this_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """it is asked about other machines', too"""
+    """The command may describe another machine."""
     monkeypatch.setenv("ROPEWALK_KV_CACHE_TOKENS", "8")
     assert inspect("--max-model-len", "2000")["costs"]["longest_context"] == 2000
 
 
 def test_config_check_ends_with_a_sentence_and_code_2(tmp_path: Path) -> None:
-    """and no traceback"""
+    """The output is one line without a traceback."""
     ended = run_to_end("config", "check", str(tmp_path / "none.yaml"))
     assert ended.returncode == 2
     assert ended.stderr.startswith("ropewalk: config: cannot read ")

@@ -1,4 +1,4 @@
-"""Who may ask: keys, TLS, other origins' pages; and an id for every request."""
+"""Access by keys, TLS and origins; and an id for every request."""
 
 import ssl
 import subprocess
@@ -45,7 +45,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def guarded(files: Path) -> Iterator[Server]:
-    """Keys from a flag and a file, TLS, one origin, in one server."""
+    """One server with keys from a flag and a file, TLS, and one origin."""
     with running_server(
         *("--api-key", "first, second", "--api-key-file", str(files / "keys")),
         *("--ssl-certfile", str(files / "cert.pem"), "--ssl-keyfile", str(files / "key.pem")),
@@ -56,7 +56,7 @@ def guarded(files: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(guarded: Server, files: Path) -> Iterator[httpx.Client]:
-    """Trusts that certificate only."""
+    """A client that trusts that certificate only."""
     context = ssl.create_default_context(cafile=str(files / "cert.pem"))
     with httpx.Client(base_url=guarded.url, verify=context, timeout=30) as made:
         yield made
@@ -64,7 +64,7 @@ def client(guarded: Server, files: Path) -> Iterator[httpx.Client]:
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_everything_needs_a_key(client: httpx.Client, method: str, path: str) -> None:
-    """denied by default: no key, a wrong one, a wrong scheme, a part of one"""
+    """The key is absent, wrong, cut short, or under another scheme."""
     for headers in (
         {},
         {"Authorization": "Bearer wrong"},
@@ -82,20 +82,20 @@ def test_everything_needs_a_key(client: httpx.Client, method: str, path: str) ->
 
 @pytest.mark.parametrize("path", ["/health", "/live", "/ready", "/version"])
 def test_watchers_need_none(client: httpx.Client, path: str) -> None:
-    """what an orchestrator asks"""
+    """An orchestrator requests these paths without a key."""
     assert client.get(path).status_code == 200
     assert client.get(path + "/").status_code in (307, 401), "no door beside the door"
 
 
 @pytest.mark.parametrize("key", ["first", "second", "third", "fourth"])
 def test_any_of_the_keys_opens(client: httpx.Client, key: str) -> None:
-    """from the flag and from the file"""
+    """Keys come from the flag and from the file."""
     answer = client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
     assert answer.status_code == 200
 
 
 def test_openais_client_sends_its_key_over_tls(guarded: Server, client: httpx.Client) -> None:
-    """and raises its own error without"""
+    """With a wrong key, it raises its own AuthenticationError."""
     # Not as a context: it would close the client that the other tests use.
     known = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="second", http_client=client)
     assert known.completions.create(model="ropewalk-demo", prompt="a", max_tokens=1).id
@@ -104,14 +104,14 @@ def test_openais_client_sends_its_key_over_tls(guarded: Server, client: httpx.Cl
 
 
 def test_keys_are_in_no_banner(guarded: Server) -> None:
-    """nor in any line of the log"""
+    """The banner of a server with keys from a flag and a file is searched."""
     assert guarded.url.startswith("https://127.0.0.1:")
     for key in ("first", "second", "third", "fourth"):
         assert key not in guarded.banner
 
 
 def test_only_named_origins_may_ask(client: httpx.Client) -> None:
-    """and never with a browser's credentials"""
+    """A browser's credentials are never allowed."""
     asked = {"Access-Control-Request-Method": "POST", "Origin": "https://example.org"}
     allowed = client.options("/v1/completions", headers=asked)
     assert allowed.status_code == 200
@@ -122,13 +122,13 @@ def test_only_named_origins_may_ask(client: httpx.Client) -> None:
 
 
 def test_without_the_setting_no_origin_may(server: Server) -> None:
-    """closed by default"""
+    """Access is closed by default."""
     answer = httpx.get(f"{server.url}/v1/models", headers={"Origin": "https://example.org"})
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
 def test_a_request_id_is_kept_or_given(server: Server) -> None:
-    """on errors, too; one that could break a header or a log is replaced"""
+    """This holds on errors too; an id that could break a header or a log is replaced."""
     for path in ("/v1/models", "/no/such/route"):
         own = httpx.get(server.url + path, headers={"X-Request-Id": "abc-1/2"})
         assert own.headers["x-request-id"] == "abc-1/2"
@@ -152,7 +152,7 @@ def test_a_request_id_is_kept_or_given(server: Server) -> None:
 def test_a_wrong_access_setting_ends_before_anything_is_loaded(
     arguments: list[str], message: str
 ) -> None:
-    """with a sentence and code 2"""
+    """The command prints a sentence and exits with code 2."""
     ended = run_here("serve", "--port", "0", *arguments)
     assert ended.returncode == 2
     assert f"ropewalk: {message}" in ended.stderr

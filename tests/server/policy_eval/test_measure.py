@@ -21,7 +21,7 @@ NEEDLE = Needle(FORMS[0], "KEY_1", "12345")
 
 
 def window_of(num_crossings: int, *, lead_tokens: int = 6, scored_tokens: int = 20) -> Window:
-    """Tokens that mean nothing; two more are generated at the end."""
+    """A window of meaningless tokens; two more are generated at the end."""
     shape = Shape(L, num_crossings, lead_tokens, scored_tokens)
     tokens = [(7 * at * at + 3 * at) % VOCAB_SIZE for at in range(shape.question_at)]
     prompt, forced = tokens[: shape.prompt_len], tokens[shape.prompt_len :]
@@ -29,7 +29,7 @@ def window_of(num_crossings: int, *, lead_tokens: int = 6, scored_tokens: int = 
 
 
 def table_of(model: PreTrainedModel, method: str, multiple: float, length: int) -> Any:
-    """transformers' cosines and sines [1, T, D] of a tier, its attention factor included."""
+    """Cosines and sines [1, T, D] of a tier from transformers, attention factor included."""
     config = type(model.config).from_dict(model.config.to_dict())
     if multiple > 1:
         config.rope_parameters = {
@@ -70,7 +70,7 @@ def tier_at(position: int) -> int:
 
 
 def expected_nll(logprobs: torch.Tensor, window: Window) -> list[float]:
-    """Of the scored tokens, each from the row before it."""
+    """The negative log-likelihood of each scored token, from the row before it."""
     shape, tokens = window.shape, [*window.prompt_ids, *window.forced_ids]
     scored = range(shape.first_scored, shape.first_scored + shape.scored_tokens)
     return [-float(logprobs[at - 1, tokens[at]]) for at in scored]
@@ -79,7 +79,7 @@ def expected_nll(logprobs: torch.Tensor, window: Window) -> list[float]:
 def test_a_tier_every_few_tokens_rotates_each_row_by_its_own_length(
     pair: tuple[PreTrainedModel, Checkpoint],
 ) -> None:
-    """stale keys whose factor follows the length, against transformers' linear tables"""
+    """The factor of stale keys follows the length; transformers' linear tables are compared."""
     untouched, checkpoint = pair
     window = window_of(1)
     tokens = [*window.prompt_ids, *window.forced_ids]
@@ -92,13 +92,13 @@ def test_a_tier_every_few_tokens_rotates_each_row_by_its_own_length(
 def outcome(
     checkpoint: Checkpoint, policy: CrossingPolicy, window: Window, method: str = "yarn"
 ) -> Outcome:
-    """One window alone."""
+    """The result of one window, run alone."""
     return run_windows(checkpoint, method, policy, [window])[0]
 
 
 @pytest.fixture(scope="module", params=["llama", "cohere"])
 def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, Checkpoint]:
-    """A model as transformers runs it, and as ours; cohere's pairs are interleaved."""
+    """A model under transformers and the same one taken over; cohere's pairs are interleaved."""
     untouched = tiny_model(request.param)
     untouched.set_attn_implementation("eager")
     return untouched, checkpoint_of(tiny_model(request.param))
@@ -109,7 +109,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, Checkpoint]:
 def test_stale_keys_equal_a_forward_whose_rows_were_rotated_at_their_own_time(
     pair: tuple[PreTrainedModel, Checkpoint], num_crossings: int, method: str
 ) -> None:
-    """on four layers, within 1e-4; yarn's attention factor is that of each row's time"""
+    """Four layers agree within 1e-4; each row has yarn's attention factor of its time."""
     untouched, checkpoint = pair
     window = window_of(num_crossings)
     tokens = [*window.prompt_ids, *window.forced_ids]
@@ -125,7 +125,7 @@ def test_stale_keys_equal_a_forward_whose_rows_were_rotated_at_their_own_time(
 def test_pinned_and_grow_exact_equal_a_forward_under_the_last_table(
     pair: tuple[PreTrainedModel, Checkpoint], policy: CrossingPolicy
 ) -> None:
-    """within 1e-4"""
+    """The reference is transformers' forward, within 1e-4."""
     untouched, checkpoint = pair
     window = window_of(2)
     tokens = [*window.prompt_ids, *window.forced_ids]
@@ -136,7 +136,7 @@ def test_pinned_and_grow_exact_equal_a_forward_under_the_last_table(
 def test_the_policies_differ_after_a_crossing(
     pair: tuple[PreTrainedModel, Checkpoint],
 ) -> None:
-    """so that the comparisons above say something"""
+    """Without a difference, the comparisons above would prove nothing."""
     window = window_of(2)
     nll = {
         policy: torch.tensor(outcome(pair[1], policy, window).nll)
@@ -150,7 +150,7 @@ def test_the_policies_differ_after_a_crossing(
 def test_stale_keys_are_those_of_any_engine_where_the_table_does_not_change(
     pair: tuple[PreTrainedModel, Checkpoint],
 ) -> None:
-    """before a crossing: the first token that is predicted by the row before the ceiling"""
+    """Before a crossing, `stale` equals `grow`; after it, the two differ."""
     window = window_of(1, scored_tokens=20)
     before = Window(Shape(L, 1, 40, 1), window.prompt_ids[:24], (), NEEDLE, num_answer_tokens=2)
     tokens = [*window.prompt_ids, *window.forced_ids]
@@ -163,7 +163,7 @@ def test_stale_keys_are_those_of_any_engine_where_the_table_does_not_change(
 
 
 def _all_nll(checkpoint: Checkpoint, policy: CrossingPolicy, window: Window) -> list[float]:
-    """Of every forced token: a window that counts all of them."""
+    """The negative log-likelihood of every forced token."""
 
     class Everything(Window):
         """Scores from the first decoded token on."""
@@ -181,7 +181,7 @@ def _all_nll(checkpoint: Checkpoint, policy: CrossingPolicy, window: Window) -> 
 def test_windows_do_not_depend_on_those_beside_them(
     pair: tuple[PreTrainedModel, Checkpoint],
 ) -> None:
-    """three together answer as each alone, under every policy"""
+    """Three windows together answer as each alone, under every policy but pinned."""
     windows = []
     for number in range(3):
         window = window_of(2)
@@ -195,7 +195,7 @@ def test_windows_do_not_depend_on_those_beside_them(
 
 
 def test_a_window_is_laid_out_as_it_says(embedded: Checkpoint) -> None:
-    """needles in the prompt, crossings in the forced part, the same scored tokens for all"""
+    """Needles are in the prompt, crossings in the forced part; scored tokens are the same."""
     tokenizer = embedded.tokenizer
     text = "".join(f"line {number} of a text\n" for number in range(4000))
     sources = draw_sources(tokenizer, [Document("a", text)], Shape(256, 3), 4, seed=1)
@@ -217,7 +217,7 @@ def test_a_window_is_laid_out_as_it_says(embedded: Checkpoint) -> None:
 
 
 def test_text_that_is_too_short_is_refused_with_the_numbers(embedded: Checkpoint) -> None:
-    """how many there are, of what length, and how many were asked for"""
+    """The numbers are the windows found, their length, and the windows requested."""
     with pytest.raises(CrossingError, match=r"windows: .* has 0 of 1089 tokens .* 2 asked for"):
         draw_sources(embedded.tokenizer, [Document("a", "x = 1\n")], Shape(256, 3), 2, seed=0)
     source = Source(tuple(range(200)), (NEEDLE, NEEDLE), 0)
@@ -226,7 +226,7 @@ def test_text_that_is_too_short_is_refused_with_the_numbers(embedded: Checkpoint
 
 
 def test_the_needle_is_found_where_the_table_is_right(embedded: Checkpoint) -> None:
-    """pinned and grow-exact give one answer; a method that is none is refused by name"""
+    """Pinned and grow-exact agree; an unknown method is refused by name."""
     text = "".join(f"value_{number} = {number * 7919 % 1000}\n" for number in range(400))
     shape = Shape(256, 1, scored_tokens=16)
     sources = draw_sources(embedded.tokenizer, [Document("a", text)], shape, 2, seed=3)

@@ -1,4 +1,4 @@
-"""What a run of the crossing comparison writes, and what it does not measure twice."""
+"""The files of a crossing comparison, and the windows that it does not measure twice."""
 
 import csv
 import json
@@ -36,14 +36,14 @@ def two_policies() -> dict[tuple[str, int, CrossingPolicy], list[Outcome]]:
 
 
 def test_wilson_meets_published_values() -> None:
-    """81 of 263 in Newcombe 1998: 0.2553 to 0.3662; 0 of 20: 0 to 0.1611"""
+    """Newcombe 1998 gives 0.2553 to 0.3662 for 81 of 263, and 0 to 0.1611 for 0 of 20."""
     found = proportion(81, 263)
     assert (found.low, found.high) == pytest.approx((0.2553, 0.3662), abs=5e-5)
     assert (proportion(0, 20).low, proportion(0, 20).high) == pytest.approx((0.0, 0.1611), abs=5e-5)
 
 
 def test_the_bootstrap_is_near_the_normal_interval_of_many_values() -> None:
-    """1.96 standard errors to either side"""
+    """The normal interval is 1.96 standard errors to either side."""
     values = np.random.default_rng(1).normal(3.0, 2.0, 400).tolist()
     found = bootstrap(values)
     error = np.std(values) / 20
@@ -53,7 +53,7 @@ def test_the_bootstrap_is_near_the_normal_interval_of_many_values() -> None:
 
 
 def test_differences_are_taken_window_by_window() -> None:
-    """the levels overlap widely, the difference is certain"""
+    """The intervals of the levels overlap widely, but the difference is certain."""
     pinned, stale = rows_of(two_policies())
     assert pinned.perplexity.value == pytest.approx(math.exp(3.0))
     assert stale.perplexity.low < pinned.perplexity.high
@@ -79,7 +79,7 @@ def options(folder: Path, **changed: Any) -> CrossingOptions:
 
 
 def test_every_file_says_the_same(finished: Path) -> None:
-    """JSON, CSV and the table, a row for each policy"""
+    """The JSON, the CSV and the table have a row for each policy."""
     report = json.loads((finished / "crossings.json").read_text())
     assert [row["policy"] for row in report["rows"]] == list(CROSSING_POLICIES)
     with (finished / "crossings.csv").open() as file:
@@ -98,7 +98,7 @@ def test_every_file_says_the_same(finished: Path) -> None:
 def test_what_is_finished_is_not_measured_again(
     finished: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """and what is not, is: a line cut off, a text of another seed"""
+    """A line that was cut off and a text of another seed are measured."""
     lines = (finished / FILE).read_text().splitlines(keepends=True)
     assert len(lines) == 2 * len(CROSSING_POLICIES)
     (tmp_path / FILE).write_text("".join(lines[:-1]) + lines[-1][:40])
@@ -144,7 +144,7 @@ def test_what_is_finished_is_not_measured_again(
 def test_what_cannot_be_compared_is_refused(
     arguments: tuple[str, ...], sentence: str, tmp_path: Path
 ) -> None:
-    """with code 2 and a sentence that names option, limit and value"""
+    """The command exits with code 2 and names the option, the limit and the value."""
     ended = CliRunner().invoke(
         evaluate, ("--policies", "--output", str(tmp_path / "out"), *arguments)
     )
@@ -153,7 +153,7 @@ def test_what_cannot_be_compared_is_refused(
 
 
 def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
-    """by its line"""
+    """The message states the number of the line."""
     (tmp_path / FILE).write_text("{}\n")
     ended = CliRunner().invoke(evaluate, ("--policies", "--output", str(tmp_path)))
     assert ended.exit_code == 2

@@ -1,4 +1,4 @@
-"""Settings: precedence, and what a wrong value is told."""
+"""Settings: their precedence, and the messages for wrong values."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from server.settings.sections import SECTIONS
 def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """in that order, each value whole: a rope block of the file is not mixed with a flag's"""
+    """Each value is taken whole: a rope block of the file is not mixed with a flag's."""
     file = tmp_path / "ropewalk.yaml"
     file.write_text(
         "port: 9000\nmax_num_seqs: 6\npage_size: 32\n"
@@ -34,7 +34,7 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default
 
 @pytest.mark.parametrize("name", sorted(set(ServeSettings.model_fields) - {"config"}))
 def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
-    """with YAML's own types, or as the text that a flag would have"""
+    """The value has YAML's own type, or is the text of a flag."""
     values: dict[str, Any] = {
         "deployments": [{"name": "a"}, {"name": "b", "rope_policy": "grow"}],
         "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
@@ -90,7 +90,7 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_a_wrong_file_names_file_setting_and_value(tmp_path: Path, text: str, message: str) -> None:
-    """and what is accepted"""
+    """The message also states the accepted values."""
     file = tmp_path / "ropewalk.yaml"
     file.write_text(text)
     with pytest.raises(SettingsError, match=message):
@@ -98,7 +98,7 @@ def test_a_wrong_file_names_file_setting_and_value(tmp_path: Path, text: str, me
 
 
 def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
-    """nor one that is no text"""
+    """A file that is not UTF-8 gets a sentence too."""
     with pytest.raises(SettingsError, match=r"config: cannot read .*: No such file"):
         load_settings({"config": str(tmp_path / "none.yaml")})
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
@@ -107,7 +107,7 @@ def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_deployments_come_from_a_flag_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """as JSON; and from the environment"""
+    """The text is JSON, and the environment may hold it as well."""
     text = '[{"name": "a", "rope_scaling": {"rope_type": "linear", "factor": 2}}]'
     monkeypatch.setenv("ROPEWALK_DEPLOYMENTS", text)
     for flags in ({}, {"deployments": text}):
@@ -117,7 +117,7 @@ def test_deployments_come_from_a_flag_too(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_lists_and_json_are_read_from_strings() -> None:
-    """as flags and variables give them"""
+    """Flags and variables are strings."""
     settings = load_settings(
         {
             "rope_tiers": "1,2,4.5",
@@ -165,13 +165,13 @@ def test_lists_and_json_are_read_from_strings() -> None:
 def test_a_wrong_value_names_setting_value_and_what_is_accepted(
     flags: dict[str, Any], message: str
 ) -> None:
-    """one line each"""
+    """Each mistake takes one line."""
     with pytest.raises(SettingsError, match=message):
         load_settings(flags)
 
 
 def test_names_may_have_spaces_round_their_commas() -> None:
-    """and nothing is no name"""
+    """An empty text is an empty list."""
     settings = load_settings(
         {"allowed_rope_types": "yarn, linear", "allowed_chat_template_kwargs": ""}
     )
@@ -180,7 +180,7 @@ def test_names_may_have_spaces_round_their_commas() -> None:
 
 
 def test_a_size_of_the_cache_takes_the_place_of_the_files(tmp_path: Path) -> None:
-    """in whichever unit"""
+    """The two sizes may have different units."""
     file = tmp_path / "ropewalk.yaml"
     file.write_text("kv_cache_gib: 4")
     settings = load_settings({"config": str(file), "kv_cache_tokens": "1000"})
@@ -188,7 +188,7 @@ def test_a_size_of_the_cache_takes_the_place_of_the_files(tmp_path: Path) -> Non
 
 
 def test_a_misspelt_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """not the default in silence"""
+    """The default is not used silently."""
     monkeypatch.setenv("ROPEWALK_MAX_NUM_SEQ", "7")
     with pytest.raises(
         SettingsError, match="ROPEWALK_MAX_NUM_SEQ in the environment is no setting"
@@ -197,14 +197,14 @@ def test_a_misspelt_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_setting_has_a_help_text() -> None:
-    """that ends like a sentence"""
+    """The text ends with a full stop."""
     for name, field in ServeSettings.model_fields.items():
         assert field.description, name
         assert field.description.endswith("."), name
 
 
 def test_every_setting_has_a_unit_and_a_section() -> None:
-    """once each"""
+    """Each setting is in exactly one section."""
     in_sections = [name for section in SECTIONS for name in section.model_fields]
     assert sorted(in_sections) == sorted(ServeSettings.model_fields)
     for name, field in ServeSettings.model_fields.items():

@@ -1,4 +1,4 @@
-"""A whole process whose engine dies, or makes no step any more, as those see it who watch it."""
+"""A whole process whose engine dies or stalls, as its clients and its probes see it."""
 
 import os
 import time
@@ -20,12 +20,12 @@ _BUSY_S = 2.0  # twice what a step may take in that server
 
 
 def status(url: str, path: str) -> int:
-    """Of a GET."""
+    """The status of a GET request."""
     return httpx.get(url + path, timeout=20).status_code
 
 
 def test_a_dead_engine_ends_the_process_with_code_1(tmp_path: Path) -> None:
-    """nobody waits for it: streams end with an error event, requests and watchers get 503"""
+    """Streams end with an error event, and requests and probes get 503."""
     with process(tmp_path, module=MODULE) as started:
         started.wait_for("listening on")
         lines: list[str] = []
@@ -54,7 +54,7 @@ def test_a_dead_engine_ends_the_process_with_code_1(tmp_path: Path) -> None:
 
 
 def test_a_stalled_engine_is_not_live_and_a_busy_one_is(breakable: Server) -> None:
-    """for longer than a step may take; and it is live again when it goes on"""
+    """The stall is longer than a step may take; when it ends, the process is live again."""
     url = breakable.url
     with httpx.stream(
         "POST", f"{url}/v1/completions", json=_BUSY, headers=AUTHORIZED, timeout=90

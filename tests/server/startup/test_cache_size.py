@@ -1,4 +1,4 @@
-"""The cache's size when none is given: measured on a GPU, a share of the memory elsewhere."""
+"""The cache's size, if none is given: measured on a GPU, a share of the memory elsewhere."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ def on_cuda(embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> Checkpoint
 
 
 def facts(embedded: Checkpoint, memory: MemoryProfile, asked: list[Any] | None = None) -> Any:
-    """Of a GPU that measures `memory`; `asked`: filled with what it is asked."""
+    """The facts of a GPU that measures `memory`; `asked` collects the measured configs."""
 
     def measure(config: EngineConfig, profiles: Sequence[Profile]) -> MemoryProfile:
         if asked is not None:
@@ -43,7 +43,7 @@ def facts(embedded: Checkpoint, memory: MemoryProfile, asked: list[Any] | None =
 
 
 def test_a_measured_step_leaves_the_rest_to_the_cache(embedded: Checkpoint) -> None:
-    """in whole pages; the banner says what else there is"""
+    """The cache has whole pages, and the banner lists the memory beside it."""
     asked: list[Any] = []
     settings = load_settings({"max_num_seqs": "2000"})
     plan = plan_serving(settings, facts(embedded, MEMORY, asked))
@@ -61,19 +61,19 @@ def test_a_measured_step_leaves_the_rest_to_the_cache(embedded: Checkpoint) -> N
 
 
 def test_a_larger_share_is_a_larger_cache(embedded: Checkpoint) -> None:
-    """by that share of the whole device"""
+    """The share counts from the memory of the whole device."""
     settings = load_settings({"max_num_seqs": "2000", "gpu_memory_utilization": "0.925"})
     assert plan_serving(settings, facts(embedded, MEMORY)).cache_bytes == 5 * GIB
 
 
 def test_no_more_than_all_contexts_need(embedded: Checkpoint) -> None:
-    """as without a GPU"""
+    """The limit is max_num_seqs times the longest context, as without a GPU."""
     plan = plan_serving(load_settings({"max_num_seqs": "3"}), facts(embedded, MEMORY))
     assert plan.capacity == 3 * 2048
 
 
 def test_a_context_is_no_longer_than_the_cache(embedded: Checkpoint) -> None:
-    """down to a single page"""
+    """The cache may be a single page."""
     memory = replace(MEMORY, step_bytes=MEMORY.step_bytes + 3 * GIB - 64 * 8192)
     plan = plan_serving(load_settings({}), facts(embedded, memory))
     assert (plan.capacity, plan.config.max_model_len) == (64, 64)
@@ -89,7 +89,7 @@ def test_a_context_is_no_longer_than_the_cache(embedded: Checkpoint) -> None:
 def test_no_room_for_a_page_is_told_with_all_numbers(
     embedded: Checkpoint, step_bytes: int, left: str
 ) -> None:
-    """and with the settings that make room"""
+    """The message also names the settings that make room."""
     memory = replace(MEMORY, step_bytes=step_bytes)
     with pytest.raises(SettingsError) as raised:
         plan_serving(load_settings({}), facts(embedded, memory))
@@ -104,7 +104,7 @@ def test_no_room_for_a_page_is_told_with_all_numbers(
 
 @pytest.mark.parametrize("size", [{"kv_cache_tokens": "640"}, {"kv_cache_gib": "0.005"}])
 def test_a_size_that_is_given_is_not_measured(embedded: Checkpoint, size: dict[str, str]) -> None:
-    """nor told of in the banner"""
+    """The banner has no line about a measurement."""
     asked: list[Any] = []
     plan = plan_serving(load_settings(size), facts(embedded, MEMORY, asked))
     assert plan.capacity == 640
@@ -115,7 +115,7 @@ def test_a_size_that_is_given_is_not_measured(embedded: Checkpoint, size: dict[s
 def test_a_model_on_a_gpu_is_measured_there(
     on_cuda: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """with the settings' share; one on a CPU is not"""
+    """The measurement gets the share from the settings."""
     asked: list[Any] = []
 
     def profile_memory(*arguments: Any) -> MemoryProfile:
@@ -132,7 +132,7 @@ def test_a_model_on_a_gpu_is_measured_there(
 
 
 def test_on_a_cpu_nothing_is_run_and_the_share_is_not_read(embedded: Checkpoint) -> None:
-    """a quarter of the memory, as ever"""
+    """The cache gets a quarter of the machine's memory."""
     on_cpu = replace(embedded, device=torch.device("cpu"))
     for share in ("0.1", "0.9"):
         found = facts_of(on_cpu, load_settings({"gpu_memory_utilization": share}))
@@ -142,13 +142,13 @@ def test_on_a_cpu_nothing_is_run_and_the_share_is_not_read(embedded: Checkpoint)
 
 @pytest.mark.usefixtures("on_cuda")
 def test_without_weights_a_tenth_is_guessed_for_a_step() -> None:
-    """of what the share, what is taken and the weights to come leave"""
+    """The tenth is of the share less the memory in use and the weights."""
     assert affordable_bytes(CUDA, 0.9, 12 * GIB) == (72 - 20 - 12) * GIB * 9 // 10
     assert affordable_bytes(CUDA, 0.3, 12 * GIB) == 0
 
 
 def test_config_check_says_that_a_gpus_cache_is_estimated() -> None:
-    """unless its size is given"""
+    """If the size is given, then no estimate is mentioned."""
     for flags, is_estimated in (({}, True), ({"kv_cache_tokens": "640"}, False)):
         settings = load_settings({"device": "cpu", **flags})
         outlook = outlook_of(settings)

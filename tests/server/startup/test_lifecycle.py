@@ -1,4 +1,4 @@
-"""A process from its first byte to its last: loading, draining, ending."""
+"""The life of a process: loading, draining, ending."""
 
 import json
 import re
@@ -22,7 +22,7 @@ ENDLESS = {"prompt": [7] * 20, "max_tokens": 2000, "ignore_eos": True, "n": 16}
 
 
 class Process:
-    """A server and what it says; not waited for."""
+    """A server process and its log; the constructor waits only for its address."""
 
     def __init__(self, log: Path, *arguments: str, module: str = "server") -> None:
         self._log = log
@@ -33,7 +33,7 @@ class Process:
         self.url = self.wait_for(r"loading; (http\S+) ")[1]
 
     def wait_for(self, pattern: str, limit_s: float = 120) -> re.Match[str]:
-        """A line of its log."""
+        """Wait for a line of its log that matches."""
         deadline = time.monotonic() + limit_s
         while not (found := re.search(pattern, self._log.read_text())):
             assert time.monotonic() < deadline, self._log.read_text()
@@ -42,7 +42,7 @@ class Process:
         return found
 
     def end(self) -> None:
-        """Whatever it does."""
+        """Kill the process, whatever its state is."""
         self.process.kill()
         self.process.wait()
         self._stderr.close()
@@ -59,7 +59,7 @@ class Process:
 
 @contextmanager
 def process(tmp_path: Path, *arguments: str, module: str = "server") -> Iterator[Process]:
-    """Always ended."""
+    """A server process that is always ended."""
     made = Process(tmp_path / "log", *arguments, module=module)
     try:
         yield made
@@ -85,7 +85,7 @@ def stream(url: str, body: dict[str, object], into: list[str]) -> threading.Thre
 
 
 def wait_until_streaming(into: list[str]) -> None:
-    """The first tokens are there."""
+    """Wait until the first tokens have arrived."""
     deadline = time.monotonic() + 60
     while len(into) < 5:
         assert time.monotonic() < deadline
@@ -93,7 +93,7 @@ def wait_until_streaming(into: list[str]) -> None:
 
 
 def test_the_port_answers_while_the_model_loads(tmp_path: Path) -> None:
-    """alive, but not ready; clients are told when to come again"""
+    """The process is live but not ready; Retry-After states when to try again."""
     with process(tmp_path) as started:
         assert started.get("/live").json() == {"status": "loading"}
         for path in ("/health", "/ready", "/v1/models", "/metrics"):
@@ -106,7 +106,7 @@ def test_the_port_answers_while_the_model_loads(tmp_path: Path) -> None:
 
 
 def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
-    """with code 0 and without a traceback"""
+    """The exit code is 0, without a traceback."""
     with process(tmp_path) as started:
         started.get("/live")
         started.process.send_signal(signal.SIGTERM)
@@ -118,7 +118,7 @@ def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
 def test_on_a_signal_who_is_inside_finishes_and_nobody_else_is_let_in(
     tmp_path: Path, sig: signal.Signals
 ) -> None:
-    """and the process ends with code 0"""
+    """New requests get 503, and the process exits with code 0."""
     with process(tmp_path) as started:
         started.wait_for("listening on")
         lines: list[str] = []
@@ -140,7 +140,7 @@ def test_on_a_signal_who_is_inside_finishes_and_nobody_else_is_let_in(
 
 
 def test_what_does_not_finish_in_time_ends_with_an_error_event(tmp_path: Path) -> None:
-    """and the process with code 0"""
+    """The process still exits with code 0."""
     with process(tmp_path, "--shutdown-timeout-seconds", "0.5") as started:
         started.wait_for("listening on")
         lines: list[str] = []
@@ -156,7 +156,7 @@ def test_what_does_not_finish_in_time_ends_with_an_error_event(tmp_path: Path) -
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    """whoever is inside"""
+    """A stream is still running, and the exit code is 1."""
     with process(tmp_path) as started:
         started.wait_for("listening on")
         lines: list[str] = []

@@ -1,4 +1,4 @@
-"""What the log must not hold: what clients said, and their keys."""
+"""The log must hold neither the clients' texts nor their keys."""
 
 import json
 import os
@@ -46,7 +46,7 @@ BAD = [
 
 
 def test_the_log_holds_neither_prompts_nor_keys_nor_salts(breakable: Server) -> None:
-    """of answered, refused, unreadable and failed requests, and of keys that are none"""
+    """The requests are answered, refused, unreadable or failed, or have a wrong key."""
     first = len(breakable.log)
     with httpx.Client(base_url=breakable.url, headers=AUTHORIZED, timeout=60) as client:
         for path, body in GOOD:

@@ -1,4 +1,4 @@
-"""Threads that wait for each other go to sleep before they cost another its core."""
+"""Threads that wait for each other sleep before they cost another thread its core."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ _SHOW = "from server.startup.thread_waiting import wait_briefly; wait_briefly();
 
 
 def test_the_environment_may_say_otherwise() -> None:
-    """what is set stays, and nothing is set beside it"""
+    """A variable that is set stays, and no other is added."""
     for said in ({"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}):
         environment = dict(said)
         wait_briefly(environment)
@@ -24,7 +24,7 @@ def test_the_environment_may_say_otherwise() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp is Linux's")
 def test_torchs_openmp_takes_it() -> None:
-    """set early enough that the library reads it"""
+    """The variable is set before the library reads it."""
     quiet = {
         name: value
         for name, value in os.environ.items()
