@@ -19,7 +19,7 @@ class PlotError(ValueError):
 
 
 def check_can_plot(path: Path) -> None:
-    """Check the path before the work whose result is drawn. Raises PlotError."""
+    """Check the path of a plot before the work starts. Raises PlotError."""
     if path.suffix not in _FORMATS:
         raise PlotError(f"--plot must end in {' or '.join(_FORMATS)}, got {str(path)!r}")
     if find_spec("matplotlib") is None:

@@ -28,7 +28,7 @@ from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor, narrow, wide
 from model_runtime.cpu_kernels.jit import jit
 from model_runtime.cpu_kernels.processor import vectors
 from model_runtime.cpu_kernels.register_tiles import add_products, load_sums, no_sums, store_sums
-from model_runtime.cpu_kernels.simd import WIDTH, prefetch
+from model_runtime.cpu_kernels.simd import WIDTH, load, prefetch, store
 from model_runtime.cpu_kernels.threads import parallel_for
 
 MOST_ROWS = 16  # in one pass over a panel
@@ -147,6 +147,16 @@ def _widened(x_RK: Any) -> Any:
     for r in range(x_RK.shape[0]):
         widen(x_RK[r], wide_RK[r])
     return wide_RK
+
+
+@jit()
+def widen_panels(packed_Q: Any, first: int, out_Q: Any) -> None:
+    """Copy bfloat16 values from `first` on into a float32 array of whole panels."""
+    ahead = _AHEAD_BYTES // packed_Q.itemsize
+    for at in range(0, out_Q.shape[0], PANEL):
+        prefetch(packed_Q, first + at + ahead)
+        for column in range(at, at + PANEL, WIDTH):
+            store(out_Q, column, load(packed_Q, first + column))
 
 
 class Multiplying(NamedTuple):

@@ -12,7 +12,7 @@ Letter = Callable[[], None]
 
 
 class Mailbox:
-    """An output queue whose methods are called on the engine's thread only."""
+    """An output queue; both methods must be called on the engine's thread."""
 
     def __init__(self) -> None:
         self._letters: dict[asyncio.AbstractEventLoop, list[Letter]] = {}

@@ -106,7 +106,7 @@ def _draw_heads(
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Return the mean over heads whose window reaches the distance; at least one must."""
+    """Return the mean over heads with a window that reaches the distance; min one head."""
     seen = [value for value in values if value is not None]
     return sum(seen) / len(seen)
 

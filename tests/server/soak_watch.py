@@ -107,7 +107,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Mann-Kendall: does a series rise? Theil-Sen: by how much?"""
+    """The rise of a series: Mann-Kendall for whether, Theil-Sen for how much."""
 
     p_rising: float  # one-sided; small: rises more often than chance would have it
     rise: float  # median slope times duration, in the series' unit
