@@ -5,12 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from model_runtime.deployment import Deployment
 from model_runtime.engine.build_engine import build_engine
 from model_runtime.engine.engine import Engine
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.loading.model_config import ModelConfig, weight_files
 from model_runtime.text.tokenizer import Tokenizer
 from rope import NativeRope
@@ -18,6 +16,7 @@ from server.evaluation.cells import TOGETHER
 from server.evaluation.plan import EvalError, EvalPlan, Variant
 from server.settings.load import ServeSettings
 from server.startup.dry_run import outline_of
+from server.startup.load_model import load_model
 from server.startup.model_facts import facts_of
 from server.startup.serving_plan import EMBEDDED_NAME, ServingPlan, plan_serving, profiles_of
 
@@ -45,14 +44,7 @@ def load_subject(settings: ServeSettings, plan: EvalPlan) -> Subject:
 
     Raises ModelError, SettingsError, or EvalError if the cache cannot hold the longest context.
     """
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    checkpoint = load_checkpoint(
-        settings.model or EMBEDDED_MODEL,
-        dtype=settings.dtype,
-        device=settings.device,
-        trust_remote_code=settings.trust_remote_code,
-    )
+    checkpoint = load_model(settings)
     serving = plan_variants(plan, settings, checkpoint)
     dtype = str(checkpoint.dtype).removeprefix("torch.")
     weights = weights_digest(outline_of(settings))

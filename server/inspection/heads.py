@@ -6,13 +6,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL, load_checkpoint
 from model_runtime.text.tokenizer import Tokenizer
 from server.corpus.held_out import Document, library_documents
 from server.inspection.head_statistics import LayerStatistics, head_statistics, sequence_len
 from server.settings.load import ServeSettings, SettingsError
+from server.startup.load_model import load_model
 
 _DEFAULT_TOKENS = 2048
 _SEQUENCE_TOKENS = 512  # short, so that many texts are sampled at their beginning
@@ -86,14 +84,7 @@ def inspect_heads(
     options: HeadsOptions,
 ) -> InspectedHeads:
     """Load the model and run the sample through it. Raises ModelError or SettingsError."""
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    checkpoint = load_checkpoint(
-        settings.model or EMBEDDED_MODEL,
-        dtype=settings.dtype,
-        device=settings.device,
-        trust_remote_code=settings.trust_remote_code,
-    )
+    checkpoint = load_model(settings)
     length = sequence_len(checkpoint, _SEQUENCE_TOKENS)
     sequences = _sequences(documents, checkpoint.tokenizer, length, options.sample_tokens)
     num_tokens = sum(map(len, sequences))

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import torch
 
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from model_runtime.loading.checkpoint import Checkpoint
 from server.corpus.held_out import Document
 from server.policy_eval.measure import (
     METHODS,
@@ -34,6 +34,7 @@ from server.policy_eval.report import (
 )
 from server.policy_eval.windows import CrossingError, Shape, Source, draw_sources, lay_out
 from server.settings.load import ServeSettings
+from server.startup.load_model import load_model
 from server.startup.serving_plan import EMBEDDED_NAME
 
 MOST_CROSSINGS = 6  # 64 times L
@@ -65,15 +66,8 @@ def run_crossings(
     Raises CrossingError if the comparison is impossible, ModelError if loading fails.
     """
     check_options(options)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
     record = Record(options.output, resumes=options.resumes)
-    checkpoint = load_checkpoint(
-        settings.model or EMBEDDED_MODEL,
-        dtype=settings.dtype,
-        device=settings.device,
-        trust_remote_code=settings.trust_remote_code,
-    )
+    checkpoint = load_model(settings)
     shapes = shapes_of(checkpoint, options)
     for method in options.methods:  # a checkpoint's errors are reported before any run
         shape = shapes[-1]

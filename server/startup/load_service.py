@@ -4,7 +4,7 @@ import torch
 
 from model_runtime.attention.backends import described
 from model_runtime.engine.build_engine import build_engine
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.text.chat_template import RESERVED, ChatTemplate
 from model_runtime.text.grammar import GrammarCompiler
 from model_runtime.text.tokenizer import Tokenizer
@@ -14,6 +14,7 @@ from server.errors import rejection_reasons
 from server.metrics import MetricFactory, Metrics
 from server.middleware.http_metrics import HttpMetrics
 from server.settings.load import ServeSettings, SettingsError
+from server.startup.load_model import load_model
 from server.startup.model_facts import facts_of
 from server.startup.serving_plan import ServingPlan, describe, plan_serving, profiles_of
 
@@ -23,14 +24,7 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
 
     Raises model_runtime's ModelError, or SettingsError; the message is a sentence.
     """
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    checkpoint = load_checkpoint(
-        settings.model or EMBEDDED_MODEL,
-        dtype=settings.dtype,
-        device=settings.device,
-        trust_remote_code=settings.trust_remote_code,
-    )
+    checkpoint = load_model(settings)
     chat_template = chat_template_of(settings, checkpoint.tokenizer)
     plan = plan_serving(settings, facts_of(checkpoint, settings))
     factory = MetricFactory()

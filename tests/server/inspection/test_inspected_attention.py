@@ -51,7 +51,7 @@ def _logs_elsewhere() -> Iterator[None]:
 @pytest.fixture
 def loaded(embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded model, loaded once for all runs."""
-    monkeypatch.setattr("server.inspection.heads.load_checkpoint", lambda *_, **__: embedded)
+    monkeypatch.setattr("server.inspection.heads.load_model", lambda *_, **__: embedded)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def heads(embedded: Checkpoint) -> tuple[dict[str, Any], str]:
     """The embedded model's heads on a little text, as JSON and as text."""
     arguments = ("--heads", "all", "--sample-tokens", str(TOKENS), "--rope-tiers", "1,8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("server.inspection.heads.load_checkpoint", lambda *_, **__: embedded)
+        patch.setattr("server.inspection.heads.load_model", lambda *_, **__: embedded)
         text = run(*arguments)
         assert text.exit_code == 0, text.stderr
         return found(*arguments), text.stdout
