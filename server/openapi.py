@@ -20,7 +20,7 @@ _ANSWERS = {
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong; some errors bring numbers beside these."""
+    """An error. Some kinds add numbers to these fields."""
 
     message: str
     type: str

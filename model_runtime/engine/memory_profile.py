@@ -29,8 +29,8 @@ from model_runtime.runner.model_runner import ModelRunner
 from model_runtime.runner.sampler import SamplingRow, choose, logprobs, rows_at
 from rope import Profile
 
-# Of one captured step: its launches, and the unused rest of the pool's blocks. An estimate, not
-# measured yet.
+# Bytes of one captured step: its launches, and the unused rest of the pool's blocks. An estimate,
+# not measured yet.
 GRAPH_BYTES = 8 * 2**20
 # cuBLAS keeps 32 MiB on a Hopper for each stream with matrix products. There are three: for the
 # warm-up, the capture and the replay of steps.

@@ -171,7 +171,7 @@ class ChatLogprobs(Body):
 
 
 class AnswerMessage(Body):
-    """What the model said."""
+    """The model's message."""
 
     role: Literal["assistant"] = "assistant"
     content: str

@@ -273,7 +273,7 @@ class GenerationRequest(Body):
 
 
 class RopeAnswer(Body):
-    """What was applied to one choice."""
+    """The scaling that was applied to one choice."""
 
     rope_type: str
     factor: float
@@ -296,7 +296,7 @@ class RopeAnswer(Body):
 
 
 class PromptTokensDetails(Body):
-    """Where the prompt's keys and values came from."""
+    """The source of the prompt's keys and values."""
 
     cached_tokens: int  # read from the prefix cache
 

@@ -43,9 +43,9 @@ class Candidate:
 def suggestion(report: Report, name: str, model: str | None) -> str:
     """Return a block for `ropewalk serve --config`, with the reasons as its comments.
 
-    Candidates stay if their retrieval is within the 95 % interval of the best. Of these, a
-    candidate stays if its perplexity is not worse than the lowest. The 95 % interval of the
-    differences on the same windows decides that. The simplest of the rest is suggested. The
+    Candidates stay if their retrieval is within the 95 % interval of the best. They also need a
+    perplexity that is not worse than the lowest. The 95 % interval of the differences on the same
+    windows decides that. The simplest of the rest is suggested. The
     untouched table is served up to L only.
     """
     lens = report.plan.suggested_lens

@@ -1,0 +1,57 @@
+"""The project's prose keeps to plain sentences and to the words of the glossary."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# A sentence begins with its subject: "The scheduler ...", not "What the scheduler ...".
+OPENERS = re.compile(r"(?:^|[.:;] |\| )((?:What|Where|Whoever|Of) [a-z][^?|]*)(?:[.|]|$)")
+# Threads, pages and clients are not people.
+PEOPLE = re.compile(r"\b(nobody|somebody|lets? go of|(?:is|are) told)\b", re.IGNORECASE)
+# Words that the field has another word for (docs/architecture.md, "Words").
+REPLACED = re.compile(r"\b(kernel_meeting|joined linears?|taken[ -]over models?)\b", re.IGNORECASE)
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Each page a user reads, without its fenced blocks."""
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+        text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+        yield path.name, text
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Each docstring of the three packages, its lines joined."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for package in ("rope", "model_runtime", "server"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                    joined = re.sub(r"(?<!\n)\n(?!\n)", " ", text)
+                    yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", joined
+
+
+def found(pattern: re.Pattern[str]) -> list[str]:
+    """Where a pattern stands, line by line."""
+    return [
+        f"{where}: {match[0][:80]}"
+        for where, text in (*pages(), *docstrings())
+        for line in text.splitlines()
+        for match in pattern.finditer(line)
+    ]
+
+
+def test_sentences_begin_with_their_subject() -> None:
+    """A clause with What, Where, Whoever or Of in the place of a noun hides the subject."""
+    assert not found(OPENERS)
+
+
+def test_threads_and_pages_are_not_people() -> None:
+    """They are not told, and do not let go; a component returns, raises or releases."""
+    assert not found(PEOPLE)
+
+
+def test_replaced_words_do_not_come_back() -> None:
+    """One word per thing, and the field's word where there is one."""
+    assert not found(REPLACED)
