@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from server import own_version
+from server import version as version_module
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,8 +20,8 @@ def test_sources_that_were_never_installed_know_their_version(
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(own_version, "version", missing)
-    found = own_version.own_version()
+    monkeypatch.setattr(version_module, "version", missing)
+    found = version_module.own_version()
     command = [sys.executable, "-m", "server", "--version"]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert told == f"ropewalk, version {found}\n"
