@@ -43,6 +43,7 @@ from model_runtime.cpu_kernels.skinny_gemm import (
     MOST_ROWS,
     PANEL,
     WIDENED,
+    Multiplying,
     Panels,
     RowProducts,
     own_panels,
@@ -246,9 +247,7 @@ class PackedProduct:
             return torch.cat([self._multiply(block) for block in blocks])
 
         large: Sequence[int] = LARGE_SIZES
-        if (
-            self.way is Way.ONEDNN and self._dtype != torch.float32
-        ):  # in float32 all sizes are alike
+        if not self._is_float32_product():
             counts = {size: -(-least // size) * size for size in large}
             expected = by(MOST_ROWS, max(counts.values()))
             large = [
@@ -274,7 +273,7 @@ class PackedProduct:
         assert self._panels is not None
         return RowProducts(self._panels, chain, self._multiplying())
 
-    def _multiplying(self) -> Any:
+    def _multiplying(self) -> Multiplying:
         if self._dtype == torch.float32:
             return FLOAT32
         return IN_PAIRS if self.way is Way.ONEDNN else WIDENED
@@ -284,8 +283,11 @@ class PackedProduct:
         return self._many is None or torch.get_num_threads() == self._num_threads
 
     def _sizes_of_other_threads(self) -> tuple[int, ...]:
-        is_float32 = self._dtype == torch.float32 or self.way is Way.STORED
-        return self._small + (LARGE_SIZES if is_float32 else ())
+        return self._small + (LARGE_SIZES if self._is_float32_product() else ())
+
+    def _is_float32_product(self) -> bool:
+        """Return whether the library multiplies float32, where all block sizes are alike."""
+        return self._dtype == torch.float32 or self.way is Way.STORED
 
     def _multiply(self, x_RK: Tensor) -> Tensor:
         assert self._many is not None

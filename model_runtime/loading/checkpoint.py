@@ -18,20 +18,12 @@ from model_runtime.attention.cpu_backend import CpuAttention
 from model_runtime.attention.paged_attention import LayerPlan
 from model_runtime.errors import ModelError
 from model_runtime.layers import (
-    fused_decoder as decoder_layers,
-)
-from model_runtime.layers import (
+    fused_decoder,
     gated_mlp,
+    last_layer,
+    merged_linear,
     packed_linear,
-)
-from model_runtime.layers import (
-    last_layer as asked_rows,
-)
-from model_runtime.layers import (
-    merged_linear as joined_linear,
-)
-from model_runtime.layers import (
-    rms_norm as row_norm,
+    rms_norm,
 )
 from model_runtime.layers.merged_linear import shared_inputs
 from model_runtime.layers.probe import text_config
@@ -47,6 +39,8 @@ from rope import NativeRope
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
 # Fields of generation_config that replace parameters absent from a request (as in vLLM).
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+_BY_TORCH = "torch"  # products, if no compiled kernels serve the device
 
 _log = structlog.get_logger(__name__)
 
@@ -76,16 +70,18 @@ def load_checkpoint(
     trust_remote_code: bool = False,
 ) -> Checkpoint:
     """Load, patch and check a model. Raises ModelError with a sentence that names the problem."""
-    config = read_model_config(
+    model_config = read_model_config(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
-    where = config.device
-    _log.info("loading_weights", model=str(source), dtype=str(config.dtype), device=str(where))
-    with faults_of(str(source), config.dtype, where):
-        model = _load_model(source, config.dtype, trust_remote_code=trust_remote_code)
+    where = model_config.device
+    _log.info(
+        "loading_weights", model=str(source), dtype=str(model_config.dtype), device=str(where)
+    )
+    with faults_of(str(source), model_config.dtype, where):
+        model = _load_model(source, model_config.dtype, trust_remote_code=trust_remote_code)
         model = model.to(where).eval()
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-        generation = _generation_defaults(source, config.config)
+        generation = _generation_defaults(source, model_config.config)
         return prepare_model(
             model,
             tokenizer,
@@ -111,17 +107,17 @@ def prepare_model(
     expected = untouched_answers(model, native)
     plans = patch_model(model, native)
     has_kernels = backend_for(parameter.device) is CpuAttention
-    products = expected_products(parameter.device, parameter.dtype)
+    products = _BY_TORCH
     if has_kernels:
         packed_linear.pack(model, shared_inputs(model))
         products = packed_linear.described(packed_linear.ways_of(model), parameter.dtype)
         gated_mlp.fuse(model)
         _leave_file(model)
     else:
-        joined_linear.join(model, shared_inputs(model))
-    row_norm.replace_norms(model)
-    asked_rows.trim(model, plans)
-    simpler = decoder_layers.recognised(model, plans) if has_kernels else None
+        merged_linear.join(model, shared_inputs(model))
+    rms_norm.replace_norms(model)
+    last_layer.trim(model, plans)
+    simpler = fused_decoder.recognised(model, plans) if has_kernels else None
     report = check(model, plans, native, expected, simpler)
     vocab_size = text_config(model).vocab_size
     return Checkpoint(
@@ -142,7 +138,7 @@ def prepare_model(
 def expected_products(device: torch.device, dtype: torch.dtype) -> str:
     """Return the layout and products that weights will have, before they are loaded."""
     if backend_for(device) is not CpuAttention:
-        return "torch"
+        return _BY_TORCH
     return packed_linear.described([choose_way(dtype)], dtype)
 
 

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
-from model_runtime.attention.backends import described
 from model_runtime.cache.kv_cache import bytes_per_token
 from model_runtime.engine.build_engine import affordable_bytes, total_memory
 from model_runtime.loading.checkpoint import EMBEDDED_MODEL, expected_products
 from model_runtime.loading.model_config import ModelConfig, read_model_config
 from model_runtime.loading.pretrained import load_tokenizer
 from server.settings.load import ServeSettings, SettingsError
-from server.startup.load_service import chat_template_of
+from server.startup.load_service import chat_template_of, computing_line
 from server.startup.serving_plan import ModelFacts, ServingPlan, describe, plan_serving, size_text
 
 
@@ -73,8 +72,9 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         f"  model            {settings.model or 'the embedded one'}: {outline.architecture}, "
         f"{outline.device}, {dtype}",
         *describe(plan),
-        f"  products         {expected_products(outline.device, outline.dtype)}; "
-        f"attention: {described(outline.device)}; bits: the self-check tells",
+        computing_line(
+            expected_products(outline.device, outline.dtype), outline.device, "the self-check tells"
+        ),
         f"  memory           {memory}",
         f"  would listen on  {settings.host}, port {settings.port}",
         "  not checked      whether the address is free, and whether the architecture can be taken "

@@ -74,6 +74,11 @@ def chat_template_of(settings: ServeSettings, tokenizer: Tokenizer) -> ChatTempl
         raise SettingsError(f"chat_template: cannot read {settings.chat_template}") from error
 
 
+def computing_line(products: str, device: torch.device, bits: str) -> str:
+    """Return the banner's line about products, attention and bits; the dry run prints it, too."""
+    return f"  products         {products}; attention: {described(device)}; bits: {bits}"
+
+
 def _metrics(factory: MetricFactory, plan: ServingPlan) -> Metrics:
     applicable = {
         deployment.name: sorted(
@@ -99,8 +104,7 @@ def _banner(checkpoint: Checkpoint, plan: ServingPlan) -> str:
         [
             f"  model            {type(checkpoint.model).__name__}, {where}",
             *describe(plan),
-            f"  products         {checkpoint.products}; "
-            f"attention: {described(checkpoint.device)}; bits: {bits}",
+            computing_line(checkpoint.products, checkpoint.device, bits),
             f"  self-check       passed; answers are the same in any batch {exact}",
         ]
     )

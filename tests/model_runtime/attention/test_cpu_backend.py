@@ -12,7 +12,7 @@ from model_runtime.attention.paged_attention import LayerRead
 from model_runtime.attention.torch_backend import TorchAttention
 from model_runtime.batch import Batch, Span, build_batch
 from model_runtime.cache.rope_tables import LayerTables, RopeTables
-from model_runtime.cpu_kernels import attention_dot as attention_products
+from model_runtime.cpu_kernels import attention_dot
 from rope import Linear, Profile, Unscaled, Yarn, native_rope
 
 HEADS, KEY_HEADS, DIM = 6, 2, 24
@@ -150,7 +150,7 @@ def test_page_size_changes_nothing_but_rounding(page_size: int) -> None:
 
 def test_bfloat16_pages_are_read_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """If products in pairs would not be faster, then bits are widened and sums are float32."""
-    monkeypatch.setattr(attention_products, "pairs_pay", lambda: False)
+    monkeypatch.setattr(attention_dot, "pairs_pay", lambda: False)
     case = Case(dtype=torch.bfloat16)
     expected = TorchAttention(case.batch).read(case.read())
     assert torch.allclose(CpuAttention(case.batch).read(case.read()), expected, atol=1e-5)

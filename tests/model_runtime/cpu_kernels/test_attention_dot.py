@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from model_runtime.attention import cpu_backend as attention_cpu
+from model_runtime.attention import cpu_backend
 from model_runtime.attention.cpu_backend import CpuAttention
-from model_runtime.cpu_kernels import attention_dot as attention_products
+from model_runtime.cpu_kernels import attention_dot
 from model_runtime.cpu_kernels.attention_dot import uses_pairs
 from model_runtime.cpu_kernels.bf16_dot import HAS_PAIR_PRODUCTS
 from model_runtime.cpu_kernels.bfloat16 import as_numpy
@@ -32,7 +32,7 @@ def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiply in pairs, whether or not that is fast here."""
     if not HAS_PAIR_PRODUCTS:
         pytest.skip("no products of pairs here")
-    monkeypatch.setattr(attention_products, "pairs_pay", lambda: True)
+    monkeypatch.setattr(attention_dot, "pairs_pay", lambda: True)
 
 
 def laid(case: Case, dtype: torch.dtype = torch.bfloat16) -> Laid:
@@ -56,7 +56,7 @@ def test_one_by_one_every_row_is_float32(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
     """A bfloat16 cache counts too, if products in pairs would not be faster."""
-    monkeypatch.setattr(attention_products, "pairs_pay", lambda: False)
+    monkeypatch.setattr(attention_dot, "pairs_pay", lambda: False)
     case = laid(CASES[name], dtype)
     assert not uses_pairs(as_numpy(case.read.keys_NKDO))
     assert float(row_errors(answer(case), case.expected()).max()) < 2e-5
@@ -132,7 +132,7 @@ def test_arrays_are_let_go(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) 
         handed.append(weakref.ref(array))
         return array
 
-    monkeypatch.setattr(attention_cpu, "as_numpy", noted)
+    monkeypatch.setattr(cpu_backend, "as_numpy", noted)
     answer(laid(CASES["plain"], dtype))
     gc.collect()  # a compiler that has just run leaves cycles behind
     assert handed

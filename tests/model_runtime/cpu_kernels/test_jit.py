@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model_runtime.cpu_kernels import fused_decode as decode_kernel
+from model_runtime.cpu_kernels import fused_decode
 from model_runtime.cpu_kernels import jit as compiled
 from model_runtime.cpu_kernels.attention import attend, attend_in_pairs
 from model_runtime.cpu_kernels.jit import SOURCES, jit
@@ -79,7 +79,7 @@ def test_variants_of_a_kernel_have_names_of_their_own() -> None:
     """Symbols and cache files are found by these names."""
     kernels: list[Any] = [attend, attend_in_pairs, FLOAT32.multiply, IN_PAIRS.multiply]
     kernels += [
-        decode_kernel._runner(multiplying, read)
+        fused_decode._runner(multiplying, read)
         for multiplying in (FLOAT32, WIDENED, IN_PAIRS)
         for read in (attend, attend_in_pairs)
     ]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_runtime.attention import cpu_backend as attention_cpu
+from model_runtime.attention import cpu_backend
 from model_runtime.batch import Span
 from model_runtime.config import EngineConfig
 from model_runtime.cpu_kernels.skinny_gemm import FLOAT32, MOST_ROWS
 from model_runtime.engine.build_engine import build_runner
-from model_runtime.layers import fused_decoder as decoder_layers
+from model_runtime.layers import fused_decoder
 from model_runtime.layers.fused_decoder import DecoderLayers, restore
 from model_runtime.layers.last_layer import trimmed_layer
 from model_runtime.loading.checkpoint import Checkpoint
@@ -31,8 +31,8 @@ OTHERS = ["cohere", "gemma2", "gemma3_text", "glm4", "gpt_neox", "granite", "olm
 @pytest.fixture
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use three threads for a weight of any size, even on a machine with fewer cores."""
-    monkeypatch.setattr(decoder_layers, "_BYTES_PER_THREAD", 1)
-    monkeypatch.setattr(attention_cpu, "_SERIAL_WORK", 1)
+    monkeypatch.setattr(fused_decoder, "_BYTES_PER_THREAD", 1)
+    monkeypatch.setattr(cpu_backend, "_SERIAL_WORK", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -116,7 +116,7 @@ def test_a_thread_that_fails_does_not_leave_the_others_waiting(
     if forward._fields_LW is None:
         pytest.skip("this processor's products have no kernel for few rows")
     expected = answers(checkpoint)
-    original = decoder_layers.runner_for
+    original = fused_decoder.runner_for
 
     def failing(*kind: Any) -> Any:
         run = original(*kind)
@@ -128,10 +128,10 @@ def test_a_thread_that_fails_does_not_leave_the_others_waiting(
 
         return call
 
-    monkeypatch.setattr(decoder_layers, "runner_for", failing)
+    monkeypatch.setattr(fused_decoder, "runner_for", failing)
     with pytest.raises(MemoryError):
         answers(checkpoint)
-    monkeypatch.setattr(decoder_layers, "runner_for", original)
+    monkeypatch.setattr(fused_decoder, "runner_for", original)
     assert all(map(torch.equal, answers(checkpoint), expected))
 
 
@@ -179,13 +179,13 @@ def test_another_reading_of_the_cache_is_not_passed_over() -> None:
 
 def test_a_mistake_shows_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """This catches a check that would let any answer pass."""
-    original = decoder_layers.normalize
+    original = fused_decoder.normalize
 
     def shifted(x_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
         original(x_RD, scale_D, eps, out_RD)
         out_RD[-1, -1] *= 1.01
 
-    monkeypatch.setattr(decoder_layers, "normalize", shifted)
+    monkeypatch.setattr(fused_decoder, "normalize", shifted)
     assert forward_of(plain("llama")) is None
 
 
@@ -196,13 +196,13 @@ def test_a_decode_step_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     if forward._fields_LW is None:
         pytest.skip("this processor's products have no kernel for few rows")
     calls = []
-    run = decoder_layers.runner_for(FLOAT32, np.empty((1, 2, 16, 16), np.float32))
+    run = fused_decoder.runner_for(FLOAT32, np.empty((1, 2, 16, 16), np.float32))
 
     def counted(thread: int, num_threads: int, *arguments: Any) -> None:
         calls.append((thread, num_threads, len(arguments[1])))
         run(thread, num_threads, *arguments)
 
-    monkeypatch.setattr(decoder_layers, "runner_for", lambda *_: counted)
+    monkeypatch.setattr(fused_decoder, "runner_for", lambda *_: counted)
     runner: ModelRunner = build_runner(checkpoint, CONFIG)
     slot = native_slot(runner, checkpoint)
     for num_rows in (1, MOST_ROWS, MOST_ROWS + 1):

@@ -10,7 +10,7 @@ from torch import Tensor
 from model_runtime.batch import Span
 from model_runtime.config import EngineConfig
 from model_runtime.engine.build_engine import build_runner
-from model_runtime.layers import last_layer as asked_rows
+from model_runtime.layers import last_layer
 from model_runtime.layers.fused_decoder import restore
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.runner.model_runner import ModelRunner
@@ -60,7 +60,7 @@ class Widths:
 def test_few_rows_say_what_they_say_among_all(architecture: str) -> None:
     """Two sequences run, one of them in chunks; a decode step then reads the written cache."""
     checkpoint = tiny_checkpoint(architecture)
-    assert asked_rows.trimmed_layer(checkpoint.model) == 3, "the model does not bear it"
+    assert last_layer.trimmed_layer(checkpoint.model) == 3, "the model does not bear it"
     restore(checkpoint.model)
     long_ids, short_ids = ids(LONG, 1), ids(SHORT, 2)
 
@@ -120,10 +120,10 @@ def test_cached_rotated_keys_are_written_for_all_rows() -> None:
 def test_spans_are_cut_where_it_spares_something() -> None:
     """A decode step is not cut, and neither are rows with gaps."""
     prompt, decode = span(ids(40, 1), 3, PAGES, range(38, 40)), span([7], 9, PAGES, range(1))
-    assert asked_rows.asked_spans([decode] * 30) is None
-    assert asked_rows.asked_spans([span(ids(8, 1), 0, PAGES, range(7, 8))]) is None
-    assert asked_rows.asked_spans([prompt._replace(logit_rows=[1, 30])]) is None
-    assert asked_rows.asked_spans([decode, prompt, prompt._replace(logit_rows=range(0))]) == [
+    assert last_layer.asked_spans([decode] * 30) is None
+    assert last_layer.asked_spans([span(ids(8, 1), 0, PAGES, range(7, 8))]) is None
+    assert last_layer.asked_spans([prompt._replace(logit_rows=[1, 30])]) is None
+    assert last_layer.asked_spans([decode, prompt, prompt._replace(logit_rows=range(0))]) == [
         decode,
         Span(prompt.token_ids[38:], 41, PAGES, 0, range(2)),
     ]
@@ -150,8 +150,8 @@ def test_a_model_that_does_not_bear_it_keeps_its_layer(
     monkeypatch: pytest.MonkeyPatch, at_rows: Callable[..., Any]
 ) -> None:
     """Wrong answers or an error show it, and the model is served all the same."""
-    monkeypatch.setattr(asked_rows, "_at_rows", at_rows)
+    monkeypatch.setattr(last_layer, "_at_rows", at_rows)
     checkpoint = tiny_checkpoint("llama")
-    assert asked_rows.trimmed_layer(checkpoint.model) is None
+    assert last_layer.trimmed_layer(checkpoint.model) is None
     logits_RV = runner_of(checkpoint).run([span(ids(LONG, 1), 0, PAGES, range(LONG - 1, LONG))])
     assert logits_RV.shape == (1, VOCAB_SIZE)

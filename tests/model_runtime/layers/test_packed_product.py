@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from model_runtime.cpu_kernels import skinny_gemm as row_products
+from model_runtime.cpu_kernels import skinny_gemm
 from model_runtime.cpu_kernels.skinny_gemm import MOST_ROWS
 from model_runtime.layers import onednn, packed_product
 from model_runtime.layers.packed_product import PackedProduct, Way, Workshop
@@ -102,7 +102,7 @@ def test_without_the_packed_memory_rows_are_left_to_the_library(
 @pytest.mark.skipif(not IS_KNOWN, reason="few rows are left to oneDNN here")
 def test_threads_share_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread takes whole panels, so the bits are those of one thread."""
-    monkeypatch.setattr(row_products, "_BYTES_PER_SHARE", 1 << 12)
+    monkeypatch.setattr(skinny_gemm, "_BYTES_PER_SHARE", 1 << 12)
     linear = nn.Linear(96, 1000)
     x = torch.randn(5, 96)
     alone = product_of(linear)(x)

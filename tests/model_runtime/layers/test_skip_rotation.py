@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from model_runtime.attention.paged_attention import STEP, AttentionCall
-from model_runtime.layers import skip_rotation as spared_rotation
+from model_runtime.layers import skip_rotation
 from model_runtime.loading.patch_model import patch_model, read_native_rope
 from tests.tiny_models import tiny_model
 
@@ -48,7 +48,7 @@ def test_layers_ask_for_the_same_without(architecture: str) -> None:
     layers = spared(model)
     assert len(layers) == len(plans)
     without = asked(model)
-    spared_rotation.restore_rotation(layers)
+    skip_rotation.restore_rotation(layers)
     assert not spared(model)
     for call, expected in zip(without, asked(model), strict=True):
         assert torch.equal(call.query_1HTD, expected.query_1HTD)
@@ -69,7 +69,7 @@ def test_other_models_of_the_class_rotate_as_before() -> None:
 
 def test_layers_that_would_ask_for_something_else_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their rotation function does more than rotate."""
-    monkeypatch.setattr(spared_rotation, "_as_they_are", lambda q, k, *_: (2 * q, k))
+    monkeypatch.setattr(skip_rotation, "_as_they_are", lambda q, k, *_: (2 * q, k))
     model = tiny_model("llama")
     patch_model(model, read_native_rope(model))
     assert not spared(model)
@@ -83,4 +83,4 @@ def test_a_function_of_another_kind_is_left(monkeypatch: pytest.MonkeyPatch) -> 
         return x * cos + sin
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", one_by_one)
-    assert spared_rotation.spare_rotation(tiny_model("llama").modules()) == []
+    assert skip_rotation.spare_rotation(tiny_model("llama").modules()) == []

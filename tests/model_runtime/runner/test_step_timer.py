@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from model_runtime.engine import postprocess as step_outcome
+from model_runtime.engine import postprocess
 from model_runtime.engine.observer import Observer
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import Output
-from model_runtime.runner import step_timer as step_clock
+from model_runtime.runner import step_timer
 from model_runtime.runner.step_timer import PARTS, Part, StepTimer
 from model_runtime.scheduling.scheduler import Scheduler
 from model_runtime.text.tokenizer import TokenStream
@@ -63,12 +63,12 @@ def test_the_part_that_is_slow_is_the_one_that_shows_it(
 ) -> None:
     """Each part is slowed in turn, and the others then take no time."""
     script, watch, observer = Script(checkpoint, "hello"), Watch(), Times()
-    monkeypatch.setattr(step_clock, "perf_counter", watch)
+    monkeypatch.setattr(step_timer, "perf_counter", watch)
     owner, name = {
         "schedule": (Scheduler, "schedule"),
         "build": (script, "run"),  # the clock is switched in there
         "forward": (script, "before_run"),
-        "sample": (step_outcome, "choose"),
+        "sample": (postprocess, "choose"),
         "detokenize": (TokenStream, "push"),
         "deliver": (Output, "_replace"),
     }[part]
@@ -111,7 +111,7 @@ def test_the_parts_are_the_whole_of_a_step(engines: EngineFactory, checkpoint: C
 def test_a_switch_gives_the_time_to_the_part_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time between `take` and the next `switch` belongs to no part."""
     now = iter([1.0, 3.0, 7.0, 15.0, 31.0, 63.0])
-    monkeypatch.setattr(step_clock, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(step_timer, "perf_counter", lambda: next(now))
     clock = StepTimer()
     assert clock.switch("build") is None
     assert clock.switch("deliver") == "build"
