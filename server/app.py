@@ -9,9 +9,10 @@ from fastapi.middleware.cors import CORSMiddleware
 from server import errors
 from server.api.chat import chat_router
 from server.api.completions import completions_router
+from server.api.generation_response import ClientDisconnectedError
 from server.api.health import health_router
 from server.api.models import model_router
-from server.api.service import ClientDisconnectedError, Service
+from server.api.service import Service
 from server.middleware.auth import OPEN_PATHS, ApiKeysMiddleware, RequestIdMiddleware
 from server.middleware.body_limits import BodyLimits, BodyLimitsMiddleware
 from server.middleware.http_metrics import HttpMetricsMiddleware

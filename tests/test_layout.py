@@ -41,7 +41,7 @@ ROOMS = {
         "corpus": set(),
         "middleware": set(),
         "settings": set(),
-        "api": {"middleware"},
+        "api": {"middleware", "settings"},
         "startup": {"api", "middleware", "settings"},
         "inspection": {"startup", "settings", "corpus"},
         "policy_eval": {"startup", "settings", "corpus"},

@@ -1,41 +1,29 @@
 """The engine: one thread that runs steps and reads a queue of commands.
 
-All mutable state belongs to that thread. Other threads only put commands into the queue, and get
-outputs through their callbacks.
+All mutable state belongs to that thread. Other threads count themselves in (`admission.py`), put
+commands into the queue, and get outputs through their callbacks.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import structlog
 
 from model_runtime.config import EngineConfig
+from model_runtime.engine.admission import AdmissionQueue, Places
 from model_runtime.engine.engine_core import EngineCore, Runner
 from model_runtime.engine.observer import Observer
 from model_runtime.engine.output_processor import Answer
 from model_runtime.engine.request_state import RequestState
-from model_runtime.errors import (
-    CacheCapacityError,
-    EngineStoppedError,
-    QueueFullError,
-    RequestError,
-)
+from model_runtime.errors import CacheCapacityError, RequestError
 from model_runtime.request import OnOutput, Output, Request
 from model_runtime.scheduling.sequence import Sequence as TokenSequence
 from model_runtime.text.tokenizer import Tokenizer
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)
-class Reservation:
-    """Places in the queue that are reserved and not filled yet."""
-
-    num_places: int
 
 
 class Engine:
@@ -49,15 +37,12 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         observer: Observer | None = None,
     ) -> None:
-        self._core = EngineCore(runner, config, observer or Observer())
+        self._admission = AdmissionQueue(config)
+        self._core = EngineCore(runner, config, observer or Observer(), self._admission.ended)
         self._tokenizer = tokenizer
         self._config = config
         self._eos_token_ids = eos_token_ids
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the three below
-        self._is_running = False
-        self._num_submitted = 0  # requests that the thread has not added yet
-        self._num_reserved = 0  # places of requests that are still being parsed
         self._is_resting = True  # no request is live: the thread waits for a command
         self._last_step = time.monotonic()  # when the last step or wait ended
         self._on_death: Callable[[], None] = lambda: None
@@ -72,7 +57,7 @@ class Engine:
     @property
     def is_running(self) -> bool:
         """Return whether requests can be submitted."""
-        return self._is_running
+        return self._admission.is_open
 
     @property
     def seconds_since_step(self) -> float:
@@ -90,71 +75,56 @@ class Engine:
         outputs of a step have been delivered, and after the last outputs when it ends.
         """
         self._on_death, self._after_step = on_death, after_step
-        self._is_running = True
+        self._admission.open()
         self._thread.start()
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """Stop the thread after its current step, and end every request with an error."""
-        with self._lock:
-            self._is_running = False
+        self._admission.close()
         self._commands.put(lambda: None)  # wakes the thread
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+
+    def reserve(self, num: int) -> AbstractContextManager[Places]:
+        """Reserve places for requests before they are parsed; submit them inside the block.
+
+        Raises QueueFullError, RequestError or EngineStoppedError at once if there are none.
+        """
+        return self._admission.reserve(num)
 
     def submit(self, request: Request, on_output: OnOutput) -> None:
         """Queue one request; see `submit_all`."""
         self.submit_all([(request, on_output)])
 
-    @contextmanager
-    def reserved(self, num: int) -> Iterator["Reservation"]:
-        """Reserve places for requests before they are parsed; submit them inside the block.
-
-        Raises QueueFullError, RequestError or EngineStoppedError at once if there are none.
-        """
-        with self._lock:
-            self._check_running()
-            self._check_queue(num)
-            self._num_reserved += num
-        reservation = Reservation(num)
-        try:
-            yield reservation
-        finally:
-            with self._lock:
-                self._num_reserved -= reservation.num_places
-
     def submit_all(
         self,
         requests: Sequence[tuple[Request, OnOutput]],
         arrived: float | None = None,
-        reservation: "Reservation | None" = None,
+        places: Places | None = None,
     ) -> None:
-        """Queue requests, all or none; they fill the places of `reservation` if it is given.
+        """Queue requests, all or none; they fill `places` if it is given.
 
         The engine's thread passes the outputs of a request to its callback. The last output has a
         finish_reason.
         `arrived`: time.monotonic() when the client sent the requests, if earlier than now.
         Raises RequestError, QueueFullError or EngineStoppedError, and then calls no callback.
         """
-        lives = []
+        states = []
         for request, on_output in requests:
             self._check(request)
             answer = Answer(request, self._tokenizer, self._eos_token_ids)
             grammar = request.grammar
             constraint = None if grammar is None else grammar.begin(answer.end_ids)
-            lives.append(RequestState(TokenSequence(request), answer, on_output, constraint))
+            states.append(RequestState(TokenSequence(request), answer, on_output, constraint))
             if arrived is not None:
-                lives[-1].arrived = arrived
-        with self._lock:
-            self._check_running()
-            self._check_queued_tokens(lives)
-            if reservation is None:
-                self._check_queue(len(lives))
-            else:
-                assert reservation.num_places == len(lives)
-                self._num_reserved -= reservation.num_places
-                reservation.num_places = 0
-            self._num_submitted += len(lives)
-            self._commands.put(lambda: self._add(lives))
+                states[-1].arrived = arrived
+        num_prompt_tokens = sum(len(request.prompt_ids) for request, _ in requests)
+        self._admission.submit(
+            len(states),
+            num_prompt_tokens,
+            places,
+            lambda: self._commands.put(lambda: self._add(states)),
+        )
 
     def abort(self, request_id: str) -> None:
         """End a request and free its pages; no effect if it has already ended."""
@@ -180,28 +150,11 @@ class Engine:
             done.get()
         return outputs
 
-    def _check_running(self) -> None:
-        if not self._is_running:
-            raise EngineStoppedError("The engine is not running.")
-
-    def _check_queued_tokens(self, lives: Sequence[RequestState]) -> None:
-        most = self._config.max_queued_prompt_tokens
-        if most is None:
-            return
-        waiting = sum(each.num_prompt_tokens for each in list(self._core.scheduler.waiting))
-        new = sum(live.sequence.num_prompt_tokens for live in lives)
-        # An empty queue accepts a prompt of any length.
-        if waiting and waiting + new > most:
-            raise QueueFullError(
-                f"{waiting} prompt tokens are waiting; with these {new} they would be more than "
-                f"{most} (max_queued_prompt_tokens)."
-            )
-
     def _check(self, request: Request) -> None:
         """Raise RequestError for a request that can never be served."""
         self._config.limits.check(request.sampling)
         if not request.prompt_ids:
-            raise RequestError("`prompt` must have at least one token", param="prompt")
+            raise RequestError("The prompt must have at least one token.", param="prompt")
         num_positions = request.num_positions
         capacity = self._config.num_pages * self._config.page_size
         if num_positions > capacity:
@@ -213,50 +166,24 @@ class Engine:
                 details={"n_positions": num_positions, "kv_cache_tokens": capacity},
             )
 
-    def _check_queue(self, num_new: int) -> None:
-        """Raise if the queue has no room for the new requests.
-
-        Requests that can start at once do not count as waiting. Submitted and reserved requests
-        that the thread has not added yet all count.
-        """
-        config, scheduler = self._config, self._core.scheduler
-        most = config.max_num_seqs + config.max_queued_requests
-        if num_new > most:
-            raise RequestError(
-                f"The request asks for {num_new} answers (prompts x n); the server holds at most "
-                f"{most} at once (max_num_seqs + max_queued_requests).",
-                param="n",
-                code="too_many_answers",
-            )
-        num_free = config.max_num_seqs - len(scheduler.running)
-        num_coming = self._num_submitted + self._num_reserved
-        num_waiting = len(scheduler.waiting) + num_coming - num_free
-        if num_waiting + num_new > config.max_queued_requests:
-            raise QueueFullError(
-                f"{max(num_waiting, 0)} requests are waiting; at most "
-                f"{config.max_queued_requests} may (max_queued_requests)."
-            )
-
-    def _add(self, lives: Sequence[RequestState]) -> None:
-        with self._lock:
-            self._num_submitted -= len(lives)
-        for live in lives:
-            self._core.add(live)
+    def _add(self, states: Sequence[RequestState]) -> None:
+        for state in states:
+            self._core.add(state)
 
     def _loop(self) -> None:
         has_died = False
         try:
-            while self._is_running:
+            while self._admission.is_open:
                 self._take_commands()
-                if self._is_running:
+                if self._admission.is_open:
                     self._core.step()
+                    self._admission.note_waiting(self._core.num_waiting_tokens)
                     self._after_step()
                     self._last_step = time.monotonic()
         except Exception:  # noqa: BLE001  # whatever it was, the waiting clients must hear of it
             _log.exception("engine_died")
             has_died = True
-        with self._lock:
-            self._is_running = False
+        self._admission.close()
         self._take_waiting_commands()
         self._core.fail_all("the engine stopped")
         self._after_step()

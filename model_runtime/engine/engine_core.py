@@ -7,7 +7,7 @@ Shapes: R = rows of logits, V = vocabulary.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import structlog
@@ -17,12 +17,13 @@ from torch import Tensor
 from model_runtime.batch import Span
 from model_runtime.config import EngineConfig
 from model_runtime.engine.observer import Observer
-from model_runtime.engine.postprocess import Postprocessor
+from model_runtime.engine.postprocess import ComputedChunk, Postprocessor
 from model_runtime.engine.request_state import RequestState, RequestStates
 from model_runtime.request import FinishReason, Output
 from model_runtime.runner.step_timer import StepTimer
 from model_runtime.scheduling.prefill_budget import PrefillBudget
-from model_runtime.scheduling.scheduler import Chunk, Plan, Scheduler
+from model_runtime.scheduling.scheduler import Scheduler
+from model_runtime.scheduling.step_plan import Chunk, StepPlan
 from rope import Profile
 
 _log = structlog.get_logger(__name__)
@@ -34,10 +35,10 @@ class Runner(Protocol):
     def table_slot(self, profile: Profile) -> int:
         """Return the slot of a profile's rotation table."""
 
-    def run(self, spans: Sequence[Span], clock: StepTimer) -> Tensor:
-        """Return the logits [R, V] of the rows that the spans request.
+    def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
+        """Build the batch of a step and return its forward.
 
-        `clock`: the implementation switches it to `forward` when the batch is built.
+        The forward returns the logits [R, V] of the rows that the spans request.
         """
 
 
@@ -48,14 +49,21 @@ class _OutOfMemoryError(Exception):
 class EngineCore:
     """The owner of every live request."""
 
-    def __init__(self, runner: Runner, config: EngineConfig, observer: Observer) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        observer: Observer,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Build a core without requests. `on_end` is called before a last output is delivered."""
         self._runner = runner
         self._observer = observer
         self._clock = StepTimer()
         self.scheduler = Scheduler(config)
-        self._pacing = PrefillBudget(config.step_target_s, config.max_num_batched_tokens)
-        self._requests = RequestStates(self.scheduler, observer, self._clock)
-        self._outcome = Postprocessor(self._requests, self.scheduler, observer, self._clock)
+        self._prefill_budget = PrefillBudget(config.step_target_s, config.max_num_batched_tokens)
+        self._requests = RequestStates(self.scheduler, observer, self._clock, on_end)
+        self._postprocessor = Postprocessor(self._requests, self.scheduler, observer, self._clock)
         self._is_retrying = False  # the previous step ran out of memory
 
     @property
@@ -63,20 +71,25 @@ class EngineCore:
         """Return whether no request is waiting or running."""
         return not self._requests
 
-    def add(self, live: RequestState) -> None:
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Return the number of prompt tokens of the requests that wait."""
+        return sum(each.num_prompt_tokens for each in self.scheduler.waiting)
+
+    def add(self, state: RequestState) -> None:
         """Queue a request."""
-        self._requests.add(live)
+        self._requests.add(state)
 
     def abort(self, request_id: str) -> None:
         """End a request and free its pages; no effect if it has already ended."""
-        live = self._requests.get(request_id)
-        if live is not None:
-            self._requests.deliver(live, Output(finish_reason=FinishReason.ABORT))
+        state = self._requests.get(request_id)
+        if state is not None:
+            self._requests.deliver(state, Output(finish_reason=FinishReason.ABORT))
 
     def fail_all(self, error: str) -> None:
         """End every request with an error."""
-        for live in self._requests.all():
-            self._requests.fail(live, error)
+        for state in self._requests.all():
+            self._requests.fail(state, error)
 
     def step(self) -> int:
         """Run one step and return the number of its sequences.
@@ -84,43 +97,21 @@ class EngineCore:
         If a step fails, then only its own sequences fail. If it runs out of memory, then the
         newest sequence is preempted and the step is retried once.
         """
-        self._clock.switch("schedule")
-        plan = self.scheduler.schedule(
-            starts_waiting=not self._is_retrying,
-            num_prefill_tokens=self._pacing.num_tokens(self.scheduler.num_decodes),
-        )
-        chunks = list(plan.chunks.values())
-        self._note_plan(plan)
-        is_done = False
-        if chunks:
-            try:
-                self._run(chunks)
-                self._is_retrying = False
-                is_done = True
-            except _OutOfMemoryError:
-                self._pacing.note_failure(plan.num_prefill_tokens)
-                self._is_retrying = not self._is_retrying and self._make_room()
-                if not self._is_retrying:
-                    self._fail(chunks, "out of memory in a step of the engine")
-            except Exception as error:  # noqa: BLE001  # whatever a model's forward may raise
-                _log.exception("step_failed", num_sequences=len(chunks))
-                self._fail(chunks, f"{type(error).__name__} in a step of the engine")
-        self._clock.switch("deliver")
-        self.update_gauges()
+        with self._clock.part("schedule"):
+            plan = self.scheduler.schedule(
+                starts_waiting=not self._is_retrying,
+                num_prefill_tokens=self._prefill_budget.num_tokens(self.scheduler.num_decodes),
+            )
+            self._note_plan(plan)
+            is_done = bool(plan.chunks) and self._run_or_fail(plan)
+            with self._clock.part("deliver"):
+                self.update_gauges()
         seconds = self._clock.take()
-        if chunks:
+        if plan.chunks:
             self._observer.timed(seconds)
         if is_done:
-            self._pacing.note(plan.num_prefill_tokens, sum(seconds.values()))
-        return len(chunks)
-
-    def _make_room(self) -> bool:
-        """Preempt the newest sequence; return False if no other sequence runs."""
-        preempted = self.scheduler.preempt_newest()
-        if preempted is not None:
-            _log.warning("out_of_memory", preempted=preempted.request.request_id)
-            self._observer.preempted(preempted.request)
-        return preempted is not None
+            self._prefill_budget.note(plan.num_prefill_tokens, sum(seconds.values()))
+        return len(plan.chunks)
 
     def update_gauges(self) -> None:
         """Report the sizes of the queues and the pages in use."""
@@ -133,47 +124,76 @@ class EngineCore:
         """Check that the live requests are those of the scheduler. Raises AssertionError."""
         self.scheduler.check_integrity()
         known = [*self.scheduler.running, *self.scheduler.waiting]
-        assert {id(live.sequence) for live in self._requests.all()} == {id(each) for each in known}
+        live = self._requests.all()
+        assert {id(state.sequence) for state in live} == {id(each) for each in known}
 
-    def _run(self, chunks: Sequence[Chunk]) -> None:
-        self._clock.switch("build")
-        lives = [self._requests.of(chunk.sequence) for chunk in chunks]
-        spans = [self._span(*each) for each in zip(chunks, lives, strict=True)]
+    def _run_or_fail(self, plan: StepPlan) -> bool:
+        """Run a plan; return False if it failed. Its sequences have ended then, or are retried."""
+        try:
+            self._run(plan)
+        except _OutOfMemoryError:
+            self._prefill_budget.note_failure(plan.num_prefill_tokens)
+            self._is_retrying = not self._is_retrying and self._make_room()
+            if not self._is_retrying:
+                self._fail(plan, "out of memory in a step of the engine")
+            return False
+        except Exception as error:  # noqa: BLE001  # whatever a model's forward may raise
+            _log.exception("step_failed", num_sequences=len(plan.chunks))
+            self._fail(plan, f"{type(error).__name__} in a step of the engine")
+            return False
+        self._is_retrying = False
+        return True
+
+    def _run(self, plan: StepPlan) -> None:
+        chunks = plan.chunks.values()
+        with self._clock.part("build"):
+            states = [self._requests.of(chunk.sequence) for chunk in chunks]
+            spans = [self._span(*each) for each in zip(chunks, states, strict=True)]
         logits_RV = self._forward(spans)
-        num_rows = [len(span.logit_rows) for span in spans]
-        self._outcome.settle(list(zip(chunks, lives, num_rows, strict=True)), logits_RV)
+        computed, row = [], 0
+        for chunk, state, span in zip(chunks, states, spans, strict=True):
+            rows = slice(row, row + len(span.logit_rows))
+            computed.append(ComputedChunk(chunk, state, rows))
+            row = rows.stop
+        self._postprocessor.process(computed, logits_RV)
 
     def _forward(self, spans: Sequence[Span]) -> Tensor:
         try:
-            return self._runner.run(spans, self._clock)
+            with self._clock.part("build"):
+                forward = self._runner.prepare(spans)
+            with self._clock.part("forward"):
+                return forward()
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             if not _is_out_of_memory(error):
                 raise
             # The step has changed no state yet, so it can be retried.
             raise _OutOfMemoryError from error
 
-    def _span(self, chunk: Chunk, live: RequestState) -> Span:
+    def _span(self, chunk: Chunk, state: RequestState) -> Span:
         sequence = chunk.sequence
-        logit_rows = range(0)
-        if chunk.is_scored:
-            logit_rows = range(max(sequence.num_scored - chunk.first, 0), chunk.num_tokens)
-        elif chunk.is_last:
-            logit_rows = range(chunk.num_tokens - 1, chunk.num_tokens)
         return Span(
             sequence.token_ids[chunk.first : chunk.first + chunk.num_tokens],
             chunk.first,
-            live.page_row.follow(sequence.pages),
+            state.page_row.follow(sequence.pages),
             self._runner.table_slot(chunk.tier.profile),
-            logit_rows,
+            chunk.logit_rows,
         )
 
-    def _fail(self, chunks: Sequence[Chunk], error: str) -> None:
-        for chunk in chunks:
-            live = self._requests.get(chunk.sequence.request.request_id)
-            if live is not None:  # None: it ended before the step failed
-                self._requests.fail(live, error)
+    def _make_room(self) -> bool:
+        """Preempt the newest sequence; return False if no other sequence runs."""
+        preempted = self.scheduler.preempt_newest()
+        if preempted is not None:
+            _log.warning("out_of_memory", preempted=preempted.request.request_id)
+            self._observer.preempted(preempted.request)
+        return preempted is not None
 
-    def _note_plan(self, plan: Plan) -> None:
+    def _fail(self, plan: StepPlan, error: str) -> None:
+        for sequence in plan.chunks:
+            state = self._requests.get(sequence.request.request_id)
+            if state is not None:  # None: it ended before the step failed
+                self._requests.fail(state, error)
+
+    def _note_plan(self, plan: StepPlan) -> None:
         now = time.monotonic()
         for sequence in plan.preempted:
             self._observer.preempted(sequence.request)

@@ -26,7 +26,7 @@ from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import MAX_LOGPROBS, SamplingParams
 from model_runtime.runner.cuda_graphs import recorded_sizes
 from model_runtime.runner.model_runner import ModelRunner
-from model_runtime.runner.sampler import SamplingRow, choose, logprobs, rows_at
+from model_runtime.runner.sampler import SamplingRow, logprobs, rows_at, sample_rows
 from rope import Profile
 
 # Bytes of one captured step: its launches, and the unused rest of the pool's blocks. An estimate,
@@ -173,7 +173,7 @@ def run_step(runner: ModelRunner, spans: Sequence[Span]) -> None:
     """
     logits_RV = runner.run(spans)
     places = [end - 1 for end in accumulate(len(span.logit_rows) for span in spans)]
-    choose(logits_RV, places, [SamplingRow(_SAMPLING, 0, frozenset()) for _ in spans])
+    sample_rows(logits_RV, places, [SamplingRow(_SAMPLING, 0, frozenset()) for _ in spans])
     for rows_RV in (logits_RV, rows_at(logits_RV, places)):
         num_rows = len(rows_RV)
         logprobs(rows_RV, [0] * num_rows, [MAX_LOGPROBS] * num_rows)

@@ -6,6 +6,7 @@ Shapes: R = rows of logits, V = vocabulary.
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 from torch import Tensor
@@ -15,11 +16,35 @@ from model_runtime.engine.output_processor import Answer
 from model_runtime.engine.request_state import RequestState, RequestStates
 from model_runtime.errors import GrammarError
 from model_runtime.request import FinishReason, Output, PromptProgress, TokenLogprob
-from model_runtime.runner.sampler import choose, logprobs, rows_at
+from model_runtime.runner.sampler import logprobs, rows_at, sample_rows
 from model_runtime.runner.step_timer import StepTimer
-from model_runtime.scheduling.scheduler import Chunk, Scheduler
+from model_runtime.scheduling.scheduler import Scheduler
+from model_runtime.scheduling.step_plan import Chunk
 
 _log = structlog.get_logger(__name__)
+
+
+class ComputedChunk(NamedTuple):
+    """A chunk of a step that has run."""
+
+    chunk: Chunk
+    state: RequestState
+    rows: slice  # its rows of logits
+
+
+class _NewToken(NamedTuple):
+    """A sampled token that its answer does not contain yet."""
+
+    state: RequestState
+    row: int  # of the logits
+    token_id: int
+
+
+class _Ending(NamedTuple):
+    """A request that ends without another token."""
+
+    state: RequestState
+    last_output: Callable[[], Output]
 
 
 class Postprocessor:
@@ -33,126 +58,127 @@ class Postprocessor:
         self._observer = observer
         self._clock = clock
 
-    def settle(
-        self, computed: Sequence[tuple[Chunk, RequestState, int]], logits_RV: Tensor
-    ) -> None:
-        """Update the requests of a step. `computed`: (chunk, request, row count), in row order."""
-        self._clock.switch("sample")
-        choosing, endings = self._choosing(computed)
-        is_finite_R, token_ids = choose(
-            logits_RV,
-            [place for place, _ in choosing],
-            [live.sampling_row() for _, live in choosing],
-        )
-        self._clock.switch("schedule")
-        row = 0
-        for chunk, live, num_rows in computed:
-            rows = slice(row, row + num_rows)
-            row = rows.stop
-            if not all(is_finite_R[rows]):
-                self._scheduler.distrust_cache()
-                self._observer.nan_aborted(chunk.sequence.request)
-                self._requests.fail(live, "the model answered with NaN or Inf")
-                continue
-            if chunk.is_scored:
-                self._clock.switch("sample")
-                _score_prompt(chunk, live.answer, logits_RV[rows])
-                self._clock.switch("schedule")
-            self._scheduler.computed(chunk)
-            if chunk.sequence.request.wants_progress and not chunk.sequence.num_generated:
-                self._requests.deliver(live, Output(progress=_progress(live)))
-        # Requests that are no longer live had logits that are not finite.
-        for live, end in endings:
-            if self._requests.is_live(live):
-                self._requests.deliver(live, end())
-        self._clock.switch("sample")
-        chosen = [
-            (place, live, token_id)
-            for (place, live), token_id in zip(choosing, token_ids, strict=True)
-            if self._requests.is_live(live)
-        ]
-        self._add_tokens(chosen, logits_RV)
-
-    def _choosing(
-        self, computed: Sequence[tuple[Chunk, RequestState, int]]
-    ) -> tuple[list[tuple[int, RequestState]], list[tuple[RequestState, Callable[[], Output]]]]:
-        """Return (row, request) pairs to sample, and (request, end) pairs of answers that end."""
-        choosing: list[tuple[int, RequestState]] = []
-        endings: list[tuple[RequestState, Callable[[], Output]]] = []
-        row = 0
-        for chunk, live, num_rows in computed:
-            row += num_rows
-            if not chunk.is_last:
-                continue
-            end = _end_before(live)
-            if end is None:
-                choosing.append((row - 1, live))
+    def process(self, computed: Sequence[ComputedChunk], logits_RV: Tensor) -> None:
+        """Update the requests of a step, whose chunks are in the order of their rows."""
+        with self._clock.part("sample"):
+            sampled, endings = _split(computed)
+            is_finite_R, token_ids = sample_rows(
+                logits_RV,
+                [each.rows.stop - 1 for each in sampled],
+                [each.state.sampling_row() for each in sampled],
+            )
+        for each in computed:
+            if all(is_finite_R[each.rows]):
+                self._record(each, logits_RV)
             else:
-                endings.append((live, end))
-        return choosing, endings
+                self._scheduler.invalidate_prefix_cache()
+                self._observer.nan_aborted(each.chunk.sequence.request)
+                self._requests.fail(each.state, "the model answered with NaN or Inf")
+        # Requests that are no longer live had logits that are not finite.
+        for state, last_output in endings:
+            if self._requests.is_live(state):
+                self._requests.deliver(state, last_output())
+        new_tokens = [
+            _NewToken(each.state, each.rows.stop - 1, token_id)
+            for each, token_id in zip(sampled, token_ids, strict=True)
+            if self._requests.is_live(each.state)
+        ]
+        self._add_tokens(new_tokens, logits_RV)
 
-    def _add_tokens(
-        self, chosen: Sequence[tuple[int, RequestState, int]], logits_RV: Tensor
-    ) -> None:
-        """Add new tokens, as (row, request, token), with their logprobs if requested."""
-        reported = _reported_logprobs(chosen, logits_RV)
-        for place, live, token_id in chosen:
-            self._clock.switch("deliver")
-            live.add_token(token_id)
-            self._requests.note_token(live)
-            self._clock.switch("detokenize")
-            try:
-                constraint = live.constraint
-                is_complete = constraint is not None and constraint.advance(token_id)
-                output = live.answer.add(token_id, reported.get(place), is_complete=is_complete)
-            except GrammarError as error:
-                output = _fault_of_grammar(live, error)
-            except Exception as error:  # noqa: BLE001  # a tokenizer's fault ends its request only
-                _log.exception("answer_failed", request_id=live.sequence.request.request_id)
-                text = f"{type(error).__name__} while decoding a token"
-                output = Output(finish_reason=FinishReason.ERROR, error=text)
-            self._requests.deliver(live, output)
+    def _record(self, computed: ComputedChunk, logits_RV: Tensor) -> None:
+        """Record a chunk as computed: its prompt's logprobs, its pages and its progress."""
+        chunk, state, rows = computed
+        if chunk.is_scored:
+            with self._clock.part("sample"):
+                _score_prompt(chunk, state.answer, logits_RV[rows])
+        self._scheduler.computed(chunk)
+        if chunk.sequence.request.wants_progress and not chunk.sequence.num_generated:
+            self._requests.deliver(state, Output(progress=_progress(state)))
+
+    def _add_tokens(self, new_tokens: Sequence[_NewToken], logits_RV: Tensor) -> None:
+        """Add the tokens to their answers, with their logprobs if requested, and deliver them."""
+        with self._clock.part("sample"):
+            reported = _reported_logprobs(new_tokens, logits_RV)
+        with self._clock.part("deliver"):
+            for state, _, token_id in new_tokens:
+                state.add_token(token_id)
+                self._requests.note_token(state)
+        with self._clock.part("detokenize"):
+            outputs = [_output(each, reported.get(each.row)) for each in new_tokens]
+        for new, output in zip(new_tokens, outputs, strict=True):
+            self._requests.deliver(new.state, output)
 
 
-def _end_before(live: RequestState) -> Callable[[], Output] | None:
+def _split(
+    computed: Sequence[ComputedChunk],
+) -> tuple[list[ComputedChunk], list[_Ending]]:
+    """Return the chunks whose last row is sampled, and the requests that end without a token."""
+    sampled: list[ComputedChunk] = []
+    endings: list[_Ending] = []
+    for each in computed:
+        if not each.chunk.is_last:
+            continue
+        last_output = _end_before(each.state)
+        if last_output is None:
+            sampled.append(each)
+        else:
+            endings.append(_Ending(each.state, last_output))
+    return sampled, endings
+
+
+def _output(new: _NewToken, logprob: TokenLogprob | None) -> Output:
+    """Return the output of a new token. A fault of tokenizer or grammar ends its request only."""
+    state, _, token_id = new
+    try:
+        is_complete = state.constraint is not None and state.constraint.advance(token_id)
+        return state.answer.add(token_id, logprob, is_complete=is_complete)
+    except GrammarError as error:
+        return _grammar_fault(state, error)
+    except Exception as error:  # noqa: BLE001  # whatever a tokenizer may raise
+        _log.exception("answer_failed", request_id=state.sequence.request.request_id)
+        text = f"{type(error).__name__} while decoding a token"
+        return Output(finish_reason=FinishReason.ERROR, error=text)
+
+
+def _end_before(state: RequestState) -> Callable[[], Output] | None:
     """Return the function that ends the answer without another token; None if it continues.
 
     Also computes the tokens that the answer's grammar allows next.
     """
-    if live.sequence.request.sampling.max_tokens == 0:
-        return live.answer.end_without_tokens
-    if live.constraint is None:
+    if state.sequence.request.sampling.max_tokens == 0:
+        return state.answer.end_without_tokens
+    if state.constraint is None:
         return None
     try:
-        return None if live.constraint.look() else live.answer.complete
+        return None if state.constraint.look() else state.answer.complete
     except GrammarError as error:
-        return partial(_fault_of_grammar, live, error)
+        return partial(_grammar_fault, state, error)
 
 
 def _reported_logprobs(
-    chosen: Sequence[tuple[int, RequestState, int]], logits_RV: Tensor
+    new_tokens: Sequence[_NewToken], logits_RV: Tensor
 ) -> dict[int, TokenLogprob]:
     """Return the logprobs by row, for the requests that report them."""
-    asking = [
-        (place, token_id, most)
-        for place, live, token_id in chosen
-        if (most := live.sequence.request.sampling.logprobs) is not None
+    reporting = [
+        (row, token_id, num_top)
+        for state, row, token_id in new_tokens
+        if (num_top := state.sequence.request.sampling.logprobs) is not None
     ]
-    if not asking:
+    if not reporting:
         return {}
-    places, token_ids, num_top = zip(*asking, strict=True)
-    found = logprobs(rows_at(logits_RV, places), token_ids, num_top)
-    return dict(zip(places, found, strict=True))
+    rows, token_ids, num_tops = zip(*reporting, strict=True)
+    found = logprobs(rows_at(logits_RV, rows), token_ids, num_tops)
+    return dict(zip(rows, found, strict=True))
 
 
-def _fault_of_grammar(live: RequestState, error: GrammarError) -> Output:
-    _log.error("grammar_failed", request_id=live.sequence.request.request_id, error=str(error))
+def _grammar_fault(state: RequestState, error: GrammarError) -> Output:
+    _log.error("grammar_failed", request_id=state.sequence.request.request_id, error=str(error))
     return Output(finish_reason=FinishReason.ERROR, error=str(error))
 
 
-def _progress(live: RequestState) -> PromptProgress:
-    sequence = live.sequence
-    began = live.arrived if live.started is None else live.started
+def _progress(state: RequestState) -> PromptProgress:
+    sequence = state.sequence
+    began = state.arrived if state.started is None else state.started
     return PromptProgress(
         sequence.num_prompt_tokens,
         sequence.num_cached_tokens or 0,

@@ -1,6 +1,7 @@
 """The state of the requests inside the engine, and the delivery of their outputs."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
@@ -59,10 +60,17 @@ class RequestState:
 class RequestStates:
     """The owner of every live request. Delivering the last output of a request frees it."""
 
-    def __init__(self, scheduler: Scheduler, observer: Observer, clock: StepTimer) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        observer: Observer,
+        clock: StepTimer,
+        on_end: Callable[[], None],
+    ) -> None:
         self._scheduler = scheduler
         self._observer = observer
         self._clock = clock
+        self._on_end = on_end  # called before the last output of a request is delivered
         self._live: dict[str, RequestState] = {}
 
     def __len__(self) -> int:
@@ -72,68 +80,68 @@ class RequestStates:
         """Return the live requests, in order of arrival."""
         return list(self._live.values())
 
-    def add(self, live: RequestState) -> None:
+    def add(self, state: RequestState) -> None:
         """Queue a request."""
-        self._live[live.sequence.request.request_id] = live
-        self._scheduler.add(live.sequence)
+        self._live[state.sequence.request.request_id] = state
+        self._scheduler.add(state.sequence)
 
     def get(self, request_id: str) -> RequestState | None:
         """Return a live request; None if it has ended."""
         return self._live.get(request_id)
 
-    def is_live(self, live: RequestState) -> bool:
+    def is_live(self, state: RequestState) -> bool:
         """Return whether the request is still live."""
-        return self._live.get(live.sequence.request.request_id) is live
+        return self._live.get(state.sequence.request.request_id) is state
 
     def of(self, sequence: TokenSequence) -> RequestState:
         """Return the request of a sequence. It must be live."""
         return self._live[sequence.request.request_id]
 
-    def deliver(self, live: RequestState, output: Output) -> None:
+    def deliver(self, state: RequestState, output: Output) -> None:
         """Pass an output to the callback; the last output frees the request."""
-        before = self._clock.switch("deliver")
-        sequence = live.sequence
-        if output.finish_reason is not None:
-            self._scheduler.remove(sequence)
-            del self._live[sequence.request.request_id]
-            seconds = time.monotonic() - live.arrived
-            self._observer.finished(
-                sequence.request,
-                sequence.tier,
-                output.finish_reason,
-                sequence.num_generated,
-                seconds,
+        with self._clock.part("deliver"):
+            sequence = state.sequence
+            if output.finish_reason is not None:
+                self._end(state, output.finish_reason)
+            reported = output._replace(
+                num_cached_tokens=sequence.num_cached_tokens or 0,
+                tier=sequence.tier,
+                num_rescales=sequence.num_rescales,
             )
-        state = output._replace(
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-            tier=sequence.tier,
-            num_rescales=sequence.num_rescales,
+            try:
+                state.on_output(reported)
+            except Exception:  # noqa: BLE001  # a listener's fault is no reason to stop the others
+                _log.exception("listener_failed", request_id=sequence.request.request_id)
+
+    def _end(self, state: RequestState, reason: FinishReason) -> None:
+        sequence = state.sequence
+        self._scheduler.remove(sequence)
+        del self._live[sequence.request.request_id]
+        self._on_end()
+        seconds = time.monotonic() - state.arrived
+        self._observer.finished(
+            sequence.request, sequence.tier, reason, sequence.num_generated, seconds
         )
-        try:
-            live.on_output(state)
-        except Exception:  # noqa: BLE001  # a listener's fault is no reason to stop the others
-            _log.exception("listener_failed", request_id=sequence.request.request_id)
-        self._clock.switch(before)
 
-    def fail(self, live: RequestState, error: str) -> None:
+    def fail(self, state: RequestState, error: str) -> None:
         """End a request with an error."""
-        self.deliver(live, Output(finish_reason=FinishReason.ERROR, error=error))
+        self.deliver(state, Output(finish_reason=FinishReason.ERROR, error=error))
 
-    def note_start(self, live: RequestState, now: float) -> None:
+    def note_start(self, state: RequestState, now: float) -> None:
         """Report that the request left the queue, when a step first computes some of it."""
-        if live.started is None:
-            live.started = now
-            sequence, waited = live.sequence, now - live.arrived
+        if state.started is None:
+            state.started = now
+            sequence, waited = state.sequence, now - state.arrived
             self._observer.started(sequence.request, sequence.num_cached_tokens or 0, waited)
 
-    def note_token(self, live: RequestState) -> None:
+    def note_token(self, state: RequestState) -> None:
         """Report that the request has a new token."""
         now = time.monotonic()
-        request = live.sequence.request
-        if live.last_token is None:
-            started = live.arrived if live.started is None else live.started
-            self._observer.first_token(request, now - live.arrived, now - started)
+        request = state.sequence.request
+        if state.last_token is None:
+            started = state.arrived if state.started is None else state.started
+            self._observer.first_token(request, now - state.arrived, now - started)
         else:
-            context_len = len(live.sequence.token_ids)
-            self._observer.next_token(request, context_len, now - live.last_token)
-        live.last_token = now
+            context_len = len(state.sequence.token_ids)
+            self._observer.next_token(request, context_len, now - state.last_token)
+        state.last_token = now

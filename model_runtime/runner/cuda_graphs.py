@@ -143,6 +143,7 @@ class DecodeGraphs:
         fill(recorded.numbers_FS, numbers_FS)
         fill(recorded.batch.page_table_SN[:, : page_table_SN.shape[1]], page_table_SN)
 
+        @torch.inference_mode()
         def run() -> Tensor:
             recorded.replay()
             return recorded.logits_SV[: len(spans)]

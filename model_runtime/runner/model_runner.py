@@ -24,7 +24,6 @@ from model_runtime.layers.last_layer import (
     trimmed_layer,
 )
 from model_runtime.runner.cuda_graphs import DecodeGraphs, Recorder
-from model_runtime.runner.step_timer import StepTimer
 from rope import Profile
 
 _log = structlog.get_logger(__name__)
@@ -56,18 +55,20 @@ class ModelRunner:
         return self._tables.slot(profile)
 
     @torch.inference_mode()
-    def run(self, spans: Sequence[Span], clock: StepTimer | None = None) -> Tensor:
-        """Run one forward over all spans; return float32 [R, V] in the order of their logit rows.
+    def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
+        """Build the batch of these spans, and return its forward.
 
-        `clock`: is switched to `forward` when the batch is built.
+        The forward returns float32 logits [R, V] in the order of the spans' logit rows.
         """
-        run = self._recorded(spans)
-        if run is None:
+        forward = self._recorded(spans)
+        if forward is None:
             batch = build_batch(spans, self._page_size, self._device)
-            run = partial(self._forward, batch, *self._asked_step(spans, batch))
-        if clock is not None:
-            clock.switch("forward")
-        return run()
+            forward = partial(self._forward, batch, *self._asked_step(spans, batch))
+        return forward
+
+    def run(self, spans: Sequence[Span]) -> Tensor:
+        """Run one forward over all spans; return float32 [R, V] in the order of their rows."""
+        return self.prepare(spans)()
 
     def _recorded(self, spans: Sequence[Span]) -> Callable[[], Tensor] | None:
         """Return a captured step, ready to run; None if there is none for these spans."""
@@ -117,6 +118,7 @@ class ModelRunner:
         """Run the forward of a decode step, which depends only on the batch's tensors."""
         return self._forward(batch, self._step(batch), batch.logit_rows_R)
 
+    @torch.inference_mode()
     def _forward(self, batch: Batch, step: Step, logit_rows_R: Tensor) -> Tensor:
         answer = self._model(
             input_ids=batch.token_ids_1T,

@@ -61,7 +61,7 @@ def uniform(seed: int, step: int) -> float:
     return (int.from_bytes(digest, "big") >> 11) / 2**53
 
 
-def choose(
+def sample_rows(
     logits_RV: Tensor, places: Sequence[int], rows: Sequence[SamplingRow]
 ) -> tuple[list[bool], list[int]]:
     """Return whether each row of the logits is finite, and a token id for each row in `places`.
@@ -83,7 +83,7 @@ def choose(
 def in_one_transfer(
     logits_RV: Tensor, chosen_RV: Tensor, rows: Sequence[SamplingRow]
 ) -> tuple[list[bool], list[int]]:
-    """Run `choose` on a device with a single wait for it."""
+    """Run `sample_rows` on a device with a single wait for it."""
     # One pass: a sum is finite if all terms are (only terms of about 1e33 would overflow).
     is_finite_R = logits_RV.sum(dim=-1).isfinite().long()
     told: list[int] = torch.cat((is_finite_R, _sampled(chosen_RV, rows))).tolist()
@@ -113,14 +113,14 @@ def _sampled(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     drawn = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
     if len(drawn) == len(rows):
         return _draw(logits_RV, rows)
-    token_R = _likeliest(logits_RV)
+    token_R = _argmax(logits_RV)
     if drawn:
         chosen_R = _draw(rows_at(logits_RV, drawn), [rows[index] for index in drawn])
         token_R[_index(drawn, token_R.device)] = chosen_R
     return token_R
 
 
-def _likeliest(logits_RV: Tensor) -> Tensor:
+def _argmax(logits_RV: Tensor) -> Tensor:
     """Return the first index of the max of each row."""
     if logits_RV.device.type == "cpu":
         # numpy's argmax takes a tenth of the time of torch's.

@@ -17,11 +17,12 @@ class Sequence:
     pages: list[int] = field(default_factory=list)  # page table, in order of position
     num_computed: int = 0  # tokens whose keys and values are in the cache
     num_published: int = 0  # leading pages that other sequences can find
-    is_trusted: bool = True  # False: it may have read bad pages, so it publishes no more
+    is_running: bool = False  # False: it waits, or has ended
+    is_cacheable: bool = True  # False: it may have read bad pages, so it publishes no more
     num_scored: int = 0  # prompt tokens whose rows were delivered or not requested
     num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first start
     num_rescales: int = 0  # number of rotation table changes
-    awaited_key: Key | None = None  # of a page that another sequence computes, and it waits for
+    waits_for: Key | None = None  # the key of a page that another sequence computes
     tier: Tier = field(init=False)  # the one in force for its newest token
     num_prompt_tokens: int = field(init=False)
     _keys: list[Key] = field(default_factory=list)  # of its full pages, under the first profile
@@ -42,6 +43,11 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Return the number of tokens that no forward has computed yet."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_growing(self) -> bool:
+        """Return whether its tier follows its length."""
+        return self.request.placement.policy in ("grow", "grow-exact")
 
     @property
     def is_decoding(self) -> bool:
@@ -83,10 +89,10 @@ class Sequence:
         """Reset the computed state, and return the held pages so the pool can release them."""
         pages, self.pages = self.pages, []
         self.num_computed = self.num_published = 0
-        self.is_trusted = True
+        self.is_cacheable = True
         return pages
 
-    def cross(self, tier: Tier) -> None:
+    def move_to(self, tier: Tier) -> None:
         """Move to a higher tier."""
         self.tier = tier
         self.num_rescales += 1

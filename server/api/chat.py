@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -21,9 +20,10 @@ from server.api.chat_schema import (
     TokenLogprobs,
     TopLogprob,
 )
-from server.api.generation_response import HttpAnswer, answered, finish_reason, finite
+from server.api.generation_response import HttpAnswer, finish_reason, finite, respond
 from server.api.generation_schema import PromptProgressAnswer, Usage
-from server.api.service import Service, Submission
+from server.api.output_queue import Submission
+from server.api.service import Service
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -32,15 +32,15 @@ def chat_router(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=ChatResponse)
     async def chat(body: ChatRequest, http: Request) -> Response:
-        submitting = service.submit(
-            body, partial(_prompt, service, body), service.chat_template.stop
-        )
-        return await answered(service, http, body, submitting, _ChatAnswer)
+        async with service.reserve(body, service.chat_template.stop) as reservation:
+            prompt = await _tokenize(service, body)
+            submission = reservation.submit([prompt])
+        return await respond(http, _ChatAnswer(service, submission, body))
 
     return router
 
 
-async def _prompt(service: Service, body: ChatRequest) -> list[tuple[int, ...]]:
+async def _tokenize(service: Service, body: ChatRequest) -> tuple[int, ...]:
     """Render the messages into the tokens of one prompt. Raises RequestError."""
     variables = body.chat_template_kwargs or {}
     _check_variables(service, variables)
@@ -60,12 +60,12 @@ async def _prompt(service: Service, body: ChatRequest) -> list[tuple[int, ...]]:
     )
     # Templates write the special tokens themselves, except for the fallback.
     add_special_tokens = body.add_special_tokens or service.chat_template.is_fallback
-    return [await service.tokenize(text, add_special_tokens=add_special_tokens, param="messages")]
+    return await service.tokenize(text, add_special_tokens=add_special_tokens, param="messages")
 
 
 def _check_variables(service: Service, variables: Iterable[str]) -> None:
     """Check that the operator allows each variable and that the template reads it."""
-    allowed = service.allowed_chat_template_kwargs
+    allowed = service.settings.allowed_chat_template_kwargs
     for name in variables:
         if name not in allowed:
             raise RequestError(

@@ -1,7 +1,6 @@
 """POST /v1/completions."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
@@ -10,9 +9,10 @@ from model_runtime.request import Request as EngineRequest
 from model_runtime.text.detokenizer import PROMPT_TAIL
 from model_runtime.text.tokenizer import TokenStream
 from server.api.completion_schema import Choice, CompletionRequest, CompletionResponse, Logprobs
-from server.api.generation_response import HttpAnswer, answered, finish_reason, finite
+from server.api.generation_response import HttpAnswer, finish_reason, finite, respond
 from server.api.generation_schema import PromptProgressAnswer, Usage
-from server.api.service import Service, Submission
+from server.api.output_queue import Submission
+from server.api.service import Service
 
 
 def completions_router(service: Service) -> APIRouter:
@@ -21,22 +21,25 @@ def completions_router(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, http: Request) -> Response:
-        submitting = service.submit(body, partial(_prompts, service, body))
-        return await answered(service, http, body, submitting, _CompletionAnswer)
+        async with service.reserve(body) as reservation:
+            prompts = await _tokenize(service, body)
+            submission = reservation.submit(prompts)
+        return await respond(http, _CompletionAnswer(service, submission, body))
 
     return router
 
 
-async def _prompts(service: Service, body: CompletionRequest) -> list[tuple[int, ...]]:
+async def _tokenize(service: Service, body: CompletionRequest) -> list[tuple[int, ...]]:
     """Tokenise the prompts; special tokens are added to texts only."""
-    found = []
+    prompts = []
     for prompt in body.prompts():
         if isinstance(prompt, str):
-            found.append(await service.tokenize(prompt, add_special_tokens=body.add_special_tokens))
+            token_ids = await service.tokenize(prompt, add_special_tokens=body.add_special_tokens)
+            prompts.append(token_ids)
         else:
             service.check_token_id(max(prompt), "prompt")
-            found.append(tuple(prompt))
-    return found
+            prompts.append(tuple(prompt))
+    return prompts
 
 
 class _CompletionAnswer(HttpAnswer[CompletionRequest]):
@@ -44,7 +47,7 @@ class _CompletionAnswer(HttpAnswer[CompletionRequest]):
 
     def __init__(self, service: Service, submission: Submission, body: CompletionRequest) -> None:
         super().__init__(service, submission, body)
-        self._pieces = [self._pieces_of(request) for request in submission.requests]
+        self._pieces: dict[int, TokenStream] = {}  # by choice, if logprobs are requested
         self._offsets = [0 for _ in submission.requests]
         self._is_echoed = [not body.echo for _ in submission.requests]
 
@@ -121,10 +124,13 @@ class _CompletionAnswer(HttpAnswer[CompletionRequest]):
             *zip(prompt_ids, output.prompt_logprobs, strict=True),
             *zip(output.token_ids, output.logprobs, strict=True),
         ]
+        pieces = self._pieces.get(index)
+        if pieces is None:
+            pieces = self._pieces[index] = self._pieces_of(self.choices[index].request)
         offsets = []
         for token_id, _ in entries:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(self._pieces[index].push(token_id))
+            self._offsets[index] += len(pieces.push(token_id))
         return Logprobs(
             tokens=[self.service.tokenizer.token_text(token_id) for token_id, _ in entries],
             token_logprobs=[None if each is None else finite(each.logprob) for _, each in entries],

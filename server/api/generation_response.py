@@ -6,8 +6,7 @@ All generating routes share this module; each one defines its own body formats.
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -25,13 +24,19 @@ from server.api.generation_schema import (
     RopeAnswer,
     Usage,
 )
-from server.api.service import Service, Submission, until_disconnect
+from server.api.output_queue import Submission
+from server.api.service import Service
 from server.api.sse import DONE, KEEP_ALIVE, OPENING, EventStream, event
 from server.errors import envelope
 
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; vLLM's number for it
 
 BodyT = TypeVar("BodyT", bound=GenerationRequest)
+Result = TypeVar("Result")
+
+
+class ClientDisconnectedError(Exception):
+    """The client closed the connection before its answer was ready."""
 
 
 @dataclass(slots=True)
@@ -81,6 +86,10 @@ class HttpAnswer(ABC, Generic[BodyT]):
         """Return the served name."""
         return self.choices[0].request.placement.deployment
 
+    def close(self) -> None:
+        """Abort what has not finished; call it once the answer is sent."""
+        self._submission.close()
+
     def rope(self, index: int, output: Output) -> RopeAnswer:
         """Return the scaling applied to one choice so far."""
         placement = self.choices[index].request.placement
@@ -105,7 +114,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
         yield OPENING
         try:
             while not self._submission.is_over:
-                found = await self._next(self.service.limits.sse_keep_alive_s)
+                found = await self._next(self.service.settings.sse_keep_alive_seconds or None)
                 yield KEEP_ALIVE if found is None else await self._event(*found)
         except EngineStoppedError as error:
             yield event(envelope(str(error), "server_error", code="engine_stopped"))
@@ -157,25 +166,40 @@ class HttpAnswer(ABC, Generic[BodyT]):
         return found
 
 
-async def answered(
-    service: Service,
-    http: HttpRequest,
-    body: BodyT,
-    submitting: Awaitable[Submission],
-    answer: Callable[[Service, Submission, BodyT], HttpAnswer[BodyT]],
-) -> Response:
-    """Submit the request, and return a whole answer or a stream, as the body requests.
+async def respond(http: HttpRequest, answer: HttpAnswer[Any]) -> Response:
+    """Return the whole answer or a stream, as the body requests.
 
     If the client disconnects, the request is aborted.
     """
-    submission = await submitting
-    with ExitStack() as at_the_end:
-        at_the_end.callback(submission.close)
-        made = answer(service, submission, body)
-        if not body.stream:
-            return await until_disconnect(http, made.whole())
-        close = at_the_end.pop_all().close  # the stream calls it from here on
-    return EventStream(made.events(), close)
+    if answer.body.stream:
+        return EventStream(answer.events(), answer.close)
+    try:
+        return await _until_disconnect(http, answer.whole())
+    finally:
+        answer.close()
+
+
+async def _until_disconnect(http: HttpRequest, work: Awaitable[Result]) -> Result:
+    """Return the work's result.
+
+    If the client disconnects, cancel the work and raise ClientDisconnectedError.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnectedError
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
 
 
 def finish_reason(output: Output) -> str | None:

@@ -124,7 +124,7 @@ class StreamOptions(Body):
 TokenId = Annotated[int, Field(ge=0, le=INT64)]
 TokenIdKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,17})$")]  # JSON's keys are strings
 StopString = Annotated[str, Field(min_length=1, max_length=4096)]
-# The schema's bounds are those of the settings; the allowed values are in server/limits.py.
+# The schema's bounds are those of the settings; the allowed values are the operator's settings.
 MAX_N = 128
 
 
@@ -235,13 +235,11 @@ class GenerationRequest(Body):
         """Return pairs of token id and the number added to its logit."""
         return tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
 
-    def sampling(
-        self, max_tokens: int, defaults: Mapping[str, float], extra_stop: Sequence[str]
-    ) -> list[SamplingParams]:
-        """Return the runtime's sampling parameters for each answer to a prompt.
+    def sampling(self, defaults: Mapping[str, float], extra_stop: Sequence[str]) -> SamplingParams:
+        """Return the runtime's sampling parameters, without max_tokens and seed.
 
-        Each answer has its own seed. A field that the request leaves out has the model's default,
-        or OpenAI's. `extra_stop` are the stop strings of the chat template.
+        A field that the request leaves out has the model's default, or OpenAI's. `extra_stop` are
+        the stop strings of the chat template.
         """
 
         def value(name: str, default: float) -> float:
@@ -249,27 +247,28 @@ class GenerationRequest(Body):
             return defaults.get(name, default) if given is None else given
 
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return [
-            SamplingParams(
-                max_tokens=max_tokens,
-                temperature=value("temperature", 1.0),
-                top_p=value("top_p", 1.0),
-                top_k=max(int(value("top_k", 0)), 0),
-                min_p=value("min_p", 0.0),
-                seed=secrets.randbits(63) if self.seed is None else self.seed + copy,
-                repetition_penalty=value("repetition_penalty", 1.0),
-                presence_penalty=self.presence_penalty or 0.0,
-                frequency_penalty=self.frequency_penalty or 0.0,
-                logit_bias=self.logit_bias_pairs(),
-                stop=(*stop, *extra_stop),
-                stop_token_ids=tuple(self.stop_token_ids or ()),
-                ignore_eos=self.ignore_eos,
-                min_tokens=self.min_tokens or 0,
-                logprobs=self.num_logprobs,
-                prompt_logprobs=self.num_prompt_logprobs,
-            )
-            for copy in range(self.num_answers)
-        ]
+        return SamplingParams(
+            temperature=value("temperature", 1.0),
+            top_p=value("top_p", 1.0),
+            top_k=max(int(value("top_k", 0)), 0),
+            min_p=value("min_p", 0.0),
+            repetition_penalty=value("repetition_penalty", 1.0),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self.logit_bias_pairs(),
+            stop=(*stop, *extra_stop),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens or 0,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+        )
+
+    def seeds(self) -> list[int]:
+        """Return a seed for each answer to a prompt; without `seed` they are random."""
+        if self.seed is None:
+            return [secrets.randbits(63) for _ in range(self.num_answers)]
+        return [self.seed + copy for copy in range(self.num_answers)]
 
 
 class RopeAnswer(Body):

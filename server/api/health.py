@@ -18,7 +18,7 @@ def health_router(service: Service) -> APIRouter:
         if not service.engine.is_running:
             return "The engine is not running."
         seconds = service.engine.seconds_since_step
-        if seconds > service.limits.stall_s:
+        if seconds > service.settings.stall_seconds:
             return f"The engine has made no step for {seconds:.0f} s."
         return None
 

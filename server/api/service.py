@@ -1,100 +1,41 @@
-"""Shared parts of the routes: the engine, the served names, and the path of a request."""
+"""The engine behind the routes: served names, limits, and the way of a request into the engine.
+
+A route reserves the request's places in the queue, tokenises, and submits:
+
+    async with service.reserve(body) as reservation:
+        prompts = ...
+        submission = reservation.submit(prompts)
+"""
 
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
-
-from starlette.requests import Request as HttpRequest
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from model_runtime.deployment import Deployment, RopeRequest
-from model_runtime.engine.engine import Engine, Reservation
+from model_runtime.engine.admission import Places
+from model_runtime.engine.engine import Engine
 from model_runtime.errors import RequestError, RopewalkError, UnknownModelError
-from model_runtime.request import FinishReason, Output, Request
+from model_runtime.request import Request, SamplingParams
 from model_runtime.text.chat_template import ChatTemplate
 from model_runtime.text.grammar import Grammar, GrammarCompiler
 from model_runtime.text.tokenizer import Tokenizer
 from server.api.generation_schema import GenerationRequest
-from server.api.limits import ServiceLimits
-from server.api.output_mailbox import Mailbox
+from server.api.output_queue import OutputQueue, Submission
 from server.errors import rejection_reason
 from server.metrics import Metrics
 from server.middleware.http_metrics import HttpMetrics
-
-Result = TypeVar("Result")
-
-
-class Submission:
-    """The engine's requests for one HTTP request, on the event loop. Close it at the end."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        mailbox: Mailbox,
-        requests: Sequence[Request],
-        arrived: float,
-        reservation: Reservation,
-        *,
-        max_unread: int,
-    ) -> None:
-        self.requests = requests
-        self._engine = engine
-        self._mailbox = mailbox
-        self._max_unread = max_unread
-        self._loop = asyncio.get_running_loop()
-        self._outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
-        listeners = [partial(self._hand_over, index) for index in range(len(requests))]
-        engine.submit_all(list(zip(requests, listeners, strict=True)), arrived, reservation)
-        self._open = set(range(len(requests)))
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether the last output of every request has been read."""
-        return not self._open and self._outputs.empty()
-
-    async def next_output(self, limit_s: float | None) -> tuple[int, Output] | None:
-        """Return (index of the request, output); each request's last has a finish_reason.
-
-        Return None if `limit_s` seconds pass without any.
-        """
-        try:
-            async with asyncio.timeout(limit_s):
-                index, output = await self._outputs.get()
-        except TimeoutError:
-            return None
-        if output.finish_reason is not None:
-            self._open.discard(index)
-        return index, output
-
-    def close(self) -> None:
-        """Abort unfinished requests; their pages are free after the current step."""
-        for index in self._open:
-            self._engine.abort(self.requests[index].request_id)
-        self._open.clear()
-
-    def _hand_over(self, index: int, output: Output) -> None:
-        # Runs on the engine's thread.
-        self._mailbox.put(self._loop, partial(self._receive, index, output))
-
-    def _receive(self, index: int, output: Output) -> None:
-        if index not in self._open:
-            return  # already closed or aborted here
-        if self._outputs.qsize() >= self._max_unread:
-            # A client that does not read must not fill the memory.
-            error = f"more than {self._max_unread} outputs were not read (max_unread_tokens)"
-            output = Output(finish_reason=FinishReason.ERROR, error=error)
-            self._engine.abort(self.requests[index].request_id)
-            self._open.discard(index)
-        self._outputs.put_nowait((index, output))
+from server.settings.load import ServeSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
     """One engine behind one or more served names."""
 
+    settings: ServeSettings
     engine: Engine
     tokenizer: Tokenizer
     deployments: Mapping[str, Deployment]  # the first serves requests that name no model
@@ -104,10 +45,8 @@ class Service:
     sampling_defaults: Mapping[str, float]  # the model's own, for fields that a request leaves out
     max_len: int  # positions of the longest sequence of any deployment
     chat_template: ChatTemplate
-    allowed_chat_template_kwargs: frozenset[str]
-    limits: ServiceLimits
     grammars: GrammarCompiler
-    mailbox: Mailbox = field(default_factory=Mailbox)  # sent after each of the engine's steps
+    output_queue: OutputQueue = field(default_factory=OutputQueue)  # flushed after each step
     created: int = field(default_factory=lambda: int(time.time()))
 
     def deployment(self, name: str | None) -> Deployment:
@@ -125,6 +64,29 @@ class Service:
         """Return the positions of the deployment's longest sequence that the cache can hold."""
         return min(deployment.max_len, self.max_len)
 
+    @asynccontextmanager
+    async def reserve(
+        self, body: GenerationRequest, extra_stop: Sequence[str] = ()
+    ) -> AsyncIterator["Reservation"]:
+        """Check a request and reserve its places in the queue, before it is tokenised.
+
+        `extra_stop` are the stop strings of the chat template. Raises RequestError, QueueFullError
+        or EngineStoppedError. An error inside the block counts as a rejection, too.
+        """
+        arrived = time.monotonic()
+        with self._rejections_counted(body):
+            deployment = self.deployment(body.model)
+            self._check_counts(body)
+            sampling = body.sampling(self.sampling_defaults, extra_stop)
+            self.engine.config.limits.check(sampling)
+            for token_id, _ in body.logit_bias_pairs():
+                self.check_token_id(token_id, "logit_bias")
+            for token_id in body.stop_token_ids or ():
+                self.check_token_id(token_id, "stop_token_ids")
+            with self.engine.reserve(body.num_prompts * body.num_answers) as places:
+                grammar = await self._grammar(body.schema_asked)
+                yield Reservation(self, body, deployment, sampling, grammar, places, arrived)
+
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
     ) -> tuple[int, ...]:
@@ -140,63 +102,16 @@ class Service:
             )
         )
 
-    async def grammar(self, schema: Mapping[str, Any] | None) -> Grammar | None:
-        """Compile the grammar of a schema off the event loop.
-
-        Raises RequestError or QueueFullError.
-        """
-        if schema is None:
-            return None
-        text = await asyncio.to_thread(self.grammars.text_of, schema)
-        return await asyncio.wrap_future(self.grammars.compile(text))
-
-    async def submit(
-        self,
-        body: GenerationRequest,
-        read_prompts: Callable[[], Awaitable[Sequence[tuple[int, ...]]]],
-        extra_stop: Sequence[str] = (),
-    ) -> Submission:
-        """Tokenise, place and queue a request. Raises what the engine and placement raise."""
-        arrived = time.monotonic()
-        try:
-            deployment = self.deployment(body.model)
-            self.limits.check(body)
-            self.engine.config.limits.check(body.sampling(1, {}, extra_stop)[0])
-            for token_id, _ in body.logit_bias_pairs():
-                self.check_token_id(token_id, "logit_bias")
-            for token_id in body.stop_token_ids or ():
-                self.check_token_id(token_id, "stop_token_ids")
-            num_answers = body.num_prompts * body.num_answers
-            with self.engine.reserved(num_answers) as reservation:
-                grammar = await self.grammar(body.schema_asked)
-                requests = []
-                for prompt in await read_prompts():
-                    requests += self._requests(body, deployment, prompt, extra_stop, grammar)
-                return Submission(
-                    self.engine,
-                    self.mailbox,
-                    requests,
-                    arrived,
-                    reservation,
-                    max_unread=self.limits.max_unread_tokens,
-                )
-        except RopewalkError as error:
-            self.metrics.rejected(rejection_reason(error))
-            if isinstance(error, RequestError) and error.param == "prompt":
-                # Placement and engine do not know the field that a prompt comes from.
-                error.param = body.prompt_field
-                error.args = (str(error).replace("`prompt`", f"`{body.prompt_field}`"),)
-            raise
-
     def check_length(self, num_characters: int, param: str) -> None:
         """Refuse a text that must be too long before it is tokenised. Raises RequestError."""
-        most = self.max_len * self.tokenizer.longest_token
+        limit = self.max_len * self.tokenizer.longest_token
         why = f"{self.max_len} tokens of at most {self.tokenizer.longest_token}"
-        if self.limits.max_prompt_chars is not None and self.limits.max_prompt_chars < most:
-            most, why = self.limits.max_prompt_chars, "max_prompt_chars"
-        if num_characters > most:
+        max_prompt_chars = self.settings.max_prompt_chars
+        if max_prompt_chars is not None and max_prompt_chars < limit:
+            limit, why = max_prompt_chars, "max_prompt_chars"
+        if num_characters > limit:
             raise RequestError(
-                f"`{param}` must be at most {most} characters ({why}). Given: {num_characters}",
+                f"`{param}` must be at most {limit} characters ({why}). Given: {num_characters}",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -208,61 +123,86 @@ class Service:
                 f"`{param}` token ids must be < {self.vocab_size}. Given: {token_id}", param=param
             )
 
-    def _requests(
-        self,
-        body: GenerationRequest,
-        deployment: Deployment,
-        prompt: tuple[int, ...],
-        extra_stop: Sequence[str],
-        grammar: Grammar | None,
-    ) -> list[Request]:
+    def _check_counts(self, body: GenerationRequest) -> None:
+        """Check the operator's limits on counts. Raises RequestError."""
+        settings = self.settings
+        for param, limit, unit, given in (
+            (body.prompt_field, settings.max_prompts, "prompts", body.num_prompts),
+            (body.answers_field, settings.max_n, "answers", body.num_answers),
+            ("stop", settings.max_stop_strings, "strings", body.num_stop_strings),
+        ):
+            if given > limit:
+                raise RequestError(
+                    f"`{param}` must be at most {limit} {unit}. Given: {given}", param=param
+                )
+
+    async def _grammar(self, schema: Mapping[str, Any] | None) -> Grammar | None:
+        """Compile the grammar of a schema off the event loop.
+
+        Raises RequestError or QueueFullError.
+        """
+        if schema is None:
+            return None
+        text = await asyncio.to_thread(self.grammars.text_of, schema)
+        return await asyncio.wrap_future(self.grammars.compile(text))
+
+    @contextmanager
+    def _rejections_counted(self, body: GenerationRequest) -> Iterator[None]:
+        """Count an error of the block in the metrics."""
+        try:
+            yield
+        except RopewalkError as error:
+            self.metrics.rejected(rejection_reason(error))
+            if isinstance(error, RequestError) and error.param == "prompt":
+                error.param = body.prompt_field  # the runtime does not know the field's name
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A checked request with places in the queue."""
+
+    service: Service
+    body: GenerationRequest
+    deployment: Deployment
+    sampling: SamplingParams  # without max_tokens and seed
+    grammar: Grammar | None
+    places: Places
+    arrived: float  # time.monotonic()
+
+    def submit(self, prompts: Sequence[tuple[int, ...]]) -> Submission:
+        """Place and queue the prompts, all or none. Raises what the engine and placement raise."""
+        return Submission(
+            self.service.engine,
+            self.service.output_queue,
+            [request for prompt in prompts for request in self._requests(prompt)],
+            self.arrived,
+            self.places,
+            max_unread=self.service.settings.max_unread_tokens,
+        )
+
+    def _requests(self, prompt: tuple[int, ...]) -> list[Request]:
         """Build one engine request for each answer to a prompt."""
-        asked = body.rope.request() if body.rope is not None else RopeRequest()
+        body, deployment = self.body, self.deployment
+        rope = body.rope.request() if body.rope is not None else RopeRequest()
         max_tokens = body.asked_max_tokens
         if max_tokens is None:
-            max_tokens = deployment.open_max_tokens(asked, len(prompt), self.max_len)
+            max_tokens = deployment.open_max_tokens(rope, len(prompt), self.service.max_len)
         if (body.min_tokens or 0) > max_tokens:
             raise RequestError(
                 f"`min_tokens` must be <= `max_tokens` ({max_tokens}). Given: {body.min_tokens}",
                 param="min_tokens",
             )
-        placement = deployment.place(asked, len(prompt), max_tokens)
+        placement = deployment.place(rope, len(prompt), max_tokens)
         return [
             Request(
                 f"{body.id_prefix}-{uuid.uuid4().hex}",
                 prompt,
-                sampling,
+                replace(self.sampling, max_tokens=max_tokens, seed=seed),
                 placement,
                 body.cache_salt or "",
                 wants_progress=bool(body.return_progress),
-                grammar=grammar,
+                grammar=self.grammar,
             )
-            for sampling in body.sampling(max_tokens, self.sampling_defaults, extra_stop)
+            for seed in body.seeds()
         ]
-
-
-class ClientDisconnectedError(Exception):
-    """The client closed the connection before its answer was ready."""
-
-
-async def until_disconnect(http: HttpRequest, work: Awaitable[Result]) -> Result:
-    """Return the work's result.
-
-    If the client disconnects, cancel the work and raise ClientDisconnectedError.
-    """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(http))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnectedError
-        return working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _disconnected(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass

@@ -82,7 +82,7 @@ class GracefulServer(uvicorn.Server):
             self.should_exit = True
             return
         self._service = service
-        service.engine.start(self._engine_died, service.mailbox.send)
+        service.engine.start(self._engine_died, service.output_queue.flush)
         self._loop.call_soon_threadsafe(self._open, app, banner)
 
     def _open(self, app: FastAPI, banner: str) -> None:

@@ -8,7 +8,6 @@ from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.text.chat_template import RESERVED, ChatTemplate
 from model_runtime.text.grammar import GrammarCompiler
 from model_runtime.text.tokenizer import Tokenizer
-from server.api.limits import ServiceLimits
 from server.api.service import Service
 from server.errors import rejection_reasons
 from server.metrics import MetricFactory, Metrics
@@ -30,6 +29,7 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
     factory = MetricFactory()
     metrics = _metrics(factory, plan)
     service = Service(
+        settings=settings,
         engine=build_engine(checkpoint, plan.config, metrics, profiles_of(plan.deployments)),
         tokenizer=checkpoint.tokenizer,
         deployments={deployment.name: deployment for deployment in plan.deployments},
@@ -39,16 +39,6 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
         sampling_defaults=checkpoint.sampling_defaults,
         max_len=plan.config.max_model_len,
         chat_template=chat_template,
-        allowed_chat_template_kwargs=frozenset(settings.allowed_chat_template_kwargs),
-        limits=ServiceLimits(
-            max_prompts=settings.max_prompts,
-            max_n=settings.max_n,
-            max_stop_strings=settings.max_stop_strings,
-            max_prompt_chars=settings.max_prompt_chars,
-            max_unread_tokens=settings.max_unread_tokens,
-            sse_keep_alive_s=settings.sse_keep_alive_seconds or None,
-            stall_s=settings.stall_seconds,
-        ),
         grammars=GrammarCompiler(
             checkpoint.tokenizer, settings.max_schema_bytes, settings.grammar_compile_seconds
         ),

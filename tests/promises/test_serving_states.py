@@ -16,8 +16,9 @@ from model_runtime.config import EngineConfig
 from model_runtime.deployment import RopeRequest
 from model_runtime.make_deployment import make_deployment
 from model_runtime.request import Request, SamplingParams
-from model_runtime.scheduling.scheduler import Plan, Scheduler
+from model_runtime.scheduling.scheduler import Scheduler
 from model_runtime.scheduling.sequence import Sequence
+from model_runtime.scheduling.step_plan import StepPlan
 from rope import POLICIES, native_rope
 
 PAGE, PAGES = 4, 20
@@ -85,11 +86,11 @@ class Serving(RuleBasedStateMachine):
         SEEN["abort"] += 1
 
     @rule()
-    def distrust(self) -> None:
-        """Distrust the cache, as after a NaN: no page computed so far may be found."""
-        self.scheduler.distrust_cache()
-        assert self.scheduler.index.published() == {}
-        assert self.scheduler.pool.num_kept == 0
+    def invalidate(self) -> None:
+        """Invalidate the cache, as after a NaN: no page computed so far may be found."""
+        self.scheduler.invalidate_prefix_cache()
+        assert self.scheduler.pages.index.published() == {}
+        assert self.scheduler.pool.num_cached == 0
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -110,7 +111,7 @@ class Serving(RuleBasedStateMachine):
         assert not self.live, "somebody starves"
         assert self.scheduler.pool.num_used == 0
 
-    def _step(self) -> Plan:
+    def _step(self) -> StepPlan:
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         SEEN["step"] += 1

@@ -46,7 +46,7 @@ def test_published_pages_are_kept_and_evicted_least_recently_used_first() -> Non
         index.publish(page, key(number))
     pool.release(first)
     pool.release(second)
-    assert (pool.num_used, pool.num_kept, pool.num_available) == (0, 5, 6)
+    assert (pool.num_used, pool.num_cached, pool.num_available) == (0, 5, 6)
     pool.share(first[:1])  # used again: newest now
     pool.release(first[:1])
     pool.allocate(3)  # one free page, then the two that were used longest ago
@@ -68,7 +68,7 @@ def test_a_shared_page_is_used_until_the_last_holder_lets_go() -> None:
     assert pool.num_used == 1
     assert pool.allocate(1) != [page]
     pool.release([page])
-    assert pool.is_kept(page)
+    assert pool.is_cached(page)
 
 
 def test_only_the_same_tokens_profile_and_salt_have_the_same_key() -> None:

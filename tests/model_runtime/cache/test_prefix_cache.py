@@ -119,7 +119,7 @@ def test_a_grow_sequence_publishes_nothing_after_a_crossing(
     prompt = PREFIX[:50]
     result = answer(engine, request(grow, prompt, max_tokens=60))[0]
     assert result.num_rescales == 1
-    published = engine._core.scheduler.index.published()
+    published = engine._core.scheduler.pages.index.published()
     assert len(published) == 4  # the 64 positions of the native tier
     follow_up = [*prompt, *result.token_ids]
     assert cached(engine, request(grow, follow_up, max_tokens=1)) == [0]

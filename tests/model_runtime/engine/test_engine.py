@@ -167,7 +167,7 @@ def test_nan_logits_end_their_request_only(engines: EngineFactory, checkpoint: C
     aborted: list[str] = []
     script = Poisoned(checkpoint, "hello")
     engine = engines.over(checkpoint, runner=script, observer=Counting(), max_num_batched_tokens=32)
-    index = engine._core.scheduler.index
+    index = engine._core.scheduler.pages.index
     seen = []
     script.before_run = lambda: seen.append(len(index.published()))
     deployment = deployment_of(checkpoint)

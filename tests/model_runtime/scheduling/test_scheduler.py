@@ -6,8 +6,9 @@ from model_runtime.config import EngineConfig
 from model_runtime.deployment import RopeRequest
 from model_runtime.make_deployment import make_deployment
 from model_runtime.request import Request, SamplingParams
-from model_runtime.scheduling.scheduler import Plan, Scheduler
+from model_runtime.scheduling.scheduler import Scheduler
 from model_runtime.scheduling.sequence import Sequence
+from model_runtime.scheduling.step_plan import StepPlan
 from rope import native_rope
 
 DEPLOYMENT = make_deployment("m", native_rope({"max_position_embeddings": 256, "head_dim": 8}))
@@ -35,7 +36,7 @@ def scheduler(**config: Any) -> Scheduler:
     return Scheduler(EngineConfig(**numbers))
 
 
-def computed(plan: Scheduler, step: Plan) -> None:
+def computed(plan: Scheduler, step: StepPlan) -> None:
     """Update the sequences like the engine does after a step."""
     for chunk in step.chunks.values():
         last = chunk.is_last
@@ -44,7 +45,7 @@ def computed(plan: Scheduler, step: Plan) -> None:
             chunk.sequence.token_ids.append(0)
 
 
-def sizes(step: Plan) -> list[int]:
+def sizes(step: StepPlan) -> list[int]:
     """The tokens of each chunk."""
     return [chunk.num_tokens for chunk in step.chunks.values()]
 
@@ -238,7 +239,7 @@ def test_kept_pages_that_it_will_share_are_not_counted_as_room() -> None:
     for _ in range(3):
         computed(plan, plan.schedule())
     plan.remove(first)
-    assert plan.pool.num_kept == 5
+    assert plan.pool.num_cached == 5
     blocker = sequence(30, 40, salt="other")  # takes four of the five free ones
     plan.add(blocker)
     for _ in range(2):
@@ -256,16 +257,16 @@ def test_after_a_nan_nobody_offers_pages_that_may_be_ill() -> None:
     ill = sequence(40, 4)
     plan.add(ill)
     computed(plan, plan.schedule())
-    assert plan.index.published()
-    plan.distrust_cache()
+    assert plan.pages.index.published()
+    plan.invalidate_prefix_cache()
     for _ in range(3):
         computed(plan, plan.schedule())
-    assert plan.index.published() == {}
+    assert plan.pages.index.published() == {}
     well = sequence(40, 4)
     plan.add(well)
     computed(plan, plan.schedule())
     assert well in plan.running
-    assert list(plan.index.published().values()) == well.pages[:1]
+    assert list(plan.pages.index.published().values()) == well.pages[:1]
 
 
 def test_another_salt_shares_nothing() -> None:

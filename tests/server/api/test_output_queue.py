@@ -4,7 +4,7 @@ import asyncio
 import threading
 from typing import Any
 
-from server.api.output_mailbox import Mailbox
+from server.api.output_queue import OutputQueue
 
 
 class CountingLoop(asyncio.SelectorEventLoop):
@@ -19,16 +19,16 @@ class CountingLoop(asyncio.SelectorEventLoop):
 
 
 def test_a_step_wakes_the_loop_once() -> None:
-    """Letters are opened in the order of `put`, and not before `send`."""
-    loop, mailbox, opened = CountingLoop(), Mailbox(), list[int]()
+    """Callbacks run in the order of `put`, and not before `flush`."""
+    loop, queue, opened = CountingLoop(), OutputQueue(), list[int]()
 
     def engine() -> None:
         for step in range(3):
-            for letter in range(8):
-                mailbox.put(loop, lambda number=8 * step + letter: opened.append(number))
+            for callback in range(8):
+                queue.put(loop, lambda number=8 * step + callback: opened.append(number))
             assert len(opened) <= 8 * step
-            mailbox.send()
-        mailbox.send()
+            queue.flush()
+        queue.flush()
         loop.call_soon_threadsafe(loop.stop)
 
     thread = threading.Thread(target=engine)
@@ -41,13 +41,18 @@ def test_a_step_wakes_the_loop_once() -> None:
 
 
 def test_a_loop_that_is_gone_is_passed_over() -> None:
-    """A loop may be closed while the process ends; other loops still get their letters."""
-    gone, there, mailbox, opened = asyncio.new_event_loop(), CountingLoop(), Mailbox(), list[str]()
+    """A loop may be closed while the process ends; other loops still get their callbacks."""
+    gone, there, queue, opened = (
+        asyncio.new_event_loop(),
+        CountingLoop(),
+        OutputQueue(),
+        list[str](),
+    )
     gone.close()
-    mailbox.put(gone, lambda: opened.append("gone"))
-    mailbox.put(there, lambda: opened.append("there"))
-    mailbox.put(there, there.stop)
-    mailbox.send()
+    queue.put(gone, lambda: opened.append("gone"))
+    queue.put(there, lambda: opened.append("there"))
+    queue.put(there, there.stop)
+    queue.flush()
     there.run_forever()
     assert opened == ["there"]
     there.close()

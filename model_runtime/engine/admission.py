@@ -1,0 +1,124 @@
+"""Admission to the engine: the queue's limits, and places reserved while a request is parsed.
+
+A request counts from its submission to its last output. Requests that can start at once do not
+count as waiting, so the number that waits is what exceeds `max_num_seqs`.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from model_runtime.config import EngineConfig
+from model_runtime.errors import EngineStoppedError, QueueFullError, RequestError
+
+
+@dataclass(slots=True)
+class Places:
+    """Places in the queue that are reserved and not filled yet."""
+
+    num: int
+
+
+class AdmissionQueue:
+    """The counts of requests in the engine, and their limits. Every method is thread-safe."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()  # guards all below
+        self._is_open = False
+        self._num_submitted = 0  # requests without their last output
+        self._num_reserved = 0  # places of requests that are still being parsed
+        self._num_waiting_tokens = 0  # prompt tokens of the requests that wait
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether requests can be submitted."""
+        return self._is_open
+
+    def open(self) -> None:
+        """Accept requests from now on."""
+        with self._lock:
+            self._is_open = True
+
+    def close(self) -> None:
+        """Accept no request from now on."""
+        with self._lock:
+            self._is_open = False
+
+    @contextmanager
+    def reserve(self, num: int) -> Iterator[Places]:
+        """Reserve places within the block; `submit` fills them.
+
+        Raises QueueFullError, RequestError or EngineStoppedError at once if there are none.
+        """
+        with self._lock:
+            self._check_open()
+            self._check_room(num)
+            self._num_reserved += num
+        places = Places(num)
+        try:
+            yield places
+        finally:
+            with self._lock:
+                self._num_reserved -= places.num
+
+    def submit(
+        self, num: int, num_prompt_tokens: int, places: Places | None, enqueue: Callable[[], None]
+    ) -> None:
+        """Count requests and call `enqueue`; they fill `places` if it is given.
+
+        `enqueue` runs under the lock, so nothing is queued after `close`. Raises QueueFullError,
+        RequestError or EngineStoppedError, and then calls nothing.
+        """
+        with self._lock:
+            self._check_open()
+            self._check_tokens(num_prompt_tokens)
+            if places is None:
+                self._check_room(num)
+            else:
+                assert places.num == num
+                self._num_reserved -= places.num
+                places.num = 0
+            self._num_submitted += num
+            enqueue()
+
+    def ended(self) -> None:
+        """Count out a request, before its last output is delivered."""
+        with self._lock:
+            self._num_submitted -= 1
+
+    def note_waiting(self, num_prompt_tokens: int) -> None:
+        """Set the number of prompt tokens that wait; the engine's thread knows it."""
+        with self._lock:
+            self._num_waiting_tokens = num_prompt_tokens
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise EngineStoppedError("The engine is not running.")
+
+    def _check_room(self, num_new: int) -> None:
+        config = self._config
+        max_requests = config.max_num_seqs + config.max_queued_requests
+        if num_new > max_requests:
+            raise RequestError(
+                f"The request asks for {num_new} answers (prompts x n); the server holds at most "
+                f"{max_requests} at once (max_num_seqs + max_queued_requests).",
+                param="n",
+                code="too_many_answers",
+            )
+        num_waiting = self._num_submitted + self._num_reserved - config.max_num_seqs
+        if num_waiting + num_new > config.max_queued_requests:
+            raise QueueFullError(
+                f"{max(num_waiting, 0)} requests are waiting; at most "
+                f"{config.max_queued_requests} may (max_queued_requests)."
+            )
+
+    def _check_tokens(self, num_new: int) -> None:
+        limit, num_waiting = self._config.max_queued_prompt_tokens, self._num_waiting_tokens
+        # An empty queue accepts a prompt of any length.
+        if limit is not None and num_waiting and num_waiting + num_new > limit:
+            raise QueueFullError(
+                f"{num_waiting} prompt tokens are waiting; with these {num_new} they would be "
+                f"more than {limit} (max_queued_prompt_tokens)."
+            )

@@ -1,0 +1,92 @@
+"""The pages of sequences: allocation, and prefixes that sequences share through the cache."""
+
+from collections.abc import Iterable
+
+from model_runtime.cache.page_pool import PagePool
+from model_runtime.cache.prefix_cache import Key, PrefixIndex
+from model_runtime.scheduling.sequence import Sequence
+
+
+class SequencePages:
+    """The owner of the page pool and the prefix index."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.index = PrefixIndex()
+        self.pool = PagePool(num_pages, self.index)
+
+    def num_needed(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return the number of pages that the sequence lacks for its first `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size) - len(sequence.pages)
+
+    def num_reserved(self, running: Iterable[Sequence]) -> int:
+        """Return the number of pages that running sequences still need for their known tokens."""
+        return sum(self.num_needed(each, len(each.token_ids)) for each in running)
+
+    def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Allocate the pages of the first `num_tokens` tokens; return False if too few are left."""
+        num_needed = self.num_needed(sequence, num_tokens)
+        if num_needed > self.pool.num_available:
+            return False
+        if num_needed > 0:
+            sequence.pages += self.pool.allocate(num_needed)
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        """Release the sequence's pages; it is computed from its start again."""
+        self.pool.release(sequence.forget_computed())
+
+    def reuse_prefix(self, sequence: Sequence) -> None:
+        """Assign to a sequence without pages the cached pages that match its known tokens."""
+        found = self.index.match(self.reusable_keys(sequence))
+        self.pool.share(found)
+        sequence.pages = list(found)
+        sequence.num_published = len(found)
+        sequence.num_computed = len(found) * self.page_size
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = sequence.num_computed
+
+    def reusable_keys(self, sequence: Sequence) -> list[Key]:
+        """Return the keys of the pages it could reuse: under one profile, without the last token.
+
+        A sequence whose prompt is scored reuses none, because cached positions have no logits.
+        """
+        is_scored = sequence.request.sampling.prompt_logprobs is not None
+        if is_scored and sequence.num_scored < sequence.num_prompt_tokens:
+            return []
+        length = min(len(sequence.token_ids) - 1, sequence.num_one_profile)
+        return sequence.page_keys(length // self.page_size, self.page_size)
+
+    def keys_in_flight(self, sequence: Sequence) -> list[Key]:
+        """Return the keys of the full pages that a running sequence has yet to publish."""
+        num_full = min(len(sequence.token_ids), sequence.num_one_profile) // self.page_size
+        if num_full <= sequence.num_published or not sequence.is_cacheable:
+            return []
+        return sequence.page_keys(num_full, self.page_size)[sequence.num_published :]
+
+    def publish(self, sequence: Sequence) -> None:
+        """Add the sequence's computed full pages to the prefix index."""
+        num_full = min(sequence.num_computed, sequence.num_one_profile) // self.page_size
+        if not sequence.is_cacheable or num_full <= sequence.num_published:
+            return
+        keys = sequence.page_keys(num_full, self.page_size)
+        for at in range(sequence.num_published, num_full):
+            self.index.publish(sequence.pages[at], keys[at])
+        sequence.num_published = num_full
+
+    def invalidate_prefix_cache(self, running: Iterable[Sequence]) -> None:
+        """Clear the prefix cache. Running sequences keep their pages, but publish no more."""
+        self.pool.drop_cached()
+        self.index.clear()
+        for sequence in running:
+            sequence.is_cacheable = False
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Check that the running sequences hold exactly the used pages. Raises AssertionError."""
+        self.pool.check_integrity()
+        ref_counts = [0] * self.pool.num_pages
+        for sequence in running:
+            assert len(sequence.pages) * self.page_size >= sequence.num_computed
+            for page in sequence.pages:
+                ref_counts[page] += 1
+        assert ref_counts == self.pool.ref_counts, "a ref count is not the number of holders"

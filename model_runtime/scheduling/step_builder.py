@@ -1,0 +1,91 @@
+"""One step while it is planned. Chunks are added to it, and later arrivals are preempted for it."""
+
+import bisect
+from dataclasses import dataclass, field
+
+from model_runtime.scheduling.sequence import Sequence
+from model_runtime.scheduling.sequence_pages import SequencePages
+from model_runtime.scheduling.step_plan import Chunk, StepPlan
+
+
+@dataclass(slots=True)
+class Queues:
+    """The sequences that wait and those that run, each in order of arrival."""
+
+    waiting: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)
+
+    def start(self, sequence: Sequence) -> None:
+        """Move a waiting sequence to the running ones."""
+        self.waiting.remove(sequence)
+        bisect.insort(self.running, sequence, key=_arrival)
+        sequence.is_running = True
+
+    def stop(self, sequence: Sequence) -> None:
+        """Move a running sequence to its old place among the waiting ones."""
+        self.running.remove(sequence)
+        bisect.insort(self.waiting, sequence, key=_arrival)
+        sequence.is_running = False
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that has ended."""
+        (self.running if sequence.is_running else self.waiting).remove(sequence)
+        sequence.is_running = False
+
+    def check_integrity(self) -> None:
+        """Check the order of both queues. Raises AssertionError."""
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=_arrival), "a queue is out of order"
+        assert all(each.is_running for each in self.running), "a running sequence is not marked"
+        assert not any(each.is_running for each in self.waiting), "a waiting sequence is marked"
+
+
+@dataclass(frozen=True, slots=True)
+class StepBuilder:
+    """The queues and pages that a step is planned from, and its plan so far."""
+
+    queues: Queues
+    pages: SequencePages
+    plan: StepPlan = field(default_factory=StepPlan)
+
+    def add(self, chunk: Chunk) -> bool:
+        """Add a chunk and allocate its pages, preempting later arrivals if needed.
+
+        Returns False if the chunk is empty or its own sequence was preempted.
+        """
+        sequence = chunk.sequence
+        if chunk.num_tokens == 0:
+            return False
+        while not self.pages.allocate(sequence, chunk.first + chunk.num_tokens):
+            newest = self.queues.running[-1]
+            self.preempt(newest)
+            if newest is sequence:
+                return False
+        self.plan.chunks[sequence] = chunk
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages, and let it wait."""
+        self.queues.stop(sequence)
+        self.pages.release(sequence)
+        self.plan.chunks.pop(sequence, None)
+        self.plan.preempted.append(sequence)
+
+    def change_tier(self, sequence: Sequence) -> bool:
+        """Move a growing sequence to a higher tier if its known tokens exceed its tier.
+
+        Returns True if its computed keys and values are no longer valid for it.
+        """
+        if not sequence.is_growing:
+            return False
+        tier = sequence.request.placement.tier_covering(len(sequence.token_ids))
+        if tier.profile == sequence.tier.profile:
+            sequence.tier = tier
+            return False
+        sequence.move_to(tier)
+        self.plan.rescaled.append(sequence)
+        return sequence.request.placement.policy == "grow-exact"
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival

@@ -1,0 +1,63 @@
+"""The plan of one step: which tokens of which sequences are computed."""
+
+from dataclasses import dataclass, field
+
+from model_runtime.scheduling.sequence import Sequence
+from rope import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one sequence that the next step computes."""
+
+    sequence: Sequence
+    num_tokens: int
+    tier: Tier  # its table rotates these tokens and the cached keys before them
+
+    @property
+    def first(self) -> int:
+        """Return the position of the first token."""
+        return self.sequence.num_computed
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether the chunk ends at the last known token, so that a new one is sampled."""
+        return self.num_tokens == self.sequence.num_uncomputed
+
+    @property
+    def is_scored(self) -> bool:
+        """Return whether logprobs of its prompt tokens are requested and not yet delivered."""
+        sequence = self.sequence
+        wanted = sequence.request.sampling.prompt_logprobs is not None
+        return wanted and max(self.first, sequence.num_scored) < sequence.num_prompt_tokens
+
+    @property
+    def logit_rows(self) -> range:
+        """Return the rows of the chunk whose logits are needed, counted from its first token."""
+        if self.is_scored:
+            return range(max(self.sequence.num_scored - self.first, 0), self.num_tokens)
+        return range(self.num_tokens - 1, self.num_tokens) if self.is_last else range(0)
+
+    @property
+    def num_scored_rows(self) -> int:
+        """Return the number of logit rows that scoring its tokens takes."""
+        return len(self.logit_rows) if self.is_scored else 0
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step, with the preemptions and tier changes that it required."""
+
+    chunks: dict[Sequence, Chunk] = field(default_factory=dict)
+    preempted: list[Sequence] = field(default_factory=list)
+    rescaled: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Return the number of prefill tokens, including answers that are computed again.
+
+        The value is valid until the step has run.
+        """
+        return sum(
+            chunk.num_tokens for sequence, chunk in self.chunks.items() if not sequence.is_decoding
+        )
