@@ -1,1 +1,1 @@
-"""Measures servers side by side: the same requests to two of them, in turns (README.md)."""
+"""Benchmarks: servers side by side (README.md), and kernels, layers and models alone (gpu.md)."""

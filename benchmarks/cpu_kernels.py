@@ -1,8 +1,9 @@
-"""`python -m benchmarks.cpu_kernels`: products and attention on one core, beside what it can do.
+"""`python -m benchmarks.cpu_kernels`: products and attention on one core, against its own rates.
 
-The core's own rates come first: multiply-adds whose operands stay in registers, in vectors as wide
-as the kernels use, and reading memory. Each kernel's number is a share of one of them, measured in
-the same minute. `python -m tests.processors avx2` before it makes a newer processor play an older.
+The script first measures two rates of the core. One is that of multiply-adds on registers, in
+vectors of the kernels' width. The other is that of reading memory. Each kernel's number is a share
+of one of these rates, measured in the same run. With `python -m tests.processors avx2` before the
+command, a newer processor plays an older one.
 
 Shapes: K = key heads, V = value dimensions, T = flat query tokens, H = query heads.
 """
@@ -32,16 +33,16 @@ from model_runtime.loading.model_config import KVShape
 from rope import Profile, Unscaled, native_rope
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_SHAPES = ((2048, 768), (768, 2048), (32_000, 768))  # outputs and inputs, of `medium`
+_SHAPES = ((2048, 768), (768, 2048), (32_000, 768))  # outputs and inputs of weights of `medium`
 _ROWS = (1, 4, 8, 16, 64, 256, 1024)
-_HEADS, _KEY_HEADS, _DIM, _PAGE = 12, 4, 64, 64  # of `medium`
+_HEADS, _KEY_HEADS, _DIM, _PAGE = 12, 4, 64, 64  # as in `medium`, with the default page size
 _READS = ((8192, 1), (2048, 256), (8192, 256))  # keys, and query tokens at their end
 _PEAK_ROUNDS = 1 << 16
 _READ_BYTES = 256 << 20
 
 
 class Row(NamedTuple):
-    """One line of the table."""
+    """A row of the table."""
 
     what: str
     dtype: str
@@ -51,7 +52,7 @@ class Row(NamedTuple):
 
 @jit()
 def _multiply_adds(rounds: int) -> Any:
-    """Twelve chains of multiply-adds, as many as two units with six steps each keep busy."""
+    """Run twelve chains of multiply-adds, enough for two units with six pipeline stages each."""
     x, y = broadcast(np.float32(0.5)), broadcast(np.float32(0.25))
     a = b = c = d = e = f = g = h = i = j = k = m = y
     for _ in range(rounds):
@@ -76,7 +77,10 @@ def _sum(numbers: Any) -> Any:
 
 
 def seconds(work: Callable[[], object], least: float = 0.3) -> float:
-    """The median of several times, after one that does not count."""
+    """Return the median time of a call of `work` in seconds, after a warm-up call.
+
+    At least five calls are measured, and their times add up to `least` seconds or more.
+    """
     work()
     times: list[float] = []
     while len(times) < 5 or sum(times) < least:
@@ -87,7 +91,7 @@ def seconds(work: Callable[[], object], least: float = 0.3) -> float:
 
 
 def product_rows(peak: float, bandwidth: float) -> list[Row]:
-    """Products of each shape: many rows against multiply-adds, one row against memory."""
+    """Measure products of each shape: one row against memory, more against multiply-adds."""
     rows = []
     for dtype in _DTYPES:
         workshop, name = workshop_for(dtype), str(dtype).removeprefix("torch.")
@@ -108,7 +112,7 @@ def product_rows(peak: float, bandwidth: float) -> list[Row]:
 
 
 def attention_rows(peak: float, bandwidth: float) -> list[Row]:
-    """Attention of one layer, decoding and in a prompt; rotation is not counted as work."""
+    """Measure one layer's attention in decoding and prefill; rotation is not counted as work."""
     rows = []
     for dtype in _DTYPES:
         for num_keys, num_queries in _READS:
@@ -126,7 +130,7 @@ def attention_rows(peak: float, bandwidth: float) -> list[Row]:
 
 
 def _read(dtype: torch.dtype, num_keys: int, num_queries: int) -> Callable[[], object]:
-    """A read of random keys by one sequence's last tokens."""
+    """Build the read of random keys by the last tokens of one sequence."""
     cpu, num_pages = torch.device("cpu"), -(-num_keys // _PAGE)
     native = native_rope({"max_position_embeddings": num_keys, "head_dim": _DIM})
     tables = RopeTables(native, _PAGE, num_keys, cpu)
@@ -147,7 +151,7 @@ def _read(dtype: torch.dtype, num_keys: int, num_queries: int) -> Callable[[], o
 
 @click.command(help=__doc__.partition("\n")[0])
 def main() -> None:
-    """Print the table as Markdown."""
+    """Print the rates and shares as a Markdown table."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     numbers = np.ones(_READ_BYTES // 4, np.float32)

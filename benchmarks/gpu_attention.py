@@ -1,6 +1,6 @@
-"""`python -m benchmarks.gpu_attention`: the GPU's attention beside what its memory can do.
+"""`python -m benchmarks.gpu_attention`: attention on a GPU, against the GPU's own rates.
 
-What is measured, and how: gpu.md. Numbers are of one layer of a model shaped like Llama 3 8B.
+The measurements are described in gpu.md. They cover one layer in the shape of Llama 3 8B.
 """
 
 import sys
@@ -44,7 +44,7 @@ _LOOKED_AT = 4096  # positions whose angles are compared
 def measure(
     sizes: Sizes, device: torch.device, commit: str, *, tune: bool
 ) -> Iterator[dict[str, Any]]:
-    """Rows, each a measurement; `part` says of what."""
+    """Yield one row per measurement; `part` names its kind."""
     yield {"part": "machine", **machine(device, commit)}
     copy = copy_rate(device, sizes.copy_bytes, sizes.repeats)
     matrix = matrix_rate(device, sizes.matrix, sizes.repeats)
@@ -61,7 +61,7 @@ def measure(
 
 
 def machine(device: torch.device, commit: str) -> dict[str, Any]:
-    """What is measured, with what, when."""
+    """Return the device, the versions, the date and the commit."""
     is_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if is_gpu else "interpreter",
@@ -75,9 +75,10 @@ def machine(device: torch.device, commit: str) -> dict[str, Any]:
 
 
 def angle_errors(sizes: Sizes, device: torch.device) -> dict[str, Any]:
-    """Largest error of a cosine near the last position, ours and transformers' in float32.
+    """Return the largest cosine errors near the last position, ours and transformers'.
 
-    Against float64 positions over each one's own float32 frequencies, without scaling.
+    Both are float32, without scaling, and are compared with float64 positions times the same
+    float32 frequencies.
     """
     config = LlamaConfig(
         hidden_size=sizes.num_heads * sizes.dim,
@@ -105,7 +106,7 @@ def _largest(got: Tensor, exact: Tensor) -> float:
 
 
 def _errors(cache: Cache) -> dict[str, Any]:
-    """Both reads' relative difference to the reference. Raises ValueError if it is large."""
+    """Return both reads' relative difference to the reference read; raise ValueError if large."""
     context, num_sequences = cache.sizes.decodes[0]
     found = {}
     for name, batch in (
@@ -122,7 +123,7 @@ def _errors(cache: Cache) -> dict[str, Any]:
 
 
 def _decode(cache: Cache, context: int, num_sequences: int, copy: float) -> dict[str, Any]:
-    """The decode kernel, and the same kernel over keys that were rotated when written."""
+    """Measure the decode kernel, and the same kernel over keys rotated at the write."""
     num_bytes = context * num_sequences * cache.sizes.token_bytes
     ours = _decode_seconds(cache, context, num_sequences)
     rotated = _decode_seconds(cache, context, num_sequences, turned=False)
@@ -157,7 +158,7 @@ def _decode_seconds(
 
 
 def _tuned(cache: Cache, context: int, num_sequences: int, copy: float) -> Iterator[dict[str, Any]]:
-    """The decode kernel compiled and cut in other ways."""
+    """Measure the decode kernel with other numbers of warps, stages and programs."""
     num_bytes = context * num_sequences * cache.sizes.token_bytes
     for tuning in _TUNINGS:
         took = _decode_seconds(cache, context, num_sequences, tuning=tuning)
@@ -172,7 +173,7 @@ def _tuned(cache: Cache, context: int, num_sequences: int, copy: float) -> Itera
 
 
 def _prefill(cache: Cache, matrix: float) -> Iterator[dict[str, Any]]:
-    """A whole prompt, and its last chunk: by torch's attention, and by our kernel."""
+    """Measure a whole prompt and its last chunk, by torch's attention and by our kernel."""
     sizes = cache.sizes
     for num_tokens in (sizes.prefill_len, sizes.chunk_len):
         first = sizes.prefill_len - num_tokens

@@ -1,4 +1,4 @@
-"""How long work takes on a device, and what the device can do at most."""
+"""Timing of work on a device, and the device's own rates."""
 
 import statistics
 import time
@@ -10,17 +10,17 @@ Work = Callable[[], object]
 
 
 def seconds(device: torch.device, works: Sequence[Work], repeats: int) -> float:
-    """Median time of one of `works`, which run one after the other, `repeats` times.
+    """Return the median time of one of `works` in seconds, over `repeats` runs of them in turn.
 
-    Give several over different memory, so that none finds its input in a cache. On a GPU they are
-    captured in a graph and replayed between two events: what Python costs is not measured.
+    If the works read different memory, none finds its input in a cache. On a GPU they are captured
+    in a CUDA graph and replayed between two events, so Python's time is not measured.
     """
     if device.type != "cuda":
         return statistics.median(_on_host(works) for _ in range(repeats))
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for work in works:  # compiles, and takes memory
+        for work in works:  # compiles, and allocates memory
             work()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
@@ -51,14 +51,14 @@ def _on_host(works: Sequence[Work]) -> float:
 
 
 def copy_rate(device: torch.device, num_bytes: int, repeats: int) -> float:
-    """Bytes read and bytes written per second, by a copy of `num_bytes`."""
+    """Return the bytes read and written per second by a copy of `num_bytes`."""
     source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / seconds(device, [lambda: target.copy_(source)], repeats)
 
 
 def matrix_rate(device: torch.device, size: int, repeats: int) -> float:
-    """Operations per second of a square bfloat16 product of random numbers."""
+    """Return the operations per second of a square bfloat16 product of random numbers."""
     a, b = torch.randn(2, size, size, device=device).to(torch.bfloat16)
     out = torch.empty_like(a)
     return 2 * size**3 / seconds(device, [lambda: torch.mm(a, b, out=out)], repeats)

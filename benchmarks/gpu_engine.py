@@ -1,4 +1,4 @@
-"""Our engine as it is measured: requests in, the time of every step out."""
+"""The engine under measurement, with the time of every step."""
 
 import gc
 import itertools
@@ -18,29 +18,29 @@ from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import FinishReason, OnOutput, Output, Request, SamplingParams
 from model_runtime.runner.model_runner import ModelRunner
 
-_WAIT_S = 300  # for a step to end
+_WAIT_S = 300  # seconds to wait for the end of the next answer
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the engine, from the end of the one before it."""
+    """One step of the engine, timed from the end of the step before it."""
 
     seconds: float
-    num_tokens: int  # of answers
-    num_first: int  # of these, first tokens
-    num_crossed: int  # requests that changed their table in it
+    num_tokens: int  # answer tokens
+    num_first: int  # first tokens of answers among them
+    num_crossed: int  # requests that changed their table in this step
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What became of requests that were sent together."""
+    """The times of requests that were sent together."""
 
     seconds: float  # from sending to the last token
     first_token_s: float  # from sending to the last first token
     steps: tuple[Step, ...]
 
     def decode_s(self, num_sequences: int) -> list[float]:
-        """Times of the steps in which every one of them got its next token, and nobody crossed."""
+        """Return the times of steps that only decoded all sequences, without a tier change."""
         return [
             step.seconds
             for step in self.steps
@@ -48,21 +48,21 @@ class Served:
         ]
 
     def decode_median_s(self, num_sequences: int) -> float:
-        """Of those. Raises ValueError if there was none."""
+        """Return the median of `decode_s`. Raises ValueError if it is empty."""
         found = self.decode_s(num_sequences)
         if not found:
             raise ValueError(f"no step decoded {num_sequences} sequences and nothing else")
         return median(found)
 
     def crossing_s(self) -> float:
-        """Time of the one step that read everything under another table than the step before."""
+        """Return the time of the one step that read the cache under a new table."""
         (step,) = (step for step in self.steps if step.num_crossed)
         return step.seconds
 
 
 @dataclass(slots=True)
 class _Watch:
-    """What the engine's thread writes while it serves; read when all is over."""
+    """Counts that the engine's thread writes while it serves; they are read after the last step."""
 
     num_left: int
     ended: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
@@ -74,7 +74,7 @@ class _Watch:
     num_crossed: int = 0
 
     def collector(self, index: int) -> OnOutput:
-        """Takes the outputs of one request."""
+        """Return the callback that receives the outputs of one request."""
 
         def collect(output: Output) -> None:
             if output.num_rescales > self.rescales.get(index, 0):
@@ -91,14 +91,14 @@ class _Watch:
         return collect
 
     def mark(self) -> None:
-        """A step is over."""
+        """Record the end of a step, and reset the counts."""
         mark = (time.perf_counter(), self.num_tokens, self.num_first, self.num_crossed)
         self.marks.append(mark)
         self.num_tokens = self.num_first = self.num_crossed = 0
 
 
 class Measured:
-    """One engine over a checkpoint; `make`: with which kind of cache."""
+    """One engine over a checkpoint. `make` is its model runner, which decides the kind of cache."""
 
     def __init__(
         self,
@@ -115,10 +115,13 @@ class Measured:
         self._engine.start(after_step=self._mark)
 
     def _mark(self) -> None:
-        self._watch.mark()  # that of the requests of now
+        self._watch.mark()  # read at each step, because `serve` replaces it
 
     def serve(self, prompts: Sequence[Sequence[int]], num_output: int) -> Served:
-        """Greedy answers of exactly that length, together. Raises RuntimeError if one fails."""
+        """Serve the prompts together, with greedy answers of exactly `num_output` tokens.
+
+        Raises RuntimeError if an answer fails or ends early.
+        """
         watch = self._watch = _Watch(len(prompts))
         requests = [
             (self._request(ids, num_output), watch.collector(index))
@@ -131,7 +134,7 @@ class Measured:
             if fault is not None:
                 raise RuntimeError(f"an answer ended early: {fault}")
         while sum(tokens for _, tokens, _, _ in watch.marks) < len(prompts) * num_output:
-            time.sleep(1e-4)  # the last answer is there before its step is over
+            time.sleep(1e-4)  # the last answer arrives before its step ends
         return _served(begin, watch.marks)
 
     def _request(self, prompt: Sequence[int], num_output: int) -> Request:
@@ -140,7 +143,7 @@ class Measured:
         return Request(f"bench-{next(self._ids)}", tuple(prompt), sampling, placement)
 
     def stop(self) -> None:
-        """End its thread, and let go of its memory whoever still holds this."""
+        """Stop the engine's thread, and release its memory even if this object is referenced."""
         self._engine.stop()
         del self._engine
 
@@ -163,7 +166,7 @@ def measured(
     config: EngineConfig,
     make: type[ModelRunner] = ModelRunner,
 ) -> Iterator[Measured]:
-    """An engine until the block ends; then its memory is free again."""
+    """Yield an engine; when the block ends, stop it and free its memory."""
     engine = Measured(checkpoint, deployment, config, make)
     try:
         yield engine
@@ -173,7 +176,7 @@ def measured(
 
 
 def free_memory() -> None:
-    """Give back what nobody holds any more."""
+    """Collect unreferenced objects, and release the GPU memory that torch caches."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

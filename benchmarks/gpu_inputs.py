@@ -1,4 +1,4 @@
-"""What the GPU's attention is measured on: the sizes, and a cache full of random numbers.
+"""The inputs of the GPU attention benchmark: sizes, and a cache full of random numbers.
 
 Shapes: T = flat query tokens, H = query heads, K = key heads, D = dimensions of a head, N = pages,
 O = offsets in a page.
@@ -21,25 +21,25 @@ _NATIVE_LEN = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is measured."""
+    """The sizes of the measurements."""
 
     num_heads: int
     num_key_heads: int
     dim: int
     dtype: torch.dtype
     decodes: tuple[tuple[int, int], ...]  # context, sequences
-    tuned: tuple[tuple[int, int], ...]  # those of them where other launches are tried
+    tuned: tuple[tuple[int, int], ...]  # the decodes that are also measured with other tunings
     prefill_len: int
     chunk_len: int
-    last_position: int  # where angles are looked at
+    last_position: int  # the angles before it are compared
     copy_bytes: int
     matrix: int
-    least_bytes: int  # memory that a measurement goes through before it reads anything twice
+    least_bytes: int  # memory that a measurement reads before it reads any of it again
     repeats: int
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one position in one layer."""
+        """Return the bytes of keys and values of one position in one layer."""
         return 2 * self.num_key_heads * self.dim * self.dtype.itemsize
 
 
@@ -60,10 +60,10 @@ LLAMA_3_8B = Sizes(
     last_position=1_048_576,
     copy_bytes=4 * 2**30,
     matrix=8192,
-    least_bytes=2**29,  # an H200's L2 holds 60 MB
+    least_bytes=2**29,  # an H200's L2 cache holds 60 MB
     repeats=20,
 )
-# So small that Triton's interpreter gets through: whether it runs, not how fast.
+# Small enough for Triton's interpreter. A run shows that the code works, not how fast it is.
 TINY = Sizes(
     num_heads=4,
     num_key_heads=2,
@@ -82,7 +82,7 @@ TINY = Sizes(
 
 
 class Cache:
-    """One layer's pages, all different and full of random numbers."""
+    """The pages of one layer, full of random numbers."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self.sizes = sizes
@@ -103,17 +103,17 @@ class Cache:
 
     @property
     def num_key_heads(self) -> int:
-        """K."""
+        """Return K."""
         return self.sizes.num_key_heads
 
     @property
     def key_dim(self) -> int:
-        """D."""
+        """Return D."""
         return self.sizes.dim
 
     @property
     def value_dim(self) -> int:
-        """D again."""
+        """Return D, which values have as well."""
         return self.sizes.dim
 
     @cached_property
@@ -121,13 +121,13 @@ class Cache:
         return torch.randperm(self.num_pages).tolist()
 
     def _needed_pages(self, context: int, num_sequences: int) -> int:
-        """Of as many copies as make the memory that a measurement goes through."""
+        """Return the number of pages in enough copies of a batch to fill `least_bytes`."""
         pages = -(-context // PAGE_SIZE) * num_sequences
         page_bytes = PAGE_SIZE * self.sizes.token_bytes
         return pages * max(1, -(-self.sizes.least_bytes // (pages * page_bytes)))
 
     def decode_batches(self, context: int, num_sequences: int) -> list[Batch]:
-        """Sequences at that length with one query each; no page is in two of them."""
+        """Build batches of sequences at that length, with one query each and no shared page."""
         pages = -(-context // PAGE_SIZE)
         batches = []
         for copy in range(self._needed_pages(context, num_sequences) // (pages * num_sequences)):
@@ -140,13 +140,16 @@ class Cache:
         return batches
 
     def chunk_batch(self, first: int, num_tokens: int) -> Batch:
-        """A part of one prompt."""
+        """Build a batch with successive tokens of one prompt."""
         pages = self._shuffled[: -(-(first + num_tokens) // PAGE_SIZE)]
         span = Span([0] * num_tokens, first, pages, self.slot, range(0))
         return build_batch([span], PAGE_SIZE, self.device)
 
     def read(self, num_tokens: int, *, turned: bool = True) -> LayerRead:
-        """Random queries. Not `turned`: as from a cache whose keys were rotated when written."""
+        """Build a read with random queries.
+
+        If not `turned`, the layer does not rotate, as if keys had been rotated at the write.
+        """
         sizes = self.sizes
         query_THD = torch.randn(num_tokens, sizes.num_heads, sizes.dim, device=self.device)
         return LayerRead(
@@ -162,5 +165,5 @@ class Cache:
 
 
 def windowed(read: LayerRead, window: int) -> LayerRead:
-    """The same with a sliding window, which torch's own attention does not take."""
+    """Return the read with a sliding window, which torch's own attention does not support."""
     return replace(read, sliding_window=window)

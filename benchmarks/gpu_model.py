@@ -1,6 +1,7 @@
-"""`python -m benchmarks.gpu_model`: a whole model on the GPU, beside transformers and the machine.
+"""`python -m benchmarks.gpu_model`: a whole model on a GPU, beside transformers.
 
-What is measured, and how: gpu.md. The model has the shape of Llama 3 8B and random weights.
+The measurements are described in gpu.md. The model has the shape of Llama 3 8B and random weights.
+Its times are also compared with the GPU's own rates.
 """
 
 import sys
@@ -21,7 +22,7 @@ from server.jsonl_file import LineFile
 
 
 class _Record:
-    """Rows on disk as they come; the report and the pictures after every part."""
+    """Rows, on disk as soon as they are added; the report and the plots after every part."""
 
     has_failed = False  # whether a part ended with an error
 
@@ -32,14 +33,14 @@ class _Record:
         self._begin = time.monotonic()
 
     def add(self, row: Row) -> None:
-        """One more."""
+        """Append a row with the seconds since the start."""
         row = {**row, "at_s": round(time.monotonic() - self._begin, 1)}
         self._rows.append(row)
         self._lines.add(row)
         click.echo(f"{row}", err=True)
 
     def write(self) -> str:
-        """What is known so far; the report's text."""
+        """Write the plots and the report of all rows so far; return the report's text."""
         pictures = draw(self._rows, self._folder)
         text = report(self._rows, pictures)
         (self._folder / "gpu_model.md").write_text(text + "\n", encoding="utf-8")
@@ -49,7 +50,7 @@ class _Record:
 def measure(
     sizes: ModelSizes, device: torch.device, record: _Record, parts: list[str], end: float
 ) -> None:
-    """Every part in turn; one that fails says so, and the others go on."""
+    """Run every part in turn; a part that fails is recorded, and the next one runs."""
     copy = copy_rate(device, sizes.copy_bytes, sizes.repeats)
     matrix = matrix_rate(device, sizes.matrix, sizes.repeats)
     record.add({"part": "ceilings", "copy_bytes_s": copy, "matrix_flop_s": matrix})
@@ -68,7 +69,7 @@ def measure(
         try:
             for row in PARTS[name](bench):
                 record.add(row)
-        except Exception as error:  # noqa: BLE001  # what was measured by others is kept
+        except Exception as error:  # noqa: BLE001  # the other parts still run
             traceback.print_exc()
             record.add(left_out(name, f"{type(error).__name__}: {error}"[:500]))
             record.has_failed = True
@@ -102,7 +103,7 @@ def measure(
 @click.option("--commit", default="unknown", help="What is measured; told above the tables.")
 @click.option("--tiny", is_flag=True, help="Sizes for a CPU: numbers mean nothing.")
 def main(folder: Path, named: str, seconds: float, commit: str, *, tiny: bool) -> None:
-    """Measure a model of random weights on the GPU; write rows, a report and pictures.
+    """Measure a model of random weights on the GPU; write rows, a report and plots.
 
     Ends with code 1 if a part failed, 2 if there is no GPU.
     """

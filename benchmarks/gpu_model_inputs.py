@@ -1,4 +1,4 @@
-"""What whole models are measured on: sizes, random weights made on the device, prompts, counts."""
+"""The inputs of the whole-model benchmark: sizes, random weights, prompts, operation counts."""
 
 import random
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, prepare
 from model_runtime.loading.pretrained import load_tokenizer
 from model_runtime.make_deployment import make_deployment
 
-PAGE_SIZE = 64  # as served when nothing is said
+PAGE_SIZE = 64  # the server's default
 _SEED = 7
-_EMBEDDED_VOCAB = 2048  # tokens of the embedded tokenizer, which decodes the answers here
+_EMBEDDED_VOCAB = 2048  # tokens of the embedded model's tokenizer, which decodes the answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,61 +26,67 @@ class ServerSizes:
 
     shape: Shape
     context_lens: tuple[int, ...]
-    concurrencies: tuple[int, ...]  # a run of the load for each
-    num_requests: int  # a length; at least as many as are in flight
+    concurrencies: tuple[int, ...]  # one run of the load each
+    num_requests: int  # per context length; if lower, the concurrency counts
     output_tokens: int
-    most_s: float  # not begun with less time left
+    most_s: float  # seconds that must be left at the start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """How much is measured. Lengths are in tokens."""
+    """The sizes of the measurements. Lengths are in tokens."""
 
     shape: Shape
     native_len: int
     factor: float  # the longest tier, as a multiple of native_len
     dtype: torch.dtype
     cache_tokens: int
-    chunk_len: int  # prompt tokens in a step, where nothing else is said
-    batches: tuple[int, ...]  # decode: sequences at once
+    chunk_len: int  # default of prompt tokens in a step
+    batches: tuple[int, ...]  # sequences that decode together
     prompt_len: int
     output_len: int
     rounds: int
-    most_decode_s: float  # no further round of a batch is begun after so long
+    most_decode_s: float  # seconds after which a batch begins no further round
     prefill_len: int
-    chunk_lens: tuple[int, ...]  # tried for that prompt
+    chunk_lens: tuple[int, ...]  # measured with that prompt
     contexts: tuple[int, ...]  # for the time to the first token
     most_repeated: int  # contexts up to here are measured in every round, longer ones once
-    steps: tuple[tuple[int, int], ...]  # context, sequences: whole steps of every kind of cache
-    num_steps: int  # timed in each of these
-    crossed_ceiling: int  # of the tier that a growing sequence leaves
+    steps: tuple[tuple[int, int], ...]  # context, sequences; whole steps over every kind of cache
+    num_steps: int  # steps timed in each of these
+    crossed_ceiling: int  # ceiling of the tier that a growing sequence leaves
     server: ServerSizes
-    compile_s: float  # transformers' compiling is not begun with less time left
+    compile_s: float  # seconds that must be left when transformers compiles
     copy_bytes: int
     matrix: int
     repeats: int
 
     @property
     def longest(self) -> int:
-        """Positions of the longest tier."""
+        """Return the number of positions of the longest tier."""
         return round(self.native_len * self.factor)
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in the matrices of all layers."""
+        """Return the number of weights in the matrices of all layers."""
         shape = self.shape
         heads = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * shape.hidden
         return shape.layers * (heads + 3 * shape.hidden * shape.intermediate)
 
     @property
     def step_bytes(self) -> int:
-        """Weights that a decode step reads: all but the embedding, of which it reads rows."""
+        """Return the bytes of weights that a decode step reads.
+
+        The embedding does not count, because a step reads only single rows of it.
+        """
         norms = (2 * self.shape.layers + 1) * self.shape.hidden
         head = self.shape.vocab * self.shape.hidden
         return (self.layer_weights + norms + head) * self.dtype.itemsize
 
     def prefill_operations(self, num_tokens: int) -> int:
-        """Products and sums of a prompt: matrices, scores and outputs, one row of the head."""
+        """Return the multiplications and additions of a prompt.
+
+        They are those of the matrices, of scores and outputs, and of one row of the LM head.
+        """
         shape = self.shape
         seen = num_tokens * (num_tokens + 1) // 2
         attention = 4 * shape.layers * shape.heads * shape.head_dim * seen
@@ -89,9 +95,9 @@ class ModelSizes:
     def config(
         self, num_prefill_tokens: int, num_sequences: int, *, records: bool = True
     ) -> EngineConfig:
-        """An engine's limits, with chunks of that many tokens of prompts.
+        """Build an engine's limits, with prompt chunks of `num_prefill_tokens`.
 
-        `records`: whether decode steps are recorded and replayed, on a GPU.
+        `records`: whether decode steps are captured and replayed as CUDA graphs, on a GPU.
         """
         return EngineConfig(
             kv_cache_tokens=self.cache_tokens,
@@ -135,7 +141,7 @@ LLAMA_3_8B = ModelSizes(
     matrix=8192,
     repeats=20,
 )
-# So small that a CPU gets through in seconds: whether it runs, not how fast.
+# Small enough for a CPU in seconds. A run shows that the code works, not how fast it is.
 TINY = ModelSizes(
     shape=Shape(64, 2, 4, 2, 128, _EMBEDDED_VOCAB, head_dim=16),
     native_len=64,
@@ -173,18 +179,18 @@ TINY = ModelSizes(
 def random_model(
     shape: Shape, native_len: int, dtype: torch.dtype, device: torch.device
 ) -> LlamaForCausalLM:
-    """Random weights in their own dtype, made where they stay: nothing wider, nothing copied."""
+    """Build a model of random weights on the device and in its dtype, without a copy."""
     model = _hollow(shape, native_len, dtype).to_empty(device=device)
     _give_tables(model, device)
     with torch.no_grad():
         fill(model, shape, torch.Generator(device=device).manual_seed(_SEED))
-        # The tokenizer has no text for what lies above, so it is never the likeliest.
+        # The tokenizer has no text for higher ids, so their logits are 0 and never the highest.
         model.lm_head.weight[_EMBEDDED_VOCAB:] = 0
     return model.eval()
 
 
 def twin(model: LlamaForCausalLM, shape: Shape, native_len: int) -> LlamaForCausalLM:
-    """Another model over the same weights in memory: one is taken over, one stays untouched."""
+    """Build another model over the same weights in memory: one is patched, one stays unchanged."""
     weight = model.lm_head.weight
     other = _hollow(shape, native_len, weight.dtype)
     other.load_state_dict(model.state_dict(), assign=True)
@@ -193,24 +199,24 @@ def twin(model: LlamaForCausalLM, shape: Shape, native_len: int) -> LlamaForCaus
 
 
 def _hollow(shape: Shape, native_len: int, dtype: torch.dtype) -> LlamaForCausalLM:
-    """Names and shapes, no numbers."""
+    """Build the model with names and shapes, but without memory for its weights."""
     with torch.device("meta"):
         model = LlamaForCausalLM(llama_config(shape, native_len, dtype=dtype))
     return model.to(dtype)
 
 
 def _give_tables(model: LlamaForCausalLM, device: torch.device) -> None:
-    # Made on the CPU: a GPU's powers differ in the last bit, and the takeover compares bits.
+    # Made on the CPU, because a GPU's powers differ in the last bit and patching compares bits.
     model.model.rotary_emb = LlamaRotaryEmbedding(model.config).to(device)
 
 
 def taken_over(model: LlamaForCausalLM) -> Checkpoint:
-    """Checked and ready to serve; texts by the embedded model's tokenizer. Raises ModelError."""
+    """Patch and check a model, with the embedded model's tokenizer. Raises ModelError."""
     return prepare_model(model, load_tokenizer(EMBEDDED_MODEL), frozenset(), {})
 
 
 def deployment_of(checkpoint: Checkpoint, sizes: ModelSizes) -> Deployment:
-    """Yarn in tiers to the longest; growing."""
+    """Make a deployment with YaRN tiers up to the longest and the policy `grow`."""
     scaling = {"rope_type": "yarn", "factor": sizes.factor}
     return make_deployment(
         "random", checkpoint.native, rope_scaling=scaling, policy="grow", answer_reserve_tokens=1
@@ -218,12 +224,12 @@ def deployment_of(checkpoint: Checkpoint, sizes: ModelSizes) -> Deployment:
 
 
 class Prompts:
-    """Random token ids; no two prompts begin alike, so none is found in a prefix cache."""
+    """Prompts of random token ids. No two begin alike, so a prefix cache finds none of them."""
 
     def __init__(self, vocab: int) -> None:
         self._random = random.Random(_SEED)  # noqa: S311  # no secret
         self._ids = range(vocab)
 
     def of(self, num_tokens: int, count: int = 1) -> Sequence[list[int]]:
-        """New ones."""
+        """Draw `count` new prompts of `num_tokens` tokens."""
         return [self._random.choices(self._ids, k=num_tokens) for _ in range(count)]

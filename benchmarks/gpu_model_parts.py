@@ -1,7 +1,7 @@
-"""What is measured of whole models, part by part. Each part yields rows as they are found.
+"""The parts of the whole-model benchmark. Each part yields its rows as it measures them.
 
-A row is what becomes a line of JSON; its `part` says of what. `{"part": "left_out"}` says what was
-not measured, and why.
+A row becomes a line of JSON, and its `part` names the measurement. A row with `"part": "left_out"`
+names a measurement that was left out, and the reason.
 """
 
 import time
@@ -33,18 +33,18 @@ from model_runtime.runner.model_runner import ModelRunner
 
 Row = dict[str, Any]
 OURS = "ropewalk"
-_WARM_UP_LEN = 4  # tokens answered before anything is timed
+_WARM_UP_LEN = 4  # tokens of the answers that warm up
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What the parts share: the sizes, the models, what the machine can do, and until when."""
+    """The objects that the parts share: sizes, models, the machine's rates, and the deadline."""
 
     sizes: ModelSizes
     device: torch.device
     copy_bytes_s: float
     matrix_flop_s: float
-    end: float  # of time.monotonic()
+    end: float  # deadline on the clock of time.monotonic()
     prompts: Prompts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,26 +52,26 @@ class Bench:
 
     @cached_property
     def theirs(self) -> LlamaForCausalLM:
-        """The model as transformers runs it."""
+        """Return the model that transformers runs."""
         sizes = self.sizes
         return random_model(sizes.shape, sizes.native_len, sizes.dtype, self.device)
 
     def twin(self) -> LlamaForCausalLM:
-        """Another model over the same weights."""
+        """Build another model over the same weights."""
         return twin(self.theirs, self.sizes.shape, self.sizes.native_len)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The same weights, taken over."""
+        """Return a patched model over the same weights."""
         return taken_over(self.twin())
 
     @cached_property
     def deployment(self) -> Deployment:
-        """Every request grows through the tiers."""
+        """Return the deployment, under which every request grows through the tiers."""
         return deployment_of(self.checkpoint, self.sizes)
 
     def has_time(self, seconds: float = 0.0) -> bool:
-        """Whether so much is left."""
+        """Return whether more than `seconds` are left before the deadline."""
         return time.monotonic() + seconds < self.end
 
     def engine(
@@ -83,19 +83,19 @@ class Bench:
         records: bool = True,
         make: type[ModelRunner] = ModelRunner,
     ) -> Measured:
-        """Ours; it ends with the stack."""
+        """Start an engine of ours, which stops when the stack ends."""
         chunk_len = chunk_len or self.sizes.chunk_len
         config = self.sizes.config(chunk_len, num_sequences, records=records)
         return stack.enter_context(measured(self.checkpoint, self.deployment, config, make))
 
 
 def left_out(what: str, why: str) -> Row:
-    """That something was not measured."""
+    """Build the row of a measurement that was left out."""
     return {"part": "left_out", "what": what, "why": why}
 
 
 def decode(bench: Bench) -> Iterator[Row]:
-    """Short prompts, long answers: ours and transformers' on the same prompts, in turns."""
+    """Measure short prompts with long answers, ours and transformers' in turns."""
     sizes = bench.sizes
     with ExitStack() as stack:
         ours = {
@@ -123,20 +123,20 @@ def decode(bench: Bench) -> Iterator[Row]:
 
 
 class _NotRunningError(Exception):
-    """A contender takes no part; the message says why."""
+    """A contender cannot take part; the message gives the reason."""
 
 
 def _started(
     bench: Bench, make: Callable[[], Contender], batch: int, num_output: int, stack: ExitStack
 ) -> Contender:
-    """One that is warm, until the stack ends. Raises _NotRunningError."""
+    """Start and warm up a contender until the stack ends. Raises _NotRunningError."""
     if not bench.has_time():
         raise _NotRunningError("no time was left")
     try:
         contender = make()
         stack.callback(contender.close)
         contender.answer(bench.prompts.of(bench.sizes.prompt_len, batch), num_output)
-    except Exception as error:  # another project's, on whatever machine this is
+    except Exception as error:  # code of another project, on an unknown machine
         text = " ".join(str(error).split())
         raise _NotRunningError(f"{type(error).__name__}: {text[:300]}") from error
     return contender
@@ -145,7 +145,7 @@ def _started(
 def _rounds(
     bench: Bench, batch: int, ours: Mapping[str, Measured], running: Mapping[str, Contender]
 ) -> Iterator[Row]:
-    """In each round everybody answers the same new prompts."""
+    """Yield the rows of all rounds. In a round all engines answer the same new prompts."""
     sizes = bench.sizes
     num_tokens = batch * sizes.output_len
     took, first = 0.0, time.monotonic()
@@ -179,7 +179,7 @@ def _rounds(
 
 
 def prefill(bench: Bench) -> Iterator[Row]:
-    """A long prompt in chunks of several lengths; then first tokens by context."""
+    """Measure a long prompt in chunks of several lengths, then first tokens by context."""
     sizes = bench.sizes
     operations = sizes.prefill_operations(sizes.prefill_len)
     for chunk_len in sizes.chunk_lens:
@@ -219,7 +219,7 @@ def _first_tokens(bench: Bench, engine: Measured) -> Iterator[Row]:
 
 
 def growth(bench: Bench) -> Iterator[Row]:
-    """A sequence that leaves its tier while it decodes: that step beside the ordinary ones."""
+    """Measure the step in which a decoding sequence leaves its tier, beside the other steps."""
     sizes = bench.sizes
     answer_len = sizes.num_steps + 1
     (prompt,) = bench.prompts.of(sizes.crossed_ceiling - answer_len // 2)
@@ -229,7 +229,7 @@ def growth(bench: Bench) -> Iterator[Row]:
             if not bench.has_time():
                 yield left_out(f"growth, round {number}", "no time was left")
                 return
-            # After the first, which is the warm-up, the prompt is found in the prefix cache.
+            # The first round is the warm-up. Later rounds find the prompt in the prefix cache.
             served = engine.serve([prompt], answer_len)
             if number == 0:
                 continue
@@ -245,7 +245,7 @@ def growth(bench: Bench) -> Iterator[Row]:
 
 
 def rotation(bench: Bench) -> Iterator[Row]:
-    """Whole decode steps over the three kinds of cache, one after the other at every size."""
+    """Measure whole decode steps over the three kinds of cache, in turns at every size."""
     sizes = bench.sizes
     with ExitStack() as stack:
         most = max(count for _, count in sizes.steps)
@@ -261,7 +261,7 @@ def rotation(bench: Bench) -> Iterator[Row]:
                     engine.serve(bench.prompts.of(sizes.prompt_len), _WARM_UP_LEN)
                     warmed.add(kind)
                 prompts = bench.prompts.of(context - sizes.num_steps, count)
-                # The last token is never read back, so the context is full with one more.
+                # The last token is never read back, so one more token fills the context.
                 served = engine.serve(prompts, sizes.num_steps + 1)
                 yield {
                     "part": "rotation",
@@ -274,7 +274,7 @@ def rotation(bench: Bench) -> Iterator[Row]:
 
 
 def server(bench: Bench) -> Iterator[Row]:
-    """`ropewalk bench` on `ropewalk serve`, and /metrics."""
+    """Run `ropewalk bench` against `ropewalk serve`, and read /metrics."""
     missing = lacks_to_serve()
     if missing:
         yield left_out("the server", f"not installed: {', '.join(missing)}")
@@ -289,7 +289,7 @@ def server(bench: Bench) -> Iterator[Row]:
 
 
 def compiled(bench: Bench) -> Iterator[Row]:
-    """transformers' `generate` with its static cache, which it compiles; by itself, at the end."""
+    """Measure transformers' `generate` with its static cache, which it compiles, by itself."""
     sizes = bench.sizes
     name = "generate, compiled"
     if bench.device.type != "cuda":
@@ -301,7 +301,7 @@ def compiled(bench: Bench) -> Iterator[Row]:
             continue
         with ExitStack() as stack:
             try:
-                # Compiled for the length of the cache, so the warm-up has the whole one.
+                # The code is compiled for the cache's length, so the warm-up answers at full length.
                 contender = _started(
                     bench,
                     lambda: Generating(bench.twin(), "static"),

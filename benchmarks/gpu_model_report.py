@@ -1,4 +1,4 @@
-"""Measurements of whole models -> tables in Markdown, and pictures."""
+"""The report on whole models: Markdown tables, and plots."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -81,7 +81,7 @@ def _over(one: float | None, other: float | None) -> float | None:
 
 
 def report(rows: Sequence[Row], pictures: Sequence[Path]) -> str:
-    """One run, as far as it got; with what was left out and why."""
+    """Build the report of a run, complete or not, with its reasons for missing measurements."""
     (machine,) = _of(rows, "machine")
     paragraphs = [machine_line(machine)]
     paragraphs += [ceilings_line(row) for row in _of(rows, "ceilings")]
@@ -121,7 +121,7 @@ def _of(rows: Iterable[Row], part: str) -> list[Row]:
 
 
 def _medians(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
-    """One row for all rounds of the same; of numbers the median."""
+    """Return one row for all rounds with equal keys, with the medians of their floats."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in keys), []).append(row)
@@ -140,13 +140,13 @@ def _medians(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
 
 
 def first_tokens(rows: Sequence[Row]) -> list[Row]:
-    """Medians, by context."""
+    """Return the median times to the first token, by context."""
     found = _medians(_of(rows, "first_token"), ("context",))
     return sorted(found, key=lambda row: int(row["context"]))
 
 
 def _decode_rows(rows: Sequence[Row]) -> list[Row]:
-    """Medians by who; ratios are taken within a round where both met the same prompts."""
+    """Return medians by contender; ratios are taken within a round, on the same prompts."""
     decodes = _of(rows, "decode")
     ours = {
         (row["sequences"], row["round"]): row["tokens_s"] for row in decodes if row["who"] == _OURS
@@ -165,7 +165,7 @@ def _decode_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def _rotation_rows(rows: Sequence[Row]) -> list[Row]:
-    """One a size, with the three kinds side by side."""
+    """Return one row per size, with the three kinds of cache side by side."""
     found: dict[tuple[int, int], dict[str, Any]] = {}
     for row in _of(rows, "rotation"):
         size = (row["context"], row["sequences"])
@@ -180,12 +180,12 @@ def _rotation_rows(rows: Sequence[Row]) -> list[Row]:
     return list(found.values())
 
 
-# A curve: its label, and (context, seconds) of its points.
+# The label of a curve, and (context, seconds) of its points.
 _Curve = tuple[str, Sequence[tuple[float, float]]]
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """The pictures that can be drawn; none without matplotlib."""
+    """Draw every plot that has points, and return the paths; without matplotlib there are none."""
     drawn = []
     for name, curves, ylabels in (
         ("gpu_first_token.png", _first_token_curves(rows), ("time to first token (ms)",)),
@@ -212,7 +212,7 @@ def _first_token_curves(rows: Sequence[Row]) -> list[list[_Curve]]:
 
 
 def _server_curves(rows: Sequence[Row]) -> list[list[_Curve]]:
-    """By /metrics, for each number in flight; a bucket stands at its upper bound."""
+    """Return curves from /metrics per number in flight; a bucket is at its upper bound."""
     found = _of(rows, "server_metrics")
     in_flight = sorted({int(row["concurrency"]) for row in found})
 
@@ -232,7 +232,7 @@ def _server_curves(rows: Sequence[Row]) -> list[list[_Curve]]:
 
 
 def _draw(path: Path, panels: Sequence[Sequence[_Curve]], ylabels: Sequence[str]) -> None:
-    # Optional, and slow to import.
+    # matplotlib is optional, and slow to import.
     from matplotlib.figure import Figure  # noqa: PLC0415
     from matplotlib.ticker import LogLocator  # noqa: PLC0415
 
@@ -241,7 +241,7 @@ def _draw(path: Path, panels: Sequence[Sequence[_Curve]], ylabels: Sequence[str]
     for axes, curves, ylabel in zip(all_axes, panels, ylabels, strict=True):
         _draw_panel(axes, curves)
         axes.set_ylabel(ylabel)
-    # First tokens take from milliseconds to many seconds; gaps differ less.
+    # First tokens take from milliseconds to many seconds. Inter-token latencies differ less.
     all_axes[0].set_yscale("log")
     all_axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     all_axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")

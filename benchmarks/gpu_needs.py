@@ -1,7 +1,7 @@
-"""`python -m benchmarks.gpu_needs` says what `make gpu-check` and `gpu-bench` miss in this Python.
+"""`python -m benchmarks.gpu_needs`: the packages that the GPU's make targets miss in this Python.
 
-A machine with a GPU has its own Python, and no network to fetch what it lacks. So that is said
-first, all at once, in a sentence. Imports nothing that might be what is missing.
+A machine with a GPU has its own Python, and no network to install packages from. So the targets
+first print all missing packages in one sentence. This module imports none of them.
 """
 
 import re
@@ -11,15 +11,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
-_FROM_DEV = frozenset({"pytest", "triton"})  # of what else is only for developers, nothing
-# What is imported to serve, and for nothing else: gpu.md.
+_FROM_DEV = frozenset({"pytest", "triton"})  # the packages of the extra `dev` that the targets need
+# Packages that only the server needs (gpu.md).
 _SERVING = frozenset(
     {"fastapi", "httpx", "prometheus-client", "pydantic", "pydantic-settings", "uvicorn"}
 )
 
 
 def requirements() -> dict[str, str]:
-    """Package -> the oldest release that will do, as pyproject.toml has them."""
+    """Return package -> oldest allowed release, from pyproject.toml."""
     project = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8"))["project"]
     lines = [
         *project["dependencies"],
@@ -41,7 +41,7 @@ def _release(line: str) -> str:
 
 
 def shortcomings(needed: dict[str, str]) -> list[str]:
-    """What is missing of it or too old, in words, by name."""
+    """Return a phrase for each package that is missing or too old, in the order of names."""
     found = []
     for name, least in sorted(needed.items()):
         try:
@@ -55,18 +55,18 @@ def shortcomings(needed: dict[str, str]) -> list[str]:
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    """To compare by; what stands behind a plus says how it was built."""
+    """Return the numbers to compare by, without the part after a plus, which names the build."""
     return tuple(map(int, re.findall(r"\d+", release.partition("+")[0])))
 
 
 def lacks_to_serve() -> list[str]:
-    """What the server needs beside all else, and is not there."""
+    """Return phrases for the packages that only the server needs and that are missing."""
     needed = requirements()
     return shortcomings({name: needed[name] for name in _SERVING})
 
 
 def main() -> None:
-    """Say what is missing; end with code 2 unless it is only for serving."""
+    """Print what is missing; exit with code 2 unless only the server needs it."""
     needed = requirements()
     for name in _SERVING:
         del needed[name]

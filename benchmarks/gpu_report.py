@@ -1,10 +1,10 @@
-"""Measurements of the GPU's attention -> tables in Markdown."""
+"""The report on the GPU's attention: Markdown tables."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]
-# A column: its head, and its cell of a row.
+# The heading of a column, and a function from a row to its cell.
 Column = tuple[str, Callable[[Row], str]]
 
 _DECODE: tuple[Column, ...] = (
@@ -35,7 +35,7 @@ _PARTS = (("decode", _DECODE), ("prefill", _PREFILL), ("tuning", _TUNING))
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The tables of one run, with a line about the machine above them."""
+    """Build the tables of one run, below lines about the machine and its rates."""
     (machine,) = (row for row in rows if row["part"] == "machine")
     (ceilings,) = (row for row in rows if row["part"] == "ceilings")
     (angles,) = (row for row in rows if row["part"] == "angles")
@@ -55,7 +55,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def machine_line(machine: Row) -> str:
-    """What was measured, on what, when."""
+    """Build the line with the date, the commit, the device and the versions."""
     return (
         f"{machine['date']}, commit `{machine['commit']}`; {machine['device']}; torch "
         f"{machine['torch']}, triton {machine['triton']}, transformers {machine['transformers']}, "
@@ -64,7 +64,7 @@ def machine_line(machine: Row) -> str:
 
 
 def ceilings_line(ceilings: Row) -> str:
-    """What that machine can do."""
+    """Build the line with the machine's own rates."""
     return (
         f"Ceilings: copy {ceilings['copy_bytes_s'] / 1e12:.3g} TB/s, bf16 product "
         f"{ceilings['matrix_flop_s'] / 1e12:.4g} TFLOP/s."
@@ -72,7 +72,7 @@ def ceilings_line(ceilings: Row) -> str:
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """One table; a line a row."""
+    """Build a Markdown table with one line per row."""
     lines = [
         [head for head, _ in columns],
         ["---:"] * len(columns),

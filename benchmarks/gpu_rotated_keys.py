@@ -1,12 +1,13 @@
-"""What rotate-at-read costs in a whole step: the same engine over caches that are read plainly.
+"""Model runners that show the cost of rotation at the read: caches whose read does not rotate.
 
-`RotatedAtWrite` is the conventional cache: queries and keys are turned by the step's angles before
-the cache sees them, and keys stay as they were written. `NotRotated` turns nothing: its answers
-are another model's, its time is what no cache can be below. Both read with the kernel that serves,
-told that the layer does not rotate. Angles are taken once a step, on the device; nothing is copied
-to the host, so a step may be captured in a graph.
+`RotatedAtWrite` is the conventional cache. It rotates queries and keys by the step's angles before
+the cache receives them, and keys stay as they were written. `NotRotated` rotates nothing. Its
+answers are those of another model, and its time is a lower bound for every cache.
 
-Only for models whose heads rotate whole, in half-split pairs, without log-n.
+Both read with the server's kernel, for a layer that does not rotate. Angles are computed once a
+step, on the device. Nothing is copied to the host, so a CUDA graph can capture a step.
+
+The heads of the model must rotate whole, in half-split pairs, without log-n.
 
 Shapes: T = flat tokens of a step, S = sequences in it, P = rotated pairs, H = query heads, K = key
 heads, D = head dimensions, V = value dimensions.
@@ -27,7 +28,7 @@ from rope import Angles, rotate
 
 
 class NotRotated(ModelRunner):
-    """A model runner that turns neither queries nor keys. One thread at a time."""
+    """A model runner that rotates neither queries nor keys. One thread at a time."""
 
     def _step(self, batch: Batch) -> WritingStep:
         return PagedStep(batch, self._store, self._tables, self._plain_plans, self._backend)
@@ -52,7 +53,7 @@ class RotatedAtWrite(NotRotated):
 
     @cached_property
     def _layer_type(self) -> str:
-        """That of all layers. Raises ValueError for a model that is not measured here."""
+        """Return the type that all layers share. Raises ValueError if the model is not supported."""
         (plan,) = set(self._plans.values())
         if plan.layer_type is None or plan.interleaved or plan.rotary_dim != plan.key_dim:
             raise ValueError(f"not a model that rotates whole heads in half-split pairs: {plan}")
@@ -61,7 +62,7 @@ class RotatedAtWrite(NotRotated):
 
 @dataclass(slots=True)
 class RotatedStep:
-    """Turns the step's queries and keys, then hands them to a step that does not."""
+    """A step that rotates queries and keys, and passes them to a step that does not."""
 
     batch: Batch
     tables: LayerTables
@@ -69,11 +70,11 @@ class RotatedStep:
     _angles_TP: Angles | None = None
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
-        """The attention's output, [1, T, H, V]."""
+        """Return the attention's output, [1, T, H, V]."""
         return self.read.attend(layer_idx, self._turned(call))
 
     def write(self, layer_idx: int, call: AttentionCall) -> None:
-        """Keys are turned, and written."""
+        """Rotate the keys and write them."""
         self.read.write(layer_idx, self._turned(call))
 
     def _turned(self, call: AttentionCall) -> AttentionCall:
@@ -84,13 +85,13 @@ class RotatedStep:
 
 
 def _angles(tables: LayerTables, batch: Batch) -> Angles:
-    """Of every token, [T, P], times the attention factor, which queries and keys have alike."""
+    """Return cosines and sines of every token, [T, P], times the attention factor."""
     start_cos, start_sin, offset_cos, offset_sin, _, _, squares_S, _ = tables.device_tensors
     position_T = batch.position_ids_1T[0]
     slot_T = batch.table_slot_S
     if len(slot_T) != len(position_T):
         lengths_S = batch.cu_seqlens_S1.diff()
-        # Told how many there are, it does not wait to count them.
+        # With the size given, torch does not wait for the device to count.
         slot_T = slot_T.repeat_interleave(lengths_S, output_size=len(position_T))
     page_size = offset_cos.shape[1]
     page_T, offset_T = position_T // page_size, position_T % page_size
@@ -102,7 +103,7 @@ def _angles(tables: LayerTables, batch: Batch) -> Angles:
 
 
 def _turned(query_1HTD: Tensor, key_1KTD: Tensor, angles_TP: Angles) -> tuple[Tensor, Tensor]:
-    """Both, in the dtype they came in: on a GPU by one kernel."""
+    """Rotate queries and keys, in their own dtype; on a GPU one kernel does both."""
     query_THD, key_TKD = query_1HTD[0].transpose(0, 1), key_1KTD[0].transpose(0, 1)
     if query_THD.is_cuda:
         from benchmarks.gpu_rotation import turned  # noqa: PLC0415  # triton is optional

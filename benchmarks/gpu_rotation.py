@@ -1,6 +1,6 @@
-"""Queries and keys of a step turned in one kernel: what a conventional cache does at the write.
+"""A kernel that rotates a step's queries and keys, as a conventional cache does at the write.
 
-Importing this file imports triton.
+This module imports triton.
 
 Shapes: T = flat tokens, H = query heads, K = key heads, D = head dimensions, P = D / 2 pairs.
 """
@@ -18,7 +18,7 @@ def _heads(
     source, target, token, from_t, from_h, cos, sin,
     HEADS: tl.constexpr, HEADS_2: tl.constexpr, P: tl.constexpr, P_2: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token; the target is laid out [T, heads, D]."""
+    """Rotate all heads of one token; the target's layout is [T, heads, D]."""
     h, p = tl.arange(0, HEADS_2)[:, None], tl.arange(0, P_2)[None, :]
     mask = (h < HEADS) & (p < P)
     at = source + token * from_t + h * from_h + p
@@ -37,7 +37,7 @@ def _turn(
     HEADS: tl.constexpr, HEADS_2: tl.constexpr, KEYS: tl.constexpr, KEYS_2: tl.constexpr,
     P: tl.constexpr, P_2: tl.constexpr,
 ):  # fmt: skip
-    """One token a program."""
+    """Rotate one token per program."""
     token = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, P_2)[None, :]
     cos = tl.load(cos_TP + token * P + p, mask=p < P)
@@ -47,9 +47,9 @@ def _turn(
 
 
 def turned(query_THD: Tensor, key_TKD: Tensor, angles_TP: Angles) -> tuple[Tensor, Tensor]:
-    """Both in half-split pairs, whole heads; in the dtype they came in, numbers of a head together.
+    """Rotate whole heads in half-split pairs; return both in their own dtype, contiguous.
 
-    The numbers of a head lie together in what is given, too; left to the caller.
+    The numbers of a head must be contiguous in the arguments.
     """
     num_tokens, heads, dim = query_THD.shape
     keys = key_TKD.shape[1]

@@ -1,6 +1,6 @@
-"""The whole server on the device: `ropewalk serve` and `ropewalk bench` as processes.
+"""The whole server on the device, with `ropewalk serve` and `ropewalk bench` as processes.
 
-Latency against context length is then read back from /metrics, where an operator reads it.
+Latency against context length is then read from /metrics, where an operator reads it.
 """
 
 import json
@@ -30,17 +30,17 @@ _HISTOGRAMS = {
     "first_token": "ropewalk_time_to_first_token_seconds",
     "next_token": "ropewalk_inter_token_latency_seconds",
 }
-# By histogram and context bucket: upper bound in seconds -> observations up to it, and their sum.
+# (histogram, context bucket) -> upper bound in seconds -> observations up to it; under _SUM, sum.
 Counts = dict[tuple[str, str], dict[float, float]]
-_SUM = -1.0  # the key of the sum, which is no bound
+_SUM = -1.0  # the key of the sum; no bound is negative
 
 
 class ServerError(Exception):
-    """The server or its load did not run; the message says why."""
+    """The server or its load did not run; the message gives the reason."""
 
 
 def serve_and_load(sizes: ModelSizes, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Rows of `ropewalk bench`, and of what /metrics counted meanwhile. Raises ServerError."""
+    """Yield rows of `ropewalk bench` and of /metrics in the meantime. Raises ServerError."""
     with TemporaryDirectory(prefix="ropewalk-model-") as folder:
         _write_model(sizes, Path(folder), device)
         with _running(sizes, folder, device) as url:
@@ -53,7 +53,7 @@ def serve_and_load(sizes: ModelSizes, device: torch.device) -> Iterator[dict[str
 
 
 def _write_model(sizes: ModelSizes, folder: Path, device: torch.device) -> None:
-    """Random weights as safetensors, and the embedded model's tokenizer."""
+    """Write random weights as safetensors, and the embedded model's tokenizer."""
     model = random_model(sizes.server.shape, sizes.native_len, sizes.dtype, device)
     model.save_pretrained(folder)
     del model
@@ -64,7 +64,7 @@ def _write_model(sizes: ModelSizes, folder: Path, device: torch.device) -> None:
 
 @contextmanager
 def _running(sizes: ModelSizes, folder: str, device: torch.device) -> Iterator[str]:
-    """The server's address, on a free port of this machine, until the block ends."""
+    """Start a server on a free local port, yield its address, and stop it after the block."""
     scaling = json.dumps({"rope_type": "yarn", "factor": sizes.factor})
     command = [
         *(sys.executable, "-m", "server", "serve", folder, "--port", "0"),
@@ -84,7 +84,7 @@ def _running(sizes: ModelSizes, folder: str, device: torch.device) -> Iterator[s
                 lines.append(line)
                 if "listening on" in line:
                     found.set()
-        found.set()  # it has ended
+        found.set()  # the process has ended
 
     reader = threading.Thread(target=read, args=(process.stderr,), daemon=True)
     reader.start()
@@ -105,7 +105,7 @@ def _running(sizes: ModelSizes, folder: str, device: torch.device) -> Iterator[s
 
 
 def _load(url: str, sizes: ModelSizes, concurrency: int, path: Path) -> Iterator[dict[str, Any]]:
-    """One run of `ropewalk bench`; a row a context length."""
+    """Run `ropewalk bench` once; yield one row per context length."""
     server = sizes.server
     command = [
         *(sys.executable, "-m", "server", "bench", url, "--json", str(path)),
@@ -132,7 +132,7 @@ def _load(url: str, sizes: ModelSizes, concurrency: int, path: Path) -> Iterator
 
 
 def scrape(url: str) -> Counts:
-    """The two histograms of latency by context, as /metrics has them now."""
+    """Return the two latency histograms by context, as /metrics has them now."""
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415  # optional
 
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:  # noqa: S310  # our own
@@ -152,7 +152,7 @@ def scrape(url: str) -> Counts:
 
 
 def latencies(before: Counts, after: Counts) -> Iterator[dict[str, Any]]:
-    """A row a context bucket in which something was observed between the two; shortest first."""
+    """Yield a row per context bucket with new observations, shortest contexts first."""
     buckets = sorted({bucket for _, bucket in after}, key=float)
     for bucket in buckets:
         row: dict[str, Any] = {"context_bucket": bucket}
@@ -169,9 +169,10 @@ def latencies(before: Counts, after: Counts) -> Iterator[dict[str, Any]]:
 
 
 def median_of(new: Mapping[float, float]) -> float:
-    """Of observations counted up to each bound, straight between bounds, as Prometheus does.
+    """Return the median of observations that are counted up to each bound.
 
-    At least one; of the last bucket, which has no end, its begin.
+    It is interpolated linearly between bounds, as Prometheus does. There must be an observation. If
+    the median is in the last bucket, which has no upper bound, its lower bound is returned.
     """
     bounds = [0.0, *sorted(new)]
     half = new[float("inf")] / 2

@@ -1,6 +1,6 @@
-"""transformers beside our engine, on the same weights: `generate`, and its continuous batching.
+"""transformers' contenders on the same weights: `generate`, and its continuous batching.
 
-All take prompts of one length and answer each with exactly so many greedy tokens.
+All take prompts of one length. They answer each with a fixed number of greedy tokens.
 """
 
 import time
@@ -23,20 +23,20 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """How long answers took."""
+    """The times of answers that were generated together."""
 
-    seconds: float  # from sending to the last token of all
-    step_s: float | None = None  # median from a token to the next, where it is told
+    seconds: float  # from sending to the last token of the last answer
+    step_s: float | None = None  # median time between two tokens, if reported
 
 
 class Contender(Protocol):
-    """Something that answers prompts."""
+    """A way of transformers to answer prompts."""
 
     def answer(self, prompts: Prompts, num_output: int) -> Answered:
-        """All of them together. Raises RuntimeError if an answer is not as asked."""
+        """Answer all prompts together. Raises RuntimeError if an answer has another length."""
 
     def close(self) -> None:
-        """Give its memory back; the weights stay."""
+        """Free its memory; the weights stay."""
 
 
 def _greedy(num_output: int, **more: Any) -> GenerationConfig:
@@ -46,7 +46,7 @@ def _greedy(num_output: int, **more: Any) -> GenerationConfig:
 
 
 class Generating:
-    """`model.generate`: one padded batch; `cache`: dynamic, or static, which is compiled."""
+    """`model.generate` with one batch. `cache` is dynamic, or static, which is compiled."""
 
     def __init__(self, model: LlamaForCausalLM, cache: str) -> None:
         self._model = model
@@ -70,7 +70,7 @@ class Generating:
 
     def close(self) -> None:
         """See Contender."""
-        if "_compiled_call" in vars(self._model):  # what generate leaves behind
+        if "_compiled_call" in vars(self._model):  # generate does not remove it
             delattr(self._model, "_compiled_call")
         torch.compiler.reset()
         free_memory()
@@ -79,23 +79,24 @@ class Generating:
 class Batching:
     """`model.generate_batch`: continuous batching, with a manager that is kept between calls.
 
-    `more`: fields of transformers' ContinuousBatchingConfig; the others stay as they are by
-    default, but for a cache of a fixed size, so that others find memory, too.
+    `more`: fields of transformers' ContinuousBatchingConfig. The cache's size is fixed, so that
+    memory is left for other contenders, and a step has at most 8,192 tokens. Fields that are not
+    set keep their defaults.
     """
 
     def __init__(self, model: LlamaForCausalLM, num_cached: int, **more: Any) -> None:
         self._model = model
-        # The size of a block has had two names; its default has not changed.
+        # The size of a block has two names, depending on the release.
         block = ContinuousBatchingConfig()
         size: int = getattr(block, "page_size", None) or block.block_size
         self._attention, switch = _attention()
         self._config = ContinuousBatchingConfig(
             num_blocks=2 + -(-num_cached // size), max_batch_tokens=8192, **switch, **more
         )
-        self.used_attention = ""  # which attention answered
+        self.used_attention = ""  # the attention that answered
 
     def answer(self, prompts: Prompts, num_output: int) -> Answered:
-        """See Contender. The first call also warms up, and is not to be counted."""
+        """See Contender. The first call also warms up, and must not be counted."""
         with _attending(self._model, self._attention):
             if not self.used_attention:
                 self.used_attention = self._chosen_attention()
@@ -114,14 +115,14 @@ class Batching:
                 f"generate_batch answered {len(lengths)} of {len(prompts)} prompts, with "
                 f"{sorted(set(lengths))} tokens; {errors[:1]}"
             )
-        # By its own clock, so that starting and ending its thread are not counted.
+        # Its own timestamps leave out the start and the end of its thread.
         begin = min(each.created_time for each in found)
         end = max(each.lifespan[1] for each in found)
         gaps = [later - earlier for each in found for earlier, later in pairwise(each.timestamps)]
         return Answered(end - begin, median(gaps))
 
     def _chosen_attention(self) -> str:
-        """What it takes in the place of the attention it was given."""
+        """Return the attention that it chooses in place of the given one."""
         self._model.init_continuous_batching(_greedy(1), self._config)
         chosen: str = self._model.config._attn_implementation  # noqa: SLF001  # as below
         self._model.set_attn_implementation(self._attention)
@@ -134,15 +135,16 @@ class Batching:
 
 
 def _attention() -> tuple[str, dict[str, Any]]:
-    """What batching begins with: it takes flash attention where that is installed.
+    """Return the attention to begin with, and further fields of the configuration.
 
-    Where it is not, transformers would look for a kernel to download; there is no network.
+    If flash attention is installed, transformers switches to it. If it is not installed,
+    transformers would look for a kernel to download, but there is no network.
     """
     if find_spec("flash_attn") or find_spec("flash_attn_interface"):
         return "sdpa", {}
     if any(field.name == "auto_switch_to_flash" for field in fields(ContinuousBatchingConfig)):
         return "sdpa", {"auto_switch_to_flash": False}
-    return "paged|sdpa", {}  # the same, as releases before that switch have it
+    return "paged|sdpa", {}  # the same, in releases without the switch
 
 
 def _now(device: torch.device) -> float:
@@ -164,10 +166,10 @@ def _attending(model: LlamaForCausalLM, attention: str) -> Iterator[None]:
 def contenders(
     model: Callable[[], LlamaForCausalLM], num_cached: int
 ) -> Mapping[str, Callable[[], Contender]]:
-    """Name -> how to make it.
+    """Return name -> function that makes the contender.
 
-    `model`: another model over the same weights at every call, since one keeps its manager.
-    `num_cached`: tokens that continuous batching holds.
+    `model` builds another model over the same weights at every call, because a model keeps its
+    manager. `num_cached`: tokens in the cache of continuous batching.
     """
     return {
         "generate": lambda: Generating(model(), "dynamic"),

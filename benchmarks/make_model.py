@@ -1,7 +1,7 @@
-"""`python -m benchmarks.make_model`: models to measure with, of random weights from a fixed seed.
+"""`python -m benchmarks.make_model`: models for benchmarks, with random weights from a fixed seed.
 
-Nobody's answers are judged here, so nothing is learned. Weights are scaled so that activations
-neither vanish nor grow with depth, and logits differ by about 2 from token to token.
+The benchmarks do not judge answers, so the models are not trained. Weights are scaled so that
+activations neither vanish nor grow with depth. Logits differ by about 2 from token to token.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from training.tokenizer import BOS_ID, EOS_ID, save_tokenizer, train_tokenizer
 
 _SEED = 7
 _LOGIT_SPREAD = 2.0
-_NATIVE_LEN = 32_768  # tokens; so that no server needs an override in the sweep
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
+_NATIVE_LEN = 32_768  # tokens, so that no server needs an override in any scenario
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the text of a part of a character
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama. Heads are of 64 dimensions if nothing is said, the head's matrix is its own."""
+    """The shape of a Llama whose LM head is not tied to the embedding."""
 
     hidden: int
     layers: int
@@ -42,12 +42,12 @@ SHAPES = {
 
 
 def build(shape: Shape, tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """The model in float32; the same weights each time."""
+    """Build the model in float32, with the same weights each time."""
     model = LlamaForCausalLM(llama_config(shape, _NATIVE_LEN, bos_id=BOS_ID, eos_id=EOS_ID))
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID)
     fill(model, shape, torch.Generator().manual_seed(_SEED))
-    # Greedy answers then have whole characters only. Servers hold a token back while it is none,
-    # and would look late for it.
+    # Greedy answers then have whole characters only. A server holds back a token that is only a part
+    # of a character, and its event would come late.
     with torch.no_grad():
         model.lm_head.weight[_unspeakable(tokenizer, shape.vocab)] = 0
     return model.eval()
@@ -61,7 +61,7 @@ def llama_config(
     eos_id: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> LlamaConfig:
-    """Without an end token every answer is as long as asked for."""
+    """Build the configuration; without `eos_id`, every answer has the requested length."""
     return LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -80,12 +80,13 @@ def llama_config(
 
 
 def fill(model: nn.Module, shape: Shape, seeded: torch.Generator) -> None:
-    """Gaussians whose products keep their size; what adds to the residual is smaller with depth.
+    """Fill a model with Gaussian weights whose products keep the size of their inputs.
 
-    `seeded`: of the device that holds the weights.
+    Weights of products that add to the residual are smaller if there are more layers. `seeded`: a
+    generator of the device that holds the weights.
     """
     for name, weight in model.named_parameters():
-        if weight.dim() == 1:  # a norm's
+        if weight.dim() == 1:  # the weight of a norm
             nn.init.ones_(weight)
             continue
         scale = 1.0 if "embed_tokens" in name else weight.shape[1] ** -0.5
@@ -97,7 +98,7 @@ def fill(model: nn.Module, shape: Shape, seeded: torch.Generator) -> None:
 
 
 def _unspeakable(tokenizer: Tokenizer, vocab: int) -> list[int]:
-    """Ids that show nothing by themselves: special tokens, parts of characters, no token at all."""
+    """Return ids without a text: special tokens, parts of characters, ids without a token."""
     texts = tokenizer.decode_batch([[token] for token in range(vocab)])
     return [token for token, text in enumerate(texts) if not text or _REPLACEMENT in text]
 
@@ -106,7 +107,7 @@ def _unspeakable(tokenizer: Tokenizer, vocab: int) -> list[int]:
 @click.argument("name", type=click.Choice(list(SHAPES)))
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 def main(name: str, folder: Path) -> None:
-    """Write the model NAME to FOLDER, as transformers reads it."""
+    """Write the model NAME to FOLDER, in transformers' format."""
     shape = SHAPES[name]
     tokenizer = train_tokenizer(tokenizer_texts(), shape.vocab)
     model = build(shape, tokenizer)

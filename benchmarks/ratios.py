@@ -1,4 +1,4 @@
-"""Medians of rounds, and how many times better A is than B."""
+"""Medians over rounds, and the ratios of server A to server B."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What is measured; its unit; and which way is good."""
+    """A measured quantity, its unit, and the better direction."""
 
     name: str
     unit: str
@@ -16,9 +16,9 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times better A is; above 1, A is the better one whatever the metric.
+    """The factor by which A is better than B. Above 1, A is better for every metric.
 
-    Each round gives one ratio, since both servers met the same state of the machine in it.
+    Each round gives one ratio, because both servers met the same state of the machine in it.
     """
 
     median: float
@@ -29,7 +29,7 @@ class Ratio:
 def ratio(
     a_by_round: Mapping[int, float], b_by_round: Mapping[int, float], metric: Metric
 ) -> Ratio | None:
-    """Over the rounds that both have; None if there is none. Values must be above 0."""
+    """Return the ratio over the rounds that both have, else None. Values must be above 0."""
     both = sorted(a_by_round.keys() & b_by_round.keys())
     if not both:
         return None
@@ -41,14 +41,14 @@ def ratio(
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row of the table: one metric of one scenario. `by_server`: value by round, A's first."""
+    """A row of the table: one metric of one scenario. `by_server`: values by round, A's first."""
 
     scenario: str
     metric: Metric
     by_server: tuple[Mapping[int, float], ...]
 
     def cells(self) -> list[str]:
-        """As text; a dash where there is no number."""
+        """Return the cells as text, with a dash for a missing number."""
         cells = [self.scenario, f"{self.metric.name}, {self.metric.unit}"]
         cells += [_number(median(each.values())) if each else "-" for each in self.by_server]
         if len(self.by_server) > 1:
@@ -62,7 +62,7 @@ class Line:
 
 
 def table(lines: Sequence[Line], names: Sequence[str], *, markdown: bool) -> str:
-    """A line per metric below a heading; medians of rounds, and the ratio A/B with its spread."""
+    """Build a table with a line per metric: medians over rounds, and A/B with its range."""
     head = ["scenario", "metric", *names]
     if len(names) > 1:
         head += ["/".join(names), "lowest to highest"]
@@ -83,5 +83,5 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _number(value: float) -> str:
-    """Four digits that count, whatever the size."""
+    """Format a number with four significant digits, or from 1,000 up with one decimal."""
     return f"{value:.1f}" if value >= 1000 else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""The record: a line of JSON for each scenario, server and round that is finished."""
+"""The record: a line of JSON for each finished scenario of a server and a round."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -8,22 +8,22 @@ from server.jsonl_file import LineFile
 
 
 class RecordError(Exception):
-    """The file holds what this run cannot go on with; the message is a whole sentence."""
+    """The file does not fit this run; the message is a whole sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One scenario on one server in one round; a failed one has an error and no values."""
+    """One scenario on one server in one round. If it failed, it has an error and no values."""
 
     scenario: str
-    sizes: dict[str, int]  # of the scenario
-    server: str  # the name it was given
+    sizes: dict[str, int]  # sizes of the scenario
+    server: str  # its name on the command line
     model: str
     round: int  # from 0
     started_at: str  # UTC
-    seed: int  # of the prompts
-    load_1min: float  # of the machine, when it began
-    values: dict[str, float]  # by the metric's name
+    seed: int  # seed of the prompts
+    load_1min: float  # load of the machine at the start
+    values: dict[str, float]  # metric's name -> value
     num_tokens: int
     num_events: int
     remark: str | None = None
@@ -31,7 +31,7 @@ class Row:
 
 
 class Record:
-    """Rows in a file that only grows. Reads those of a run that was stopped."""
+    """Rows in an append-only file, with those of a run that was stopped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -41,12 +41,12 @@ class Record:
             self._read()
 
     def add(self, row: Row) -> None:
-        """Keep it, on disk at once."""
+        """Append a row, on disk at once."""
         self._lines.add(asdict(row))
         self.rows.append(row)
 
     def finished(self, scenario: str, sizes: dict[str, int], server: str) -> dict[int, Row]:
-        """Rows without an error, by round."""
+        """Return the rows without an error, by round."""
         return {
             row.round: row
             for row in self.rows
@@ -54,7 +54,7 @@ class Record:
         }
 
     def check_model(self, server: str, model: str) -> None:
-        """Raises RecordError if this server's rows are of another model."""
+        """Raise RecordError if this server's rows are of another model."""
         for row in self.rows:
             if row.server == server and row.model != model:
                 raise RecordError(

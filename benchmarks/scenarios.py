@@ -1,4 +1,4 @@
-"""The scenarios: what each one sends, and the numbers that come of it."""
+"""The scenarios: the requests of each, and their metrics."""
 
 import asyncio
 import time
@@ -21,11 +21,11 @@ LONG_WHOLE = Metric("long request's time", "s", higher_is_better=False)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The numbers of one scenario in one round, and what shows that they are honest."""
+    """The values of one scenario in one round, with the counts that a reader can check."""
 
     values: dict[Metric, float]
     num_tokens: int  # generated
-    num_events: int  # that brought them
+    num_events: int  # that carried these tokens
     remark: str | None = None
 
 
@@ -34,33 +34,33 @@ class Scenario(Protocol):
 
     @property
     def name(self) -> str:
-        """As in the record and in --scenarios."""
+        """Return the name, as in the record and in --scenarios."""
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """What an outcome has, the most telling first."""
+        """Return the metrics of an outcome, the most important first."""
 
     @property
     def longest(self) -> int:
-        """Positions of its longest request, in tokens."""
+        """Return the positions of its longest request, in tokens."""
 
     @property
     def concurrency(self) -> int:
-        """Most requests in flight."""
+        """Return the largest number of requests in flight."""
 
     async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
-        """Send it once. Raises ScenarioError."""
+        """Send all requests once, and return the outcome. Raises ScenarioError."""
 
 
 def sizes(scenario: Scenario) -> dict[str, int]:
-    """Its numbers, as they stand in the record."""
+    """Return the integer fields of a scenario, for the record."""
     fields: dict[str, Any] = asdict(scenario)  # type: ignore[call-overload]  # all are dataclasses
     return {name: value for name, value in fields.items() if isinstance(value, int)}
 
 
 @dataclass(frozen=True, slots=True)
 class OneByOne:
-    """Requests one after the other."""
+    """Requests that are sent one after the other."""
 
     name: str
     metrics: tuple[Metric, ...]
@@ -75,7 +75,7 @@ class OneByOne:
         return self.prompt_len + self.output_len
 
     async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
-        """The medians over the requests."""
+        """Return the medians over the requests."""
         answers = []
         for _ in range(self.num_requests):
             request = Request(prompts.ids(self.prompt_len), self.output_len)
@@ -89,7 +89,7 @@ class OneByOne:
 
 @dataclass(frozen=True, slots=True)
 class AtOnce:
-    """Requests sent at the same moment: a prefix in common, then each has tokens of its own."""
+    """Requests that are sent at once, with a common prefix and then tokens of their own."""
 
     name: str
     metric: Metric
@@ -114,7 +114,7 @@ class AtOnce:
         return self.num_requests
 
     async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
-        """The time to the last end, prefill included. The prefix is new each time."""
+        """Measure the time to the last end, prefill included. The prefix is new each time."""
         prefix = prompts.ids(self.prefix_len)
         requests = [
             Request(
@@ -131,7 +131,7 @@ class AtOnce:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """Short requests that arrive while one long prompt is being read."""
+    """Short requests that arrive during the prefill of one long prompt."""
 
     name: str = "mixed"
     long_len: int = 8192
@@ -139,7 +139,7 @@ class Mixed:
     output_len: int = 8
     num_short: int = 24
     first_ms: int = 100  # after the long request
-    every_ms: int = 25  # between one short request and the next
+    every_ms: int = 25  # between two short requests
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -157,7 +157,7 @@ class Mixed:
         return self.num_short + 1
 
     async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
-        """Short requests come at fixed times, whatever the server does."""
+        """Send short requests at fixed times, which do not depend on the server."""
         long = Request(prompts.ids(self.long_len), self.output_len)
         shorts = [
             Request(prompts.ids(self.short_len), self.output_len) for _ in range(self.num_short)
@@ -181,9 +181,9 @@ class Mixed:
 async def _together(
     sender: Sender, requests: Sequence[Request], delays_ms: Sequence[int]
 ) -> tuple[list[Answer], float]:
-    """Each request after its delay; the answers, and the seconds until the last was over.
+    """Send each request after its delay; return the answers and the seconds to the last end.
 
-    Raises ScenarioError as soon as one request does; the others are given up.
+    Raises ScenarioError as soon as one request does; the others are cancelled.
     """
     bodies = [sender.body(each) for each in requests]
     began = time.perf_counter()
@@ -234,9 +234,10 @@ SCENARIOS: tuple[Scenario, ...] = (
 
 
 def choose_scenarios(text: str | None) -> tuple[Scenario, ...]:
-    """`single,context` -> those whose name is that or begins with it and a dash. None: all.
+    """Return the scenarios of a list like `single,context`, or all of them for None.
 
-    Raises ValueError for a word that names none.
+    A word names a scenario if it is the name, or the part of the name before the first dash. Raises
+    ValueError for a word that names none.
     """
     if text is None:
         return SCENARIOS

@@ -1,4 +1,4 @@
-"""Requests of the yardstick: prompts that no cache knows, and answers that are counted."""
+"""The requests of the client: prompts that no cache holds, and answers that are checked."""
 
 import json
 import random
@@ -11,18 +11,18 @@ import httpx
 from server.bench.load import Failure, Timing, measure
 from server.bench.target import Prompt, Target
 
-# Ids below are left out: a model's own special tokens usually have the first ones.
+# Lower ids are left out, because they usually belong to a model's special tokens.
 FIRST_ID = 16
-# A server may send several tokens in one event, because one token was no whole character or because
-# its client was busy. Fewer events than this share of the tokens would no longer tell when tokens
-# came.
+# A server may send several tokens in one event, because a token was no whole character or its client
+# was busy. If events are fewer than this share of the tokens, they do not show when tokens came.
 _LEAST_EVENTS = 0.5
-# Random prompts may begin with the same few tokens; a larger share of a prompt was seen before.
+# Two random prompts may begin with the same few tokens. If a larger share of a prompt was cached,
+# the server had seen the prompt before.
 _MOST_CACHED = 0.05
 
 
 class ScenarioError(Exception):
-    """A request was refused, or its answer is not what was asked for; names request and fault."""
+    """A request failed, or its answer is not as requested; the message names the fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class Prompts:
     vocab_size: int
 
     def ids(self, num_tokens: int) -> list[int]:
-        """The next ones; never the same twice but by chance."""
+        """Draw the next token ids, which are new except by chance."""
         return self.drawn.choices(range(FIRST_ID, self.vocab_size), k=num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt as token ids, how many tokens to generate, and whether a cache may know it."""
+    """A prompt as token ids, the number of tokens to generate, and whether a cache may hold it."""
 
     prompt: Sequence[int]
     num_output: int
@@ -48,7 +48,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """When the tokens of one request came; seconds since it was sent."""
+    """The times of one answer, in seconds since its request was sent."""
 
     num_output: int  # tokens
     num_events: int
@@ -59,12 +59,12 @@ class Answer:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """From the first token to the last, without the first."""
+        """Return the rate from the first token to the last, without the first."""
         return (self.num_output - 1) / (self.last_token_s - self.time_to_first_token_s)
 
 
 class Sender:
-    """Sends to one server, and takes no answer that is not of the length asked for."""
+    """A sender to one server that accepts only answers of the requested length."""
 
     def __init__(self, client: httpx.AsyncClient, target: Target, timeout_s: float) -> None:
         self._client = client
@@ -72,7 +72,7 @@ class Sender:
         self._timeout_s = timeout_s
 
     def body(self, request: Request) -> bytes:
-        """As JSON. Made before any clock starts."""
+        """Encode a request as JSON, before any clock starts."""
         return json.dumps(
             {
                 "model": self._target.model,
@@ -86,7 +86,7 @@ class Sender:
         ).encode()
 
     async def send(self, request: Request, body: bytes) -> Answer:
-        """One request to its end. Raises ScenarioError."""
+        """Send one request, and read its answer to the end. Raises ScenarioError."""
         prompt = Prompt(list(request.prompt), len(request.prompt))
         sent_s = time.perf_counter()
         timing = await measure(self._client, self._target, body, prompt, self._timeout_s)
@@ -104,7 +104,7 @@ class Sender:
 
 
 def check(request: Request, timing: Timing) -> None:
-    """The server did all of the work and no other. Raises ScenarioError."""
+    """Check that the server did exactly the requested work. Raises ScenarioError."""
     asked, told, events = request.num_output, timing.completion_tokens, len(timing.token_times_s)
     if told != asked:
         raise ScenarioError(f"{asked} tokens were asked for, the server counts {told}")

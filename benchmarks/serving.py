@@ -25,7 +25,7 @@ _SOME_FAILED, _USAGE_ERROR = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A server that is measured, by the name it was given."""
+    """A server that is measured, with its name on the command line."""
 
     name: str
     target: Target
@@ -34,7 +34,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one run sends."""
+    """The scenarios of one run, and its numbers of rounds."""
 
     scenarios: tuple[Scenario, ...]
     num_rounds: int
@@ -43,7 +43,7 @@ class Plan:
 
 
 class Run:
-    """One run over its servers. `failed` has the scenarios that ended with an error."""
+    """One run over its servers. `failed` has the errors of the scenarios that failed."""
 
     def __init__(self, servers: Sequence[Measured], plan: Plan, record: Record) -> None:
         self._servers = servers
@@ -52,7 +52,7 @@ class Run:
         self.failed: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Warm up, then all rounds that are not in the record yet."""
+        """Warm up, then measure all rounds that are not in the record yet."""
         scenarios = [each for each in self._plan.scenarios if self._fits(each)]
         for _ in range(self._plan.num_warmup):
             for scenario in scenarios:
@@ -63,7 +63,7 @@ class Run:
                 for server in missing:
                     await self._measure(scenario, server, None)
         for number in range(self._plan.num_rounds):
-            # Who goes first changes, so that nobody always follows on the other's heels.
+            # The order alternates, so that neither server is always measured after the other.
             servers = self._servers if number % 2 == 0 else self._servers[::-1]
             for scenario in scenarios:
                 for server in servers:
@@ -71,7 +71,7 @@ class Run:
                         await self._measure(scenario, server, number)
 
     def lines(self) -> list[Line]:
-        """What the record holds of this run's scenarios and rounds."""
+        """Build the table's lines from the record, for this run's scenarios and rounds."""
         found = []
         for scenario in self._plan.scenarios:
             by_server = [self._done(scenario, server) for server in self._servers]
@@ -90,7 +90,7 @@ class Run:
         return found
 
     def remarks(self) -> list[str]:
-        """What a reader of the numbers must know: joined events, late requests, errors."""
+        """Return remarks on joined events, late requests and errors."""
         found: dict[str, None] = {}
         for scenario in self._plan.scenarios:
             for server in self._servers:
@@ -121,11 +121,11 @@ class Run:
         return True
 
     async def _measure(self, scenario: Scenario, server: Measured, number: int | None) -> None:
-        """One scenario on one server; `number` None: a warm-up, of which nothing is kept."""
+        """Measure one scenario on one server. `number` None is a warm-up, which is not recorded."""
         if scenario.name in self.failed:
             return
-        # A seed of its own each time. Prompts sent before may be in a cache: by a run that was
-        # stopped in this round, or by the other name of the same server.
+        # Each measurement has a new seed, because a cache may hold the prompts of an earlier one. It
+        # may be of a run that was stopped in this round, or of the same server's other name.
         seed = random.SystemRandom().getrandbits(32)
         prompts = Prompts(random.Random(seed), self._plan.vocab_size)  # noqa: S311  # no secrets
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -179,7 +179,7 @@ def _say(
 
 
 def _server(text: str) -> tuple[str, str]:
-    """`name=url`, as two."""
+    """Split `name=url` into its two parts."""
     name, sign, url = text.partition("=")
     if not (name and sign and url):
         raise click.BadParameter(f"must be NAME=URL, got {text!r}")
@@ -208,7 +208,7 @@ async def _run(
     async with AsyncExitStack() as stack:
         measured = []
         for name, url in servers:
-            # llama.cpp's server ends connections between two requests.
+            # llama.cpp's server closes connections between two requests.
             client = await stack.enter_async_context(
                 open_client(None, concurrency, timeout_s, keeps_connections=False)
             )
@@ -274,9 +274,9 @@ def main(
     num_warmup: int,
     vocab_size: int,
 ) -> None:
-    """Measure one server, or two in turns: the second is what the first is compared to.
+    """Measure one server, or two in turns, and compare the first to the second.
 
-    Ends with code 1 if a scenario failed, 2 if nothing could begin.
+    Ends with code 1 if a scenario failed, 2 if the run could not begin.
     """
     plan = Plan(scenarios, num_rounds, num_warmup, vocab_size)
     try:

@@ -1,7 +1,7 @@
 """`python -m benchmarks.transformers_server MODEL`: transformers' own `generate`, as a server.
 
-It answers streamed greedy completions of token ids, one request at a time, in the order they came;
-that is what `generate` is without a scheduler. Whatever else a request may ask for is refused.
+It answers streamed greedy completions of token ids, one request at a time in order of arrival,
+because `generate` has no scheduler. It refuses all other requests.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class _StreamOptions(BaseModel):
 
 
 class _Body(BaseModel):
-    """What the yardstick sends, and nothing else."""
+    """The fields that the client sends; all others are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str
@@ -42,11 +42,11 @@ class _Body(BaseModel):
 
 
 class _ClientGoneError(Exception):
-    """Ends a generation that nobody reads any more."""
+    """A signal that ends a generation whose client has disconnected."""
 
 
 class _Tokens(BaseStreamer):  # type: ignore[misc]  # untyped
-    """Hands each token from `generate`'s thread to the event loop; None when it is over."""
+    """A queue of tokens from `generate`'s thread to the event loop; None is the end."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -55,7 +55,7 @@ class _Tokens(BaseStreamer):  # type: ignore[misc]  # untyped
         self.is_read = True
 
     def put(self, value: torch.Tensor) -> None:
-        """Called by `generate`: first with the prompt, then with each token."""
+        """Queue a token. `generate` calls this first with the prompt, then with each token."""
         if not self.is_read:
             raise _ClientGoneError
         if not self._has_prompt:
@@ -64,27 +64,27 @@ class _Tokens(BaseStreamer):  # type: ignore[misc]  # untyped
         self._loop.call_soon_threadsafe(self.queue.put_nowait, int(value.item()))
 
     def end(self) -> None:
-        """Called by `generate` behind the last token."""
+        """Queue the end. `generate` calls this after the last token."""
         self._loop.call_soon_threadsafe(self.queue.put_nowait, None)
 
 
 class Generating:
-    """One model; whoever comes waits for those before."""
+    """One model, which answers requests in order of arrival."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any) -> None:
         self._model = model
-        self._model.generation_config.eos_token_id = None  # the ignore_eos of all requests
-        self._model.generation_config.pad_token_id = 0  # never used, but asked for
+        self._model.generation_config.eos_token_id = None  # because all requests set ignore_eos
+        self._model.generation_config.pad_token_id = 0  # never used, because nothing is padded
         self._tokenizer = tokenizer
         self._turn = asyncio.Lock()
 
     @property
     def max_model_len(self) -> int:
-        """In tokens."""
+        """Return the longest context in tokens."""
         return int(self._model.config.max_position_embeddings)
 
     async def texts(self, prompt: list[int], num_output: int) -> AsyncGenerator[str, None]:
-        """The text of each token as it comes."""
+        """Yield the text of each token as it comes."""
         async with self._turn:
             tokens = _Tokens()
             running = asyncio.create_task(
@@ -116,7 +116,7 @@ class Generating:
 
 
 def create_app(generating: Generating, name: str) -> FastAPI:
-    """The two routes that the yardstick asks."""
+    """Create an app with the two routes that the client uses."""
     app = FastAPI()
 
     @app.get("/v1/models")
@@ -148,7 +148,7 @@ def _event(fields: dict[str, Any]) -> str:
 
 
 def load(folder: str, dtype: str) -> Generating:
-    """The model as transformers loads it, with its default attention and cache."""
+    """Load the model with transformers' default attention and cache."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[dtype]).eval()
     return Generating(model, AutoTokenizer.from_pretrained(folder))
 
