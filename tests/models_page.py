@@ -81,11 +81,11 @@ def page(outcomes: list[Outcome]) -> str:
 
 _PAGE = """# Models
 
-Written by `python -m tests.models_page`, which takes a tiny random model of each architecture over (four layers or more, every kind of layer, random norms) and runs the self-check; `tests/model_runtime/loading/test_patch_model.py` asserts the same at every run. An architecture that is not listed may well be served: the self-check decides at load, not this list.
+`python -m tests.models_page` writes this page. It patches a tiny random model of each architecture (four layers or more, every kind of layer, random norms) and runs the self-check. `tests/model_runtime/loading/test_patch_model.py` asserts the same results at every run. An architecture that is not listed may also work, because the self-check decides at load.
 
 ## Served
 
-Last column: whether the same bits come out alone, in a batch, in chunks and token by token on a CPU. Mixtures of experts sort their tokens by expert, and so depend on the batch in the last bit.
+The last column compares a sequence alone, in a batch, in chunks and token by token on a CPU. It says whether the bits are the same. Mixtures of experts sort their tokens by expert, so their last bits depend on the batch.
 
 | architecture | class | rotation | same answer in any batch |
 |---|---|---|---|
@@ -97,7 +97,7 @@ Last column: whether the same bits come out alone, in a batch, in chunks and tok
 |---|---|---|
 {refused}
 
-Quantised checkpoints are refused whatever their architecture.
+Quantised checkpoints of every architecture are refused.
 """  # noqa: E501  # a paragraph is a line of the page
 
 
