@@ -13,7 +13,7 @@ from model_runtime.config import EngineConfig
 from model_runtime.deployment import Deployment
 from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, prepare_model
 from model_runtime.loading.pretrained import load_tokenizer
-from model_runtime.make_deployment import make_deployment
+from model_runtime.make_deployment import DeploymentOptions, make_deployment
 
 PAGE_SIZE = 64  # the server's default
 _SEED = 7
@@ -217,10 +217,12 @@ def taken_over(model: LlamaForCausalLM) -> Checkpoint:
 
 def deployment_of(checkpoint: Checkpoint, sizes: ModelSizes) -> Deployment:
     """Make a deployment with YaRN tiers up to the longest and the policy `grow`."""
-    scaling = {"rope_type": "yarn", "factor": sizes.factor}
-    return make_deployment(
-        "random", checkpoint.native, rope_scaling=scaling, policy="grow", answer_reserve_tokens=1
+    options = DeploymentOptions(
+        rope_scaling={"rope_type": "yarn", "factor": sizes.factor},
+        policy="grow",
+        answer_reserve_tokens=1,
     )
+    return make_deployment("random", checkpoint.native, options)
 
 
 class Prompts:

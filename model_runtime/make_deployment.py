@@ -1,7 +1,8 @@
 """Build a Deployment from settings and a checkpoint's rope block (design, section 2)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from model_runtime.deployment import Deployment
 from rope import (
@@ -24,98 +25,114 @@ from rope import (
 DEFAULT_ROPE_SCALING: Mapping[str, Any] = {"rope_type": "yarn", "factor": 4.0}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentOptions:
+    """Hold an operator's choices for one deployment.
+
+    A field that is None leaves its choice to the checkpoint or to the scaling method. Error
+    messages use the names of the settings, where `policy` is `rope_policy` and `multiples` is
+    `rope_tiers`.
+    """
+
+    rope_scaling: Mapping[str, Any] | None = None  # a block as in transformers' config.json
+    policy: Policy | None = None
+    multiples: Sequence[float] | None = None  # ceilings of the tiers, in native lengths, ascending
+    allowed_rope_types: Sequence[str] | None = None  # that a request may name; None: all possible
+    max_rope_factor: float | None = None  # that a request may ask for; at least 1
+    max_model_len: int | None = None  # tokens; at most the longest tier
+    answer_reserve_tokens: int | None = None  # for an answer without max_tokens; None: L / 8
+
+
+_DEFAULTS = DeploymentOptions()
+
+
+class _Choice(NamedTuple):
+    """The method, policy and tiers that the options and the checkpoint result in."""
+
+    method: Method
+    policy: Policy
+    tiers: dict[str, tuple[Tier, ...]]  # rope_type -> tiers
+    native_len: int  # L
+
+
 def make_deployment(
-    name: str,
-    native: NativeRope,
-    *,
-    rope_scaling: Mapping[str, Any] | None = None,
-    policy: Policy | None = None,
-    multiples: Sequence[float] | None = None,
-    allowed_rope_types: Sequence[str] | None = None,
-    max_rope_factor: float | None = None,
-    max_model_len: int | None = None,
-    answer_reserve_tokens: int | None = None,
+    name: str, native: NativeRope, options: DeploymentOptions = _DEFAULTS
 ) -> Deployment:
     """Build the deployment of a name (design, section 2). Raises RopeConfigError.
 
     A checkpoint that carries scaling is served natively. The only accepted override is `fixed`,
     which replaces its block as transformers would.
     """
-    if rope_scaling is None and not native.carries_scaling:
-        rope_scaling = DEFAULT_ROPE_SCALING
-        if multiples:
-            rope_scaling = {**rope_scaling, "factor": None}  # `multiples` sets the factor
+    rope_scaling = _rope_scaling(native, options)
     if rope_scaling is None:
-        _refuse_allowed_types(allowed_rope_types)
-        return _native_deployment(
-            name,
-            native,
-            policy=policy,
-            multiples=multiples,
-            max_rope_factor=max_rope_factor,
-            max_model_len=max_model_len,
-            answer_reserve_tokens=answer_reserve_tokens,
-        )
+        choice = _choose_natively(native, options)
+    else:
+        choice = _choose_by_block(native, rope_scaling, options)
+    rope_type = choice.method.scaling.rope_type
+    own = choice.tiers[rope_type]
+    return Deployment(
+        name,
+        rope_type,
+        choice.policy,
+        choice.tiers,
+        choice.native_len,
+        choice.method.native_len,
+        _max_factor(options.max_rope_factor, own),
+        _max_len(options.max_model_len, own),
+        overridable=not native.carries_scaling,
+        answer_reserve=_answer_reserve(options.answer_reserve_tokens, choice.native_len),
+    )
+
+
+def _rope_scaling(native: NativeRope, options: DeploymentOptions) -> Mapping[str, Any] | None:
+    """Return the block to apply; None: the checkpoint's own scaling is served."""
+    if options.rope_scaling is not None or native.carries_scaling:
+        return options.rope_scaling
+    if options.multiples:
+        return {**DEFAULT_ROPE_SCALING, "factor": None}  # `multiples` sets the factor
+    return DEFAULT_ROPE_SCALING
+
+
+def _choose_by_block(
+    native: NativeRope, rope_scaling: Mapping[str, Any], options: DeploymentOptions
+) -> _Choice:
+    """Return the choice if a block is given, or if the checkpoint has no scaling."""
+    multiples = options.multiples
     _check_override(rope_scaling, native)
     method = _method(rope_scaling, native, multiples)
-    policy = policy or "pinned"
+    policy = options.policy or "pinned"
     if native.carries_scaling:
         _refuse_rescaling(native, policy)
     if policy == "fixed" and multiples is not None:
         raise RopeConfigError("rope_tiers", "has no meaning under rope_policy fixed, remove it")
     if native.carries_scaling:
-        _refuse_allowed_types(allowed_rope_types)
-        own: tuple[Tier, ...] = (fixed_tier(method),)
-        tiers = {method.scaling.rope_type: own}
+        _refuse_allowed_types(options.allowed_rope_types)
+        tiers: dict[str, tuple[Tier, ...]] = {method.scaling.rope_type: (fixed_tier(method),)}
     else:
         _refuse_two_lengths(method, multiples)
         own = build_tiers(method, native, multiples)
-        tiers = _allowed_tiers(method, native, own, allowed_rope_types)
-    return Deployment(
-        name,
-        method.scaling.rope_type,
-        policy,
-        tiers,
-        method.native_len,
-        method.native_len,
-        _max_factor(max_rope_factor, own),
-        _max_len(max_model_len, own),
-        overridable=not native.carries_scaling,
-        answer_reserve=_answer_reserve(answer_reserve_tokens, method.native_len),
-    )
+        tiers = _allowed_tiers(method, native, own, options.allowed_rope_types)
+    return _Choice(method, policy, tiers, method.native_len)
 
 
-def _native_deployment(
-    name: str,
-    native: NativeRope,
-    *,
-    policy: Policy | None,
-    multiples: Sequence[float] | None,
-    max_rope_factor: float | None,
-    max_model_len: int | None,
-    answer_reserve_tokens: int | None,
-) -> Deployment:
+def _choose_natively(native: NativeRope, options: DeploymentOptions) -> _Choice:
+    """Return the choice for a checkpoint that is served under its own scaling."""
+    _refuse_allowed_types(options.allowed_rope_types)
     method = native.method
     rope_type = method.scaling.rope_type
     by_length = rope_type in ("longrope", "dynamic")
     if by_length:
-        tiers = build_tiers(method, native, multiples)
+        tiers = build_tiers(method, native, options.multiples)
     else:
-        _refuse_rescaling(native, policy or "fixed")
-        if multiples is not None:
+        _refuse_rescaling(native, options.policy or "fixed")
+        if options.multiples is not None:
             raise RopeConfigError("rope_tiers", f"has no meaning for a checkpoint with {rope_type}")
         tiers = (native_tier(native, native.native_len),)
-    return Deployment(
-        name,
-        rope_type,
-        policy or ("pinned" if by_length else "fixed"),
+    return _Choice(
+        method,
+        options.policy or ("pinned" if by_length else "fixed"),
         {"default": (native_tier(native, longest(tiers)),), rope_type: tiers},
         native.native_len,
-        method.native_len,
-        _max_factor(max_rope_factor, tiers),
-        _max_len(max_model_len, tiers),
-        overridable=False,
-        answer_reserve=_answer_reserve(answer_reserve_tokens, native.native_len),
     )
 
 

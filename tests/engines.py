@@ -13,7 +13,7 @@ from model_runtime.engine.build_engine import build_engine
 from model_runtime.engine.engine import Engine
 from model_runtime.engine.observer import Observer
 from model_runtime.loading.checkpoint import Checkpoint, prepare_model
-from model_runtime.make_deployment import make_deployment
+from model_runtime.make_deployment import DeploymentOptions, make_deployment
 from model_runtime.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
@@ -112,7 +112,7 @@ def checkpoint_of(model: PreTrainedModel) -> Checkpoint:
 
 def deployment_of(checkpoint: Checkpoint, **options: Any) -> Deployment:
     """A deployment of that checkpoint."""
-    return make_deployment("tiny", checkpoint.native, **options)
+    return make_deployment("tiny", checkpoint.native, DeploymentOptions(**options))
 
 
 def answer(engine: Engine, *requests: Request) -> list[Result]:

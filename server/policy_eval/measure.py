@@ -32,7 +32,7 @@ from model_runtime.engine.output_processor import Answer
 from model_runtime.engine.request_state import RequestState
 from model_runtime.errors import ModelError
 from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.make_deployment import make_deployment
+from model_runtime.make_deployment import DeploymentOptions, make_deployment
 from model_runtime.request import FinishReason, Output, Request, SamplingParams
 from model_runtime.runner.model_runner import ModelRunner
 from model_runtime.scheduling.sequence import Sequence as TokenSequence
@@ -120,9 +120,11 @@ def crossing_deployment(
         return make_deployment(
             "crossing",
             native,
-            rope_scaling=block,
-            policy="grow" if policy == "stale" else policy,
-            multiples=[ceiling / shape.native_len for ceiling in ceilings],
+            DeploymentOptions(
+                rope_scaling=block,
+                policy="grow" if policy == "stale" else policy,
+                multiples=[ceiling / shape.native_len for ceiling in ceilings],
+            ),
         )
     except RopeConfigError as error:
         raise CrossingError(f"method {method}: {error}") from error

@@ -12,7 +12,7 @@ from model_runtime.config import EngineConfig, SamplingLimits
 from model_runtime.deployment import Deployment
 from model_runtime.engine.build_engine import sized
 from model_runtime.engine.memory_profile import MemoryProfile
-from model_runtime.make_deployment import make_deployment
+from model_runtime.make_deployment import DeploymentOptions, make_deployment
 from model_runtime.text.chat_template import MAX_TEMPLATE_STOPS
 from rope import NativeRope, Profile, RopeConfigError
 from server.settings.fields import MAX_CONTEXT_BUCKETS
@@ -142,18 +142,17 @@ def _deployment(settings: ServeSettings, entry: DeploymentEntry, native: NativeR
     rope_scaling = entry.rope_scaling
     if settings.model is None and rope_scaling is None and entry.rope_tiers is None:
         rope_scaling = _EMBEDDED_SCALING
+    options = DeploymentOptions(
+        rope_scaling=rope_scaling,
+        policy=entry.rope_policy,
+        multiples=entry.rope_tiers,
+        allowed_rope_types=entry.allowed_rope_types,
+        max_rope_factor=entry.max_rope_factor,
+        max_model_len=entry.max_model_len,
+        answer_reserve_tokens=entry.answer_reserve_tokens,
+    )
     try:
-        return make_deployment(
-            entry.name,
-            native,
-            rope_scaling=rope_scaling,
-            policy=entry.rope_policy,
-            multiples=entry.rope_tiers,
-            allowed_rope_types=entry.allowed_rope_types,
-            max_rope_factor=entry.max_rope_factor,
-            max_model_len=entry.max_model_len,
-            answer_reserve_tokens=entry.answer_reserve_tokens,
-        )
+        return make_deployment(entry.name, native, options)
     except RopeConfigError as error:
         inside = "" if error.field in DeploymentSettings.model_fields else "rope_scaling: "
         raise SettingsError(f"{_prefix(settings, entry)}{inside}{error}") from error

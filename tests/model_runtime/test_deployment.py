@@ -6,7 +6,7 @@ import pytest
 
 from model_runtime.deployment import Deployment, RopeRequest
 from model_runtime.errors import ContextLengthError, RequestError
-from model_runtime.make_deployment import make_deployment
+from model_runtime.make_deployment import DeploymentOptions, make_deployment
 from rope import DynamicNTK, Linear, RopeConfigError, Unscaled, Yarn, native_rope
 
 CONFIG = {"max_position_embeddings": 256, "head_dim": 16}
@@ -28,7 +28,12 @@ LONGROPE = native_rope(
 
 def plain(**options: Any) -> Deployment:
     """A deployment of a checkpoint without scaling."""
-    return make_deployment("m", PLAIN, **options)
+    return make_deployment("m", PLAIN, DeploymentOptions(**options))
+
+
+def scaled(**options: Any) -> Deployment:
+    """A deployment of a checkpoint that carries yarn."""
+    return make_deployment("m", SCALED, DeploymentOptions(**options))
 
 
 def test_the_default_is_yarn_pinned_on_one_two_four() -> None:
@@ -167,7 +172,7 @@ def test_tiers_and_a_factor_must_agree() -> None:
 
 def test_trained_in_scaling_is_served_natively_and_fixed() -> None:
     """All lengths use one table, and requests cannot change it."""
-    deployment = make_deployment("m", SCALED)
+    deployment = scaled()
     placed = deployment.place(RopeRequest(), 3, 2)
     assert (placed.tier.profile.scaling.rope_type, placed.tier.factor, placed.policy) == (
         "yarn",
@@ -183,30 +188,28 @@ def test_trained_in_scaling_is_served_natively_and_fixed() -> None:
 def test_only_a_fixed_override_goes_on_top_of_trained_in_scaling() -> None:
     """The override replaces the checkpoint's block, as in transformers."""
     block = {**YARN_BLOCK, "factor": 8.0}
-    deployment = make_deployment("m", SCALED, rope_scaling=block, policy="fixed")
+    deployment = scaled(rope_scaling=block, policy="fixed")
     placed = deployment.place(RopeRequest(), 3, 2)
     assert placed.tier.profile.scaling == Yarn(factor=8.0, original_max_position_embeddings=64)
     assert deployment.max_len == 512
     with pytest.raises(RopeConfigError, match="rope_policy: must be fixed"):
-        make_deployment("m", SCALED, rope_scaling=block)
+        scaled(rope_scaling=block)
     for policy in ("pinned", "grow", "grow-exact"):
         with pytest.raises(RopeConfigError, match=f"rope_policy: must be fixed.*got {policy}$"):
-            make_deployment("m", SCALED, policy=policy)
+            scaled(policy=policy)
 
 
 def test_an_override_may_undo_trained_in_scaling() -> None:
     """The rope type `default` then means the plain table, not the checkpoint's."""
-    deployment = make_deployment("m", SCALED, rope_scaling={"rope_type": "default"}, policy="fixed")
+    deployment = scaled(rope_scaling={"rope_type": "default"}, policy="fixed")
     assert deployment.place(RopeRequest(), 3, 2).tier.profile.scaling == Unscaled()
     with pytest.raises(RopeConfigError, match="must be stated to replace"):
-        make_deployment(
-            "m", SCALED, rope_scaling={"rope_type": "linear", "factor": 2}, policy="fixed"
-        )
+        scaled(rope_scaling={"rope_type": "linear", "factor": 2}, policy="fixed")
 
 
 def test_a_scaled_checkpoint_tells_the_numbers_of_its_own_block() -> None:
     """The served length is the factor times the original length."""
-    deployment = make_deployment("m", SCALED)
+    deployment = scaled()
     placed = deployment.place(RopeRequest(rope_type="default"), 3, 2)
     assert placed.tier.profile == deployment.place(RopeRequest(), 3, 2).tier.profile
     assert (placed.original_len, placed.tier.factor, deployment.native_len) == (64, 4.0, 256)

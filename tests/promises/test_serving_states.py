@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from model_runtime.config import EngineConfig
 from model_runtime.deployment import RopeRequest
-from model_runtime.make_deployment import make_deployment
+from model_runtime.make_deployment import DeploymentOptions, make_deployment
 from model_runtime.request import Request, SamplingParams
 from model_runtime.scheduling.scheduler import Scheduler
 from model_runtime.scheduling.sequence import Sequence
@@ -23,7 +23,9 @@ from rope import POLICIES, native_rope
 
 PAGE, PAGES = 4, 20
 NATIVE = native_rope({"max_position_embeddings": 16, "head_dim": 8})
-DEPLOYMENT = make_deployment("m", NATIVE, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+DEPLOYMENT = make_deployment(
+    "m", NATIVE, DeploymentOptions(rope_scaling={"rope_type": "yarn", "factor": 4.0})
+)
 SEEN: Counter[str] = Counter()
 
 
