@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
-from tests.engines import EngineFactory
+from tests.engines import EngineFactory, tiny_checkpoint
 from tests.processes import Server, running_server
 
 
@@ -25,6 +25,15 @@ def _seed() -> None:
 def embedded() -> Checkpoint:
     """The shipped model, taken over."""
     return load_checkpoint(EMBEDDED_MODEL)
+
+
+@pytest.fixture(scope="session")
+def llama_checkpoint() -> Checkpoint:
+    """A tiny Llama of four layers with a trained length of 64; its tokens are bytes.
+
+    It is shared by all tests, so a test that changes a model makes its own.
+    """
+    return tiny_checkpoint("llama")
 
 
 @pytest.fixture

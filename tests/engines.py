@@ -100,6 +100,17 @@ class EngineFactory:
             assert core.scheduler.pool.num_used == 0
 
 
+class Preemptions(Observer):
+    """An observer that counts preemptions."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def preempted(self, request: Request) -> None:
+        """Count one preemption."""
+        self.num += 1
+
+
 def tiny_checkpoint(architecture: str, seed: int = 0, **overrides: Any) -> Checkpoint:
     """A taken-over tiny model under a byte tokenizer, without end tokens."""
     return checkpoint_of(tiny_model(architecture, seed, **overrides))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from model_runtime.batch import Span
 from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.runner.step_timer import StepTimer
 
 
 class Script:
@@ -26,9 +26,12 @@ class Script:
         """A slot without a table."""
         return 0
 
-    def run(self, spans: Sequence[Span], clock: StepTimer) -> Tensor:
-        """Logits that have only one likely token; prompts here are one token long."""
-        clock.switch("forward")
+    def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
+        """Return the forward of a step."""
+        return partial(self.run, spans)
+
+    def run(self, spans: Sequence[Span]) -> Tensor:
+        """Return logits that have only one likely token; prompts here are one token long."""
         self.num_calls += 1
         self.before_run()
         time.sleep(self.delay_s)

@@ -15,11 +15,10 @@ from torch import Tensor
 from model_runtime.batch import Span
 from model_runtime.deployment import Deployment, RopeRequest
 from model_runtime.engine.engine import Engine
-from model_runtime.engine.engine_core import Runner
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import Request
-from model_runtime.runner.step_timer import StepTimer
 from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
+from tests.runner_spy import RunnerSpy
 from tests.tiny_models import VOCAB_SIZE
 
 # method, factor, log-n, prompt tokens, tokens to generate; L is 64 here
@@ -46,29 +45,16 @@ def longrope_block(pairs: int) -> dict[str, Any]:
 
 
 class SharedForwards:
-    """A runner that passes steps on to the model, and counts the sequences in each."""
+    """Counts the sequences and profiles in each of an engine's forward calls."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, engine: Engine) -> None:
         self.profiles_per_call: list[int] = []
         self.num_sequences_per_call: list[int] = []
+        RunnerSpy(engine, self._note)
 
-    def table_slot(self, profile: Any) -> int:
-        """The table slot of the real runner."""
-        return self._runner.table_slot(profile)
-
-    def run(self, spans: Sequence[Span], clock: StepTimer) -> Tensor:
-        """Count the sequences and profiles, and run the step."""
+    def _note(self, spans: Sequence[Span], _: Tensor) -> None:
         self.num_sequences_per_call.append(len(spans))
         self.profiles_per_call.append(len({span.table_slot for span in spans}))
-        return self._runner.run(spans, clock)
-
-
-def watch(engine: Engine) -> SharedForwards:
-    """Listen to an engine's forward calls."""
-    watched = SharedForwards(engine._core._runner)
-    engine._core._runner = watched
-    return watched
 
 
 def mixed_requests(checkpoint: Checkpoint, vocabulary: int, seed: int) -> list[Request]:
@@ -123,7 +109,7 @@ def test_short_beside_long_on_the_embedded_model(
     expected = alone(engines.over(embedded, **config), requests)
 
     engine = engines.over(embedded, **config)
-    watched = watch(engine)
+    watched = SharedForwards(engine)
     assert answer(engine, *requests) == expected
     # Nine requests of 84 tokens in all: alone they would take 84 calls or more.
     assert max(watched.num_sequences_per_call) >= 8
@@ -140,7 +126,7 @@ def test_short_beside_long_on_other_architectures(
     requests = mixed_requests(checkpoint, VOCAB_SIZE, 4)
     expected = alone(engines.over(checkpoint), requests)
     engine = engines.over(checkpoint)
-    watched = watch(engine)
+    watched = SharedForwards(engine)
     assert answer(engine, *requests) == expected
     assert max(watched.num_sequences_per_call) >= 7
 

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from model_runtime.batch import Span
-from model_runtime.engine.observer import Observer
 from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import FinishReason, Request
-from model_runtime.runner.step_timer import StepTimer
-from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
+from model_runtime.request import FinishReason
+from tests.engines import EngineFactory, Preemptions, Result, answer, deployment_of, request
 from tests.scripted_model import Script
 
 ERRORS = [
@@ -22,58 +20,41 @@ ERRORS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    """A checkpoint whose tokenizer the scripts use."""
-    return tiny_checkpoint("llama")
-
-
 class Cramped(Script):
     """A scripted model with memory for only `most` sequences in a step."""
 
     most = 2
     error: Exception = ERRORS[0]
 
-    def run(self, spans: Sequence[Span], clock: StepTimer) -> Tensor:
+    def run(self, spans: Sequence[Span]) -> Tensor:
         """Fail if the step has more sequences."""
         if len(spans) > self.most:
             raise self.error
-        return super().run(spans, clock)
-
-
-class Preemptions(Observer):
-    """An observer that counts preemptions."""
-
-    def __init__(self) -> None:
-        self.num = 0
-
-    def preempted(self, request: Request) -> None:
-        """Count one preemption."""
-        self.num += 1
+        return super().run(spans)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_a_step_without_memory_is_tried_again_with_one_fewer(
-    engines: EngineFactory, checkpoint: Checkpoint, error: Exception
+    engines: EngineFactory, llama_checkpoint: Checkpoint, error: Exception
 ) -> None:
     """All three requests are answered in the end, because the newest one is preempted."""
-    script = Cramped(checkpoint, "hello")
+    script = Cramped(llama_checkpoint, "hello")
     script.error = error
     observer = Preemptions()
-    engine = engines.over(checkpoint, runner=script, observer=observer)
-    deployment = deployment_of(checkpoint)
+    engine = engines.over(llama_checkpoint, runner=script, observer=observer)
+    deployment = deployment_of(llama_checkpoint)
     requests = [request(deployment, [1], max_tokens=5, cache_salt=str(at)) for at in range(3)]
     assert [each.text for each in answer(engine, *requests)] == ["hello"] * 3
     assert observer.num > 0
 
 
 def test_the_second_failure_in_a_row_fails_the_step_and_not_the_engine(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """The newest of four requests was preempted before that failure, so it is answered."""
-    script = Cramped(checkpoint, "hello")
-    engine = engines.over(checkpoint, runner=script)
-    deployment = deployment_of(checkpoint)
+    script = Cramped(llama_checkpoint, "hello")
+    engine = engines.over(llama_checkpoint, runner=script)
+    deployment = deployment_of(llama_checkpoint)
     requests = [request(deployment, [1], max_tokens=5, cache_salt=str(at)) for at in range(4)]
     outputs = engine.generate(requests)
     ended = [each[-1].finish_reason for each in outputs]
@@ -84,13 +65,13 @@ def test_the_second_failure_in_a_row_fails_the_step_and_not_the_engine(
 
 
 def test_one_that_needs_too_much_alone_fails_alone(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """A single sequence leaves nothing to preempt, so its request ends with an error."""
-    script = Cramped(checkpoint, "hello")
+    script = Cramped(llama_checkpoint, "hello")
     script.most = 0
-    engine = engines.over(checkpoint, runner=script)
-    deployment = deployment_of(checkpoint)
+    engine = engines.over(llama_checkpoint, runner=script)
+    deployment = deployment_of(llama_checkpoint)
     outputs = engine.generate([request(deployment, [1], max_tokens=5)])
     assert outputs[0][-1].finish_reason is FinishReason.ERROR
     script.most = 1
@@ -98,25 +79,25 @@ def test_one_that_needs_too_much_alone_fails_alone(
 
 
 def test_a_memory_error_of_our_own_code_is_a_failure_like_any_other(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """A RuntimeError whose message only resembles torch's fails all requests of the step."""
-    script = Cramped(checkpoint, "hello")
+    script = Cramped(llama_checkpoint, "hello")
     script.error = RuntimeError("out of chalk")
-    engine = engines.over(checkpoint, runner=script)
-    deployment = deployment_of(checkpoint)
+    engine = engines.over(llama_checkpoint, runner=script)
+    deployment = deployment_of(llama_checkpoint)
     requests = [request(deployment, [1], max_tokens=5, cache_salt=str(at)) for at in range(3)]
     outputs = engine.generate(requests)
     assert [each[-1].error for each in outputs] == ["RuntimeError in a step of the engine"] * 3
 
 
 def test_a_long_step_shows_and_a_rest_does_not(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """`seconds_since_step` counts during a long step and is 0 while the engine has no work."""
-    script = Script(checkpoint, "x")
-    engine = engines.over(checkpoint, runner=script)
-    deployment = deployment_of(checkpoint)
+    script = Script(llama_checkpoint, "x")
+    engine = engines.over(llama_checkpoint, runner=script)
+    deployment = deployment_of(llama_checkpoint)
     answer(engine, request(deployment, [1], max_tokens=3))
     time.sleep(0.05)
     assert engine.seconds_since_step == 0

@@ -12,22 +12,20 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from model_runtime.deployment import Deployment, RopeRequest
-from model_runtime.engine.engine_core import Runner
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import SamplingParams
 from model_runtime.runner.penalties import SeenTokens
 from model_runtime.runner.sampler import SamplingRow, sample
-from model_runtime.runner.step_timer import StepTimer
-from rope import Policy, Profile, Yarn
+from rope import Policy, Yarn
 from tests.engines import (
     EngineFactory,
     Result,
     answer,
-    checkpoint_of,
     deployment_of,
     request,
     tiny_checkpoint,
 )
+from tests.runner_spy import RunnerSpy
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
 L = 64
@@ -86,13 +84,14 @@ def test_grow_on_one_layer_equals_a_full_forward_under_the_current_table(
             assert logprob == pytest.approx(float(expected[token_id]), abs=1e-4)
 
 
-def test_grow_exact_equals_a_pinned_request_after_each_crossing(engines: EngineFactory) -> None:
+def test_grow_exact_equals_a_pinned_request_after_each_crossing(
+    engines: EngineFactory, llama_checkpoint: Checkpoint
+) -> None:
     """The pinned request's prompt is the prompt and all tokens so far; the bits are equal."""
-    checkpoint = tiny_checkpoint("llama")
-    result = grown(engines, checkpoint, "grow-exact", temperature=0.8, seed=5)
+    result = grown(engines, llama_checkpoint, "grow-exact", temperature=0.8, seed=5)
     assert result.num_rescales == 2
     tokens = [*PROMPT, *result.token_ids]
-    pinned = deployment_of(checkpoint, rope_scaling=YARN)
+    pinned = deployment_of(llama_checkpoint, rope_scaling=YARN)
     # The first token that is chosen from a tier, and the last.
     for first, last, factor in ((50, 64, 1.0), (65, 128, 2.0), (129, 199, 4.0)):
         prompt = tokens[:first]
@@ -104,11 +103,11 @@ def test_grow_exact_equals_a_pinned_request_after_each_crossing(engines: EngineF
             logprobs=3,
             temperature=0.0,
         )
-        expected = answer(engines.over(checkpoint), follow_up)[0]
+        expected = answer(engines.over(llama_checkpoint), follow_up)[0]
         got = result.logprobs[first - 50 : last - 50 + 1]
         # A sampled answer goes on from where it is, so compare the distributions step by step.
         assert got[0].top == expected.logprobs[0].top
-    greedy = grown(engines, checkpoint, "grow-exact")
+    greedy = grown(engines, llama_checkpoint, "grow-exact")
     tokens = [*PROMPT, *greedy.token_ids]
     for first, last, factor in ((50, 64, 1.0), (65, 128, 2.0), (129, 199, 4.0)):
         follow_up = request(
@@ -118,32 +117,15 @@ def test_grow_exact_equals_a_pinned_request_after_each_crossing(engines: EngineF
             max_tokens=last - first + 1,
             logprobs=3,
         )
-        expected = answer(engines.over(checkpoint), follow_up)[0]
+        expected = answer(engines.over(llama_checkpoint), follow_up)[0]
         assert greedy.token_ids[first - 50 : last - 50 + 1] == expected.token_ids
         assert greedy.logprobs[first - 50 : last - 50 + 1] == expected.logprobs
 
 
-class LastLogits:
-    """A runner that passes steps on to the model, and keeps the last row of logits."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.row = torch.empty(0)
-
-    def table_slot(self, profile: Profile) -> int:
-        """The table slot of the real runner."""
-        return self._runner.table_slot(profile)
-
-    def run(self, spans: Any, clock: StepTimer) -> torch.Tensor:
-        """Run the step and keep its last row."""
-        logits = self._runner.run(spans, clock)
-        self.row = logits[-1:].clone() if len(logits) else self.row
-        return logits
-
-
-def test_the_seed_and_penalties_go_on_after_a_crossing(engines: EngineFactory) -> None:
+def test_the_seed_and_penalties_go_on_after_a_crossing(
+    engines: EngineFactory, llama_checkpoint: Checkpoint
+) -> None:
     """Each token equals a draw from the logits of a pinned request over the tokens so far."""
-    checkpoint = tiny_checkpoint("llama")
     params = SamplingParams(
         temperature=0.9,
         seed=11,
@@ -153,37 +135,39 @@ def test_the_seed_and_penalties_go_on_after_a_crossing(engines: EngineFactory) -
     )
     options = {name: getattr(params, name) for name in ("temperature", "seed")}
     options |= {name: getattr(params, name) for name in PENALTIES}
-    whole = grown(engines, checkpoint, "grow-exact", **options)
+    whole = grown(engines, llama_checkpoint, "grow-exact", **options)
     assert whole.num_rescales == 2
     tokens = [*PROMPT, *whole.token_ids]
-    pinned = deployment_of(checkpoint, rope_scaling=YARN)
-    engine = engines.over(checkpoint)
-    watched = LastLogits(engine._core._runner)
-    engine._core._runner = watched
+    pinned = deployment_of(llama_checkpoint, rope_scaling=YARN)
+    engine = engines.over(llama_checkpoint)
+    last_rows: list[torch.Tensor] = []
+    RunnerSpy(engine, lambda _, logits_RV: last_rows.extend(logits_RV[-1:].clone()))
     for at in (50, 63, 64, 65, 66, 90, 128, 129, 130, 199):
         rope = RopeRequest(factor=tier_of(at), policy="fixed")
         answer(engine, request(pinned, tokens[:at], rope, max_tokens=1))
         generated = tokens[len(PROMPT) : at]
         row = SamplingRow(params, len(generated), frozenset(), SeenTokens(PROMPT, generated))
-        assert sample(watched.row, [row]) == [tokens[at]], at
+        assert sample(last_rows[-1][None], [row]) == [tokens[at]], at
 
 
-def test_min_tokens_counts_across_a_crossing(engines: EngineFactory) -> None:
+def test_min_tokens_counts_across_a_crossing(
+    engines: EngineFactory, llama_checkpoint: Checkpoint
+) -> None:
     """The end token has a large bias, and is still not sampled before the 41st token."""
-    checkpoint = tiny_checkpoint("llama")
     bias = {"logit_bias": ((17, 100.0),), "stop_token_ids": (17,)}
-    result = grown(engines, checkpoint, "grow-exact", min_tokens=40, **bias)
+    result = grown(engines, llama_checkpoint, "grow-exact", min_tokens=40, **bias)
     assert 17 not in result.token_ids[:40]
     assert result.token_ids[40:] == (17,)
     assert result.num_rescales == 1
 
 
-def test_grow_and_grow_exact_differ_on_a_deeper_model(engines: EngineFactory) -> None:
+def test_grow_and_grow_exact_differ_on_a_deeper_model(
+    engines: EngineFactory, llama_checkpoint: Checkpoint
+) -> None:
     """Logprobs are equal before the first crossing and differ by more than 1e-3 after it."""
-    checkpoint = tiny_checkpoint("llama")
     forced = {"logit_bias": tuple((token, 100.0) for token in (17,))}  # the same tokens in both
-    grow = grown(engines, checkpoint, "grow", **forced)
-    exact = grown(engines, checkpoint, "grow-exact", **forced)
+    grow = grown(engines, llama_checkpoint, "grow", **forced)
+    exact = grown(engines, llama_checkpoint, "grow-exact", **forced)
     assert grow.token_ids == exact.token_ids
     assert grow.logprobs[:15] == exact.logprobs[:15]
     differences = [
@@ -219,14 +203,15 @@ def test_crossings_happen_at_any_step_for_some_and_not_for_others(
     assert {result.num_rescales for result in together} >= {0, 1, 2}
 
 
-def test_a_prompt_is_computed_under_the_tier_that_covers_it(engines: EngineFactory) -> None:
+def test_a_prompt_is_computed_under_the_tier_that_covers_it(
+    engines: EngineFactory, llama_checkpoint: Checkpoint
+) -> None:
     """No chunk uses the tier of its own length, so grow equals pinned up to a crossing."""
-    checkpoint = checkpoint_of(tiny_model("llama"))
     prompt = (PROMPT * 3)[:100]
     results = []
     for policy in ("grow", "grow-exact", "pinned"):
-        deployment = deployment_of(checkpoint, rope_scaling=YARN, policy=policy)
-        engine = engines.over(checkpoint, max_num_batched_tokens=32)
+        deployment = deployment_of(llama_checkpoint, rope_scaling=YARN, policy=policy)
+        engine = engines.over(llama_checkpoint, max_num_batched_tokens=32)
         results.append(answer(engine, request(deployment, prompt, max_tokens=20, logprobs=2))[0])
     assert results[0] == results[1] == results[2]
 

@@ -25,7 +25,7 @@ from model_runtime.engine.request_state import RequestState
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.runner.model_runner import ModelRunner
 from model_runtime.scheduling.sequence import Sequence as TokenSequence
-from tests.engines import deployment_of, request, tiny_checkpoint
+from tests.engines import deployment_of, request
 from tests.scripted_model import Script
 from tests.tiny_models import VOCAB_SIZE
 
@@ -110,26 +110,20 @@ def counted_step(core: EngineCore, batch: int) -> Counted:
     return counting.counted
 
 
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    """A llama of four layers, whose trained length is 64."""
-    return tiny_checkpoint("llama")
-
-
 @pytest.fixture
-def runner(checkpoint: Checkpoint) -> ModelRunner:
+def runner(llama_checkpoint: Checkpoint) -> ModelRunner:
     """A runner over a cache of its own."""
-    return build_runner(checkpoint, CONFIG)
+    return build_runner(llama_checkpoint, CONFIG)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_decode_step_is_one_forward_and_a_bounded_number_of_operators(
-    checkpoint: Checkpoint, runner: ModelRunner, batch: int
+    llama_checkpoint: Checkpoint, runner: ModelRunner, batch: int
 ) -> None:
     """The bounds hold for every batch size, so a forward or operator per sequence fails."""
-    core = decoding(checkpoint, runner, batch, 20)
+    core = decoding(llama_checkpoint, runner, batch, 20)
     forwards: list[int] = []
-    hook = checkpoint.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    hook = llama_checkpoint.model.register_forward_pre_hook(lambda *_: forwards.append(1))
     counted = counted_step(core, batch)
     hook.remove()
     assert len(forwards) == 1
@@ -139,26 +133,28 @@ def test_a_decode_step_is_one_forward_and_a_bounded_number_of_operators(
 
 
 def test_what_the_cache_does_is_not_done_before(
-    checkpoint: Checkpoint, runner: ModelRunner
+    llama_checkpoint: Checkpoint, runner: ModelRunner
 ) -> None:
     """The step has no search of transformers for packed sequences and no identity rotation."""
-    counted = counted_step(decoding(checkpoint, runner, 8, 20), 8)
+    counted = counted_step(decoding(llama_checkpoint, runner, 8, 20), 8)
     assert not {"diff", "cumsum", "neg", "cat"} & set(counted.calls), counted.calls
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}, {"logprobs": 2}], ids=str)
 def test_a_long_context_costs_no_operator_and_no_byte_more(
-    checkpoint: Checkpoint, sampling: dict[str, Any]
+    llama_checkpoint: Checkpoint, sampling: dict[str, Any]
 ) -> None:
     """This catches a gathered context, a mask as long as it, and a cache that is copied."""
     found = []
     for num_prompt in (40, 700):
-        core = decoding(checkpoint, build_runner(checkpoint, CONFIG), 2, num_prompt, **sampling)
+        core = decoding(
+            llama_checkpoint, build_runner(llama_checkpoint, CONFIG), 2, num_prompt, **sampling
+        )
         found.append(counted_step(core, 2))
     assert found[0] == found[1]
 
 
-def test_the_cache_stays_where_it_is(checkpoint: Checkpoint, runner: ModelRunner) -> None:
+def test_the_cache_stays_where_it_is(llama_checkpoint: Checkpoint, runner: ModelRunner) -> None:
     """Writing a page keeps its storage, and no step allocates as much as the cache."""
     store = runner._store
 
@@ -167,7 +163,7 @@ def test_the_cache_stays_where_it_is(checkpoint: Checkpoint, runner: ModelRunner
 
     before = places()
     assert len(set(before)) == 2 * LAYERS
-    core = decoding(checkpoint, runner, 8, 60)
+    core = decoding(llama_checkpoint, runner, 8, 60)
     least = min(each.untyped_storage().nbytes() for each in store.pages(0))
     for _ in range(5):
         assert counted_step(core, 8).num_bytes < least
@@ -176,10 +172,10 @@ def test_the_cache_stays_where_it_is(checkpoint: Checkpoint, runner: ModelRunner
     assert all(store.pages(layer)[0][page].any() for layer in range(LAYERS)), "nothing was written"
 
 
-def test_penalties_count_what_is_new(checkpoint: Checkpoint, runner: ModelRunner) -> None:
+def test_penalties_count_what_is_new(llama_checkpoint: Checkpoint, runner: ModelRunner) -> None:
     """Counting the whole answer again would take more than four copies of the logits."""
-    plain = counted_step(decoding(checkpoint, runner, 8, 20), 8)
-    penalised = counted_step(decoding(checkpoint, runner, 8, 20, **PENALTIES), 8)
+    plain = counted_step(decoding(llama_checkpoint, runner, 8, 20), 8)
+    penalised = counted_step(decoding(llama_checkpoint, runner, 8, 20, **PENALTIES), 8)
     rows = 8 * VOCAB_SIZE * 4  # one copy of the logits, in bytes
     assert penalised.num_bytes - plain.num_bytes < 4 * rows
 
@@ -208,12 +204,12 @@ class Calls:
 
 @pytest.mark.parametrize("num_prompt", [1, 600])
 def test_the_engines_own_work_is_bounded_by_the_sequences(
-    checkpoint: Checkpoint, num_prompt: int
+    llama_checkpoint: Checkpoint, num_prompt: int
 ) -> None:
     """This catches Python loops over tokens, pages or pairs of sequences beside the model."""
     calls = {}
     for batch in (1, 8):
-        core = decoding(checkpoint, Silent(checkpoint, "x"), batch, num_prompt)
+        core = decoding(llama_checkpoint, Silent(llama_checkpoint, "x"), batch, num_prompt)
         calls[batch] = Calls().of(core, batch)
     assert calls[1] <= 125
     assert (calls[8] - calls[1]) / 7 <= 75

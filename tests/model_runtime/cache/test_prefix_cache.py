@@ -11,17 +11,11 @@ from model_runtime.engine.engine import Engine
 from model_runtime.engine.observer import Observer
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import Output, Request
-from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
+from tests.engines import EngineFactory, Result, answer, deployment_of, request
 from tests.tiny_models import VOCAB_SIZE
 
 YARN = {"rope_type": "yarn", "factor": 8.0}
 PREFIX = [(3 * at * at + 5) % VOCAB_SIZE for at in range(130)]
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    """A llama of four layers."""
-    return tiny_checkpoint("llama")
 
 
 def cached(engine: Engine, *requests: Any) -> list[int]:
@@ -31,25 +25,25 @@ def cached(engine: Engine, *requests: Any) -> list[int]:
 
 @pytest.mark.parametrize("page_size", [8, 16, 64])
 def test_a_shared_prefix_gives_the_tokens_of_an_unshared_one(
-    engines: EngineFactory, checkpoint: Checkpoint, page_size: int
+    engines: EngineFactory, llama_checkpoint: Checkpoint, page_size: int
 ) -> None:
     """Bits are equal for every page size, and pages of generated tokens are shared too."""
-    deployment = deployment_of(checkpoint, rope_scaling=YARN)
+    deployment = deployment_of(llama_checkpoint, rope_scaling=YARN)
     options: dict[str, Any] = {"max_tokens": 20, "logprobs": 4}
     wide = RopeRequest(factor=8.0, policy="fixed")  # one profile for all lengths
     first = request(deployment, PREFIX, wide, **options)
-    fresh = engines.over(checkpoint, page_size=page_size)
+    fresh = engines.over(llama_checkpoint, page_size=page_size)
     alone = answer(fresh, first)[0]
     follow_up = [*PREFIX, *alone.token_ids, 5, 6, 7]
     others = [PREFIX + [9] * 7, PREFIX[:100] + [8] * 40, follow_up]
     expected = [
         answer(
-            engines.over(checkpoint, page_size=page_size),
+            engines.over(llama_checkpoint, page_size=page_size),
             request(deployment, each, wide, **options),
         )[0]
         for each in others
     ]
-    engine = engines.over(checkpoint, page_size=page_size)
+    engine = engines.over(llama_checkpoint, page_size=page_size)
     answer(engine, first)
     outputs = engine.generate([request(deployment, each, wide, **options) for each in others])
     assert [Result.of(each) for each in outputs] == expected
@@ -59,17 +53,17 @@ def test_a_shared_prefix_gives_the_tokens_of_an_unshared_one(
 
 
 def test_another_profile_or_salt_reads_nothing(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """The same tokens find their pages only under the profile and salt that wrote them."""
-    deployment = deployment_of(checkpoint, rope_scaling=YARN)
-    logn = deployment_of(checkpoint, rope_scaling={**YARN, "use_logn_attn": True})
+    deployment = deployment_of(llama_checkpoint, rope_scaling=YARN)
+    logn = deployment_of(llama_checkpoint, rope_scaling={**YARN, "use_logn_attn": True})
 
     def asked(factor: float, salt: str = "", which: Any = deployment, **options: Any) -> Any:
         rope = RopeRequest(factor=factor, policy="fixed")
         return request(which, PREFIX, rope, salt, max_tokens=1, **options)
 
-    engine = engines.over(checkpoint)
+    engine = engines.over(llama_checkpoint)
     first = [asked(4.0), asked(8.0), asked(4.0, "a"), asked(4.0, "b"), asked(4.0, which=logn)]
     linear = request(deployment, PREFIX, RopeRequest("linear", 4.0, "fixed"), max_tokens=1)
     assert cached(engine, *first, linear) == [0] * 6
@@ -79,13 +73,13 @@ def test_another_profile_or_salt_reads_nothing(
 
 
 def test_the_untouched_table_is_shared_by_all_methods(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """Below L, every deployment has the same profile."""
-    yarn = deployment_of(checkpoint, rope_scaling=YARN)
-    linear = deployment_of(checkpoint, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    yarn = deployment_of(llama_checkpoint, rope_scaling=YARN)
+    linear = deployment_of(llama_checkpoint, rope_scaling={"rope_type": "linear", "factor": 2.0})
     prompt = PREFIX[:40]
-    engine = engines.over(checkpoint)
+    engine = engines.over(llama_checkpoint)
     assert cached(
         engine,
         request(yarn, prompt, max_tokens=1),
@@ -95,11 +89,11 @@ def test_the_untouched_table_is_shared_by_all_methods(
 
 
 def test_requests_at_once_compute_their_common_prompt_once(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """The copies of a request with n > 1 arrive like this."""
-    deployment = deployment_of(checkpoint, rope_scaling=YARN)
-    engine = engines.over(checkpoint, max_num_batched_tokens=64)
+    deployment = deployment_of(llama_checkpoint, rope_scaling=YARN)
+    engine = engines.over(llama_checkpoint, max_num_batched_tokens=64)
     outputs: list[list[Output]] = engine.generate(
         [
             request(deployment, PREFIX, max_tokens=5, temperature=1.0, seed=seed, min_tokens=5)
@@ -111,11 +105,11 @@ def test_requests_at_once_compute_their_common_prompt_once(
 
 
 def test_a_grow_sequence_publishes_nothing_after_a_crossing(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """Its later pages hold a history of two profiles."""
-    grow = deployment_of(checkpoint, rope_scaling=YARN, policy="grow")
-    engine = engines.over(checkpoint)
+    grow = deployment_of(llama_checkpoint, rope_scaling=YARN, policy="grow")
+    engine = engines.over(llama_checkpoint)
     prompt = PREFIX[:50]
     result = answer(engine, request(grow, prompt, max_tokens=60))[0]
     assert result.num_rescales == 1
@@ -189,16 +183,16 @@ def serve_all(engine: Engine, requests: list[Request], cancelled: set[int]) -> l
 
 @pytest.mark.parametrize(("num_requests", "seed"), [(300, 1), (60, 2)])
 def test_a_crowd_in_a_fifth_of_the_cache_it_needs(
-    engines: EngineFactory, checkpoint: Checkpoint, num_requests: int, seed: int
+    engines: EngineFactory, llama_checkpoint: Checkpoint, num_requests: int, seed: int
 ) -> None:
     """Every answer equals that of a large cache, though sequences are preempted and aborted.
 
     The integrity check runs after every step, and all pages are free at the end.
     """
     rng = random.Random(seed)
-    requests = crowd(checkpoint, rng, num_requests)
+    requests = crowd(llama_checkpoint, rng, num_requests)
     cancelled = set(rng.sample(range(num_requests), num_requests // 10))
-    large = engines.over(checkpoint, kv_cache_tokens=65_536)
+    large = engines.over(llama_checkpoint, kv_cache_tokens=65_536)
     expected = {
         at: answer(large, each)[0] for at, each in enumerate(requests) if at not in cancelled
     }
@@ -206,7 +200,7 @@ def test_a_crowd_in_a_fifth_of_the_cache_it_needs(
     watched, num_seqs = Watched(), 24
     at_once = sorted((each.num_positions for each in requests), reverse=True)[:num_seqs]
     small = engines.over(
-        checkpoint,
+        llama_checkpoint,
         observer=watched,
         kv_cache_tokens=sum(at_once) // 5,
         max_num_seqs=num_seqs,

@@ -21,18 +21,11 @@ from model_runtime.errors import (
 )
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import FinishReason, Output, Request
-from model_runtime.runner.step_timer import StepTimer
 from rope import Tier
-from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
+from tests.engines import EngineFactory, Result, answer, deployment_of, request
 from tests.scripted_model import Script
 
 VOCABULARY = 199
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    """A llama; its text is bytes."""
-    return tiny_checkpoint("llama")
 
 
 def served(
@@ -44,74 +37,74 @@ def served(
     return answer(engine, request(deployment_of(checkpoint), [1], **sampling))[0]
 
 
-def test_an_answer_ends_at_max_tokens(engines: EngineFactory, checkpoint: Checkpoint) -> None:
+def test_an_answer_ends_at_max_tokens(engines: EngineFactory, llama_checkpoint: Checkpoint) -> None:
     """The finish reason is length."""
-    result = served(engines, checkpoint, "hello world", max_tokens=5)
+    result = served(engines, llama_checkpoint, "hello world", max_tokens=5)
     assert (result.text, result.finish_reason) == ("hello", FinishReason.LENGTH)
 
 
 def test_an_answer_ends_before_a_stop_string(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """The stop string may span tokens; its tokens were generated, so they are counted."""
-    result = served(engines, checkpoint, "hello world", max_tokens=50, stop=("o w", "zz"))
+    result = served(engines, llama_checkpoint, "hello world", max_tokens=50, stop=("o w", "zz"))
     assert (result.text, result.finish_reason) == ("hell", FinishReason.STOP)
     assert len(result.token_ids) == 7
 
 
 def test_text_held_back_for_a_stop_string_is_sent_at_the_end(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """If max_tokens ends the answer inside a possible stop string, then no text is lost."""
-    result = served(engines, checkpoint, "hello world", max_tokens=6, stop=("o world",))
+    result = served(engines, llama_checkpoint, "hello world", max_tokens=6, stop=("o world",))
     assert (result.text, result.finish_reason) == ("hello ", FinishReason.LENGTH)
 
 
 def test_an_end_token_ends_the_answer_and_is_no_text(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """With `ignore_eos`, the end token is text like any other."""
-    result = served(engines, checkpoint, "hello. more", eos=".", max_tokens=50)
+    result = served(engines, llama_checkpoint, "hello. more", eos=".", max_tokens=50)
     assert (result.text, result.finish_reason) == ("hello", FinishReason.STOP)
     assert len(result.token_ids) == 6
-    result = served(engines, checkpoint, "a.b", eos=".", max_tokens=3, ignore_eos=True)
+    result = served(engines, llama_checkpoint, "a.b", eos=".", max_tokens=3, ignore_eos=True)
     assert (result.text, result.finish_reason) == ("a.b", FinishReason.LENGTH)
 
 
-def test_characters_arrive_whole(engines: EngineFactory, checkpoint: Checkpoint) -> None:
+def test_characters_arrive_whole(engines: EngineFactory, llama_checkpoint: Checkpoint) -> None:
     """A character may take several tokens."""
-    engine = engines.over(checkpoint, runner=Script(checkpoint, "né €5 🎉!"))
-    outputs = engine.generate([request(deployment_of(checkpoint), [1], max_tokens=14)])[0]
+    engine = engines.over(llama_checkpoint, runner=Script(llama_checkpoint, "né €5 🎉!"))
+    outputs = engine.generate([request(deployment_of(llama_checkpoint), [1], max_tokens=14)])[0]
     assert "".join(output.text for output in outputs) == "né €5 🎉!"
     assert not any("\ufffd" in output.text for output in outputs)
 
 
 def test_max_tokens_zero_scores_the_prompt_only(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """The prompt logprobs have one entry per token, and the first entry is None."""
-    engine = engines.over(checkpoint)
+    engine = engines.over(llama_checkpoint)
     prompt = [5, 6, 7, 8, 9]
     result = answer(
-        engine, request(deployment_of(checkpoint), prompt, max_tokens=0, prompt_logprobs=2)
+        engine, request(deployment_of(llama_checkpoint), prompt, max_tokens=0, prompt_logprobs=2)
     )[0]
     assert result.token_ids == ()
     assert result.finish_reason is FinishReason.LENGTH
     assert result.prompt_logprobs[0] is None
     assert [entry.token_id for entry in result.prompt_logprobs[1:] if entry] == prompt[1:]
-    single = request(deployment_of(checkpoint), [5], max_tokens=0, prompt_logprobs=2)
+    single = request(deployment_of(llama_checkpoint), [5], max_tokens=0, prompt_logprobs=2)
     assert answer(engine, single)[0].prompt_logprobs == (None,)
 
 
 def test_an_abort_frees_the_pages_and_says_so(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """Both a running and a waiting request can be aborted."""
-    script = Script(checkpoint, "x")
+    script = Script(llama_checkpoint, "x")
     script.delay_s = 0.01
-    engine = engines.over(checkpoint, runner=script, max_num_seqs=1)
+    engine = engines.over(llama_checkpoint, runner=script, max_num_seqs=1)
     outputs: list[queue.SimpleQueue[Output]] = [queue.SimpleQueue(), queue.SimpleQueue()]
-    deployment = deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 16.0})
+    deployment = deployment_of(llama_checkpoint, rope_scaling={"rope_type": "yarn", "factor": 16.0})
     running, waiting = (request(deployment, [1], max_tokens=1000) for _ in range(2))
     engine.submit(running, outputs[0].put)
     engine.submit(waiting, outputs[1].put)
@@ -127,13 +120,13 @@ def test_an_abort_frees_the_pages_and_says_so(
 
 
 def test_a_step_that_fails_fails_its_requests_not_the_engine(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """The next request is served."""
-    script = Script(checkpoint, "hello")
+    script = Script(llama_checkpoint, "hello")
     script.fail_at = 3
-    engine = engines.over(checkpoint, runner=script)
-    deployment = deployment_of(checkpoint)
+    engine = engines.over(llama_checkpoint, runner=script)
+    deployment = deployment_of(llama_checkpoint)
     outputs = engine.generate([request(deployment, [1], max_tokens=5) for _ in range(2)])
     for each in outputs:
         assert each[-1].finish_reason is FinishReason.ERROR
@@ -141,14 +134,16 @@ def test_a_step_that_fails_fails_its_requests_not_the_engine(
     assert answer(engine, request(deployment, [1], max_tokens=5))[0].text == "hello"
 
 
-def test_nan_logits_end_their_request_only(engines: EngineFactory, checkpoint: Checkpoint) -> None:
+def test_nan_logits_end_their_request_only(
+    engines: EngineFactory, llama_checkpoint: Checkpoint
+) -> None:
     """Its pages leave the prefix index, and its neighbour is answered."""
 
     class Poisoned(Script):
         """A script with NaN logits for prompts that begin with token 9."""
 
-        def run(self, spans: Sequence[Span], clock: StepTimer) -> Tensor:
-            logits = super().run(spans, clock)
+        def run(self, spans: Sequence[Span]) -> Tensor:
+            logits = super().run(spans)
             row = 0
             for span in spans:
                 if span.pages[0] == self.poisoned_page:
@@ -165,12 +160,14 @@ def test_nan_logits_end_their_request_only(engines: EngineFactory, checkpoint: C
             aborted.append(request.request_id)
 
     aborted: list[str] = []
-    script = Poisoned(checkpoint, "hello")
-    engine = engines.over(checkpoint, runner=script, observer=Counting(), max_num_batched_tokens=32)
+    script = Poisoned(llama_checkpoint, "hello")
+    engine = engines.over(
+        llama_checkpoint, runner=script, observer=Counting(), max_num_batched_tokens=32
+    )
     index = engine._core.scheduler.pages.index
     seen = []
     script.before_run = lambda: seen.append(len(index.published()))
-    deployment = deployment_of(checkpoint)
+    deployment = deployment_of(llama_checkpoint)
     ill = request(deployment, [9] * 60, max_tokens=5, temperature=0.7)
     well = request(deployment, [1], max_tokens=5)
     outputs = engine.generate([ill, well])
@@ -183,43 +180,43 @@ def test_nan_logits_end_their_request_only(engines: EngineFactory, checkpoint: C
 
 
 def test_a_listener_that_fails_stops_nobody_else(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """The engine keeps running, and the next request is answered."""
 
     def fails(_: Output) -> None:
         raise RuntimeError("event loop is closed")
 
-    engine = engines.over(checkpoint, runner=Script(checkpoint, "hello"))
-    deployment = deployment_of(checkpoint)
+    engine = engines.over(llama_checkpoint, runner=Script(llama_checkpoint, "hello"))
+    deployment = deployment_of(llama_checkpoint)
     engine.submit(request(deployment, [1], max_tokens=3), fails)
     assert answer(engine, request(deployment, [1], max_tokens=5))[0].text == "hello"
     assert engine.is_running
 
 
-def test_an_engine_that_dies_says_so(engines: EngineFactory, checkpoint: Checkpoint) -> None:
+def test_an_engine_that_dies_says_so(engines: EngineFactory, llama_checkpoint: Checkpoint) -> None:
     """Clients get an error, and the callback given to `start` is called."""
     engine = Engine(
-        Script(checkpoint, "x"),
-        checkpoint.tokenizer,
+        Script(llama_checkpoint, "x"),
+        llama_checkpoint.tokenizer,
         EngineConfig(kv_cache_tokens=64, max_model_len=64),
     )
     died = threading.Event()
     engine.start(died.set)
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
     engine._core.scheduler.schedule = None  # type: ignore[assignment, method-assign]
-    engine.submit(request(deployment_of(checkpoint), [1], max_tokens=3), outputs.put)
+    engine.submit(request(deployment_of(llama_checkpoint), [1], max_tokens=3), outputs.put)
     assert outputs.get(timeout=10).finish_reason is FinishReason.ERROR
     assert died.wait(10)
     assert not engine.is_running
 
 
 def test_what_can_never_be_served_is_refused_at_once(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """The message states the limit."""
-    engine = engines.over(checkpoint, kv_cache_tokens=100)
-    deployment = deployment_of(checkpoint)
+    engine = engines.over(llama_checkpoint, kv_cache_tokens=100)
+    deployment = deployment_of(llama_checkpoint)
     with pytest.raises(CacheCapacityError, match="needs 97 positions, the KV cache holds 96 "):
         engine.submit(request(deployment, [1] * 97, max_tokens=1), print)
     with pytest.raises(RequestError, match="at least one token"):
@@ -228,12 +225,12 @@ def test_what_can_never_be_served_is_refused_at_once(
     assert len(answer(engine, fits)[0].token_ids) == 1
 
 
-def test_a_full_queue_refuses(engines: EngineFactory, checkpoint: Checkpoint) -> None:
+def test_a_full_queue_refuses(engines: EngineFactory, llama_checkpoint: Checkpoint) -> None:
     """A burst between two steps counts too."""
-    script = Script(checkpoint, "x")
+    script = Script(llama_checkpoint, "x")
     script.delay_s = 0.2
-    engine = engines.over(checkpoint, runner=script, max_queued_requests=2, max_num_seqs=1)
-    deployment = deployment_of(checkpoint)
+    engine = engines.over(llama_checkpoint, runner=script, max_queued_requests=2, max_num_seqs=1)
+    deployment = deployment_of(llama_checkpoint)
 
     def submit_all() -> None:
         for _ in range(8):
@@ -245,12 +242,12 @@ def test_a_full_queue_refuses(engines: EngineFactory, checkpoint: Checkpoint) ->
 
 
 def test_a_group_is_accepted_whole_or_not_at_all(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """A group that can never fit gets another error than one that finds the queue full."""
-    script = Script(checkpoint, "hello")
-    engine = engines.over(checkpoint, runner=script, max_num_seqs=2, max_queued_requests=3)
-    deployment = deployment_of(checkpoint)
+    script = Script(llama_checkpoint, "hello")
+    engine = engines.over(llama_checkpoint, runner=script, max_num_seqs=2, max_queued_requests=3)
+    deployment = deployment_of(llama_checkpoint)
 
     def group(size: int) -> list[Request]:
         return [request(deployment, [1], max_tokens=5) for _ in range(size)]
@@ -268,31 +265,33 @@ def test_a_group_is_accepted_whole_or_not_at_all(
 
 
 def test_what_can_start_at_once_does_not_wait(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """Requests are served even if the queue has no places."""
-    engine = engines.over(checkpoint, runner=Script(checkpoint, "hello"), max_queued_requests=0)
-    deployment = deployment_of(checkpoint)
+    engine = engines.over(
+        llama_checkpoint, runner=Script(llama_checkpoint, "hello"), max_queued_requests=0
+    )
+    deployment = deployment_of(llama_checkpoint)
     eight = [request(deployment, [1], max_tokens=5) for _ in range(8)]
     assert [result.text for result in answer(engine, *eight)] == ["hello"] * 8
 
 
 def test_stopping_ends_everything_with_an_error(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """After that, no request is accepted."""
-    script = Script(checkpoint, "x")
+    script = Script(llama_checkpoint, "x")
     script.delay_s = 0.01
-    engine = engines.over(checkpoint, runner=script)
+    engine = engines.over(llama_checkpoint, runner=script)
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
-    engine.submit(request(deployment_of(checkpoint), [1], max_tokens=60), outputs.put)
+    engine.submit(request(deployment_of(llama_checkpoint), [1], max_tokens=60), outputs.put)
     outputs.get(timeout=10)
     engine.stop()
     assert not engine.is_running
     last = [outputs.get() for _ in range(outputs.qsize())][-1]
     assert (last.finish_reason, last.error) == (FinishReason.ERROR, "the engine stopped")
     with pytest.raises(EngineStoppedError):
-        engine.submit(request(deployment_of(checkpoint), [1]), outputs.put)
+        engine.submit(request(deployment_of(llama_checkpoint), [1]), outputs.put)
 
 
 class Recorder(Observer):
@@ -321,14 +320,14 @@ class Recorder(Observer):
 
 
 def test_the_observer_hears_every_token_once(
-    engines: EngineFactory, checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """The events come in order, and their times add up."""
     recorder = Recorder()
-    script = Script(checkpoint, "abc")
+    script = Script(llama_checkpoint, "abc")
     script.delay_s = 0.02
-    engine = engines.over(checkpoint, runner=script, observer=recorder)
-    answer(engine, request(deployment_of(checkpoint), [1], max_tokens=4))
+    engine = engines.over(llama_checkpoint, runner=script, observer=recorder)
+    answer(engine, request(deployment_of(llama_checkpoint), [1], max_tokens=4))
     assert [name for name, _ in recorder.heard] == [
         *["started", "first", "next", "next", "next", "finished"]
     ]

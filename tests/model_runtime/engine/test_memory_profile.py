@@ -31,6 +31,7 @@ from model_runtime.request import MAX_LOGPROBS
 from model_runtime.runner.model_runner import ModelRunner
 from rope import Profile
 from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
+from tests.runner_spy import spy_on_every_runner
 
 GIB = 2**30
 CONFIG = EngineConfig(
@@ -207,16 +208,13 @@ def test_no_step_of_an_engine_is_larger(
 
 def sizes_of_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """A list that each forward from now on adds its size to."""
-    sizes = []
-    plain_run = ModelRunner.run
+    sizes: list[tuple[int, int, int]] = []
 
-    def run(self: ModelRunner, spans: Sequence[Span], *args: Any) -> Tensor:
+    def note(spans: Sequence[Span], logits_RV: Tensor) -> None:
         sizes.append(size_of(spans))
-        logits_RV = plain_run(self, spans, *args)
         assert len(logits_RV) == sizes[-1][2]
-        return logits_RV
 
-    monkeypatch.setattr(ModelRunner, "run", run)
+    spy_on_every_runner(monkeypatch, note)
     return sizes
 
 
@@ -294,14 +292,12 @@ def test_a_context_is_no_longer_than_a_cache_could_be(
     embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch, free: int, context_len: int
 ) -> None:
     """If the share is full already, then one page is left to measure the step with."""
-    lens = []
-    plain_run = ModelRunner.run
+    lens: list[int] = []
 
-    def run(self: ModelRunner, spans: Sequence[Span]) -> Tensor:
+    def note(spans: Sequence[Span], _: Tensor) -> None:
         lens.extend(span.first_position + len(span.token_ids) for span in spans)
-        return plain_run(self, spans)
 
-    monkeypatch.setattr(ModelRunner, "run", run)
+    spy_on_every_runner(monkeypatch, note)
     measured(embedded, CONFIG, StillMeter(free=free))
     assert set(lens) == {context_len}
 

@@ -14,7 +14,7 @@ from model_runtime.runner import step_timer
 from model_runtime.runner.step_timer import PARTS, Part, StepTimer
 from model_runtime.scheduling.scheduler import Scheduler
 from model_runtime.text.tokenizer import TokenStream
-from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
+from tests.engines import EngineFactory, answer, deployment_of, request
 from tests.scripted_model import Script
 
 SLOW_S = 0.02
@@ -51,30 +51,27 @@ class Watch:
         return later
 
 
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    """A checkpoint whose tokenizer the script uses."""
-    return tiny_checkpoint("llama")
-
-
 @pytest.mark.parametrize("part", PARTS)
 def test_the_part_that_is_slow_is_the_one_that_shows_it(
-    engines: EngineFactory, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, part: Part
+    engines: EngineFactory,
+    llama_checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    part: Part,
 ) -> None:
     """Each part is slowed in turn, and the others then take no time."""
-    script, watch, observer = Script(checkpoint, "hello"), Watch(), Times()
+    script, watch, observer = Script(llama_checkpoint, "hello"), Watch(), Times()
     monkeypatch.setattr(step_timer, "perf_counter", watch)
     owner, name = {
         "schedule": (Scheduler, "schedule"),
-        "build": (script, "run"),  # the clock is switched in there
+        "build": (script, "prepare"),
         "forward": (script, "before_run"),
-        "sample": (postprocess, "choose"),
+        "sample": (postprocess, "sample_rows"),
         "detokenize": (TokenStream, "push"),
         "deliver": (Output, "_replace"),
     }[part]
-    engine = engines.over(checkpoint, runner=script, observer=observer)
+    engine = engines.over(llama_checkpoint, runner=script, observer=observer)
     monkeypatch.setattr(owner, name, watch.slow(getattr(owner, name)))
-    answer(engine, request(deployment_of(checkpoint), [1], max_tokens=5))
+    answer(engine, request(deployment_of(llama_checkpoint), [1], max_tokens=5))
     engine.stop()
     assert len(observer.steps) == 5
     for step in observer.steps:
@@ -84,12 +81,14 @@ def test_the_part_that_is_slow_is_the_one_that_shows_it(
         assert sum(step.values()) == step[part]
 
 
-def test_the_parts_are_the_whole_of_a_step(engines: EngineFactory, checkpoint: Checkpoint) -> None:
+def test_the_parts_are_the_whole_of_a_step(
+    engines: EngineFactory, llama_checkpoint: Checkpoint
+) -> None:
     """No time counts twice, and only the time between two steps is left out."""
     observer = Times()
-    script = Script(checkpoint, "hello")
+    script = Script(llama_checkpoint, "hello")
     script.delay_s = SLOW_S
-    engine = engines.over(checkpoint, runner=script, observer=observer)
+    engine = engines.over(llama_checkpoint, runner=script, observer=observer)
     core = engine._core
     own, walls = core.step, []
 
@@ -100,7 +99,7 @@ def test_the_parts_are_the_whole_of_a_step(engines: EngineFactory, checkpoint: C
         return num
 
     core.step = step  # type: ignore[method-assign]
-    requests = [request(deployment_of(checkpoint), [1], max_tokens=5) for _ in range(3)]
+    requests = [request(deployment_of(llama_checkpoint), [1], max_tokens=5) for _ in range(3)]
     answer(engine, *requests)
     engine.stop()
     parts = sum(sum(each.values()) for each in observer.steps)
@@ -108,14 +107,25 @@ def test_the_parts_are_the_whole_of_a_step(engines: EngineFactory, checkpoint: C
     assert 0.9 * sum(walls) < parts <= sum(walls)
 
 
-def test_a_switch_gives_the_time_to_the_part_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time between `take` and the next `switch` belongs to no part."""
-    now = iter([1.0, 3.0, 7.0, 15.0, 31.0, 63.0])
+def test_a_part_inside_another_interrupts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time counts for the innermost part, and the time outside all parts for none."""
+    now = iter([1.0, 3.0, 7.0, 15.0, 100.0, 131.0])
     monkeypatch.setattr(step_timer, "perf_counter", lambda: next(now))
     clock = StepTimer()
-    assert clock.switch("build") is None
-    assert clock.switch("deliver") == "build"
-    assert clock.switch("build") == "deliver"
+    with clock.part("build"), clock.part("deliver"):
+        pass
     assert clock.take() == {**dict.fromkeys(PARTS, 0.0), "build": 10.0, "deliver": 4.0}
-    clock.switch("sample")
-    assert clock.take() == {**dict.fromkeys(PARTS, 0.0), "sample": 32.0}
+    with clock.part("sample"):
+        pass
+    assert clock.take() == {**dict.fromkeys(PARTS, 0.0), "sample": 31.0}
+
+
+def test_a_part_that_fails_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outer part counts again after an error inside the inner one."""
+    now = iter([0.0, 1.0, 3.0, 7.0])
+    monkeypatch.setattr(step_timer, "perf_counter", lambda: next(now))
+    clock = StepTimer()
+    with clock.part("schedule"):
+        with pytest.raises(ValueError, match="broken"), clock.part("forward"):
+            raise ValueError("broken")
+    assert clock.take() == {**dict.fromkeys(PARTS, 0.0), "schedule": 5.0, "forward": 2.0}

@@ -10,14 +10,21 @@ import jsonschema_rs
 import pytest
 import torch
 
-from model_runtime.engine.observer import Observer
 from model_runtime.errors import QueueFullError, RequestError
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import FinishReason, Request, SamplingParams
 from model_runtime.runner.sampler import SamplingRow, adjusted, sample
 from model_runtime.text import grammar as grammar_module
 from model_runtime.text.grammar import ANY_OBJECT, Grammar, GrammarCompiler
-from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
+from tests.engines import (
+    EngineFactory,
+    Preemptions,
+    Result,
+    answer,
+    deployment_of,
+    request,
+    tiny_checkpoint,
+)
 from tests.schemas import HOSTILE, SCHEMAS
 
 NUM_SEEDS = 8
@@ -180,16 +187,6 @@ def test_a_model_without_end_tokens_ends_with_its_grammar(engines: EngineFactory
     finished = [each for each in results if each.finish_reason is FinishReason.STOP]
     assert finished
     assert all(is_valid(schema, each) for each in finished)
-
-
-class Preemptions(Observer):
-    """An observer that counts preemptions."""
-
-    num = 0
-
-    def preempted(self, request: Request) -> None:
-        """Count one preemption."""
-        self.num += 1
 
 
 class _Broken:

@@ -144,12 +144,11 @@ def test_unknown_models_routes_and_methods(server: Server) -> None:
     ("num_prompt", "max_tokens", "fits"), [(2049, 1, 9.0), (2000, 100, 9.0), (10, 9000, 36.0)]
 )
 def test_what_is_too_long_is_told_what_would_fit(
-    server: Server, num_prompt: int, max_tokens: int, fits: float
+    openai_client: openai.OpenAI, num_prompt: int, max_tokens: int, fits: float
 ) -> None:
     """The numbers are read from the exception of openai's client."""
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    with client, pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(
+    with pytest.raises(openai.BadRequestError) as caught:
+        openai_client.completions.create(
             model="ropewalk-demo", prompt=[5] * num_prompt, max_tokens=max_tokens
         )
     assert caught.value.code == "context_length_exceeded"

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from model_runtime.loading.checkpoint import EMBEDDED_MODEL
+from tests.openai_client import openai_client_of
 from tests.processes import Server, running_server
 
 TEMPLATE = (
@@ -47,9 +48,9 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def client(templated: Server) -> Iterator[openai.OpenAI]:
-    """OpenAI's client without retries."""
-    with openai.OpenAI(base_url=f"{templated.url}/v1", api_key="none", max_retries=0) as made:
+def chatty(templated: Server) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of the server whose model has a template."""
+    with openai_client_of(templated) as made:
         yield made
 
 
@@ -61,11 +62,11 @@ def prompt_ids(**options: Any) -> list[int]:
     return found
 
 
-def test_messages_become_transformers_prompt(client: openai.OpenAI) -> None:
+def test_messages_become_transformers_prompt(chatty: openai.OpenAI) -> None:
     """The answer equals that of the completions route over the same tokens."""
-    chat = client.chat.completions.create(model="chatty", max_tokens=20, **GREEDY)
+    chat = chatty.chat.completions.create(model="chatty", max_tokens=20, **GREEDY)
     ids = prompt_ids()
-    same = client.completions.create(model="chatty", prompt=ids, max_tokens=20, temperature=0)
+    same = chatty.completions.create(model="chatty", prompt=ids, max_tokens=20, temperature=0)
     assert chat.choices[0].message.content == same.choices[0].text
     assert chat.choices[0].message.role == "assistant"
     assert chat.choices[0].finish_reason == "length"
@@ -76,14 +77,14 @@ def test_messages_become_transformers_prompt(client: openai.OpenAI) -> None:
     assert chat.choices[0].model_extra["rope"]["rope_type"] == "default"  # type: ignore[index]
 
 
-def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+def test_a_stream_says_what_the_whole_answer_says(chatty: openai.OpenAI) -> None:
     """The role comes once; the pieces, the logprobs and the usage are compared."""
     options: dict[str, Any] = {
         **GREEDY, "model": "chatty", "max_tokens": 25, "logprobs": True, "top_logprobs": 2, "n": 2,
     }  # fmt: skip
-    whole = client.chat.completions.create(**options, extra_body={"cache_salt": "whole"})
+    whole = chatty.chat.completions.create(**options, extra_body={"cache_salt": "whole"})
     chunks = list(
-        client.chat.completions.create(
+        chatty.chat.completions.create(
             **options,
             stream=True,
             stream_options={"include_usage": True},
@@ -102,12 +103,12 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
     assert chunks[0].object == "chat.completion.chunk"
 
 
-def test_logprobs_have_the_chat_shape(client: openai.OpenAI) -> None:
+def test_logprobs_have_the_chat_shape(chatty: openai.OpenAI) -> None:
     """The numbers and alternatives are those of the completions route."""
-    chat = client.chat.completions.create(
+    chat = chatty.chat.completions.create(
         model="chatty", max_tokens=8, logprobs=True, top_logprobs=3, **GREEDY
     )
-    classic = client.completions.create(
+    classic = chatty.completions.create(
         model="chatty", prompt=prompt_ids(), max_tokens=8, temperature=0, logprobs=3
     )
     entries = chat.choices[0].logprobs.content  # type: ignore[union-attr]
@@ -121,7 +122,7 @@ def test_logprobs_have_the_chat_shape(client: openai.OpenAI) -> None:
         assert bytes(entry.bytes).decode() == entry.token
         assert len(entry.top_logprobs) == 3
         assert entry.top_logprobs[0].logprob == entry.logprob  # greedy
-    bare = client.chat.completions.create(model="chatty", max_tokens=2, logprobs=True, **GREEDY)
+    bare = chatty.chat.completions.create(model="chatty", max_tokens=2, logprobs=True, **GREEDY)
     assert [each.top_logprobs for each in bare.choices[0].logprobs.content] == [[], []]  # type: ignore[union-attr]
 
 
@@ -137,10 +138,10 @@ def test_logprobs_have_the_chat_shape(client: openai.OpenAI) -> None:
     ],
 )
 def test_without_max_tokens_the_answer_runs_to_the_end_of_its_tier(
-    client: openai.OpenAI, num_filling: int, rope: dict[str, Any], end: int, factor: float
+    chatty: openai.OpenAI, num_filling: int, rope: dict[str, Any], end: int, factor: float
 ) -> None:
     """The tier is the smallest that covers the prompt and a reserve."""
-    answer = client.chat.completions.create(
+    answer = chatty.chat.completions.create(
         model="chatty",
         messages=[{"role": "user", "content": " os" * num_filling + "import"}],
         temperature=0,
@@ -152,17 +153,17 @@ def test_without_max_tokens_the_answer_runs_to_the_end_of_its_tier(
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_both_names_of_max_tokens_mean_the_same(client: openai.OpenAI) -> None:
+def test_both_names_of_max_tokens_mean_the_same(chatty: openai.OpenAI) -> None:
     """OpenAI has an older and a newer name."""
     for name in ("max_tokens", "max_completion_tokens"):
-        answer = client.chat.completions.create(model="chatty", **GREEDY, **{name: 3})
+        answer = chatty.chat.completions.create(model="chatty", **GREEDY, **{name: 3})
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 3
 
 
-def test_template_variables_reach_the_template(client: openai.OpenAI) -> None:
+def test_template_variables_reach_the_template(chatty: openai.OpenAI) -> None:
     """The operator allows this variable."""
-    answer = client.chat.completions.create(
+    answer = chatty.chat.completions.create(
         model="chatty",
         max_tokens=2,
         **GREEDY,
@@ -172,10 +173,10 @@ def test_template_variables_reach_the_template(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens == len(prompt_ids(shout=True)) > len(prompt_ids())
 
 
-def test_a_final_message_can_be_continued(client: openai.OpenAI) -> None:
+def test_a_final_message_can_be_continued(chatty: openai.OpenAI) -> None:
     """The prompt ends inside the assistant's turn."""
     messages: list[Any] = [*MESSAGES, {"role": "assistant", "content": "close(self):"}]
-    answer = client.chat.completions.create(
+    answer = chatty.chat.completions.create(
         model="chatty",
         max_tokens=5,
         temperature=0,
@@ -185,15 +186,15 @@ def test_a_final_message_can_be_continued(client: openai.OpenAI) -> None:
     text = "".join(f"# {each['role']}: {each['content']}\n" for each in messages).rstrip()
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     ids = tokenizer(tokenizer.bos_token + text, add_special_tokens=False)["input_ids"]
-    same = client.completions.create(model="chatty", prompt=ids, max_tokens=5, temperature=0)
+    same = chatty.completions.create(model="chatty", prompt=ids, max_tokens=5, temperature=0)
     assert answer.choices[0].message.content == same.choices[0].text
 
 
-def test_developer_is_system_and_parts_are_joined(client: openai.OpenAI) -> None:
+def test_developer_is_system_and_parts_are_joined(chatty: openai.OpenAI) -> None:
     """`developer` is OpenAI's newer name of the system role."""
 
     def num_prompt_tokens(messages: list[Any]) -> int:
-        answer = client.chat.completions.create(model="chatty", messages=messages, max_tokens=1)
+        answer = chatty.chat.completions.create(model="chatty", messages=messages, max_tokens=1)
         assert answer.usage is not None
         return answer.usage.prompt_tokens
 
@@ -289,13 +290,13 @@ def test_a_field_is_used_or_refused(
     assert message in error["message"]
 
 
-def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI) -> None:
+def test_an_answer_can_be_sent_back_as_it_came(chatty: openai.OpenAI) -> None:
     """Clients send the message itself or all its fields to continue a chat."""
-    first = client.chat.completions.create(model="chatty", max_tokens=3, **GREEDY)
+    first = chatty.chat.completions.create(model="chatty", max_tokens=3, **GREEDY)
     message = first.choices[0].message
     for said in (message, message.model_dump()):
         messages = [*MESSAGES, said, {"role": "user", "content": "b"}]
-        second = client.chat.completions.create(
+        second = chatty.chat.completions.create(
             model="chatty", max_tokens=1, messages=messages, temperature=0
         )
         assert second.usage is not None
@@ -303,9 +304,9 @@ def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI) -> None:
         assert second.usage.prompt_tokens > first.usage.prompt_tokens
 
 
-def test_values_that_change_nothing_are_accepted(client: openai.OpenAI) -> None:
+def test_values_that_change_nothing_are_accepted(chatty: openai.OpenAI) -> None:
     """Some clients send these fields by default."""
-    client.chat.completions.create(
+    chatty.chat.completions.create(
         model="chatty",
         max_tokens=1,
         store=False,

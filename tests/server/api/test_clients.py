@@ -15,12 +15,11 @@ from tests.processes import Server
 MESSAGES: list[Any] = [{"role": "user", "content": "import os\nimport sys\n"}]
 
 
-def test_openai_sync_and_async_answer_alike(server: Server) -> None:
+def test_openai_sync_and_async_answer_alike(server: Server, openai_client: openai.OpenAI) -> None:
     """Chats and completions are whole or streamed, and several run at once."""
     options: dict[str, Any] = {"model": "ropewalk-demo", "temperature": 0, "max_tokens": 15}
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        chat = client.chat.completions.create(messages=MESSAGES, **options)
-        text = client.completions.create(prompt="import os\n", **options)
+    chat = openai_client.chat.completions.create(messages=MESSAGES, **options)
+    text = openai_client.completions.create(prompt="import os\n", **options)
 
     async def ask() -> tuple[list[str], str, str]:
         async with openai.AsyncOpenAI(
@@ -40,17 +39,16 @@ def test_openai_sync_and_async_answer_alike(server: Server) -> None:
     assert completion == text.choices[0].text
 
 
-def test_openai_raises_its_own_errors(server: Server) -> None:
+def test_openai_raises_its_own_errors(openai_client: openai.OpenAI) -> None:
     """Applications branch on their class and code."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        with pytest.raises(openai.BadRequestError) as raised:
-            client.chat.completions.create(
-                model="ropewalk-demo", messages=[{"role": "user", "content": "import os\n" * 1500}]
-            )
-        assert raised.value.code == "context_length_exceeded"
-        assert "maximum context length is 2048 tokens" in str(raised.value)
-        with pytest.raises(openai.NotFoundError):
-            client.chat.completions.create(model="gpt-9", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError) as raised:
+        openai_client.chat.completions.create(
+            model="ropewalk-demo", messages=[{"role": "user", "content": "import os\n" * 1500}]
+        )
+    assert raised.value.code == "context_length_exceeded"
+    assert "maximum context length is 2048 tokens" in str(raised.value)
+    with pytest.raises(openai.NotFoundError):
+        openai_client.chat.completions.create(model="gpt-9", messages=MESSAGES)
 
 
 def test_langchain_invokes_streams_and_binds(server: Server) -> None:

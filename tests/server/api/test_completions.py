@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ from tests.processes import Server
 
 GREEDY: dict[str, Any] = {"model": "ropewalk-demo", "temperature": 0}
 PROMPT = "import os\nimport sys\n\ndef "
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    """OpenAI's client without retries, so that errors show."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +41,11 @@ def needle_prompt(server: Server, num_tokens: int) -> list[int]:
 
 
 def test_greedy_tokens_are_transformers(
-    server: Server, client: openai.OpenAI, untouched: Any
+    server: Server, openai_client: openai.OpenAI, untouched: Any
 ) -> None:
     """Within the trained length, the echoed logprobs also agree within 1e-4."""
     ids = tokens_of(server, PROMPT)
-    answer = client.completions.create(
+    answer = openai_client.completions.create(
         **GREEDY, prompt=PROMPT, max_tokens=60, echo=True, logprobs=1
     )
     generated = untouched.generate(
@@ -73,11 +65,11 @@ def test_greedy_tokens_are_transformers(
 
 
 def test_a_definition_eight_native_lengths_back_is_found(
-    server: Server, client: openai.OpenAI
+    server: Server, openai_client: openai.OpenAI
 ) -> None:
     """The default scaling finds it; the extrapolated untouched table does not."""
     prompt = needle_prompt(server, 2030)
-    answer = client.completions.create(**GREEDY, prompt=prompt, max_tokens=5)
+    answer = openai_client.completions.create(**GREEDY, prompt=prompt, max_tokens=5)
     assert answer.choices[0].text == "93175"
     rope = answer.choices[0].model_extra["rope"]  # type: ignore[index]
     assert rope == {
@@ -88,20 +80,24 @@ def test_a_definition_eight_native_lengths_back_is_found(
         "policy": "pinned",
         "rescaled": 0,
     }
-    extrapolated = client.completions.create(
+    extrapolated = openai_client.completions.create(
         **GREEDY, prompt=prompt, max_tokens=5, extra_body={"rope": {"rope_type": "default"}}
     )
     assert extrapolated.choices[0].text != "93175"
     assert extrapolated.choices[0].model_extra["rope"]["rope_type"] == "default"  # type: ignore[index]
 
 
-def test_four_native_lengths_equal_static_yarn(server: Server, client: openai.OpenAI) -> None:
+def test_four_native_lengths_equal_static_yarn(
+    server: Server, openai_client: openai.OpenAI
+) -> None:
     """The echoed logprobs of a prompt of exactly 4 L are within 1e-3 of transformers."""
     from transformers import AutoConfig
 
     prompt = needle_prompt(server, 1024)
     assert len(prompt) == 1024
-    answer = client.completions.create(**GREEDY, prompt=prompt, max_tokens=0, echo=True, logprobs=0)
+    answer = openai_client.completions.create(
+        **GREEDY, prompt=prompt, max_tokens=0, echo=True, logprobs=0
+    )
     config = AutoConfig.from_pretrained(EMBEDDED_MODEL)
     config.max_position_embeddings = 1024
     config.rope_parameters = {
@@ -124,12 +120,12 @@ def test_four_native_lengths_equal_static_yarn(server: Server, client: openai.Op
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+def test_a_stream_says_what_the_whole_answer_says(openai_client: openai.OpenAI) -> None:
     """The text, the logprobs, the finish reason and the usage are compared."""
     options: dict[str, Any] = {**GREEDY, "prompt": PROMPT, "max_tokens": 30, "logprobs": 2}
-    whole = client.completions.create(**options, echo=True)
+    whole = openai_client.completions.create(**options, echo=True)
     chunks = list(
-        client.completions.create(
+        openai_client.completions.create(
             **options, echo=True, stream=True, stream_options={"include_usage": True}
         )
     )
@@ -143,9 +139,9 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
         assert streamed == getattr(whole.choices[0].logprobs, name)
 
 
-def test_offsets_point_into_the_text(client: openai.OpenAI) -> None:
+def test_offsets_point_into_the_text(openai_client: openai.OpenAI) -> None:
     """The text at each offset is the token's text."""
-    answer = client.completions.create(
+    answer = openai_client.completions.create(
         **GREEDY, prompt=PROMPT, max_tokens=20, echo=True, logprobs=0
     )
     logprobs = answer.choices[0].logprobs
@@ -156,20 +152,20 @@ def test_offsets_point_into_the_text(client: openai.OpenAI) -> None:
         assert answer.choices[0].text[offset : offset + len(token)] == token
 
 
-def test_prompts_may_be_token_ids(server: Server, client: openai.OpenAI) -> None:
+def test_prompts_may_be_token_ids(server: Server, openai_client: openai.OpenAI) -> None:
     """The answer equals that to the text of the same tokens."""
-    from_text = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=9)
+    from_text = openai_client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=9)
     ids = tokens_of(server, PROMPT)
-    from_ids = client.completions.create(**GREEDY, prompt=ids, max_tokens=9)
+    from_ids = openai_client.completions.create(**GREEDY, prompt=ids, max_tokens=9)
     assert from_ids.choices[0].text == from_text.choices[0].text
 
 
-def test_a_seed_repeats_and_no_seed_does_not(client: openai.OpenAI) -> None:
+def test_a_seed_repeats_and_no_seed_does_not(openai_client: openai.OpenAI) -> None:
     """The temperature is 1, except for the greedy references."""
 
     def text(**options: Any) -> str:
         return (
-            client.completions.create(
+            openai_client.completions.create(
                 model="ropewalk-demo", prompt=PROMPT, max_tokens=25, **options
             )
             .choices[0]
@@ -183,16 +179,18 @@ def test_a_seed_repeats_and_no_seed_does_not(client: openai.OpenAI) -> None:
     assert text(extra_body={"top_k": 1}) == text(temperature=0)
 
 
-def test_stop_strings_end_the_text(client: openai.OpenAI) -> None:
+def test_stop_strings_end_the_text(openai_client: openai.OpenAI) -> None:
     """The stop string is no part of the text."""
-    whole = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40).choices[0].text
+    whole = openai_client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40).choices[0].text
     stop = whole[10:13]
-    cut = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40, stop=[stop, "zzzz"])
+    cut = openai_client.completions.create(
+        **GREEDY, prompt=PROMPT, max_tokens=40, stop=[stop, "zzzz"]
+    )
     assert cut.choices[0].text == whole[: whole.index(stop)]
     assert cut.choices[0].finish_reason == "stop"
 
 
-def test_many_at_once_answer_as_one_by_one(server: Server, client: openai.OpenAI) -> None:
+def test_many_at_once_answer_as_one_by_one(server: Server, openai_client: openai.OpenAI) -> None:
     """Sixteen clients send prompts of different lengths."""
     from concurrent.futures import ThreadPoolExecutor
 
@@ -200,7 +198,9 @@ def test_many_at_once_answer_as_one_by_one(server: Server, client: openai.OpenAI
     prompts = [ids[: 20 + 60 * index] for index in range(16)]
 
     def ask(prompt: list[int]) -> str:
-        answer = client.completions.create(**GREEDY, prompt=prompt, max_tokens=12, logprobs=3)
+        answer = openai_client.completions.create(
+            **GREEDY, prompt=prompt, max_tokens=12, logprobs=3
+        )
         return json.dumps([answer.choices[0].text, answer.choices[0].logprobs.to_dict()])  # type: ignore[union-attr]
 
     expected = [ask(prompt) for prompt in prompts]
@@ -208,11 +208,13 @@ def test_many_at_once_answer_as_one_by_one(server: Server, client: openai.OpenAI
         assert list(pool.map(ask, prompts)) == expected
 
 
-def test_the_model_may_be_left_out_and_is_listed(server: Server, client: openai.OpenAI) -> None:
+def test_the_model_may_be_left_out_and_is_listed(
+    server: Server, openai_client: openai.OpenAI
+) -> None:
     """The first deployment answers a request without a model."""
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
     assert answer.json()["model"] == "ropewalk-demo"
-    models = client.models.list().data
+    models = openai_client.models.list().data
     assert [(model.id, model.owned_by) for model in models] == [("ropewalk-demo", "ropewalk")]
     assert models[0].model_extra == {"max_model_len": 2048}
 
@@ -226,16 +228,18 @@ def test_tokenize(server: Server) -> None:
     assert httpx.post(f"{server.url}/tokenize", json=bare).json()["tokens"] == answer["tokens"][1:]
 
 
-def test_several_prompts_with_several_answers_each(server: Server, client: openai.OpenAI) -> None:
+def test_several_prompts_with_several_answers_each(
+    server: Server, openai_client: openai.OpenAI
+) -> None:
     """Choices come in the order of the prompts, and equal those of separate requests."""
     prompts = ["import os\n", PROMPT, "def close(self):\n"]
     options: dict[str, Any] = {"model": "ropewalk-demo", "max_tokens": 8, "seed": 3, "logprobs": 1}
-    together = client.completions.create(**options, prompt=prompts, n=2)
+    together = openai_client.completions.create(**options, prompt=prompts, n=2)
     assert [choice.index for choice in together.choices] == list(range(6))
     for at, prompt in enumerate(prompts):
-        first = client.completions.create(**options, prompt=prompt)
+        first = openai_client.completions.create(**options, prompt=prompt)
         assert together.choices[2 * at].text == first.choices[0].text
-        second = client.completions.create(**{**options, "seed": 4}, prompt=prompt)
+        second = openai_client.completions.create(**{**options, "seed": 4}, prompt=prompt)
         assert together.choices[2 * at + 1].text == second.choices[0].text
     assert together.usage is not None
     assert together.usage.completion_tokens == 48
@@ -243,18 +247,20 @@ def test_several_prompts_with_several_answers_each(server: Server, client: opena
 
     texts = dict.fromkeys(range(6), "")
     ids = [tokens_of(server, each) for each in prompts]
-    for chunk in client.completions.create(**options, prompt=ids, n=2, stream=True):
+    for chunk in openai_client.completions.create(**options, prompt=ids, n=2, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert list(texts.values()) == [choice.text for choice in together.choices]
 
 
-def test_a_repeated_prompt_is_found_in_the_cache(server: Server, client: openai.OpenAI) -> None:
+def test_a_repeated_prompt_is_found_in_the_cache(
+    server: Server, openai_client: openai.OpenAI
+) -> None:
     """The usage counts the cached tokens, and another salt finds none."""
     prompt = needle_prompt(server, 900)[::-1]
 
     def cached(salt: str) -> int | None:
-        answer = client.completions.create(
+        answer = openai_client.completions.create(
             **GREEDY, prompt=prompt, max_tokens=1, extra_body={"cache_salt": salt}
         )
         assert answer.usage is not None
@@ -266,10 +272,10 @@ def test_a_repeated_prompt_is_found_in_the_cache(server: Server, client: openai.
 
 @pytest.mark.parametrize("policy", ["grow", "grow-exact"])
 def test_a_growing_request_says_how_often_it_was_rescaled(
-    client: openai.OpenAI, policy: str
+    openai_client: openai.OpenAI, policy: str
 ) -> None:
     """The `rope` object also states the factor of the last tier."""
-    answer = client.completions.create(
+    answer = openai_client.completions.create(
         **GREEDY,
         prompt=[7] * 250,
         max_tokens=300,
@@ -279,12 +285,12 @@ def test_a_growing_request_says_how_often_it_was_rescaled(
     assert (rope["policy"], rope["factor"], rope["rescaled"]) == (policy, 4.0, 2)
 
 
-def test_penalties_bias_and_end_tokens(server: Server, client: openai.OpenAI) -> None:
+def test_penalties_bias_and_end_tokens(server: Server, openai_client: openai.OpenAI) -> None:
     """Each field changes the greedy answer in the way its name states."""
     token = tokens_of(server, "import")[1]
 
     def create(**options: Any) -> Any:
-        return client.completions.create(
+        return openai_client.completions.create(
             **{**GREEDY, "prompt": PROMPT, "max_tokens": 30, **options}
         )
 

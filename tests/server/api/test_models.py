@@ -9,13 +9,12 @@ import pytest
 from tests.processes import Server
 
 
-def test_one_model_by_name(server: Server) -> None:
+def test_one_model_by_name(openai_client: openai.OpenAI) -> None:
     """The openai client retrieves it, with its longest context."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-        model = client.models.retrieve("ropewalk-demo")
-        assert model.model_extra == {"max_model_len": 2048}
-        with pytest.raises(openai.NotFoundError, match="no/such"):
-            client.models.retrieve("no/such")
+    model = openai_client.models.retrieve("ropewalk-demo")
+    assert model.model_extra == {"max_model_len": 2048}
+    with pytest.raises(openai.NotFoundError, match="no/such"):
+        openai_client.models.retrieve("no/such")
 
 
 @pytest.mark.parametrize("add_special_tokens", [True, False])

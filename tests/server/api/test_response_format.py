@@ -28,50 +28,44 @@ SHORT: dict[str, Any] = {
 QUICK_S = 2.0  # of /health beside hostile schemas, on a machine with two busy cores
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    """OpenAI's client without retries."""
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def asked(schema: Any, **more: Any) -> Any:
     """A JSON schema as OpenAI's `response_format`."""
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
 
 
-def test_the_chat_route_answers_in_json(client: openai.OpenAI) -> None:
+def test_the_chat_route_answers_in_json(openai_client: openai.OpenAI) -> None:
     """Several choices come with logprobs, and the same seed repeats them."""
     options: dict[str, Any] = {
         **CHAT, "n": 3, "seed": 7, "logprobs": True, "top_logprobs": 2,
         "response_format": asked(SHORT, strict=True, description="of something"),
     }  # fmt: skip
-    found = client.chat.completions.create(**options)
+    found = openai_client.chat.completions.create(**options)
     for choice in found.choices:
         assert choice.finish_reason == "stop"
         assert jsonschema_rs.is_valid(SHORT, json.loads(choice.message.content or ""))
         assert choice.logprobs is not None
-    again = client.chat.completions.create(**options)
+    again = openai_client.chat.completions.create(**options)
     assert [each.message for each in again.choices] == [each.message for each in found.choices]
 
 
-def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+def test_a_stream_says_the_same(openai_client: openai.OpenAI) -> None:
     """The pieces join to the content of the whole answer."""
     options = {**CHAT, "seed": 3, "response_format": asked(SHORT, strict=None)}
-    whole = client.chat.completions.create(**options)
-    chunks = list(client.chat.completions.create(**options, stream=True))
+    whole = openai_client.chat.completions.create(**options)
+    chunks = list(openai_client.chat.completions.create(**options, stream=True))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole.choices[0].message.content
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_any_object_is_an_object(client: openai.OpenAI) -> None:
+def test_any_object_is_an_object(openai_client: openai.OpenAI) -> None:
     """`json_object` works on both routes."""
     choices: list[tuple[str | None, str]] = []
     for seed in range(4):
-        chat = client.chat.completions.create(
+        chat = openai_client.chat.completions.create(
             **CHAT, seed=seed, response_format={"type": "json_object"}
         ).choices[0]
-        classic = client.completions.create(
+        classic = openai_client.completions.create(
             model="ropewalk-demo",
             prompt="import json",
             max_tokens=200,
@@ -87,9 +81,9 @@ def test_any_object_is_an_object(client: openai.OpenAI) -> None:
     assert all(isinstance(json.loads(text), dict) for text in finished)
 
 
-def test_the_best_of_several_is_in_json(client: openai.OpenAI) -> None:
+def test_the_best_of_several_is_in_json(openai_client: openai.OpenAI) -> None:
     """The grammar constrains every candidate."""
-    found = client.completions.create(
+    found = openai_client.completions.create(
         model="ropewalk-demo",
         prompt=["import json", "data ="],
         max_tokens=200,
@@ -116,11 +110,11 @@ class Palette(pydantic.BaseModel):
     colours: list[Colour] = pydantic.Field(max_length=2)
 
 
-def test_parse_returns_the_model(client: openai.OpenAI) -> None:
+def test_parse_returns_the_model(openai_client: openai.OpenAI) -> None:
     """The `parse` method of openai's client reads the answer; cut answers are skipped."""
     for seed in range(4):
         try:
-            found = client.chat.completions.parse(
+            found = openai_client.chat.completions.parse(
                 **{**CHAT, "max_tokens": 250}, seed=seed, response_format=Palette
             )
         except openai.LengthFinishReasonError:

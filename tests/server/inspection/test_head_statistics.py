@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from model_runtime.loading.checkpoint import Checkpoint
 from server.inspection.head_statistics import head_statistics, sequence_len
 from tests.engines import checkpoint_of, tiny_checkpoint
 from tests.tiny_models import VOCAB_SIZE, tiny_model
@@ -69,9 +70,9 @@ def test_a_bias_shifts_the_mean_and_not_the_covariance() -> None:
     assert torch.allclose(after.covariance_HDD, before.covariance_HDD, atol=1e-3)
 
 
-def test_only_the_layers_asked_for_are_kept() -> None:
+def test_only_the_layers_asked_for_are_kept(llama_checkpoint: Checkpoint) -> None:
     """A covariance takes D * D numbers per head."""
-    assert list(head_statistics(tiny_checkpoint("llama"), SEQUENCES, [2])) == [2]
+    assert list(head_statistics(llama_checkpoint, SEQUENCES, [2])) == [2]
 
 
 def test_a_layer_keeps_its_own_type_and_window() -> None:
@@ -93,8 +94,7 @@ def test_interleaved_pairs_come_half_split() -> None:
     assert torch.allclose(key.mean_HD, torch.cat((means[:, 0::2], means[:, 1::2]), -1), atol=1e-4)
 
 
-def test_a_sequence_is_not_longer_than_the_native_length() -> None:
+def test_a_sequence_is_not_longer_than_the_native_length(llama_checkpoint: Checkpoint) -> None:
     """It is not longer than the requested number of tokens either."""
-    checkpoint = tiny_checkpoint("llama")
-    assert sequence_len(checkpoint, 512) == 64
-    assert sequence_len(checkpoint, 20) == 20
+    assert sequence_len(llama_checkpoint, 512) == 64
+    assert sequence_len(llama_checkpoint, 20) == 20

@@ -1,0 +1,51 @@
+"""Steps of a real runner, shown to a listener beside the model."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from torch import Tensor
+
+from model_runtime.batch import Span
+from model_runtime.engine.engine import Engine
+from model_runtime.runner.model_runner import ModelRunner
+from rope import Profile
+
+Note = Callable[[Sequence[Span], Tensor], None]  # takes a step's spans and its logits [R, V]
+
+
+class RunnerSpy:
+    """A runner that passes steps on to an engine's own, and calls `note` after each."""
+
+    def __init__(self, engine: Engine, note: Note) -> None:
+        self._note = note
+        self._runner = engine._core._runner
+        engine._core._runner = self
+
+    def table_slot(self, profile: Profile) -> int:
+        """Return the table slot of the real runner."""
+        return self._runner.table_slot(profile)
+
+    def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
+        """Prepare the step on the real runner; its forward notes it."""
+        return _noted(self._runner.prepare(spans), spans, self._note)
+
+
+def spy_on_every_runner(monkeypatch: pytest.MonkeyPatch, note: Note) -> None:
+    """Note the steps of all model runners, also of those that only the tested code can reach."""
+    plain_prepare = ModelRunner.prepare
+
+    def prepare(self: ModelRunner, spans: Sequence[Span]) -> Callable[[], Tensor]:
+        return _noted(plain_prepare(self, spans), spans, note)
+
+    monkeypatch.setattr(ModelRunner, "prepare", prepare)
+
+
+def _noted(
+    forward: Callable[[], Tensor], spans: Sequence[Span], note: Note
+) -> Callable[[], Tensor]:
+    def noting() -> Tensor:
+        logits_RV = forward()
+        note(spans, logits_RV)
+        return logits_RV
+
+    return noting
