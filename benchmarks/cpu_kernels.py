@@ -35,7 +35,7 @@ from rope import Profile, Unscaled, native_rope
 _DTYPES = (torch.float32, torch.bfloat16)
 _SHAPES = ((2048, 768), (768, 2048), (32_000, 768))  # outputs and inputs of weights of `medium`
 _ROWS = (1, 4, 8, 16, 64, 256, 1024)
-_HEADS, _KEY_HEADS, _DIM, _PAGE = 12, 4, 64, 64  # as in `medium`, with the default page size
+_HEADS, _KEY_HEADS, _DIM, _PAGE = 12, 4, 64, 64  # `medium`, and the default page size
 _READS = ((8192, 1), (2048, 256), (8192, 256))  # keys, and query tokens at their end
 _PEAK_ROUNDS = 1 << 16
 _READ_BYTES = 256 << 20

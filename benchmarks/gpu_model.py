@@ -33,7 +33,7 @@ class _Record:
         self._begin = time.monotonic()
 
     def add(self, row: Row) -> None:
-        """Append a row with the seconds since the start."""
+        """Append a row with its time in seconds from the start."""
         row = {**row, "at_s": round(time.monotonic() - self._begin, 1)}
         self._rows.append(row)
         self._lines.add(row)

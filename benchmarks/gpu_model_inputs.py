@@ -49,7 +49,7 @@ class ModelSizes:
     most_decode_s: float  # seconds after which a batch begins no further round
     prefill_len: int
     chunk_lens: tuple[int, ...]  # measured with that prompt
-    contexts: tuple[int, ...]  # for the time to the first token
+    contexts: tuple[int, ...]  # whose time to the first token is measured
     most_repeated: int  # contexts up to here are measured in every round, longer ones once
     steps: tuple[tuple[int, int], ...]  # context, sequences; whole steps over every kind of cache
     num_steps: int  # steps timed in each of these

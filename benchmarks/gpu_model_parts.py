@@ -301,7 +301,7 @@ def compiled(bench: Bench) -> Iterator[Row]:
             continue
         with ExitStack() as stack:
             try:
-                # The code is compiled for the cache's length, so the warm-up answers at full length.
+                # Code is compiled for the cache's length, so the warm-up answers at full length.
                 contender = _started(
                     bench,
                     lambda: Generating(bench.twin(), "static"),

@@ -4,7 +4,7 @@
 the cache receives them, and keys stay as they were written. `NotRotated` rotates nothing. Its
 answers are those of another model, and its time is a lower bound for every cache.
 
-Both read with the server's kernel, for a layer that does not rotate. Angles are computed once a
+Both read with the server's kernel and a layer that does not rotate. Angles are computed once a
 step, on the device. Nothing is copied to the host, so a CUDA graph can capture a step.
 
 The heads of the model must rotate whole, in half-split pairs, without log-n.
@@ -53,7 +53,7 @@ class RotatedAtWrite(NotRotated):
 
     @cached_property
     def _layer_type(self) -> str:
-        """Return the type that all layers share. Raises ValueError if the model is not supported."""
+        """Return the type that all layers share. Raises ValueError for other models."""
         (plan,) = set(self._plans.values())
         if plan.layer_type is None or plan.interleaved or plan.rotary_dim != plan.key_dim:
             raise ValueError(f"not a model that rotates whole heads in half-split pairs: {plan}")

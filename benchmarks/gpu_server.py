@@ -1,6 +1,6 @@
 """The whole server on the device, with `ropewalk serve` and `ropewalk bench` as processes.
 
-Latency against context length is then read from /metrics, where an operator reads it.
+Latency against context length is then read from /metrics, as an operator reads it.
 """
 
 import json

@@ -46,8 +46,8 @@ def build(shape: Shape, tokenizer: Tokenizer) -> LlamaForCausalLM:
     model = LlamaForCausalLM(llama_config(shape, _NATIVE_LEN, bos_id=BOS_ID, eos_id=EOS_ID))
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID)
     fill(model, shape, torch.Generator().manual_seed(_SEED))
-    # Greedy answers then have whole characters only. A server holds back a token that is only a part
-    # of a character, and its event would come late.
+    # Greedy answers then have whole characters only. A server holds back a token that is a part of
+    # a character, and its event would come late.
     with torch.no_grad():
         model.lm_head.weight[_unspeakable(tokenizer, shape.vocab)] = 0
     return model.eval()

@@ -53,7 +53,7 @@ class Scenario(Protocol):
 
 
 def sizes(scenario: Scenario) -> dict[str, int]:
-    """Return the integer fields of a scenario, for the record."""
+    """Return the integer fields of a scenario, as the record stores them."""
     fields: dict[str, Any] = asdict(scenario)  # type: ignore[call-overload]  # all are dataclasses
     return {name: value for name, value in fields.items() if isinstance(value, int)}
 

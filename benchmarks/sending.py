@@ -13,8 +13,9 @@ from server.bench.target import Prompt, Target
 
 # Lower ids are left out, because they usually belong to a model's special tokens.
 FIRST_ID = 16
-# A server may send several tokens in one event, because a token was no whole character or its client
-# was busy. If events are fewer than this share of the tokens, they do not show when tokens came.
+# A server may send several tokens in one event, because a token was no whole character or the
+# client was busy. If events are fewer than this share of the tokens, they do not show when the
+# tokens came.
 _LEAST_EVENTS = 0.5
 # Two random prompts may begin with the same few tokens. If a larger share of a prompt was cached,
 # the server had seen the prompt before.

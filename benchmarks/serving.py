@@ -71,7 +71,7 @@ class Run:
                         await self._measure(scenario, server, number)
 
     def lines(self) -> list[Line]:
-        """Build the table's lines from the record, for this run's scenarios and rounds."""
+        """Build the table's lines from the record's rows of this run's scenarios and rounds."""
         found = []
         for scenario in self._plan.scenarios:
             by_server = [self._done(scenario, server) for server in self._servers]
@@ -124,8 +124,8 @@ class Run:
         """Measure one scenario on one server. `number` None is a warm-up, which is not recorded."""
         if scenario.name in self.failed:
             return
-        # Each measurement has a new seed, because a cache may hold the prompts of an earlier one. It
-        # may be of a run that was stopped in this round, or of the same server's other name.
+        # Each measurement has a new seed, because a cache may hold earlier prompts. They may be of
+        # a run that was stopped in this round, or of another name of the same server.
         seed = random.SystemRandom().getrandbits(32)
         prompts = Prompts(random.Random(seed), self._plan.vocab_size)  # noqa: S311  # no secrets
         started_at = datetime.now(UTC).isoformat(timespec="seconds")

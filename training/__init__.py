@@ -1,1 +1,1 @@
-"""How the embedded model is made: text, tokenizer, windows, network, loop. Not installed."""
+"""The training of the embedded model: text, tokenizer, windows, network, loop. Not installed."""

@@ -1,4 +1,4 @@
-"""`python -m training`: make the embedded model. `make train` calls it."""
+"""The command that trains the embedded model: `python -m training`, or `make train`."""
 
 import json
 import shutil
@@ -66,7 +66,7 @@ Options = TypeVar("Options", Shape, Schedule)
     help="With torch.compile, about twice as fast; needs a C++ compiler.",
 )
 def main(run: Path, threads: int, *, compiled: bool, **learning: Any) -> None:
-    """Make the embedded model in the folder --run, or go on where it stands there."""
+    """Train the embedded model in the folder --run, or resume the run that it holds."""
     torch.set_num_threads(threads)
     shape = _of(Shape, learning)
     schedule = _of(Schedule, learning)
@@ -92,7 +92,7 @@ def main(run: Path, threads: int, *, compiled: bool, **learning: Any) -> None:
 
 
 def _of(kind: Callable[..., Options], learning: dict[str, Any]) -> Options:
-    """The options that are its fields."""
+    """Build `kind` from the options that are its fields."""
     names = {each.name for each in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in learning.items() if name in names})
 

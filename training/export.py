@@ -1,4 +1,4 @@
-"""A trained network -> a folder as transformers reads it."""
+"""Export of a trained network to a folder that transformers can load."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from training.tokenizer import BOS_ID, EOS_ID
 
 
 def save_model(network: Network, folder: Path) -> None:
-    """config.json, generation_config.json and model.safetensors, in bfloat16."""
+    """Write config.json, generation_config.json and model.safetensors, in bfloat16."""
     model = empty_model(network.shape)
     weights = {f"model.{name}": each for name, each in network.state_dict().items()}
     problems = model.load_state_dict(weights, strict=False)
@@ -30,7 +30,7 @@ def save_model(network: Network, folder: Path) -> None:
 
 
 def empty_model(shape: Shape) -> PreTrainedModel:
-    """transformers' model of that shape, with weights of its own."""
+    """Build a transformers model of that shape, with the weights that transformers draws."""
     common = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,

@@ -1,16 +1,18 @@
-"""A network that copies before it has learned anything: an induction circuit, planted by hand.
+"""Initial weights with an induction circuit, written by hand, so that the network copies untrained.
 
-Retrieval rests on two heads in a row (Olsson and others, 2022, "In-context learning and induction
-heads"): one that writes into each position what the token before it was, and one that looks for the
-positions whose predecessor is the current token, and copies what stands there. Found by training
-alone, the pair costs about 4 million tokens on a plateau. Planted, training begins with it, and
-keeps, sharpens or discards it.
+Retrieval rests on two heads in successive layers (Olsson and others, 2022, "In-context learning and
+induction heads"). The first head writes into each position which token came before it. The second
+head finds the positions whose predecessor is the current token, and copies the tokens there. If
+training must find the pair alone, it spends about 4 million tokens on a plateau. If the pair is
+planted, training begins with it, and keeps, sharpens or discards it.
 
-Layer 0, key head 0: every key is the same vector, and query head j of its group is that vector
-turned back by j + 1 positions, so under rotation the score peaks at distance j + 1, whatever the
-tokens are. What is the same in every token is one constant dimension of the embedding. Layer 1, key
-head 0: queries hold the current token's embedding, keys the predecessor's that layer 0 wrote, both
-in the slow half of the pairs, where rotation hardly tells distances apart.
+Layer 0, key head 0: every key is the same vector. It comes from one dimension of the embedding that
+is constant over all tokens. Query head j of the group is that vector, rotated back by j + 1
+positions. Under rotation the score then peaks at distance j + 1 for any tokens.
+
+Layer 1, key head 0: queries hold the embedding of the current token. Keys hold the embedding of the
+token before, which layer 0 wrote. Both use the slow half of the pairs, because rotation hardly
+changes a score with distance there.
 """
 
 import math
@@ -21,16 +23,16 @@ from torch import Tensor
 from training.network import Attention, Layer, Network, frequencies
 
 _EMBEDDING_STD = 0.02
-_CONSTANT = 8.0  # the constant dimension, in standard deviations of the others
-_NEIGHBOUR_SCORE = 40.0  # squared length of layer 0's vectors: how sharply it picks one position
-_MATCH_GAIN = 2.3  # of queries and keys in layer 1
-_COPY_GAIN = 2.0  # of what layer 1 writes, in embeddings
-_REST = 0.1  # what is left of the random start beside the planted part
+_CONSTANT = 8.0  # value of the constant dimension, in standard deviations of the others
+_NEIGHBOUR_SCORE = 40.0  # squared length of layer 0's vectors; more selects more sharply
+_MATCH_GAIN = 2.3  # scale of queries and keys in layer 1
+_COPY_GAIN = 2.0  # scale of layer 1's output, relative to an embedding
+_REST = 0.1  # factor on the random weights beside the planted ones
 
 
 @torch.no_grad()
 def plant_induction(network: Network, seed: int) -> None:
-    """Write the circuit into layers 0 and 1 of a network that was just made."""
+    """Write the circuit into layers 0 and 1 of a network that is not trained yet."""
     shape = network.shape
     generator = torch.Generator().manual_seed(seed)
     group = shape.heads // shape.kv_heads
@@ -38,7 +40,7 @@ def plant_induction(network: Network, seed: int) -> None:
 
     first, second = (_attention(network, index) for index in (0, 1))
     _look_back(network, first, group)
-    # The dimensions in which a token is carried: read (V), kept apart by distance (O), copied (U).
+    # Directions that carry a token: values of layer 0, its outputs by distance, copies of layer 1.
     read_ED = _directions(shape.head_dim, shape.hidden, generator)
     kept_GD = _directions(group * shape.head_dim, shape.hidden, generator)
     copied_ED = _directions(shape.head_dim, shape.hidden, generator)
@@ -61,10 +63,10 @@ def plant_induction(network: Network, seed: int) -> None:
 
 
 def _look_back(network: Network, attention: Attention, group: int) -> None:
-    """Query head j attends to the token j + 1 positions back, for any tokens."""
+    """Make query head j attend to the token j + 1 positions back, whatever the tokens are."""
     shape = network.shape
     half = shape.head_dim // 2
-    # The constant as it leaves the norm: its share of a vector whose mean square is 1.
+    # The constant after the norm, which scales a vector to a mean square of 1.
     constant = _CONSTANT / math.sqrt(1 + _CONSTANT**2 / shape.hidden)
     length = math.sqrt(_NEIGHBOUR_SCORE) / constant
     frequency_P = frequencies(shape)
@@ -85,7 +87,7 @@ def _attention(network: Network, index: int) -> Attention:
 
 
 def _directions(count: int, hidden: int, generator: torch.Generator) -> Tensor:
-    """`count` orthonormal rows that leave the constant dimension alone: [count, hidden]."""
+    """Draw `count` orthonormal rows, [count, hidden], that are 0 in the constant dimension."""
     square = torch.randn(hidden - 1, count, generator=generator)
     rows = torch.linalg.qr(square)[0].T
     return torch.cat([torch.zeros(count, 1), rows], dim=1)

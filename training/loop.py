@@ -1,4 +1,4 @@
-"""The training loop: read windows, step, measure, store."""
+"""The training loop, with measurements on held-out windows and stored progress."""
 
 import math
 import time
@@ -18,9 +18,9 @@ from training.text import Corpus
 from training.windows import EARLY, LATE, MIDDLE, POLISH, Batch, Mix, Windows
 
 _MEASURE_EVERY = 100  # steps
-_FORMED_BELOW = 0.5  # nats: the answers' loss at which retrieval counts as formed
-_HELD_OUT_WINDOWS = 64  # of each kind
-_SMOOTH = 0.95
+_FORMED_BELOW = 0.5  # nats; retrieval counts as formed if the answers' loss is lower
+_HELD_OUT_WINDOWS = 64  # per kind
+_SMOOTH = 0.95  # weight of the past in the moving average
 _ONLY_TEXT = Mix(needles=0, chat=0, dense=0, repeats=0)
 _ONLY_NEEDLES = Mix(needles=1, chat=0, dense=0, repeats=0)
 
@@ -28,7 +28,7 @@ Losses = Callable[[Tensor, Tensor], Tensor]
 
 
 class Training:
-    """One run: made, or taken up where its folder stands."""
+    """One run, which is new or resumes from its folder."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Training:
         }
 
     def steps(self) -> Iterator[Measured | None]:
-        """Go on to the end; a measurement where there is one, None after other steps."""
+        """Run the steps that are left; yield each step's measurement, or None if it has none."""
         while self.progress.step < self._schedule.all_steps:
             began = time.monotonic()
             self._step()
@@ -125,7 +125,7 @@ class Training:
 
 
 class _Means:
-    """Mean losses by kind since they were last taken, and a moving one of answers."""
+    """Mean losses by kind since the last `take`, and a moving average of the answers' loss."""
 
     def __init__(self) -> None:
         self.smooth_answer = math.inf
@@ -143,7 +143,7 @@ class _Means:
                 self.smooth_answer = _SMOOTH * old + (1 - _SMOOTH) * mean
 
     def take(self) -> list[float]:
-        """Text, answer, repeat; NaN where there were none."""
+        """Return and clear the means of text, answer and repeat; NaN if a kind had no token."""
         means = [
             sum(self._sums[kind]) / len(self._sums[kind]) if kind in self._sums else math.nan
             for kind in (Kind.TEXT, Kind.ANSWER, Kind.REPEAT)
@@ -155,7 +155,10 @@ class _Means:
 def open_training(
     corpus: Corpus, shape: Shape, schedule: Schedule, folder: RunFolder, *, compiled: bool
 ) -> Training:
-    """A run over a corpus; held-out windows come from the held-out files, always the same."""
+    """Open a run over a corpus.
+
+    The held-out windows come from the held-out files and do not depend on the schedule's seed.
+    """
     windows = Windows(
         corpus.tokenizer, corpus.library, corpus.tests, shape.native_len, schedule.seed
     )

@@ -1,9 +1,10 @@
-"""The network as it is trained: transformers' Llama, written out for one CPU thread.
+"""The network for training: transformers' Llama, written out for one CPU thread.
 
-Products in bfloat16 over float32 weights, which one thread computes about four times as fast as
-float32. Parameters carry transformers' names, so that `export.py` only has to copy them.
+Weights are float32, and products are bfloat16. One thread computes them about four times as fast as
+float32 products. Parameters have transformers' names, so `export.py` only copies them.
 
-B windows, T tokens, D hidden, H query heads, K key heads, E head dimension, P = E / 2 pairs.
+Shapes: B = windows, T = tokens, D = hidden, H = query heads, K = key heads, E = head dimension,
+P = E / 2 pairs, V = vocabulary.
 """
 
 import math
@@ -15,11 +16,11 @@ from torch.nn import functional
 from training.shape import Shape
 
 _EMBEDDING_STD = 0.02
-_MATRIX_GAIN = 0.6  # of 1 / sqrt(width)
+_MATRIX_GAIN = 0.6  # standard deviation of a matrix, in units of 1 / sqrt(width)
 
 
 class Attention(nn.Module):
-    """Projections of one layer; `Network.forward` uses them."""
+    """The projections of one layer; `Network` computes the attention."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -40,13 +41,13 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """down(silu(gate(x)) * up(x))."""
+        """Return down(silu(gate(x)) * up(x)): [B, T, D], bfloat16."""
         gate = functional.silu(_product(x_BTD, self.gate_proj))
         return _product(gate * _product(x_BTD, self.up_proj), self.down_proj)
 
 
 class Norm(nn.Module):
-    """Root mean square norm, computed in float32."""
+    """An RMSNorm, computed in float32."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class Norm(nn.Module):
         self._eps = shape.norm_eps
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Float32 in, bfloat16 out."""
+        """Return the norm of a float32 input in bfloat16: [B, T, D]."""
         scale = torch.rsqrt(x_BTD.pow(2).mean(-1, keepdim=True) + self._eps)
         return (x_BTD * scale * self.weight).bfloat16()
 
@@ -71,7 +72,7 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """Tokens -> the loss of each next token."""
+    """A Llama whose forward returns the loss of each next token."""
 
     cos_TP: Tensor
     sin_TP: Tensor
@@ -91,7 +92,7 @@ class Network(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """What a layer adds begins at zero; so do biases."""
+        """Draw the weights; output projections and biases are zero, so layers add nothing yet."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias") or "o_proj" in name or "down_proj" in name:
                 nn.init.zeros_(parameter)
@@ -101,7 +102,7 @@ class Network(nn.Module):
                 nn.init.normal_(parameter, std=_MATRIX_GAIN / math.sqrt(parameter.shape[1]))
 
     def forward(self, tokens_BT: Tensor, next_BT: Tensor) -> Tensor:
-        """Cross entropy of every next token, in nats: [B, T], float32."""
+        """Return the cross entropy of every next token, in nats: [B, T], float32."""
         hidden_BTD = functional.embedding(tokens_BT, self.embed_tokens.weight)
         for layer in self.layers:
             assert isinstance(layer, Layer)
@@ -115,7 +116,10 @@ class Network(nn.Module):
         return functional.cross_entropy(logits_BTV.transpose(1, 2), next_BT, reduction="none")
 
     def _attend(self, x_BTD: Tensor, attention: Attention) -> Tensor:
-        """Causal attention, its mask by hand: torch's own is slower backwards on a CPU."""
+        """Compute causal attention with an explicit mask: [B, T, D], bfloat16.
+
+        torch's own attention has a slower backward pass on a CPU.
+        """
         shape = self.shape
         B, T, _ = x_BTD.shape
         q_BHTE = self._rotated(_heads(_product(x_BTD, attention.q_proj), shape.head_dim))
@@ -130,7 +134,7 @@ class Network(nn.Module):
         return _product(read.transpose(1, 2).reshape(B, T, -1), attention.o_proj)
 
     def _rotated(self, x_BHTE: Tensor) -> Tensor:
-        """Half-split pairs, as transformers' Llama has them."""
+        """Rotate half-split pairs, as transformers' Llama does; return bfloat16."""
         x = x_BHTE.float()
         half = x.shape[-1] // 2
         first, second = x[..., :half], x[..., half:]
@@ -141,7 +145,7 @@ class Network(nn.Module):
 
 
 def frequencies(shape: Shape) -> Tensor:
-    """Radians a token for each pair: [P]."""
+    """Return the angle per token of each pair, in radians: [P]."""
     exponent_P = torch.arange(0, shape.head_dim, 2).float() / shape.head_dim
     return shape.rope_theta**-exponent_P
 

@@ -1,8 +1,9 @@
-"""Muon for matrices, AdamW for the rest.
+"""Muon for matrices, AdamW for the other parameters.
 
-Muon (Keller Jordan and others, 2024): the momentum of a matrix's gradient, brought close to the
-nearest orthogonal matrix by five steps of a Newton-Schulz iteration, is the step. A network of this
-size needs about half the tokens that AdamW alone needs (from the literature, not measured here).
+Muon (Keller Jordan and others, 2024) takes the momentum of a matrix's gradient. Five iterations of
+Newton-Schulz bring it close to the nearest orthogonal matrix, which is the update. A network of
+this size then needs about half the tokens that it needs with AdamW alone. This number is from the
+literature and was not measured here.
 """
 
 from collections.abc import Iterable
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 from training.shape import Schedule
 
 _ITERATIONS = 5
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steep at 0: they bring singular values near 1, not to 1
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steep at 0; singular values come near 1, not to 1
 _MOMENTUM = 0.95
 
 
 class Optimizer:
-    """Both, with their state by the parameter's name, so that it can be stored."""
+    """Muon and AdamW, with their state under the parameters' names, so that it can be stored."""
 
     def __init__(self, network: nn.Module, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -37,7 +38,7 @@ class Optimizer:
         )
 
     def step(self, rate: float) -> None:
-        """One step at `rate` of the full rates; gradients are cleared."""
+        """Take one step at `rate` times the full learning rates, and clear the gradients."""
         self._step_matrices(rate)
         for group in self._adamw.param_groups:
             group["lr"] = self._schedule.other_rate * rate
@@ -58,7 +59,7 @@ class Optimizer:
             matrix.add_(direction, alpha=-matrix_rate * max(1.0, rows / columns) ** 0.5)
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor that the next step depends on."""
+        """Return every tensor that the next step depends on, by name."""
         tensors = {f"momentum.{name}": each for name, each in self._momenta.items()}
         for name, parameter in self._others.items():
             for key, value in self._adamw.state.get(parameter, {}).items():
@@ -66,7 +67,7 @@ class Optimizer:
         return tensors
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `state`."""
+        """Load the tensors that `state` returned."""
         for name, momentum in self._momenta.items():
             momentum.copy_(tensors[f"momentum.{name}"])
         for name, parameter in self._others.items():
@@ -77,7 +78,7 @@ class Optimizer:
 
 @torch.no_grad()
 def orthogonal(matrix: Tensor) -> Tensor:
-    """The matrix with all singular values brought to about 1 (between 0.7 and 1.2)."""
+    """Return the matrix with all singular values brought to about 1 (between 0.7 and 1.2)."""
     a, b, c = _COEFFICIENTS
     x: Tensor = matrix.bfloat16()
     is_tall = x.shape[0] > x.shape[1]

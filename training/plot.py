@@ -1,4 +1,4 @@
-"""The losses of a run, drawn."""
+"""A plot of the losses of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ _LINES = (
 
 
 def plot_losses(history: Sequence[Measured], path: Path) -> None:
-    """Nats per token against millions of tokens; the format is the path's ending."""
+    """Draw nats per token against millions of tokens; the path's suffix is the format."""
     from matplotlib.figure import Figure  # noqa: PLC0415  slow to import
 
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -1,6 +1,6 @@
-"""A run's folder: where training stands, so that it can stop at any time and go on.
+"""The folder of a run, with the state from which training resumes after a stop.
 
-Tensors in safetensors, the rest in JSON; nothing is pickled.
+Tensors are stored as safetensors, and the rest as JSON. Nothing is pickled.
 """
 
 import json
@@ -20,11 +20,11 @@ _WEIGHT, _OPTIMIZER = "weight.", "optimizer."
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Losses in nats per token. Training's are means since the last measurement."""
+    """Losses in nats per token. Training losses are means since the last measurement."""
 
     step: int
     num_tokens: int
-    seconds: float  # of training, over all parts of a run
+    seconds: float  # training time, over all parts of a run
     text: float
     answer: float
     repeat: float
@@ -34,16 +34,16 @@ class Measured:
 
 @dataclass
 class Progress:
-    """What the next step depends on beside the tensors."""
+    """The state, beside the tensors, that the next step depends on."""
 
     step: int = 0
     seconds: float = 0.0
-    formed_at: int | None = None  # the step at which retrieval had formed
+    formed_at: int | None = None  # the step after which retrieval counted as formed
     history: list[Measured] = field(default_factory=list)
 
 
 class RunFolderError(Exception):
-    """The folder holds another run."""
+    """The folder holds a run with another shape or schedule."""
 
 
 class RunFolder:
@@ -55,7 +55,11 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
 
     def save(self, network: Network, optimizer: Optimizer, progress: Progress) -> None:
-        """Both files, each replaced at once; JSON last, which says that the tensors are whole."""
+        """Write the tensors, then the JSON file that names them.
+
+        The JSON file is replaced in one operation, so it names only complete tensors. The tensors
+        of earlier steps are deleted last.
+        """
         tensors = {_WEIGHT + name: each for name, each in network.state_dict().items()}
         tensors |= {_OPTIMIZER + name: each for name, each in optimizer.state().items()}
         name = f"step{progress.step}.{_TENSORS}"
@@ -69,7 +73,10 @@ class RunFolder:
                 old.unlink()
 
     def restore(self, network: Network, optimizer: Optimizer) -> Progress:
-        """Where the run stands; a fresh one where it has not begun. Raises RunFolderError."""
+        """Load the stored state and return its progress, or a new one if nothing is stored.
+
+        Raises RunFolderError if the stored shape or schedule differs.
+        """
         if not (self.path / _STATE).is_file():
             return Progress()
         state = json.loads((self.path / _STATE).read_text())

@@ -1,11 +1,11 @@
-"""What is trained: the shape of the network, and how long and how fast it learns."""
+"""The shape of the network, and the schedule of its training."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama, or with biases a Qwen2: transformers' two names for one network."""
+    """The shape of a Llama, or with biases a Qwen2: transformers' two names for one network."""
 
     vocab: int = 2048
     hidden: int = 256
@@ -17,7 +17,7 @@ class Shape:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     qkv_bias: bool = False
-    native_len: int = 256  # tokens in a window
+    native_len: int = 256  # input tokens of a window
 
     def __post_init__(self) -> None:
         if self.qkv_bias and self.heads * self.head_dim != self.hidden:
@@ -26,29 +26,29 @@ class Shape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps, rates, and what a step reads. Fractions are of `steps`."""
+    """Steps, learning rates, and the windows of a step. Fractions are relative to `steps`."""
 
     steps: int = 6000
-    polish_steps: int = 0  # behind them, on mostly needles
+    polish_steps: int = 0  # after `steps`, mostly on needles
     windows_per_step: int = 16
     seed: int = 0
-    planted: bool = False  # start from an induction circuit: `induction.py`
+    planted: bool = False  # start with an induction circuit (`induction.py`)
     warmup_steps: int = 40
-    cooldown: float = 0.5  # the last part, in which the rate falls linearly
-    last_rate: float = 0.02  # of the full one, at the end
-    matrix_rate: float = 0.02  # Muon
-    matrix_decay: float = 0.1
-    other_rate: float = 4e-3  # AdamW: embedding, norms, biases
-    late_from: float = 0.6  # the late mix begins
-    polish_rate: float = 0.25  # of the full one, at the first polishing step
+    cooldown: float = 0.5  # the last part, in which the learning rate falls linearly
+    last_rate: float = 0.02  # relative to the full learning rate, at the end
+    matrix_rate: float = 0.02  # full learning rate of Muon
+    matrix_decay: float = 0.1  # weight decay of Muon
+    other_rate: float = 4e-3  # full learning rate of AdamW: embedding, norms, biases
+    late_from: float = 0.6  # start of the late mix
+    polish_rate: float = 0.25  # relative to the full learning rate, at the first polishing step
 
     @property
     def all_steps(self) -> int:
-        """Polishing included."""
+        """Return the number of steps, polishing included."""
         return self.steps + self.polish_steps
 
     def rate(self, step: int) -> float:
-        """The rate of step 0, 1, ... as a share of the full one."""
+        """Return the learning rate of step 0, 1, ... relative to the full one."""
         if step >= self.steps:
             left = 1 - (step - self.steps) / self.polish_steps
             return max(self.last_rate, self.polish_rate * left)

@@ -1,8 +1,9 @@
-"""What the network reads: Python's own library, as tokens.
+"""The training text: Python's own library, as tokens.
 
-The standard library's sources, and its tests where the installation has them (python.org's and
-pyenv's do, Debian and slim images do not). What `server/evaluation/held_out.py` holds out is kept
-apart by path; tests are never held out and never part of an evaluation.
+The text is the standard library's sources, and its tests if the installation has them. Builds of
+python.org and pyenv have the tests. Debian's packages and slim images do not.
+`server/corpus/held_out.py` separates the held-out files by path. Tests are never held out and never
+part of an evaluation.
 """
 
 import sysconfig
@@ -17,12 +18,12 @@ from server.corpus.held_out import library_documents, read_source
 from training.tokenizer import EOS_ID
 
 Tokens = NDArray[np.int64]
-_LONGEST_TEST = 200_000  # characters; a few tests are tables of numbers
+_LONGEST_TEST = 200_000  # characters; a few longer tests are tables of numbers
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents as tokens, each ending with eos."""
+    """Documents as tokens; each ends with eos."""
 
     tokenizer: Tokenizer
     library: list[Tokens]
@@ -31,18 +32,18 @@ class Corpus:
 
     @property
     def num_tokens(self) -> dict[str, int]:
-        """By part."""
+        """Return the number of tokens by part."""
         parts = {"library": self.library, "tests": self.tests, "held out": self.held_out}
         return {name: sum(len(each) for each in documents) for name, documents in parts.items()}
 
 
 def tokenizer_texts() -> list[str]:
-    """What the tokenizer learns from: the library without its tests."""
+    """Return the texts that train the tokenizer: the library without tests and held-out files."""
     return [document.text for document in library_documents(held_out=False)]
 
 
 def read_corpus(tokenizer: Tokenizer) -> Corpus:
-    """Everything in tokens; takes some ten seconds."""
+    """Read and tokenize all parts, which takes about ten seconds."""
     held_out = [document.text for document in library_documents(held_out=True)]
     return Corpus(
         tokenizer,

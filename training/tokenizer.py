@@ -1,7 +1,7 @@
-"""The embedded model's tokenizer: byte-level BPE, every digit a token of its own.
+"""The embedded model's tokenizer: byte-level BPE with one token per digit.
 
-Bytes, so that any text has tokens and comes back as it was. Single digits, so that a value of five
-digits is always five tokens and none of them tells of the next.
+With bytes, any text has tokens and decodes to itself. With single digits, a value of five digits is
+always five tokens, and no token reveals the next one.
 """
 
 import re
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 BOS, EOS, USER, ASSISTANT = SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>")
 BOS_ID, EOS_ID, USER_ID, ASSISTANT_ID = range(4)
 
-# A system message stands before the first turn. An answer ends with eos, as it does in training.
+# A system message precedes the first turn. An answer ends with eos, as in training.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """The `vocab` most useful tokens of `texts`; ids 0 to 3 are the special ones."""
+    """Train a tokenizer of `vocab` tokens on `texts`; ids 0 to 3 are the special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -53,8 +53,11 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, native_len: int) -> None:
-    """As transformers reads it: every text begins with bos, and there is a chat template."""
-    tokenizer = Tokenizer.from_str(tokenizer.to_str())  # the caller's puts no bos before pieces
+    """Write the tokenizer in transformers' format, with a chat template.
+
+    In the written tokenizer, every encoded text begins with bos.
+    """
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())  # a copy; the caller's adds no bos to pieces
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
     )
@@ -70,6 +73,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, native_len: int) -> None:
 
 
 def whole_words(tokenizer: Tokenizer) -> list[str]:
-    """Words of 3 to 10 small letters that are one token."""
+    """Return the words of 3 to 10 lower-case letters that are one token."""
     decoded = (tokenizer.decode([token]).strip() for token in range(tokenizer.get_vocab_size()))
     return sorted({word for word in decoded if re.fullmatch(r"[a-z]{3,10}", word)})

@@ -1,7 +1,7 @@
-"""What one step reads: windows of native_len + 1 tokens, a kind for each.
+"""The windows of a step: native_len + 1 tokens each, with a kind for every token.
 
-Step s of seed r is the same windows whenever it is asked for, so a run that is resumed reads on
-where it stopped. The first token of a window is always bos.
+The windows depend only on the documents, the seed and the arguments of `batch`. A resumed run
+therefore reads the same windows. The first token of a window is always bos.
 """
 
 import math
@@ -19,14 +19,14 @@ from training.text import Tokens
 from training.tokenizer import BOS_ID, EOS_ID, SPECIAL_TOKENS
 
 Kinds = NDArray[np.int64]
-_AT_START, _AT_END = 0.1, 0.05  # of the pieces of a document that are its beginning, its end
-_TESTS_SHARE = 0.3  # of pieces that come from the library's tests, where there are any
-_QUESTION_AT_END = 0.4  # of questions; others are anywhere behind the definitions
+_AT_START, _AT_END = 0.1, 0.05  # shares of stretches at a document's start, at its end
+_TESTS_SHARE = 0.3  # share of stretches from the library's tests, if there are any
+_QUESTION_AT_END = 0.4  # share of questions; others are anywhere after the definitions
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Shares of the kinds of windows; the rest is natural text."""
+    """Shares of the kinds of windows; the remainder is natural text."""
 
     needles: float
     chat: float
@@ -34,24 +34,24 @@ class Mix:
     repeats: float
 
 
-# Until retrieval has formed, mostly what forms it.
+# Until retrieval has formed, most windows are of the kinds that form it.
 EARLY = Mix(needles=0.10, chat=0.05, dense=0.35, repeats=0.40)
 MIDDLE = Mix(needles=0.22, chat=0.08, dense=0.18, repeats=0.07)
 LATE = Mix(needles=0.20, chat=0.07, dense=0.09, repeats=0.03)
-# Text is learned by then; a needle has to stand out of eight times the text that a window holds.
+# Text is learned by then. At 8 L a needle stands in eight times the text of a window.
 POLISH = Mix(needles=0.30, chat=0.10, dense=0.25, repeats=0.05)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B windows: tokens and kinds, [B, native_len + 1] each."""
+    """Tokens and kinds of B windows, [B, native_len + 1] each."""
 
     tokens: Tokens
     kinds: Kinds
 
 
 class Windows:
-    """Draws windows from documents."""
+    """Windows, drawn at random from documents."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Windows:
         )
 
     def batch(self, step: int, count: int, mix: Mix) -> Batch:
-        """The `count` windows of a step."""
+        """Draw the `count` windows of a step."""
         rng = random.Random(f"{self._seed}-{step}")  # noqa: S311  not a secret
         windows = [self._window(rng, mix) for _ in range(count)]
         return Batch(
@@ -94,21 +94,21 @@ class Windows:
         return self._whole(make(rng))
 
     def _whole(self, window: Piece) -> Piece:
-        """Cut or filled up to the length; what fills up does not count."""
+        """Cut or pad a window to its length; padding does not count in the loss."""
         missing = max(0, self._len - len(window))
         tokens = window.tokens[: self._len] + [EOS_ID] * missing
         return Piece(tokens, window.kinds[: self._len] + [Kind.IGNORED] * missing)
 
     def natural(self, rng: random.Random) -> Piece:
-        """A stretch of one document."""
+        """Draw a stretch of one document."""
         return _joined([_BOS, _text(self._code(rng, self._len - 1))])
 
     def needles(self, rng: random.Random) -> Piece:
-        """One to four definitions in a document, asked for behind them or at the end."""
+        """Place one to four definitions in a document, with questions after them or at the end."""
         return self._hidden(rng, rng.choice([1, 1, 2, 3, 4]), rng.randrange(1, 5))
 
     def dense(self, rng: random.Random) -> Piece:
-        """Many definitions and questions, half of the time without any text between."""
+        """Place many definitions and questions, half of the time without text between them."""
         if rng.random() < 0.5:
             count = rng.randrange(3, max(4, self._len // 36))
             return self._hidden(rng, count, self._len // 36)
@@ -138,7 +138,7 @@ class Windows:
         return _joined([_BOS, *_woven(text, placed)])
 
     def chat(self, rng: random.Random) -> Piece:
-        """A user's text with definitions in it, and questions that are answered in a word."""
+        """Build a user's text with definitions, and questions whose answers are only the value."""
         needles = self._pieces.needles(rng, rng.choice([1, 1, 2, 3]))
         definitions = [self._pieces.definition(needle) for needle in needles]
         turns = []
@@ -153,7 +153,7 @@ class Windows:
         return _joined([_BOS, self._pieces.turn(), *_woven(text, placed), *turns])
 
     def repeats(self, rng: random.Random) -> Piece:
-        """A random segment again and again, sometimes with code between: induction."""
+        """Repeat a random segment, sometimes with code between, to train induction."""
         length = round(math.exp(rng.uniform(math.log(6), math.log(self._len * 0.45))))
         low = len(SPECIAL_TOKENS)
         segment = [rng.randrange(low, self._vocab) for _ in range(length)]
@@ -171,23 +171,23 @@ class Windows:
         return self._sources[is_test].stretch(rng, length)
 
     def _lines(self, rng: random.Random, length: int) -> Tokens:
-        """A stretch whose last token is made a line's end."""
+        """Draw a stretch of `length` tokens, the last of which is a line break."""
         return np.append(self._code(rng, length - 1), self._line_end)
 
     def _line_ends(self, text: Tokens) -> list[int]:
-        """Where a line may be put in: before the first token, and behind every line."""
+        """Return the places for an inserted line: the start, and after every line."""
         return [0, *(int(at) + 1 for at in np.nonzero(self._ends_line[text])[0])]
 
 
 class _Source:
-    """Documents that hold a whole window, drawn by their length."""
+    """Documents of a window's length or more, drawn in proportion to their lengths."""
 
     def __init__(self, documents: Sequence[Tokens], at_least: int) -> None:
         self._documents = [each for each in documents if len(each) >= at_least]
         self._cumulative = np.cumsum([len(each) for each in self._documents])
 
     def stretch(self, rng: random.Random, length: int) -> Tokens:
-        """`length` tokens in a row of one document."""
+        """Draw `length` successive tokens of one document."""
         at = rng.randrange(int(self._cumulative[-1]))
         document = self._documents[int(np.searchsorted(self._cumulative, at, side="right"))]
         last = len(document) - length
@@ -219,7 +219,7 @@ def _total(pieces: Sequence[Piece]) -> int:
 
 
 def _woven(text: Tokens, placed: Sequence[tuple[int, Piece]]) -> list[Piece]:
-    """The text with each piece before the token at its place; places do not fall."""
+    """Insert each piece before the token at its place; places must not decrease."""
     pieces, at = [], 0
     for place, piece in placed:
         pieces += [_text(text[at:place]), piece]
