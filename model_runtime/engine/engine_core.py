@@ -62,7 +62,7 @@ class EngineCore:
         self._clock = StepTimer()
         self.scheduler = Scheduler(config)
         self._prefill_budget = PrefillBudget(config.step_target_s, config.max_num_batched_tokens)
-        self._requests = RequestStates(self.scheduler, observer, self._clock, on_end)
+        self._requests = RequestStates(self.scheduler, observer, on_end)
         self._postprocessor = Postprocessor(self._requests, self.scheduler, observer, self._clock)
         self._is_retrying = False  # the previous step ran out of memory
 
@@ -149,7 +149,7 @@ class EngineCore:
         with self._clock.part("build"):
             states = [self._requests.of(chunk.sequence) for chunk in chunks]
             spans = [self._span(*each) for each in zip(chunks, states, strict=True)]
-        logits_RV = self._forward(spans)
+            logits_RV = self._forward(spans)
         computed, row = [], 0
         for chunk, state, span in zip(chunks, states, spans, strict=True):
             rows = slice(row, row + len(span.logit_rows))
@@ -159,8 +159,7 @@ class EngineCore:
 
     def _forward(self, spans: Sequence[Span]) -> Tensor:
         try:
-            with self._clock.part("build"):
-                forward = self._runner.prepare(spans)
+            forward = self._runner.prepare(spans)
             with self._clock.part("forward"):
                 return forward()
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -171,9 +170,10 @@ class EngineCore:
 
     def _span(self, chunk: Chunk, state: RequestState) -> Span:
         sequence = chunk.sequence
+        first = sequence.num_computed
         return Span(
-            sequence.token_ids[chunk.first : chunk.first + chunk.num_tokens],
-            chunk.first,
+            sequence.token_ids[first : first + chunk.num_tokens],
+            first,
             state.page_row.follow(sequence.pages),
             self._runner.table_slot(chunk.tier.profile),
             chunk.logit_rows,

@@ -67,23 +67,33 @@ class Postprocessor:
                 [each.rows.stop - 1 for each in sampled],
                 [each.state.sampling_row() for each in sampled],
             )
+        has_failed = False
         for each in computed:
             if all(is_finite_R[each.rows]):
                 self._record(each, logits_RV)
             else:
-                self._scheduler.invalidate_prefix_cache()
-                self._observer.nan_aborted(each.chunk.sequence.request)
-                self._requests.fail(each.state, "the model answered with NaN or Inf")
-        # Requests that are no longer live had logits that are not finite.
-        for state, last_output in endings:
-            if self._requests.is_live(state):
-                self._requests.deliver(state, last_output())
+                self._fail(each.state)
+                has_failed = True
+        if has_failed:
+            endings = [each for each in endings if self._requests.is_live(each.state)]
         new_tokens = [
             _NewToken(each.state, each.rows.stop - 1, token_id)
             for each, token_id in zip(sampled, token_ids, strict=True)
-            if self._requests.is_live(each.state)
+            if not has_failed or self._requests.is_live(each.state)
         ]
-        self._add_tokens(new_tokens, logits_RV)
+        outputs = self._outputs(new_tokens, logits_RV)
+        with self._clock.part("deliver"):
+            for state, last_output in endings:
+                self._requests.deliver(state, last_output())
+            for new, output in zip(new_tokens, outputs, strict=True):
+                self._requests.note_token(new.state)
+                self._requests.deliver(new.state, output)
+
+    def _fail(self, state: RequestState) -> None:
+        """End a request whose logits are not finite, and no longer trust the prefix cache."""
+        self._scheduler.invalidate_prefix_cache()
+        self._observer.nan_aborted(state.sequence.request)
+        self._requests.fail(state, "the model answered with NaN or Inf")
 
     def _record(self, computed: ComputedChunk, logits_RV: Tensor) -> None:
         """Record a chunk as computed: its prompt's logprobs, its pages and its progress."""
@@ -93,20 +103,15 @@ class Postprocessor:
                 _score_prompt(chunk, state.answer, logits_RV[rows])
         self._scheduler.computed(chunk)
         if chunk.sequence.request.wants_progress and not chunk.sequence.num_generated:
-            self._requests.deliver(state, Output(progress=_progress(state)))
+            with self._clock.part("deliver"):
+                self._requests.deliver(state, Output(progress=_progress(state)))
 
-    def _add_tokens(self, new_tokens: Sequence[_NewToken], logits_RV: Tensor) -> None:
-        """Add the tokens to their answers, with their logprobs if requested, and deliver them."""
+    def _outputs(self, new_tokens: Sequence[_NewToken], logits_RV: Tensor) -> list[Output]:
+        """Add the tokens to their answers, and return the outputs, with requested logprobs."""
         with self._clock.part("sample"):
             reported = _reported_logprobs(new_tokens, logits_RV)
-        with self._clock.part("deliver"):
-            for state, _, token_id in new_tokens:
-                state.add_token(token_id)
-                self._requests.note_token(state)
         with self._clock.part("detokenize"):
-            outputs = [_output(each, reported.get(each.row)) for each in new_tokens]
-        for new, output in zip(new_tokens, outputs, strict=True):
-            self._requests.deliver(new.state, output)
+            return [_output(each, reported.get(each.row)) for each in new_tokens]
 
 
 def _split(
@@ -127,8 +132,12 @@ def _split(
 
 
 def _output(new: _NewToken, logprob: TokenLogprob | None) -> Output:
-    """Return the output of a new token. A fault of tokenizer or grammar ends its request only."""
+    """Add a new token to its answer, and return the output.
+
+    A fault of the tokenizer or the grammar ends this request only.
+    """
     state, _, token_id = new
+    state.add_token(token_id)
     try:
         is_complete = state.constraint is not None and state.constraint.advance(token_id)
         return state.answer.add(token_id, logprob, is_complete=is_complete)

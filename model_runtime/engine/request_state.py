@@ -12,7 +12,6 @@ from model_runtime.engine.output_processor import Answer
 from model_runtime.request import FinishReason, OnOutput, Output
 from model_runtime.runner.penalties import SeenTokens, has_penalty
 from model_runtime.runner.sampler import SamplingRow
-from model_runtime.runner.step_timer import StepTimer
 from model_runtime.scheduling.scheduler import Scheduler
 from model_runtime.scheduling.sequence import Sequence as TokenSequence
 from model_runtime.text.grammar import Constraint
@@ -64,12 +63,10 @@ class RequestStates:
         self,
         scheduler: Scheduler,
         observer: Observer,
-        clock: StepTimer,
         on_end: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
         self._observer = observer
-        self._clock = clock
         self._on_end = on_end  # called before the last output of a request is delivered
         self._live: dict[str, RequestState] = {}
 
@@ -99,19 +96,18 @@ class RequestStates:
 
     def deliver(self, state: RequestState, output: Output) -> None:
         """Pass an output to the callback; the last output frees the request."""
-        with self._clock.part("deliver"):
-            sequence = state.sequence
-            if output.finish_reason is not None:
-                self._end(state, output.finish_reason)
-            reported = output._replace(
-                num_cached_tokens=sequence.num_cached_tokens or 0,
-                tier=sequence.tier,
-                num_rescales=sequence.num_rescales,
-            )
-            try:
-                state.on_output(reported)
-            except Exception:  # noqa: BLE001  # a listener's fault is no reason to stop the others
-                _log.exception("listener_failed", request_id=sequence.request.request_id)
+        sequence = state.sequence
+        if output.finish_reason is not None:
+            self._end(state, output.finish_reason)
+        reported = output._replace(
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+            tier=sequence.tier,
+            num_rescales=sequence.num_rescales,
+        )
+        try:
+            state.on_output(reported)
+        except Exception:  # noqa: BLE001  # a listener's fault is no reason to stop the others
+            _log.exception("listener_failed", request_id=sequence.request.request_id)
 
     def _end(self, state: RequestState, reason: FinishReason) -> None:
         sequence = state.sequence

@@ -24,36 +24,24 @@ class StepTimer:
     """The seconds of each part. Only the engine's thread may use it."""
 
     def __init__(self) -> None:
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._since = 0.0
-        self._entered: list[Part] = []  # the last one counts
-        self._parts = {part: _PartTimer(self, part) for part in PARTS}
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.since = 0.0  # when the innermost part began, or went on
+        self.entered: list[Part] = []  # the last one counts
+        self._timers = {part: _PartTimer(self, part) for part in PARTS}
 
     def part(self, part: Part) -> "_PartTimer":
         """Return a context manager that counts the time of its block for this part."""
-        return self._parts[part]
+        return self._timers[part]
 
     def take(self) -> Mapping[Part, float]:
         """Return the seconds of each part since the last call. No part may be entered."""
-        assert not self._entered, "the times of a part that has not ended"
-        seconds, self._seconds = self._seconds, dict.fromkeys(PARTS, 0.0)
+        assert not self.entered, "the times of a part that has not ended"
+        seconds, self.seconds = self.seconds, dict.fromkeys(PARTS, 0.0)
         return seconds
-
-    def _enter(self, part: Part) -> None:
-        now = perf_counter()
-        if self._entered:
-            self._seconds[self._entered[-1]] += now - self._since
-        self._entered.append(part)
-        self._since = now
-
-    def _leave(self) -> None:
-        now = perf_counter()
-        self._seconds[self._entered.pop()] += now - self._since
-        self._since = now
 
 
 class _PartTimer:
-    """One part's context manager, made once: a step enters parts for each of its tokens."""
+    """One part's context manager, made once, because every step enters every part."""
 
     __slots__ = ("_part", "_timer")
 
@@ -62,7 +50,11 @@ class _PartTimer:
         self._part = part
 
     def __enter__(self) -> None:
-        self._timer._enter(self._part)  # noqa: SLF001
+        now, timer = perf_counter(), self._timer
+        if timer.entered:
+            timer.seconds[timer.entered[-1]] += now - timer.since
+        timer.entered.append(self._part)
+        timer.since = now
 
     def __exit__(
         self,
@@ -70,4 +62,6 @@ class _PartTimer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._timer._leave()  # noqa: SLF001
+        now, timer = perf_counter(), self._timer
+        timer.seconds[timer.entered.pop()] += now - timer.since
+        timer.since = now

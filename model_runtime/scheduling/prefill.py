@@ -4,7 +4,6 @@ The prompts with the fewest uncomputed tokens go first, so a short prompt does n
 one. A quarter of the budget is reserved for the oldest prompt, so the longest prompt completes.
 """
 
-from model_runtime.cache.prefix_cache import Key
 from model_runtime.scheduling.sequence import Sequence
 from model_runtime.scheduling.step_builder import StepBuilder
 from model_runtime.scheduling.step_plan import Chunk
@@ -15,7 +14,7 @@ _RESERVED_FOR_OLDEST = 0.25  # of a step's prefill, even if shorter prompts wait
 def start_waiting(step: StepBuilder, max_num_seqs: int) -> None:
     """Start waiting sequences in order of arrival, until one does not fit the free pages."""
     queues, pages = step.queues, step.pages
-    in_flight = _keys_in_flight(step) if queues.waiting else set()
+    in_flight = {key for each in queues.running for key in pages.keys_in_flight(each)}
     for sequence in list(queues.waiting):
         if len(queues.running) >= max_num_seqs:
             return
@@ -74,7 +73,3 @@ def _prefill_chunk(sequence: Sequence, max_tokens: int, max_rows: int) -> Chunk:
         num_unscored = max(0, sequence.num_scored - first)
         chunk = Chunk(sequence, min(num_tokens, num_unscored + max_rows), tier)
     return chunk
-
-
-def _keys_in_flight(step: StepBuilder) -> set[Key]:
-    return {key for each in step.queues.running for key in step.pages.keys_in_flight(each)}

@@ -9,7 +9,6 @@ sequence returns to its old place in the queue and is computed again later. The 
 therefore never preempted, and a request that fits the cache alone always finishes.
 """
 
-from model_runtime.cache.page_pool import PagePool
 from model_runtime.config import EngineConfig
 from model_runtime.scheduling.decode import plan_decodes
 from model_runtime.scheduling.prefill import plan_prefill, start_waiting
@@ -25,28 +24,16 @@ class Scheduler:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._queues = Queues()
+        self.waiting = self._queues.waiting  # both in order of arrival
+        self.running = self._queues.running
         self.pages = SequencePages(config.num_pages, config.page_size)
+        self.pool = self.pages.pool
         self._num_arrived = 0
-
-    @property
-    def waiting(self) -> list[Sequence]:
-        """Return the sequences that wait, in order of arrival."""
-        return self._queues.waiting
-
-    @property
-    def running(self) -> list[Sequence]:
-        """Return the sequences that run, in order of arrival."""
-        return self._queues.running
-
-    @property
-    def pool(self) -> PagePool:
-        """Return the page pool."""
-        return self.pages.pool
 
     @property
     def num_decodes(self) -> int:
         """Return the number of running sequences that are decoding."""
-        return sum(sequence.is_decoding for sequence in self.running)
+        return [sequence.is_decoding for sequence in self.running].count(True)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that fits the cache alone (checked at admission)."""
@@ -64,7 +51,7 @@ class Scheduler:
         """
         step = StepBuilder(self._queues, self.pages)
         plan_decodes(step)
-        if starts_waiting:
+        if starts_waiting and self.waiting:
             start_waiting(step, self._config.max_num_seqs)
         tokens_left = self._config.max_num_batched_tokens - len(step.plan.chunks)
         if num_prefill_tokens is not None:

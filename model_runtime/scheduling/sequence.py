@@ -52,7 +52,8 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Return whether its next step computes only the last generated token."""
-        return self.num_generated > 0 and self.num_uncomputed == 1
+        num_known = len(self.token_ids)
+        return num_known > self.num_prompt_tokens and num_known - self.num_computed == 1
 
     def tier_at(self, position: int) -> Tier:
         """Return the tier in force when this position's key is computed.

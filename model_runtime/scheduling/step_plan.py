@@ -22,14 +22,16 @@ class Chunk:
     @property
     def is_last(self) -> bool:
         """Return whether the chunk ends at the last known token, so that a new one is sampled."""
-        return self.num_tokens == self.sequence.num_uncomputed
+        sequence = self.sequence
+        return sequence.num_computed + self.num_tokens == len(sequence.token_ids)
 
     @property
     def is_scored(self) -> bool:
         """Return whether logprobs of its prompt tokens are requested and not yet delivered."""
         sequence = self.sequence
-        wanted = sequence.request.sampling.prompt_logprobs is not None
-        return wanted and max(self.first, sequence.num_scored) < sequence.num_prompt_tokens
+        if sequence.request.sampling.prompt_logprobs is None:
+            return False
+        return max(self.first, sequence.num_scored) < sequence.num_prompt_tokens
 
     @property
     def logit_rows(self) -> range:
@@ -58,6 +60,7 @@ class StepPlan:
 
         The value is valid until the step has run.
         """
-        return sum(
+        prefill = [
             chunk.num_tokens for sequence, chunk in self.chunks.items() if not sequence.is_decoding
-        )
+        ]
+        return sum(prefill)

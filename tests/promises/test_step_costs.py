@@ -218,6 +218,6 @@ def test_the_engines_own_work_is_bounded_by_the_sequences(
 class Silent(Script):
     """A scripted model that makes no counted calls of its own."""
 
-    def run(self, spans: Sequence[Any], clock: Any) -> torch.Tensor:
+    def run(self, spans: Sequence[Any]) -> torch.Tensor:
         """Return the same row for all."""
         return torch.zeros(sum(len(span.logit_rows) for span in spans), VOCAB_SIZE)

@@ -233,10 +233,10 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
     page_counts: list[int] = []
     scored: list[int] = []
     sampled: list[tuple[int, int]] = []
-    new_store, logprobs, choose = (
+    new_store, logprobs, sample_rows = (
         build_engine.new_store,
         memory_profile.logprobs,
-        memory_profile.choose,
+        memory_profile.sample_rows,
     )
 
     def noted_store(*args: Any) -> KVCache:
@@ -251,16 +251,16 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
         scored.append(len(found))
         return found
 
-    def noted_choose(logits_RV: Tensor, places: Sequence[int], rows: Sequence[Any]) -> Any:
+    def noted_sample_rows(logits_RV: Tensor, places: Sequence[int], rows: Sequence[Any]) -> Any:
         assert all(row.params.top_p < 1 for row in rows)
-        is_finite_R, token_ids = choose(logits_RV, places, rows)
+        is_finite_R, token_ids = sample_rows(logits_RV, places, rows)
         assert all(is_finite_R)
         sampled.append((len(logits_RV), len(token_ids)))
         return is_finite_R, token_ids
 
     monkeypatch.setattr(build_engine, "new_store", noted_store)
     monkeypatch.setattr(memory_profile, "logprobs", noted_logprobs)
-    monkeypatch.setattr(memory_profile, "choose", noted_choose)
+    monkeypatch.setattr(memory_profile, "sample_rows", noted_sample_rows)
     measured(embedded, CONFIG)
     assert sizes == [(150, 5, 74)]
     assert page_counts == [1]

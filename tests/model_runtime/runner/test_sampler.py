@@ -21,11 +21,11 @@ from model_runtime.runner.penalties import SeenTokens, has_penalty
 from model_runtime.runner.sampler import (
     SamplingRow,
     adjusted,
-    choose,
     finite_rows,
     in_one_transfer,
     logprobs,
     sample,
+    sample_rows,
     uniform,
 )
 
@@ -234,7 +234,7 @@ def test_a_device_answers_alike_in_one_transfer() -> None:
         row_of(replace(drawn, top_p=0.7)),
     ]
     told = in_one_transfer(logits, logits[places], rows)
-    expected = choose(logits, places, rows)
+    expected = sample_rows(logits, places, rows)
     assert told[0] == expected[0] == [True, True, False, True, True, True]
     assert [told[1][at] for at in (0, 2, 3)] == [expected[1][at] for at in (0, 2, 3)]
     assert 0 <= told[1][1] < VOCABULARY

@@ -125,7 +125,10 @@ def test_a_part_that_fails_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 3.0, 7.0])
     monkeypatch.setattr(step_timer, "perf_counter", lambda: next(now))
     clock = StepTimer()
-    with clock.part("schedule"):
-        with pytest.raises(ValueError, match="broken"), clock.part("forward"):
-            raise ValueError("broken")
+    with (
+        clock.part("schedule"),
+        pytest.raises(ValueError, match="broken"),
+        clock.part("forward"),
+    ):
+        raise ValueError("broken")
     assert clock.take() == {**dict.fromkeys(PARTS, 0.0), "schedule": 5.0, "forward": 2.0}
