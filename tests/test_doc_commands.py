@@ -14,7 +14,7 @@ BLOCKS = [block for block in blocks("bash") if not block.is_make]
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}-{block.number}")
 def test_a_command_runs_as_pasted(block: Block, server: Server, tmp_path: Path) -> None:
-    """It exits without an error; a command that serves starts to listen."""
+    """A pasted command exits without an error; one that serves starts to listen."""
     if block.serves:
         assert "listening on" in serve(block.script(server.url), tmp_path)
         return

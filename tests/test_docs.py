@@ -48,7 +48,7 @@ def test_every_setting_is_documented_with_its_unit_default_and_help(section: typ
 
 
 def test_every_metric_is_documented(service: Service) -> None:
-    """The page has its full name."""
+    """The page of metrics has every full name."""
     rendered = service.metrics.render().decode()
     names = re.findall(r"# TYPE (\w+)", rendered)
     assert "ropewalk_http_requests_total" in names
@@ -57,7 +57,7 @@ def test_every_metric_is_documented(service: Service) -> None:
 
 
 def test_every_route_is_documented(service: Service) -> None:
-    """The page has its method too."""
+    """The page of routes has each path with its method."""
     paths = create_app(service).openapi()["paths"]
     assert "/v1/chat/completions" in paths
     for path, methods in paths.items():
@@ -67,7 +67,7 @@ def test_every_route_is_documented(service: Service) -> None:
 
 
 def test_there_are_these_routes_and_no_other(service: Service) -> None:
-    """A new route must be added here, with a decision about its access."""
+    """A new route must be added to this test, with a decision about its access."""
     found = {
         (method.upper(), path)
         for path, methods in create_app(service).openapi()["paths"].items()
@@ -107,7 +107,7 @@ def test_every_field_and_error_code_is_documented() -> None:
 
 
 def test_every_folder_has_its_row_in_the_architecture() -> None:
-    """No row is left of a folder that is gone."""
+    """The table has no row of a folder that is gone."""
     rows = set(re.findall(r"^\| `([\w/]+)/`", page("architecture.md"), re.MULTILINE))
     there = {
         str(path.parent.relative_to(ROOT))

@@ -33,7 +33,7 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 
 def found(pattern: re.Pattern[str]) -> list[str]:
-    """Where a pattern stands, line by line."""
+    """Each place where a pattern stands, line by line."""
     return [
         f"{where}: {match[0][:80]}"
         for where, text in (*pages(), *docstrings())
@@ -48,10 +48,10 @@ def test_sentences_begin_with_their_subject() -> None:
 
 
 def test_threads_and_pages_are_not_people() -> None:
-    """They are not told, and do not let go; a component returns, raises or releases."""
+    """Threads and pages receive no orders; a component returns, raises or releases."""
     assert not found(PEOPLE)
 
 
 def test_replaced_words_do_not_come_back() -> None:
-    """One word per thing, and the field's word where there is one."""
+    """Each thing has one word, which is the field's word where there is one."""
     assert not found(REPLACED)

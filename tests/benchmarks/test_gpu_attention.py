@@ -56,7 +56,7 @@ def test_no_page_is_read_twice() -> None:
 
 
 def test_the_sizes_are_those_of_the_roofline() -> None:
-    """These are 4k, 32k and 128k with 1, 8 and 64 sequences, and 512k with 1 and 8."""
+    """The sizes are 4k, 32k and 128k with 1, 8 and 64 sequences, and 512k with 1 and 8."""
     asked = {(k * 1024, count) for k in (4, 32, 128) for count in (1, 8, 64)}
     assert set(LLAMA_3_8B.decodes) == asked | {(512 * 1024, 1), (512 * 1024, 8)}
     assert LLAMA_3_8B.token_bytes == 4096

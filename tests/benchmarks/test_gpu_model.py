@@ -89,21 +89,21 @@ def test_the_server_is_measured_by_its_clients_and_by_its_metrics(tmp_path: Path
 
 
 def test_what_there_is_no_time_for_is_told(tmp_path: Path) -> None:
-    """No part is begun."""
+    """A run without time begins no part, and reports each part as left out."""
     rows, text = run(tmp_path, "--seconds", "1e-9")
     assert {row["what"] for row in rows if row["part"] == "left_out"} == set(PARTS)
     assert text.count("no time was left") == len(PARTS)
 
 
 def test_unknown_parts_are_refused(tmp_path: Path) -> None:
-    """This happens before any measurement."""
+    """Unknown parts are refused before any measurement."""
     ended = CliRunner().invoke(gpu_model.main, ["--out", str(tmp_path), "--parts", "decode,walk"])
     assert ended.exit_code == 2
     assert "walk is none of decode" in ended.stderr
 
 
 def test_the_counts_are_those_of_the_model() -> None:
-    """Its parameters give the bytes, and torch's counter gives the operations."""
+    """The model's parameters give the bytes, and torch's counter gives the operations."""
     with torch.device("meta"):
         model = LlamaForCausalLM(llama_config(LLAMA_3_8B.shape, 8192, dtype=torch.bfloat16))
     read = sum(weight.numel() for weight in model.parameters())

@@ -35,7 +35,7 @@ def test_what_is_too_old_is_named_with_what_is_there(monkeypatch: pytest.MonkeyP
 def test_what_only_a_server_needs_stops_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The missing packages are named all the same."""
+    """Packages that only a server needs are named, but stop nothing."""
 
     def version(name: str) -> str:
         if name in {"uvicorn", "fastapi"}:
@@ -51,7 +51,7 @@ def test_what_only_a_server_needs_stops_nothing(
 
 
 def test_the_check_runs_without_plugins_of_pytest() -> None:
-    """Without its plugin, pytest would refuse an option by name."""
+    """Pytest would refuse an option by name without its plugin."""
     said = subprocess.run(
         ["make", "-n", "gpu-check", f"GPU_PYTHON={sys.executable}"],  # noqa: S607
         cwd=ROOT, capture_output=True, text=True, check=True,

@@ -8,7 +8,7 @@ from benchmarks.gpu_server import Counts, latencies, median_of
 
 
 def test_the_median_lies_between_two_bounds() -> None:
-    """It is interpolated between the counts of the two bounds."""
+    """The median is interpolated between the counts of the two bounds."""
     assert median_of({0.1: 0, 0.2: 4, 0.4: 8, math.inf: 8}) == pytest.approx(0.2)
     assert median_of({0.1: 1, 0.2: 2, 0.4: 10, math.inf: 10}) == pytest.approx(0.275)
     assert median_of({0.1: 3, math.inf: 3}) == pytest.approx(0.05)

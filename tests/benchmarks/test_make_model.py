@@ -62,7 +62,7 @@ def test_greedy_answers_have_whole_characters_only(
 
 
 def test_the_same_weights_each_time(tiny: torch.nn.Module, tokenizer: Tokenizer) -> None:
-    """Random numbers drawn before do not change them."""
+    """Random numbers drawn before do not change the weights."""
     torch.rand(3)
     again = build(TINY, tokenizer).state_dict()
     assert all(torch.equal(again[name], each) for name, each in tiny.state_dict().items())

@@ -47,7 +47,7 @@ def answer(num_prompt: int, num_output: int, first_s: float = 0.0) -> Script:
 
 
 def test_a_batch_is_in_flight_at_once() -> None:
-    """The rate is all of its tokens over the time to the last end."""
+    """The rate of a batch is all of its tokens over the time to the last end."""
     with serving(SseServer(lambda number: answer(20, 4, 0.2 if number else 0.6))) as server:
         outcome = run(AtOnce("batch", OUTPUT, 0, 20, 4, 5), server)
     assert server.most_in_flight == 5
@@ -82,7 +82,7 @@ def test_short_requests_come_while_the_long_prompt_is_read() -> None:
 
 
 def test_short_requests_that_came_too_late_are_told() -> None:
-    """If the long prefill ends before they arrive, then they measure nothing of it."""
+    """Short requests that arrive after the long prefill measure nothing of it."""
     with serving(SseServer(lambda number: answer(20 if number else 100, 3))) as server:
         outcome = run(MIXED, server)
     assert outcome.remark is not None

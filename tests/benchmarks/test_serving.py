@@ -140,7 +140,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_record_of_another_model_or_none_at_all_is_refused(tmp_path: Path) -> None:
-    """Its rounds would otherwise count for this run."""
+    """The rounds of another model's record would otherwise count for this run."""
     path = tmp_path / "rounds.jsonl"
     with serving(SseServer(lambda _: answer())) as a:
         arguments = [f"a={a.url}", "--scenarios", "prefill-2048", "--warmup", "0", "--rounds", "1"]

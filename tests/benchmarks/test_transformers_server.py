@@ -62,7 +62,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 def test_it_streams_what_generate_says(url: str) -> None:
-    """Each token is an event, and the counts follow."""
+    """The server sends each token as an event, and then the counts."""
     lines = httpx.post(f"{url}/v1/completions", json=body()).text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
@@ -89,7 +89,7 @@ def test_what_it_cannot_do_is_refused(url: str, field: dict[str, Any]) -> None:
 
 @pytest.mark.alone
 def test_a_generation_whose_client_went_away_ends(url: str) -> None:
-    """The next request does not wait for a thousand tokens."""
+    """The request after a lost client does not wait for a thousand tokens."""
     with httpx.stream("POST", f"{url}/v1/completions", json=body(max_tokens=1900)) as answer:
         next(answer.iter_bytes())
     began = time.perf_counter()
@@ -98,7 +98,7 @@ def test_a_generation_whose_client_went_away_ends(url: str) -> None:
 
 
 def test_the_yardstick_measures_it(url: str, tmp_path: Path) -> None:
-    """The server runs one request at a time, however many are sent."""
+    """The measured server runs one request at a time, however many are sent."""
     ended = CliRunner().invoke(
         main,
         [f"generate={url}", "--record", str(tmp_path / "rounds.jsonl"), "--scenarios", "batch",

@@ -44,7 +44,7 @@ def ours(service: str, inside: str) -> Path:
 
 
 def test_every_mounted_file_exists_and_is_read_only() -> None:
-    """Every named volume is declared."""
+    """Every named volume is declared as well."""
     for service, parts in SERVICES.items():
         assert all(source.exists() for source in mounts(service).values())
         for volume in parts["volumes"]:
@@ -56,7 +56,7 @@ def test_every_mounted_file_exists_and_is_read_only() -> None:
 
 
 def test_ports_are_on_the_loopback_address() -> None:
-    """Other machines of the network cannot reach them."""
+    """Other machines of the network cannot reach the ports."""
     ports = [port for parts in SERVICES.values() for port in parts["ports"]]
     assert len(ports) == 3
     assert all(port.startswith("127.0.0.1:") for port in ports)
@@ -129,7 +129,7 @@ def test_grafana_finds_prometheus_and_the_dashboard() -> None:
 
 
 def test_grafanas_password_is_asked_for() -> None:
-    """There is no default, and anonymous visitors may only view."""
+    """Grafana's password has no default, and anonymous visitors may only view."""
     environment = SERVICES["grafana"]["environment"]
     assert environment["GF_SECURITY_ADMIN_PASSWORD"].startswith("${GRAFANA_ADMIN_PASSWORD:?")
     assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
@@ -151,7 +151,7 @@ def test_the_panels_lie_on_the_grid() -> None:
 
 
 def test_the_first_row_is_latency_against_context_length() -> None:
-    """It shows the 50th and 95th percentiles of the first and the next token."""
+    """The first row shows the 50th and 95th percentiles of the first and the next token."""
     assert (PANELS[0]["type"], PANELS[0]["title"]) == ("row", "Latency against context length")
     for panel, metric in zip(
         PANELS[1:3], ("time_to_first_token", "inter_token_latency"), strict=True
@@ -167,7 +167,7 @@ def test_the_first_row_is_latency_against_context_length() -> None:
     "panel", [each for each in PANELS if each["type"] != "row"], ids=lambda panel: panel["title"]
 )
 def test_a_panel_explains_itself(panel: dict[str, Any]) -> None:
-    """It has a title, a description, a unit and a source; buckets sort as numbers."""
+    """A panel has a title, a description, a unit and a source; buckets sort as numbers."""
     assert panel["title"]
     assert panel["description"].endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"]
@@ -189,7 +189,7 @@ def test_a_panel_explains_itself(panel: dict[str, Any]) -> None:
 
 
 def test_the_dashboards_variables_are_declared() -> None:
-    """Each declared variable is used."""
+    """The dashboard uses each declared variable."""
     declared = {each["name"] for each in DASHBOARD["templating"]["list"]}
     used = set(re.findall(r"\$\{?([a-z]\w*)", str(PANELS)))
     assert used == declared

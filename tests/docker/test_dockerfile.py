@@ -105,7 +105,7 @@ def test_the_user_writes_to_its_home_and_the_models_only(image: Image) -> None:
 
 
 def test_only_steps_that_change_the_system_are_left_out(image: Image) -> None:
-    """The list is stated, so no step is skipped silently."""
+    """The test states the list of left-out steps, so no step is skipped silently."""
     commands = [text.split()[0] for text in image.not_replayed]
     assert commands == ["groupadd"] + ([] if os.geteuid() == 0 else ["chown"])
 

@@ -85,7 +85,7 @@ def test_promtool_has_no_complaint_about_the_metrics_page(observed: Observed) ->
 
 
 def test_the_target_is_up(observed: Observed) -> None:
-    """Its job has the name that the configuration gives it."""
+    """The target's job has the name that the configuration gives it."""
     (target,) = observed.prometheus.api("targets")["activeTargets"]
     assert (target["health"], target["lastError"]) == ("up", "")
     assert target["labels"]["job"] == "ropewalk"

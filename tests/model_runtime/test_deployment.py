@@ -45,7 +45,7 @@ def test_the_default_is_yarn_pinned_on_one_two_four() -> None:
 
 
 def test_the_request_covers_its_answer_but_for_the_last_token() -> None:
-    """The length is prompt + max(0, max_tokens - 1)."""
+    """The covered length is prompt + max(0, max_tokens - 1)."""
     deployment = plain()
     assert deployment.place(RopeRequest(), 250, 7).tier.factor == 1
     assert deployment.place(RopeRequest(), 250, 8).tier.factor == 2
@@ -54,7 +54,7 @@ def test_the_request_covers_its_answer_but_for_the_last_token() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_factor_that_would() -> None:
-    """The numbers are in the message and in the error's details."""
+    """The error states the needed factor in its message and in its details."""
     with pytest.raises(ContextLengthError, match="A rope factor of 5 ") as caught:
         plain().place(RopeRequest(), 1024, 2)
     assert caught.value.code == "context_length_exceeded"
@@ -72,14 +72,14 @@ def test_untouched_requests_say_so() -> None:
 
 
 def test_fixed_uses_the_configured_factor_at_every_length() -> None:
-    """This is static YaRN."""
+    """The policy `fixed` with yarn is static YaRN."""
     deployment = plain(rope_scaling={"rope_type": "yarn", "factor": 4.0}, policy="fixed")
     placed = deployment.place(RopeRequest(), 3, 2)
     assert placed.tier.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=256)
 
 
 def test_a_requested_factor_is_raised_to_the_next_tier() -> None:
-    """Tables stay few this way; the request gets back both factors."""
+    """Raised factors keep the tables few; the request gets back both factors."""
     placed = plain().place(RopeRequest(factor=2.5), 3, 2)
     assert (placed.tier.factor, placed.requested_factor) == (4.0, 2.5)
     placed = plain().place(RopeRequest(factor=2.0), 600, 2)
@@ -89,7 +89,7 @@ def test_a_requested_factor_is_raised_to_the_next_tier() -> None:
 
 
 def test_default_extrapolates_because_it_was_asked_for() -> None:
-    """It is served up to the deployment's longest length."""
+    """The rope type `default` is served up to the deployment's longest length."""
     placed = plain().place(RopeRequest(rope_type="default"), 1000, 2)
     assert (placed.tier.profile.scaling.rope_type, placed.tier.profile.scaling) == (
         "default",
@@ -120,7 +120,7 @@ def test_other_methods_have_the_same_ceilings() -> None:
 def test_what_may_not_be_asked_is_refused_by_field(
     asked: RopeRequest, param: str, message: str
 ) -> None:
-    """The message states the limit and the value."""
+    """The error of a refused field states the limit and the value."""
     with pytest.raises(RequestError, match=message) as caught:
         plain().place(asked, 3, 2)
     assert caught.value.param == param
@@ -136,7 +136,7 @@ def test_the_operator_narrows_what_may_be_asked() -> None:
 
 
 def test_max_model_len_ends_the_last_tier_early() -> None:
-    """It cannot lengthen the tier."""
+    """The setting max_model_len cannot lengthen a tier."""
     deployment = plain(max_model_len=700)
     assert deployment.place(RopeRequest(), 700, 1).tier.factor == 4.0
     with pytest.raises(ContextLengthError, match="maximum context length is 700"):
@@ -146,7 +146,7 @@ def test_max_model_len_ends_the_last_tier_early() -> None:
 
 
 def test_tiers_may_be_listed() -> None:
-    """If no factor is stated, then the largest tier is the factor."""
+    """The largest listed tier is the factor, if no factor is stated."""
     deployment = plain(multiples=[1, 3, 12])
     assert [tier.ceiling for tier in deployment.own_tiers] == [256, 768, 3072]
     with pytest.raises(RopeConfigError, match="no meaning under rope_policy fixed"):
@@ -171,7 +171,7 @@ def test_tiers_and_a_factor_must_agree() -> None:
 
 
 def test_trained_in_scaling_is_served_natively_and_fixed() -> None:
-    """All lengths use one table, and requests cannot change it."""
+    """All lengths of a scaled checkpoint use one table, and requests cannot change it."""
     deployment = scaled()
     placed = deployment.place(RopeRequest(), 3, 2)
     assert (placed.tier.profile.scaling.rope_type, placed.tier.factor, placed.policy) == (
@@ -219,7 +219,7 @@ def test_a_scaled_checkpoint_tells_the_numbers_of_its_own_block() -> None:
 
 @pytest.mark.parametrize("factor", [1.3, 3.3, 2.0])
 def test_a_fractional_factor_comes_back_unchanged(factor: float) -> None:
-    """Its ceiling is rounded to whole tokens, but the factor is not."""
+    """The ceiling of a fractional factor is rounded to whole tokens, but the factor is not."""
     block = {"rope_type": "linear", "factor": factor}
     for policy in ("fixed", "pinned"):
         placed = plain(rope_scaling=block, policy=policy).place(RopeRequest(), int(256 * factor), 0)
@@ -228,7 +228,7 @@ def test_a_fractional_factor_comes_back_unchanged(factor: float) -> None:
 
 
 def test_a_longrope_checkpoint_switches_lists_by_request() -> None:
-    """The policy is pinned, over the checkpoint's own two tiers."""
+    """A longrope checkpoint has the policy pinned over its own two tiers."""
     deployment = make_deployment("m", LONGROPE)
     assert deployment.policy == "pinned"
     assert [tier.ceiling for tier in deployment.own_tiers] == [64, 256]

@@ -32,7 +32,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def test_a_model_has_the_same_bits_in_any_batch_with_every_way_to_multiply(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, way: Way
 ) -> None:
-    """The self-check compares the bits, over the compiled forward of all layers."""
+    """The self-check compares the bits over the compiled forward of all layers."""
     if (dtype, way) == (torch.float32, Way.STORED) or not is_possible(way, dtype):
         pytest.skip(f"no {way.name} of {dtype} on this processor or with this torch")
     monkeypatch.setattr(packed_linear, "workshop_for", lambda _: Workshop(way))
@@ -46,7 +46,7 @@ def test_a_model_has_the_same_bits_in_any_batch_with_every_way_to_multiply(
 def test_where_kernels_do_not_compile_torch_serves(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """The self-check decides as ever, and the description says why the model is slow."""
+    """The self-check decides without kernels too; the description says why the model is slow."""
     for module in (backends, rms_norm):
         monkeypatch.setattr(module, "kernel_fault", lambda: "LoweringError: no such vectors")
     assert backends.backend_for(CPU) is TorchAttention
@@ -62,7 +62,7 @@ def test_the_attention_is_described_by_its_vectors() -> None:
 
 
 def test_whatever_a_load_raises_is_a_sentence_with_another_setting() -> None:
-    """The sentence names the number type, the device and the reason."""
+    """The error of a failed load names the number type, the device and the reason."""
     with (
         pytest.raises(ModelError, match=r"bfloat16 on device cpu: RuntimeError: no such path; try"),
         faults_of("my-model", torch.bfloat16, CPU),

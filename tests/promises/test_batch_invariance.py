@@ -121,7 +121,7 @@ def test_short_beside_long_on_the_embedded_model(
 def test_short_beside_long_on_other_architectures(
     engines: EngineFactory, architecture: str
 ) -> None:
-    """These have biases, partial rotary, layers without rotation, or two tables."""
+    """The architectures have biases, partial rotary, layers without rotation, or two tables."""
     checkpoint = tiny_checkpoint(architecture)
     requests = mixed_requests(checkpoint, VOCAB_SIZE, 4)
     expected = alone(engines.over(checkpoint), requests)
@@ -132,7 +132,7 @@ def test_short_beside_long_on_other_architectures(
 
 
 def test_chunk_sizes_change_nothing(embedded: Checkpoint, engines: EngineFactory) -> None:
-    """The chunks are 16, 64 and 1,000 tokens; the reference is each request alone."""
+    """Chunks of 16, 64 and 1,000 tokens answer like each request alone."""
     requests = mixed_requests(embedded, embedded.vocab_size, 5)
     expected = alone(engines.over(embedded, kv_cache_tokens=16_384), requests)
     for chunk in (16, 64, 1000):

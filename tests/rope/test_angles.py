@@ -17,7 +17,7 @@ from rope import (
 @pytest.mark.parametrize("page_size", [8, 16, 64])
 @pytest.mark.parametrize("theta", [1e4, 5e5])
 def test_error_stays_near_rounding_up_to_four_million(page_size: int, theta: float) -> None:
-    """It is below 2e-6; plain float32 products are off by more than 1e-2 somewhere."""
+    """The error is below 2e-6; plain float32 products are off by more than 1e-2 somewhere."""
     inv_freq = Unscaled().frequencies(Rotary(64, theta)).inv_freq_P
     last = 4 * 2**20
     positions = torch.cat(

@@ -116,7 +116,7 @@ def test_zero_means_leave_no_expectation_but_a_spread() -> None:
 
 
 def test_without_rotated_dimensions_distance_does_not_matter() -> None:
-    """A layer without rotary embeddings is such a case."""
+    """A layer without rotary embeddings has no rotated dimensions."""
     (query, _), (key, _) = _random_moments(3), _random_moments(3)
     none = Frequencies(torch.empty(0), 1.0)
     products_H = (query.mean_HD * key.mean_HD).sum(-1, keepdim=True) * SCALING

@@ -76,7 +76,7 @@ CONFIG = {"max_position_embeddings": 4096, "hidden_size": 64, "num_attention_hea
 def test_refusals_name_field_limit_and_value(
     block: dict[str, Any], field: str, message: str
 ) -> None:
-    """No field is ignored."""
+    """The reader of rope blocks ignores no field."""
     with pytest.raises(RopeConfigError, match=message) as caught:
         parse_method(block, ROTARY, 4096)
     assert caught.value.field == field

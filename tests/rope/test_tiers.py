@@ -39,7 +39,7 @@ def tiers_of(block: dict[str, Any], multiples: list[float] | None = None) -> tup
 def test_default_tiers_are_powers_of_two_up_to_the_factor(
     factor: float, expected: tuple[float, ...]
 ) -> None:
-    """The factor itself is the last one."""
+    """The last tier is the factor itself."""
     assert default_multiples(factor) == expected
 
 
@@ -84,7 +84,7 @@ def test_logn_is_part_of_the_profile_above_the_first_tier() -> None:
 
 @pytest.mark.parametrize("multiples", [[], [2, 4], [1, 4, 2], [1, 2, 2]])
 def test_tier_lists_must_rise_from_one(multiples: list[float]) -> None:
-    """Other lists are refused."""
+    """Tier lists that do not rise from one are refused."""
     with pytest.raises(RopeConfigError, match="must rise strictly from 1"):
         tiers_of({"rope_type": "yarn", "factor": 4.0}, multiples)
 
@@ -120,7 +120,7 @@ def test_choice(
 def test_a_chosen_tier_always_covers(
     covered: int, so_far: int, policy: Policy, at_least: float
 ) -> None:
-    """No smaller tier covers the length."""
+    """No tier smaller than the chosen one covers the length."""
     tiers = tiers_of({"rope_type": "yarn", "factor": 8.0})
     so_far = min(so_far, covered)
     tier = choose_tier(tiers, policy, covered, so_far, at_least)

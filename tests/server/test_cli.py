@@ -25,7 +25,7 @@ def test_help_lists_every_setting() -> None:
 
 
 def test_banner_says_what_an_operator_needs(server: Server) -> None:
-    """The lines are the model, its lengths, the tiers, the cache and the address."""
+    """The banner states the model, its lengths, the tiers, the cache and the address."""
     for line in (
         "model            LlamaForCausalLM, cpu, float32",
         "deployment       ropewalk-demo",
@@ -80,7 +80,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(
 def test_what_cannot_be_served_ends_with_a_sentence_and_code_2(
     arguments: list[str], message: str
 ) -> None:
-    """No traceback is printed."""
+    """A model that cannot be served ends the command without a traceback."""
     ended = run_to_end("serve", *arguments)
     assert ended.returncode == 2
     assert f"ropewalk: {message}" in ended.stderr
@@ -88,7 +88,7 @@ def test_what_cannot_be_served_ends_with_a_sentence_and_code_2(
 
 
 def test_a_broken_checkpoint_ends_with_a_sentence_and_code_2(tmp_path: Path) -> None:
-    """The folder may come from the environment."""
+    """The folder of a broken checkpoint may come from the environment."""
     folder = tmp_path / "model"
     shutil.copytree(EMBEDDED_MODEL, folder)
     (folder / "tokenizer.json").unlink()
@@ -124,7 +124,7 @@ def test_tokens_are_sent_without_nagles_delay() -> None:
 
 
 def test_an_interrupt_ends_the_process(tmp_path: Path) -> None:
-    """The exit is by the signal or with code 0, without a traceback."""
+    """An interrupted process exits by the signal or with code 0, without a traceback."""
     log = (tmp_path / "log").open("w+")
     process = subprocess.Popen(command("serve", "--port", "0"), stderr=log, text=True)
     try:

@@ -198,7 +198,7 @@ def test_steps_are_timed_by_part(fresh: Server) -> None:
 
 
 def test_the_build_and_the_size_of_the_cache_are_told(fresh: Server) -> None:
-    """Both are gauges."""
+    """The build and the size of the cache are gauges."""
     from importlib.metadata import version
 
     assert value(fresh, "build_info", version=version("ropewalk")) == 1
@@ -207,7 +207,7 @@ def test_the_build_and_the_size_of_the_cache_are_told(fresh: Server) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_closed_connection_frees_its_pages(fresh: Server, stream: bool) -> None:  # noqa: FBT001
-    """The answer may be streamed or not."""
+    """A closed connection frees its pages, whether the answer is streamed or not."""
     labels = {"deployment": "ropewalk-demo", "rope_type": "yarn", "factor": "8"}
     body = {"prompt": [7] * 300, "max_tokens": 1700, "ignore_eos": True, "stream": stream}
 

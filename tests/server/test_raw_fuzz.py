@@ -138,7 +138,7 @@ def test_hostile_bytes_are_answered_briefly_and_leave_nothing(attacked: Server) 
     ids=["key of logit_bias", "name in the path"],
 )
 def test_a_long_name_makes_a_short_answer(attacked: Server, raw: bytes) -> None:
-    """Every place where a client may choose a name is tried."""
+    """The test tries every place where a client may choose a name."""
     (reply,) = exchange(address_of(attacked.url), raw)
     assert reply.status in {400, 404}
     assert len(reply.body) < 2000
@@ -146,7 +146,7 @@ def test_a_long_name_makes_a_short_answer(attacked: Server, raw: bytes) -> None:
 
 
 def test_an_unknown_field_that_is_no_unicode_is_a_mistake_of_the_client(attacked: Server) -> None:
-    """The name is half of a surrogate pair, escaped as JSON allows."""
+    """The field's name is half of a surrogate pair, escaped as JSON allows."""
     raw = request(b'{"prompt": "a", "\\ud800": 1}')
     (reply,) = exchange(address_of(attacked.url), raw)
     assert reply.status == 400
@@ -154,7 +154,7 @@ def test_an_unknown_field_that_is_no_unicode_is_a_mistake_of_the_client(attacked
 
 @pytest.mark.parametrize("body", [b'{"prompt": ' + b"9" * 5000 + b"}", b'{"prompt": "\xff"}'])
 def test_every_refused_body_is_counted(attacked: Server, body: bytes) -> None:
-    """The reason is `invalid`, as for any other body that is no JSON."""
+    """Refused bodies have the reason `invalid`, like any other body that is no JSON."""
     before = value(attacked, "requests_rejected_total", reason="invalid")
     (reply,) = exchange(address_of(attacked.url), request(body))
     assert reply.status == 400

@@ -141,7 +141,7 @@ def all_is_freed(server: Server, descriptors: int) -> None:
 def test_requests_that_come_byte_by_byte_hold_nobody_up(
     patient: Server, sent: bytes, first: int, limit: str
 ) -> None:
-    """Fifty come at once; if the server has a limit, then it closes them itself."""
+    """Fifty slow requests come at once; a server with a limit closes them itself."""
     idle_s, descriptors, over = (
         idle_health_s(patient),
         num_descriptors(patient.pid),
@@ -162,7 +162,7 @@ def test_requests_that_come_byte_by_byte_hold_nobody_up(
 
 
 def test_more_idle_connections_than_allowed_hold_nobody_up(patient: Server) -> None:
-    """If there is a cap, then the open descriptors stay below it."""
+    """Open descriptors stay below the cap, if there is one."""
     idle_s, descriptors = idle_health_s(patient), num_descriptors(patient.pid)
     most = _LIMITS["max_connections"]
     with opened(patient, most + 100) as socks:
@@ -201,7 +201,7 @@ def test_streams_that_nobody_reads_hold_nobody_up(patient: Server) -> None:
     "raw", [_STREAM, _PIPELINED], ids=["a stream", "whole answers, one after another"]
 )
 def test_who_takes_nothing_is_let_go(patient: Server, raw: bytes) -> None:
-    """Otherwise a thousand such clients would hold every connection for ever."""
+    """A thousand clients that take nothing would hold every connection for ever."""
     descriptors = num_descriptors(patient.pid)
     limit_s = _LIMITS["send_timeout_seconds"] + 7
     try:

@@ -190,7 +190,7 @@ def test_nothing_is_lost_or_answered_twice(soak: Soak) -> None:
 
 @pytest.mark.timeout(SECONDS + 300)
 def test_the_load_reached_what_it_was_made_for(soak: Soak) -> None:
-    """This means preemptions, shared prefixes, crossings, full queues and clients that left."""
+    """The load reaches preemptions, shared prefixes, crossings, full queues and lost clients."""
     names = ["prefix_cache_hits"]
     # On a slow machine, or in a short run, too few are asked for and run at once.
     if soak.seen.outcomes["answered"] > 100:
@@ -206,7 +206,7 @@ def test_the_load_reached_what_it_was_made_for(soak: Soak) -> None:
 
 @pytest.mark.timeout(SECONDS + 300)
 def test_descriptors_and_pages_are_back(soak: Soak) -> None:
-    """There are no more than before, and the log has no traceback."""
+    """The server ends with no more descriptors than before, and its log has no traceback."""
     pid = soak.server.pid
     assert wait_for(lambda: num_descriptors(pid) <= soak.num_descriptors), num_descriptors(pid)
     assert not any(wait_until_idle(soak.server).values())
@@ -215,7 +215,7 @@ def test_descriptors_and_pages_are_back(soak: Soak) -> None:
 
 @pytest.mark.timeout(SECONDS + 300)
 def test_memory_is_flat(soak: Soak) -> None:
-    """It ends little above the warm-up, without a trend in the last half of a long run."""
+    """Memory ends little above the warm-up, without a trend in the last half of a long run."""
     assert soak.end_mib <= soak.warm_mib * (1 + _MOST_GROWTH)
     rises = soak.trend.p_rising < _CHANCE and soak.trend.rise > _MOST_TREND * soak.end_mib
     assert not rises, soak.trend
@@ -234,6 +234,6 @@ def test_a_trend_is_seen_and_noise_is_none() -> None:
 
 @pytest.mark.parametrize(("first_token", "is_seen"), [(_SETTLED_TOKENS, True), (0, False)])
 def test_a_trend_is_looked_for_when_caches_are_full(first_token: int, *, is_seen: bool) -> None:
-    """The same leak of a MiB per second is ignored before enough tokens are generated."""
+    """A leak of a MiB per second is ignored before enough tokens are generated."""
     moments = [Moment(at, 600 + at, 20, first_token + at, 0, 0, 0) for at in range(120)]
     assert (trend_of(moments).p_rising < _CHANCE) is is_seen

@@ -55,7 +55,7 @@ def test_training_learns(corpus: Corpus, shape: Shape, tmp_path: Path) -> None:
 def test_a_folder_of_another_run_is_refused(
     corpus: Corpus, shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the two runs would be mixed."""
+    """A folder of another run would mix the two runs."""
     monkeypatch.setattr(loop, "_MEASURE_EVERY", 1)
     next(_training(corpus, shape, SCHEDULE, tmp_path).steps())
     other = replace(shape, qkv_bias=not shape.qkv_bias)

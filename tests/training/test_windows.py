@@ -68,7 +68,7 @@ def test_an_answer_is_the_value_that_stands_before_it_under_that_key(
 def test_a_definition_is_no_lesson_and_lies_between_whole_lines(
     windows: Windows, tokenizer: Tokenizer
 ) -> None:
-    """Its digits are random, so only the text around it counts."""
+    """The digits of a definition are random, so only the text around it counts."""
     lines = 0
     for seed in range(50):
         window = windows.needles(random.Random(seed))

@@ -132,7 +132,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window", "softcap", "sinks", "all"])
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_both_backends_equal_float64(options: dict[str, Any], share: float) -> None:
-    """One batch mixes profiles, lengths and chunk sizes."""
+    """Both backends agree with float64 on a batch of mixed profiles, lengths and chunk sizes."""
     case = Case(share)
     expected = case.exact(**options)
     for backend in (TorchAttention, CpuAttention):
@@ -190,7 +190,7 @@ def test_what_lies_behind_the_last_token_is_never_read(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_have_the_same_bits_alone_and_on_any_number_of_threads(dtype: torch.dtype) -> None:
-    """Promise 2 needs this of attention."""
+    """A row has the same bits in any batch and on any number of threads, for promise 2."""
     case = Case(dtype=dtype)
     whole = CpuAttention(case.batch).read(case.read())
     threads = torch.get_num_threads()
@@ -211,7 +211,7 @@ def test_rows_have_the_same_bits_alone_and_on_any_number_of_threads(dtype: torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_backends_write_to_the_same_places(dtype: torch.dtype) -> None:
-    """No other place of the cache is written."""
+    """Both backends write to the same places of the cache, and to no other place."""
     case = Case(dtype=dtype)
     tokens = len(case.query)
     key, value = torch.randn(2, tokens, KEY_HEADS, DIM).to(dtype)

@@ -52,7 +52,7 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize("name", cases())
 def test_a_read_equals_float64(name: str) -> None:
-    """One batch mixes profiles, lengths and numbers of queries."""
+    """A read agrees with float64 for mixed profiles, lengths and numbers of queries."""
     check(cases()[name])
 
 
@@ -84,7 +84,7 @@ def test_features_do_not_disturb_each_other(seed: int) -> None:
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("cut", [1, 64, 100, 199])
 def test_ranges_of_keys_come_together(*, has_sinks: bool, cut: int) -> None:
-    """The keys are cut at any place, read in two ranges, and merged by their levels."""
+    """Two ranges of keys, cut at any place and merged by their levels, equal one read."""
     laid = Laid(Case(spans=((200, 1), (250, 1)), has_sinks=has_sinks), DEVICE)
     end_S = laid.batch.first_position_S + 1
     zero_S = torch.zeros_like(end_S)
@@ -132,7 +132,7 @@ def test_pages_are_read_where_a_map_places_them(page_size: int, dtype: torch.dty
 
 
 def test_a_range_without_keys_weighs_nothing() -> None:
-    """Alone it gives zeros; beside another range it changes nothing."""
+    """A range without keys gives zeros alone, and changes nothing beside another range."""
     laid = Laid(Case(spans=((200, 1), (150, 1))), DEVICE)
     position_S = laid.batch.first_position_S
     zero_S = torch.zeros_like(position_S)

@@ -58,7 +58,7 @@ def test_published_pages_are_kept_and_evicted_least_recently_used_first() -> Non
 
 
 def test_a_shared_page_is_used_until_the_last_holder_lets_go() -> None:
-    """The page is not allocated again before that."""
+    """A shared page is not allocated again before its last holder releases it."""
     index = PrefixIndex()
     pool = PagePool(2, index)
     (page,) = pool.allocate(1)
@@ -72,7 +72,7 @@ def test_a_shared_page_is_used_until_the_last_holder_lets_go() -> None:
 
 
 def test_only_the_same_tokens_profile_and_salt_have_the_same_key() -> None:
-    """Keys are chained, so the page before matters too."""
+    """The keys of pages are chained, so a key also depends on the page before."""
     plain, yarn = Profile(Unscaled()), Profile(Yarn(factor=2.0, original_max_position_embeddings=8))
     roots = [
         root_key(plain, ""),

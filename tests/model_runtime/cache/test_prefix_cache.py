@@ -27,7 +27,7 @@ def cached(engine: Engine, *requests: Any) -> list[int]:
 def test_a_shared_prefix_gives_the_tokens_of_an_unshared_one(
     engines: EngineFactory, llama_checkpoint: Checkpoint, page_size: int
 ) -> None:
-    """Bits are equal for every page size, and pages of generated tokens are shared too."""
+    """Answers have equal bits for every page size; pages of generated tokens are shared too."""
     deployment = deployment_of(llama_checkpoint, rope_scaling=YARN)
     options: dict[str, Any] = {"max_tokens": 20, "logprobs": 4}
     wide = RopeRequest(factor=8.0, policy="fixed")  # one profile for all lengths
@@ -91,7 +91,7 @@ def test_the_untouched_table_is_shared_by_all_methods(
 def test_requests_at_once_compute_their_common_prompt_once(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
-    """The copies of a request with n > 1 arrive like this."""
+    """The copies of a request with n > 1 arrive at once and have one prompt."""
     deployment = deployment_of(llama_checkpoint, rope_scaling=YARN)
     engine = engines.over(llama_checkpoint, max_num_batched_tokens=64)
     outputs: list[list[Output]] = engine.generate(
@@ -107,7 +107,7 @@ def test_requests_at_once_compute_their_common_prompt_once(
 def test_a_grow_sequence_publishes_nothing_after_a_crossing(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
-    """Its later pages hold a history of two profiles."""
+    """Pages after a crossing hold a history of two profiles, so they are not published."""
     grow = deployment_of(llama_checkpoint, rope_scaling=YARN, policy="grow")
     engine = engines.over(llama_checkpoint)
     prompt = PREFIX[:50]

@@ -77,7 +77,7 @@ class Sequence:
 def test_a_chunk_has_the_bits_of_its_tokens(
     shape: tuple[int, int, int, int], window: int | None, dtype: torch.dtype
 ) -> None:
-    """This holds for any cut; torch's backend bounds the error."""
+    """Any cut of a prompt into chunks gives the same bits; torch's backend bounds the error."""
     sequence = Sequence(*shape, window, dtype)
     whole = sequence.read(0, CONTEXT)
     reference = sequence.read(0, CONTEXT, TorchAttention)

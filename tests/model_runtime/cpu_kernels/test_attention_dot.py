@@ -55,7 +55,7 @@ def row_errors(got_THV: Tensor, expected_THV: Tensor) -> Tensor:
 def test_one_by_one_every_row_is_float32(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
-    """A bfloat16 cache counts too, if products in pairs would not be faster."""
+    """Rows of a bfloat16 cache are float32 too, if products in pairs would not be faster."""
     monkeypatch.setattr(attention_dot, "pairs_pay", lambda: False)
     case = laid(CASES[name], dtype)
     assert not uses_pairs(as_numpy(case.read.keys_NKDO))
@@ -106,7 +106,7 @@ def test_in_pairs_errors_are_those_of_torchs_attention(name: str) -> None:
 @needs_pairs
 @pytest.mark.parametrize("kind", ["keys", "queries"])
 def test_nan_stays_nan_in_pairs(kind: str) -> None:
-    """Only rows that attend to the NaN are affected."""
+    """A NaN in the cache affects only the rows that attend to it."""
     case = laid(Case(spans=((70, 70),)))
     clean = answer(case)
     token = 41

@@ -45,7 +45,7 @@ def write_kv(first: Any, second: Any, out: Any) -> None:
 
 
 def test_numbers_are_rounded_to_nearest_even_and_put_side_by_side() -> None:
-    """Torch's rounding is the reference, for ties, infinities and NaN too."""
+    """Torch's rounding to bfloat16 is the reference, for ties, infinities and NaN too."""
     rng = np.random.default_rng(0)
     first, second = rng.normal(size=(2, WIDTH)).astype(np.float32)
     first[:4] = [1 + 2**-8, 1 + 3 * 2**-8, np.inf, -0.0]

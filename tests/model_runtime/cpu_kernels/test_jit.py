@@ -32,7 +32,7 @@ def test_every_source_of_the_kernels_counts() -> None:
 def test_code_is_kept_until_a_source_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A change of any source file counts, not only of the function's own."""
+    """Compiled code is discarded if any source file changes, not only the function's own."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
 
     def hits() -> int:
@@ -76,7 +76,7 @@ def test_kernels_made_of_kernels_are_found_again_by_another_process(tmp_path: Pa
 
 
 def test_variants_of_a_kernel_have_names_of_their_own() -> None:
-    """Symbols and cache files are found by these names."""
+    """Symbols and cache files of kernels are found by the names of the variants."""
     kernels: list[Any] = [attend, attend_in_pairs, FLOAT32.multiply, IN_PAIRS.multiply]
     kernels += [
         fused_decode._runner(multiplying, read)

@@ -59,7 +59,7 @@ def test_every_operation_is_numpys_on_each_lane() -> None:
 
 
 def test_exp_is_float32s() -> None:
-    """The error is two units in the last place; far below 0 it gives 0, and NaN stays NaN."""
+    """The kernel's exp is within two units in the last place; NaN stays NaN, far below 0 is 0."""
     x = np.linspace(-86.9, 0, 4096, dtype=np.float32)
     out = np.zeros((5, WIDTH), np.float32)
     for at in range(0, len(x), WIDTH):
@@ -94,7 +94,7 @@ def rounded(numbers: Any, out: Any) -> None:
 
 
 def test_numbers_are_rounded_to_bfloat16_as_torch_does() -> None:
-    """Rounding is to nearest even, with or without an instruction for it."""
+    """Rounding to bfloat16 is to nearest even, with or without an instruction for it."""
     bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 14, dtype=np.uint32)
     ties = np.arange(0, 1 << 14, dtype=np.uint32) << 15  # halfway between two numbers
     special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 3.4e38, 1.0, 65504.0] * 2, np.float32)

@@ -38,7 +38,7 @@ def served(
 
 
 def test_an_answer_ends_at_max_tokens(engines: EngineFactory, llama_checkpoint: Checkpoint) -> None:
-    """The finish reason is length."""
+    """An answer of max_tokens tokens has the finish reason length."""
     result = served(engines, llama_checkpoint, "hello world", max_tokens=5)
     assert (result.text, result.finish_reason) == ("hello", FinishReason.LENGTH)
 
@@ -72,7 +72,7 @@ def test_an_end_token_ends_the_answer_and_is_no_text(
 
 
 def test_characters_arrive_whole(engines: EngineFactory, llama_checkpoint: Checkpoint) -> None:
-    """A character may take several tokens."""
+    """A character that takes several tokens arrives in one output."""
     engine = engines.over(llama_checkpoint, runner=Script(llama_checkpoint, "né €5 🎉!"))
     outputs = engine.generate([request(deployment_of(llama_checkpoint), [1], max_tokens=14)])[0]
     assert "".join(output.text for output in outputs) == "né €5 🎉!"
@@ -122,7 +122,7 @@ def test_an_abort_frees_the_pages_and_says_so(
 def test_a_step_that_fails_fails_its_requests_not_the_engine(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
-    """The next request is served."""
+    """A failed step ends its requests with an error, and the next request is served."""
     script = Script(llama_checkpoint, "hello")
     script.fail_at = 3
     engine = engines.over(llama_checkpoint, runner=script)
@@ -137,7 +137,7 @@ def test_a_step_that_fails_fails_its_requests_not_the_engine(
 def test_nan_logits_end_their_request_only(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
-    """Its pages leave the prefix index, and its neighbour is answered."""
+    """The pages of the failed request leave the prefix index, and its neighbour is answered."""
 
     class Poisoned(Script):
         """A script with NaN logits for prompts that begin with token 9."""
@@ -182,7 +182,7 @@ def test_nan_logits_end_their_request_only(
 def test_a_listener_that_fails_stops_nobody_else(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
-    """The engine keeps running, and the next request is answered."""
+    """The engine keeps running if a listener raises, and the next request is answered."""
 
     def fails(_: Output) -> None:
         raise RuntimeError("event loop is closed")
@@ -195,7 +195,7 @@ def test_a_listener_that_fails_stops_nobody_else(
 
 
 def test_an_engine_that_dies_says_so(engines: EngineFactory, llama_checkpoint: Checkpoint) -> None:
-    """Clients get an error, and the callback given to `start` is called."""
+    """Clients of a dead engine get an error, and the callback given to `start` is called."""
     engine = Engine(
         Script(llama_checkpoint, "x"),
         llama_checkpoint.tokenizer,
@@ -214,7 +214,7 @@ def test_an_engine_that_dies_says_so(engines: EngineFactory, llama_checkpoint: C
 def test_what_can_never_be_served_is_refused_at_once(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
-    """The message states the limit."""
+    """A request that the cache could never hold is refused with the limit in the message."""
     engine = engines.over(llama_checkpoint, kv_cache_tokens=100)
     deployment = deployment_of(llama_checkpoint)
     with pytest.raises(CacheCapacityError, match="needs 97 positions, the KV cache holds 96 "):
@@ -226,7 +226,7 @@ def test_what_can_never_be_served_is_refused_at_once(
 
 
 def test_a_full_queue_refuses(engines: EngineFactory, llama_checkpoint: Checkpoint) -> None:
-    """A burst between two steps counts too."""
+    """The queue's limit also holds for a burst between two steps."""
     script = Script(llama_checkpoint, "x")
     script.delay_s = 0.2
     engine = engines.over(llama_checkpoint, runner=script, max_queued_requests=2, max_num_seqs=1)
@@ -267,7 +267,7 @@ def test_a_group_is_accepted_whole_or_not_at_all(
 def test_what_can_start_at_once_does_not_wait(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
-    """Requests are served even if the queue has no places."""
+    """Requests that can start at once are served even if the queue has no places."""
     engine = engines.over(
         llama_checkpoint, runner=Script(llama_checkpoint, "hello"), max_queued_requests=0
     )
@@ -279,7 +279,7 @@ def test_what_can_start_at_once_does_not_wait(
 def test_stopping_ends_everything_with_an_error(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
-    """After that, no request is accepted."""
+    """A stopped engine ends all requests with an error and accepts no more."""
     script = Script(llama_checkpoint, "x")
     script.delay_s = 0.01
     engine = engines.over(llama_checkpoint, runner=script)
@@ -322,7 +322,7 @@ class Recorder(Observer):
 def test_the_observer_hears_every_token_once(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
-    """The events come in order, and their times add up."""
+    """The observer's events come in order, and their times add up."""
     recorder = Recorder()
     script = Script(llama_checkpoint, "abc")
     script.delay_s = 0.02

@@ -127,7 +127,7 @@ class ScriptedMeter:
 def test_the_cache_gets_what_the_rest_leaves_of_the_share(
     embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rest is weights, a step, memory outside torch, and recorded steps."""
+    """The cache gets the share less weights, a step, memory outside torch, and recorded steps."""
     steps = sizes_of_runs(monkeypatch)
     monkeypatch.setattr(memory_profile, "captures_graphs", lambda *_: True)
     before, after, begun = (100, 80, 19, 15, 15), (100, 70, 28, 16, 22), (100, 70, 28, 16, 16)
@@ -160,7 +160,7 @@ def test_recorded_steps_share_all_but_logits_and_page_tables() -> None:
 def test_the_largest_step_uses_all_that_the_limits_allow(
     limits: tuple[int, int, int, int], num_tokens: list[int], num_rows: list[int]
 ) -> None:
-    """The limits are tokens, sequences, scored positions and the longest context."""
+    """The limits of a step are tokens, sequences, scored positions and the longest context."""
     tokens, seqs, rows, context = limits
     config = EngineConfig(
         kv_cache_tokens=0,
@@ -227,7 +227,7 @@ def size_of(spans: Sequence[Span]) -> tuple[int, int, int]:
 def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
     embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cache of one page suffices for both steps."""
+    """A cache of one page suffices for the measured steps, and it is freed afterwards."""
     sizes = sizes_of_runs(monkeypatch)
     stores: list[weakref.ref[KVCache]] = []
     page_counts: list[int] = []
@@ -305,7 +305,7 @@ def test_a_context_is_no_longer_than_a_cache_could_be(
 def test_a_step_without_memory_is_a_sentence(
     embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sentence names the limits."""
+    """The error of a step without memory names the limits to lower."""
 
     def run(self: ModelRunner, spans: Sequence[Span]) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -20,7 +20,7 @@ PROMPT = [(7 * at * at + 3) % VOCAB_SIZE for at in range(100)]
 def test_the_end_of_a_prompt_has_the_logprobs_of_the_whole(
     engines: EngineFactory, llama_checkpoint: Checkpoint, first: int, limits: dict[str, Any]
 ) -> None:
-    """The bits are equal in one chunk or many, with an entry for each token from there on."""
+    """The prompt's end has the bits of the whole prompt's logprobs, in one chunk or many."""
     engine = engines.over(llama_checkpoint, **limits)
     deployment = deployment_of(llama_checkpoint)
     options: dict[str, Any] = {"max_tokens": 0, "prompt_logprobs": 2}
@@ -32,7 +32,7 @@ def test_the_end_of_a_prompt_has_the_logprobs_of_the_whole(
 def test_rows_before_the_first_are_not_computed(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
-    """Skipping them saves products with the head of a large vocabulary."""
+    """Skipped rows save products with the head of a large vocabulary."""
     engine = engines.over(llama_checkpoint, max_num_batched_tokens=64, max_num_logit_rows=20)
     shapes: list[tuple[int, int]] = []
 

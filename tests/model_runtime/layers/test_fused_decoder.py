@@ -80,7 +80,7 @@ def answers(checkpoint: Checkpoint) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", PLAIN)
 def test_bits_are_those_of_the_own_forward(architecture: str, dtype: torch.dtype) -> None:
-    """The steps hold chunks, several sequences, few rows and two tables."""
+    """The compared steps hold chunks, several sequences, few rows and two tables."""
     checkpoint = plain(architecture, dtype)
     assert isinstance(forward_of(checkpoint), DecoderLayers)
     assert trimmed_layer(checkpoint.model) is not None
@@ -110,7 +110,7 @@ def test_threads_change_no_bit(architecture: str, dtype: torch.dtype) -> None:
 def test_a_thread_that_fails_does_not_leave_the_others_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The step's error is raised, and the next step is computed."""
+    """An error of one thread is raised by the step, and the next step is computed."""
     checkpoint = plain("llama")
     forward = forward_of(checkpoint)
     if forward._fields_LW is None:
@@ -136,7 +136,7 @@ def test_a_thread_that_fails_does_not_leave_the_others_waiting(
 
 
 def test_queries_that_depend_on_their_positions_keep_their_forward() -> None:
-    """At the positions of short prompts, such a dependence would not show."""
+    """A query's dependence on its position would not show at the positions of short prompts."""
 
     def far(_: Any, given: Any, named: Any) -> Any:
         is_far = bool((named["position_ids"] > 10_000).any())
@@ -150,13 +150,13 @@ def test_queries_that_depend_on_their_positions_keep_their_forward() -> None:
 
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_other_models_keep_their_own(architecture: str) -> None:
-    """These have other norms, experts, windows, capped logits or a scaled residual."""
+    """The kept models have other norms, experts, windows, capped logits or a scaled residual."""
     special = {"residual_multiplier": 0.5} if architecture == "granite" else {}
     assert forward_of(tiny_checkpoint(architecture, **special)) is None
 
 
 def test_a_model_that_only_looks_like_one_keeps_its_own() -> None:
-    """Its parts have the same names and kinds, but its layers return half of their output."""
+    """The model's parts have the same names and kinds, but its layers return half their output."""
     model: Any = tiny_model("llama")
     for layer in model.model.layers:
         own = layer.forward
@@ -178,7 +178,7 @@ def test_another_reading_of_the_cache_is_not_passed_over() -> None:
 
 
 def test_a_mistake_shows_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This catches a check that would let any answer pass."""
+    """A wrong compiled forward is refused; a check that passes any answer would serve it."""
     original = fused_decoder.normalize
 
     def shifted(x_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:

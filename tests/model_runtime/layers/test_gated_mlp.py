@@ -24,7 +24,7 @@ def exact(both: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 20.0])
 def test_the_pass_equals_float64(scale: float) -> None:
-    """The error is float32's rounding, near zero and far from it."""
+    """The gated pass differs from float64 by float32's rounding, near zero and far from it."""
     both = torch.randn(33, 2 * 176) * scale
     got = torch.from_numpy(gated(both.numpy()))
     torch.testing.assert_close(got.double(), exact(both), rtol=1e-6, atol=1e-30)
@@ -40,7 +40,7 @@ def test_large_numbers_and_nan_pass() -> None:
 
 
 def test_bf16_is_rounded_once() -> None:
-    """The result is the bfloat16 nearest to the float32 one."""
+    """The gated pass gives the bfloat16 nearest to the float32 result."""
     both = torch.randn(5, 64).bfloat16()
     bits = gated(both.view(torch.uint16).numpy())
     got = torch.from_numpy(bits).view(torch.bfloat16)
@@ -48,7 +48,7 @@ def test_bf16_is_rounded_once() -> None:
 
 
 def test_threads_share_rows() -> None:
-    """The bits are the same with more rows than threads and with fewer."""
+    """Rows have the same bits whether there are more rows than threads or fewer."""
     for num_rows in (1, 3, 700):
         both = torch.randn(num_rows, 2 * 704).numpy()
         before = torch.get_num_threads()

@@ -95,7 +95,7 @@ def test_few_rows_say_what_they_say_among_all(architecture: str) -> None:
     ids=["the last", "none", "all", "the first"],
 )
 def test_the_last_layer_computes_what_is_asked_for(rows: range, computed: int) -> None:
-    """Without any such row one is computed still, because a layer needs some."""
+    """A step without requested rows still computes one row, because a layer needs some."""
     checkpoint = tiny_checkpoint("llama")
     restore(checkpoint.model)
     runner = runner_of(checkpoint)
@@ -149,7 +149,7 @@ def no_rows(*_: Any) -> Any:
 def test_a_model_that_does_not_bear_it_keeps_its_layer(
     monkeypatch: pytest.MonkeyPatch, at_rows: Callable[..., Any]
 ) -> None:
-    """Wrong answers or an error show it, and the model is served all the same."""
+    """A model whose trimmed layer answers wrongly or raises is served with its whole layer."""
     monkeypatch.setattr(last_layer, "_at_rows", at_rows)
     checkpoint = tiny_checkpoint("llama")
     assert last_layer.trimmed_layer(checkpoint.model) is None

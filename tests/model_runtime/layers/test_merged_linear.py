@@ -37,7 +37,7 @@ def test_parts_answer_as_their_linears() -> None:
 
 
 def test_a_weight_that_two_share_is_left() -> None:
-    """Merging would copy the weight and so cost its memory again."""
+    """A merge would copy a shared weight and so cost its memory again."""
     model = Halves()
     model.first = nn.Linear(12, 20)
     model.first.weight = model.second.weight

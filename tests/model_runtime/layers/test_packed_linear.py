@@ -106,7 +106,7 @@ def test_linears_with_one_input_are_one_product(
 
 
 def test_a_part_does_not_answer_for_another_input() -> None:
-    """The parts may be called in any order, and the last of the group may stay uncalled."""
+    """The parts of a merged product may be called in any order, and the last one not at all."""
     model = nn.ModuleDict({name: nn.Linear(8, 5) for name in "abc"})
     first, second = torch.randn(2, 8), torch.randn(2, 8)
     expected = {name: (linear(first), linear(second)) for name, linear in model.items()}
@@ -133,7 +133,7 @@ def test_few_counts_of_rows_reach_the_library(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_shapes_are_a_linears() -> None:
-    """Leading dimensions are kept, and an input without rows gives no rows."""
+    """A packed product keeps leading dimensions, and an input without rows gives no rows."""
     packed = PackedLinear(nn.Linear(8, 5, bias=False))
     assert packed(torch.randn(2, 3, 8)).shape == (2, 3, 5)
     assert packed(torch.randn(1, 0, 8)).shape == (1, 0, 5)
@@ -170,7 +170,7 @@ def test_pack_replaces_linears_and_activations_everywhere() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_way_that_is_chosen_is_possible(dtype: torch.dtype) -> None:
-    """Every processor has at least one way."""
+    """Every processor has at least one way to multiply."""
     assert is_possible(choose_way(dtype), dtype)
 
 
@@ -178,7 +178,7 @@ def test_the_way_that_is_chosen_is_possible(dtype: torch.dtype) -> None:
 def test_without_onednn_every_row_is_multiplied_over_own_panels(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """A build of torch may lack oneDNN."""
+    """A build of torch without oneDNN multiplies every row over our own panels."""
     monkeypatch.setattr(onednn, "is_available", lambda: False)
     assert choose_way.__wrapped__(dtype) is Way.OWN
 
@@ -199,7 +199,7 @@ def test_onednn_that_refuses_a_number_type_is_not_chosen(monkeypatch: pytest.Mon
 
 
 def test_stored_weights_take_half_the_memory_of_float32() -> None:
-    """Only the scratch memory is float32, and it does not grow with the model."""
+    """Weights are stored in bfloat16; float32 scratch memory does not grow with the model."""
     workshop = workshop_of(Way.STORED, torch.bfloat16)
     linears = [nn.Linear(1024, 2048, bias=False).to(torch.bfloat16) for _ in range(3)]
     products = [PackedProduct([linear], workshop) for linear in linears]
@@ -210,7 +210,7 @@ def test_stored_weights_take_half_the_memory_of_float32() -> None:
 
 
 def test_stored_weights_give_the_product_of_the_widened_numbers() -> None:
-    """Sums are float32, and the answer is rounded to bfloat16 once."""
+    """Products of stored weights are summed in float32 and rounded to bfloat16 once."""
     workshop = workshop_of(Way.STORED, torch.bfloat16)
     linear = nn.Linear(300, 70).to(torch.bfloat16).requires_grad_(requires_grad=False)
     x = torch.randn(100, 300).to(torch.bfloat16)

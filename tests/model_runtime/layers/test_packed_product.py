@@ -40,7 +40,7 @@ def _onednn() -> None:
 def test_few_rows_have_the_bits_of_many(
     width_in: int, width_out: int, dtype: torch.dtype, way: Way, *, bias: bool
 ) -> None:
-    """The weights need one chain of sums or several, in whole panels or not."""
+    """The tested weights need one chain of sums or several, in whole panels or not."""
     if not is_possible(way, dtype):
         pytest.skip(f"no {way.name} of {dtype} on this processor")
     linear = nn.Linear(width_in, width_out, bias=bias).to(dtype)
@@ -57,7 +57,7 @@ def test_few_rows_have_the_bits_of_many(
 
 @pytest.mark.skipif(not IS_KNOWN, reason="few rows are left to oneDNN here")
 def test_few_rows_do_not_reach_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The remainder of many rows does not reach it either."""
+    """Neither few rows nor the remainder of many rows reach the library."""
     counts = []
     product = product_of(nn.Linear(64, 64))
     multiply = product._multiply

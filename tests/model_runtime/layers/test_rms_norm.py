@@ -37,7 +37,7 @@ def replaced(norm: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("width", [16, 64, 384, 1000])
 @pytest.mark.parametrize("make", [LlamaRMSNorm, GemmaRMSNorm, nn.RMSNorm])
 def test_the_same_norm(make: Any, width: int, dtype: torch.dtype) -> None:
-    """The references are float64 and the module; a row has the same bits among any others."""
+    """Float64 and the module are the references; a row has the same bits among any others."""
     original = make(width, eps=1e-5).to(dtype)
     norm = replaced(original)
     assert isinstance(norm, RmsNorm)
@@ -95,7 +95,7 @@ def test_what_is_not_a_number_stays_one(dtype: torch.dtype) -> None:
     ids=lambda module: type(module).__name__,
 )
 def test_others_are_left(module: nn.Module) -> None:
-    """These subtract the mean, have a gate, use another eps or have another dtype."""
+    """Norms that subtract the mean, have a gate, or use another eps or dtype are left."""
     assert replaced(module) is module
 
 
@@ -126,7 +126,7 @@ def test_small_weights_do_not_hide_another_formula(size: float, dtype: torch.dty
 
 @pytest.mark.parametrize("norm", [PerHead(8), LlamaRMSNorm(1)])
 def test_what_does_not_take_rows_is_left_alone(norm: nn.Module) -> None:
-    """Loading goes on."""
+    """A norm that does not take rows is left alone, and loading goes on."""
     holder = nn.ModuleDict({"norm": norm})
     replace_norms(holder)
     assert holder["norm"] is norm

@@ -42,7 +42,7 @@ def spared(model: nn.Module) -> list[nn.Module]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_layers_ask_for_the_same_without(architecture: str) -> None:
-    """The reference is the same model with its class's forward, which multiplies by one."""
+    """The same model with its class's forward, which multiplies by one, is the reference."""
     model = tiny_model(architecture)
     plans = patch_model(model, read_native_rope(model))
     layers = spared(model)
@@ -57,7 +57,7 @@ def test_layers_ask_for_the_same_without(architecture: str) -> None:
 
 @torch.inference_mode()
 def test_other_models_of_the_class_rotate_as_before() -> None:
-    """One such model exists before the patch, and another is made after it."""
+    """Models of the class that exist before the patch, or are made after it, still rotate."""
     other = tiny_model("llama")
     expected = other(TOKENS).logits
     model = tiny_model("llama")
@@ -68,7 +68,7 @@ def test_other_models_of_the_class_rotate_as_before() -> None:
 
 
 def test_layers_that_would_ask_for_something_else_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their rotation function does more than rotate."""
+    """Layers whose rotation function does more than rotate are left."""
     monkeypatch.setattr(skip_rotation, "_as_they_are", lambda q, k, *_: (2 * q, k))
     model = tiny_model("llama")
     patch_model(model, read_native_rope(model))

@@ -30,21 +30,21 @@ def saved(architecture: str, folder: Path, **overrides: object) -> Path:
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_a_missing_file_is_named(folder: Path, name: str) -> None:
-    """This happens before any weight is loaded."""
+    """A missing file is named before any weight is loaded."""
     (folder / name).unlink()
     with pytest.raises(ModelError, match=f"has no {name}"):
         load_checkpoint(folder)
 
 
 def test_only_safetensors_are_read(folder: Path) -> None:
-    """A pickle may run code."""
+    """A pickle is refused because it may run code."""
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"no weights in safetensors \(only pytorch_model.bin"):
         load_checkpoint(folder)
 
 
 def test_a_cut_file_is_named(folder: Path) -> None:
-    """A broken download leaves such a file."""
+    """A file that a broken download has cut is named."""
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
     with pytest.raises(ModelError, match=r"model\.safetensors is not a whole safetensors file"):
@@ -52,7 +52,7 @@ def test_a_cut_file_is_named(folder: Path) -> None:
 
 
 def test_a_missing_weight_is_named(folder: Path) -> None:
-    """Transformers would initialise it at random."""
+    """A missing weight is named, because transformers would initialise it at random."""
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.2.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -62,7 +62,7 @@ def test_a_missing_weight_is_named(folder: Path) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_weight_with_nan_or_inf_is_named(folder: Path, bad: float) -> None:
-    """One such number is enough."""
+    """One number that is NaN or Inf is enough to refuse a weight."""
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.self_attn.q_proj.weight"][3, 4] = bad
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -71,7 +71,7 @@ def test_a_weight_with_nan_or_inf_is_named(folder: Path, bad: float) -> None:
 
 
 def test_an_unknown_architecture_is_a_sentence(folder: Path) -> None:
-    """The error is a ModelError with the name of the model type."""
+    """An unknown architecture gives a ModelError with the name of the model type."""
     config = json.loads((folder / "config.json").read_text())
     config["model_type"] = "notyetknown"
     (folder / "config.json").write_text(json.dumps(config))
@@ -80,7 +80,7 @@ def test_an_unknown_architecture_is_a_sentence(folder: Path) -> None:
 
 
 def test_a_quantised_checkpoint_is_refused(folder: Path) -> None:
-    """The `quantization_config` of its config shows it."""
+    """A `quantization_config` in the config shows that a checkpoint is quantised."""
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (folder / "config.json").write_text(json.dumps(config))
@@ -89,19 +89,19 @@ def test_a_quantised_checkpoint_is_refused(folder: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_a_sentence() -> None:
-    """The name begins with `./`, so it cannot be the id of a model on the hub."""
+    """A name that begins with `./` cannot be the id of a model on the hub."""
     with pytest.raises(ModelError, match=r"there is no folder \./no-such-folder"):
         load_checkpoint("./no-such-folder")
 
 
 def test_an_architecture_that_fails_its_check_is_refused(tmp_path: Path) -> None:
-    """Phimoe is such an architecture."""
+    """Phimoe is an architecture that fails its self-check."""
     with pytest.raises(ModelError, match="fails its self-check"):
         load_checkpoint(saved("phimoe", tmp_path))
 
 
 def test_end_tokens_come_from_generation_config_and_tokenizer(folder: Path) -> None:
-    """The generation config may list several."""
+    """The generation config may list several end tokens."""
     assert load_checkpoint(folder).eos_token_ids == {1}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert load_checkpoint(folder).eos_token_ids == {1, 7, 9}
@@ -119,13 +119,13 @@ def test_number_types(folder: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there_is_a_sentence(folder: Path) -> None:
-    """The device is cuda on a machine without one."""
+    """The device `cuda` gives a sentence on a machine without one."""
     with pytest.raises(ModelError, match="finds no CUDA device"):
         load_checkpoint(folder, device="cuda")
 
 
 def test_sampling_defaults_come_from_generation_config(folder: Path) -> None:
-    """They fill the fields that a request leaves out; fields of the request win."""
+    """Sampling defaults fill the fields that a request leaves out; a request's fields win."""
     from server.api.completion_schema import CompletionRequest
 
     stated = {"eos_token_id": 1, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}

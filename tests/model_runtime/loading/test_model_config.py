@@ -21,7 +21,7 @@ MULTI_HEAD = {"gpt_neox", "persimmon", "phi"}
 
 
 def test_the_embedded_model(embedded: Checkpoint) -> None:
-    """The tables, the cache bytes and the weight bytes are compared."""
+    """The embedded model's tables, cache bytes and weight bytes are compared."""
     outline = read_model_config(EMBEDDED_MODEL)
     assert outline.architecture == "LlamaForCausalLM"
     assert outline.native() == embedded.native
@@ -41,7 +41,7 @@ def test_the_embedded_model(embedded: Checkpoint) -> None:
 
 @pytest.mark.parametrize("architecture", SERVED)
 def test_the_config_gives_the_cache_that_probing_finds(architecture: str) -> None:
-    """This holds for every architecture that is served."""
+    """The config gives the probed cache for every architecture that is served."""
     overrides: dict[str, Any] = {}
     if architecture in MULTI_HEAD:
         overrides["num_key_value_heads"] = 4

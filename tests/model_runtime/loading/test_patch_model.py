@@ -51,7 +51,7 @@ def test_served_architectures_answer_as_untouched(
 
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_others_are_refused_by_name(outcomes: dict[str, Outcome], architecture: str) -> None:
-    """A refusal is required, because the model would be served wrongly."""
+    """A model that would be served wrongly is refused by its name."""
     assert outcomes[architecture].refusal
 
 
@@ -73,7 +73,7 @@ def test_the_page_about_models_is_what_was_found(outcomes: dict[str, Outcome]) -
     ],
 )
 def test_a_refusal_says_the_figure(architecture: str, message: str) -> None:
-    """If no figure applies, then the message names the obstacle."""
+    """A refusal to which no figure applies names the obstacle."""
     with pytest.raises(ModelError, match=message):
         taken_over(architecture)
 
@@ -124,7 +124,7 @@ def test_a_window_that_is_ignored_is_seen() -> None:
 
 
 def test_a_rotary_module_that_differs_from_its_config_is_refused() -> None:
-    """Tables are compared to the bit."""
+    """The tables of the module and of its config are compared to the bit."""
     model = tiny_model("llama")
     rotary = model.model.rotary_emb
     rotary.inv_freq = rotary.inv_freq * (1 + 1e-6)
@@ -150,7 +150,7 @@ def test_a_checkpoint_that_carries_scaling_is_taken_over_natively() -> None:
 
 
 def test_an_unfamiliar_rope_block_is_refused_by_field() -> None:
-    """An unknown field is never ignored."""
+    """An unknown field of a rope block is never ignored."""
     model = tiny_model("llama")
     model.config.rope_parameters["mrope_section"] = [1, 2, 3]
     with pytest.raises(ModelError, match="mrope_section"):

@@ -32,7 +32,7 @@ def test_the_stated_general_class_is_not_replaced_by_the_model_types(folder: Pat
 
 
 def test_a_broken_tokenizer_config_is_one_sentence(folder: Path) -> None:
-    """The sentence names the folder, as for every other broken file."""
+    """The error of a broken tokenizer config names the folder, as for every other broken file."""
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ModelError, match=str(folder)):
         load_tokenizer(folder)

@@ -198,7 +198,7 @@ def test_what_cannot_be_recorded_is_queued(
 
 
 def test_other_steps_are_not_replayed(checkpoint: Checkpoint) -> None:
-    """These are prompts beside decodes, decodes without logits, and too many sequences."""
+    """Prompts beside decodes, decodes without logits, and too many sequences are not replayed."""
     record = Again()
     profiles = profiles_of(deployment_of(checkpoint))
     runner = runner_of(checkpoint, record, profiles)

@@ -104,7 +104,7 @@ def test_a_seed_decides_in_any_batch() -> None:
 
 
 def test_temperature_zero_is_the_most_likely_token() -> None:
-    """The seed has no effect."""
+    """The seed has no effect at temperature zero."""
     logits = torch.randn(5, VOCABULARY)
     params = [SamplingParams(temperature=0.0, seed=seed) for seed in range(5)]
     rows = [row_of(each, step) for step, each in enumerate(params)]
@@ -113,14 +113,14 @@ def test_temperature_zero_is_the_most_likely_token() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-5, 9e-6, 1e-40, 5e-324])
 def test_any_low_temperature_is_nearly_greedy(temperature: float) -> None:
-    """The row beside it is sampled as alone."""
+    """A row beside one of a low temperature is sampled as alone."""
     logits = torch.randn(2, VOCABULARY) * 10
     rows = [row_of(SamplingParams(temperature=temperature)), row_of(SamplingParams(seed=1))]
     assert sample(logits, rows) == [int(logits[0].argmax()), sample(logits[1:], rows[1:])[0]]
 
 
 def test_random_numbers_are_uniform_and_differ_by_seed_and_step() -> None:
-    """The interval is [0, 1)."""
+    """The random numbers are uniform on [0, 1)."""
     drawn = [uniform(seed, step) for seed in range(50) for step in range(50)]
     assert len(set(drawn)) == len(drawn)
     assert 0 <= min(drawn) < 0.01
@@ -129,7 +129,7 @@ def test_random_numbers_are_uniform_and_differ_by_seed_and_step() -> None:
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
-    """The alternatives are sorted from the likeliest down."""
+    """The alternatives of a token are sorted from the likeliest down."""
     logits = torch.randn(100, VOCABULARY)
     chosen = torch.randint(VOCABULARY, (100,)).tolist()
     expected = logits.log_softmax(-1)
@@ -160,7 +160,7 @@ def test_repetition_penalty_is_transformers() -> None:
 
 
 def test_presence_and_frequency_penalties_are_openais() -> None:
-    """Only the answer counts: c x frequency + (c > 0) x presence."""
+    """The answer alone is penalised, by c x frequency + (c > 0) x presence."""
     logits = torch.randn(1, VOCABULARY)
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     got = adjusted(logits, [row_of(params, prompt=[7, 7], generated=[3, 4, 4, 4])])[0]
@@ -183,7 +183,7 @@ def test_logit_bias_is_added() -> None:
 
 
 def test_no_end_token_before_min_tokens() -> None:
-    """This holds for greedy and for random sampling."""
+    """Greedy and random sampling both give no end token before min_tokens."""
     logits = torch.full((1, VOCABULARY), -5.0)
     logits[0, 4] = 20.0
     for temperature in (0.0, 1.0):
@@ -241,7 +241,7 @@ def test_a_device_answers_alike_in_one_transfer() -> None:
 
 
 def test_the_first_of_equal_logits_is_the_most_likely() -> None:
-    """Each row has its own tie."""
+    """Each row has a tie of its own."""
     logits = torch.zeros(3, VOCABULARY)
     logits[1, [9, 30]] = 2.0
     logits[2] = -torch.inf

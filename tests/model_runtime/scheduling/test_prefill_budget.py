@@ -17,7 +17,7 @@ def settled(
 
 @pytest.mark.parametrize("seconds_a_token", [1e-4, 4e-4, 1e-3])
 def test_steps_come_to_take_what_they_should(seconds_a_token: float) -> None:
-    """The factor is at most 1.4, for any cost of a token and beside the step's fixed cost."""
+    """Steps come within a factor of 1.4, for any cost of a token and any fixed cost."""
     assert 0.07 < settled(PrefillBudget(0.1, 2048), seconds_a_token, 0.01) < 0.145
 
 
@@ -40,7 +40,7 @@ def test_many_decodes_do_not_crowd_a_prompt_out() -> None:
 
 
 def test_it_follows_when_tokens_become_dearer() -> None:
-    """A token costs more the longer its prompt is."""
+    """A token costs more the longer its prompt is, and the budget follows."""
     pacing = PrefillBudget(0.1, 2048)
     cost = 1e-4
     for _ in range(100):
@@ -59,7 +59,7 @@ def test_chunks_stay_within_limits() -> None:
 
 
 def test_one_slow_step_does_not_undo_it() -> None:
-    """Another process may have delayed that step."""
+    """Another process may have delayed a single slow step."""
     pacing = PrefillBudget(0.1, 2048)
     settled(pacing, 1e-4, 0.0)
     before = pacing.num_tokens()
@@ -89,7 +89,7 @@ def test_a_small_step_is_not_rounded_up() -> None:
 
 @pytest.mark.parametrize("seconds_a_token", [1e-4, 1e-3])
 def test_steps_are_longer_while_no_answer_would_pause(seconds_a_token: float) -> None:
-    """Their durations also set the size of a step beside decodes."""
+    """Steps without decodes also set the size of a step beside decodes."""
     pacing = PrefillBudget(0.1, 2048)
     for _ in range(40):
         long = pacing.num_tokens()
@@ -100,7 +100,7 @@ def test_steps_are_longer_while_no_answer_would_pause(seconds_a_token: float) ->
 
 
 def test_small_steps_say_nothing() -> None:
-    """Most of their time is not spent on their tokens."""
+    """A small step spends most of its time on other things than its tokens."""
     pacing = PrefillBudget(0.1, 2048)
     before = pacing.num_tokens()
     pacing.note(3, 5.0)
@@ -109,7 +109,7 @@ def test_small_steps_say_nothing() -> None:
 
 
 def test_without_a_target_chunks_are_as_large_as_allowed() -> None:
-    """The constant size makes steps comparable."""
+    """Chunks of a constant size make steps comparable."""
     pacing = PrefillBudget(None, 512)
     pacing.note(512, 60.0)
     assert pacing.num_tokens() == 512

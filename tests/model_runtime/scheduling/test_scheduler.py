@@ -91,7 +91,7 @@ def test_short_prompts_do_not_wait_for_the_end_of_a_long_one() -> None:
 
 
 def test_a_prompt_is_not_overtaken_by_one_that_is_no_shorter() -> None:
-    """The remaining tokens of both prompts are compared."""
+    """The scheduler compares the remaining tokens of both prompts."""
     plan = scheduler(kv_cache_tokens=800)
     first, second = sequence(40, salt="first"), sequence(40, salt="second")
     for each in (first, second):
@@ -118,7 +118,7 @@ def test_what_shorter_prompts_cannot_use_is_the_oldests() -> None:
 
 
 def test_the_oldest_prompt_is_read_on_however_many_short_ones_arrive() -> None:
-    """Its speed falls to a quarter at worst."""
+    """The oldest prompt's speed falls to a quarter at worst."""
     plan = scheduler(kv_cache_tokens=800)
     long = sequence(96, salt="long")
     plan.add(long)
@@ -176,7 +176,7 @@ def test_waiting_requests_start_in_order_and_are_not_overtaken() -> None:
 
 
 def test_no_more_sequences_run_than_allowed() -> None:
-    """The limit is max_num_seqs."""
+    """The limit of running sequences is max_num_seqs."""
     plan = scheduler()
     for _ in range(6):
         plan.add(sequence(3))
@@ -185,7 +185,7 @@ def test_no_more_sequences_run_than_allowed() -> None:
 
 
 def test_rows_of_prompt_logprobs_are_bounded_per_step() -> None:
-    """Each row is as wide as the vocabulary."""
+    """A row of prompt logprobs is as wide as the vocabulary."""
     plan = scheduler(max_num_logit_rows=6)
     plan.add(sequence(20, prompt_logprobs=1))
     plan.add(sequence(20, salt="other"))
@@ -193,7 +193,7 @@ def test_rows_of_prompt_logprobs_are_bounded_per_step() -> None:
 
 
 def test_when_pages_run_out_the_last_to_arrive_gives_up_its_own() -> None:
-    """It returns to its old place in the queue; the first request is never preempted."""
+    """A preempted request returns to its old place; the first request is never preempted."""
     plan = scheduler(kv_cache_tokens=48)  # six pages of eight
     first, second, third = sequence(15, 30), sequence(14, 30), sequence(3, 2, salt="other")
     for each in (first, second, third):
@@ -214,7 +214,7 @@ def test_when_pages_run_out_the_last_to_arrive_gives_up_its_own() -> None:
 
 
 def test_a_prefix_that_somebody_is_computing_is_waited_for() -> None:
-    """The pages are then shared, and a request with another prefix does not wait."""
+    """A request waits for pages that another one is computing, and then shares them."""
     plan = scheduler(max_num_batched_tokens=16)
     one, same, other = sequence(40), sequence(40), sequence(5, salt="other")
     for each in (one, same, other):
@@ -232,7 +232,7 @@ def test_a_prefix_that_somebody_is_computing_is_waited_for() -> None:
 
 
 def test_kept_pages_that_it_will_share_are_not_counted_as_room() -> None:
-    """Otherwise the sequence would start and be preempted at once."""
+    """A sequence that counted its shared pages as room would be preempted at once."""
     plan = scheduler(kv_cache_tokens=80)  # ten pages
     first = sequence(40, 1)
     plan.add(first)
@@ -252,7 +252,7 @@ def test_kept_pages_that_it_will_share_are_not_counted_as_room() -> None:
 
 
 def test_after_a_nan_nobody_offers_pages_that_may_be_ill() -> None:
-    """Sequences running then publish no more pages; later sequences do."""
+    """Sequences that run during a NaN publish no more pages; later sequences do."""
     plan = scheduler()
     ill = sequence(40, 4)
     plan.add(ill)
@@ -270,7 +270,7 @@ def test_after_a_nan_nobody_offers_pages_that_may_be_ill() -> None:
 
 
 def test_another_salt_shares_nothing() -> None:
-    """A request with prompt logprobs shares nothing either."""
+    """A request with another salt shares nothing, and neither does one with prompt logprobs."""
     plan = scheduler()
 
     def cached(salt: str, **params: Any) -> int | None:

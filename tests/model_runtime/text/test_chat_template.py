@@ -67,7 +67,7 @@ def test_without_a_template_messages_are_a_transcript(tokenizer: Any) -> None:
 
 
 def test_the_variables_that_a_template_reads_are_known(tokenizer: Any) -> None:
-    """A variable that the template does not read can then be refused."""
+    """A variable that the template does not read can be refused."""
     chat = ChatTemplate(tokenizer, TEMPLATE)
     assert "thinking" in chat.variables
     assert "enable_thinking" not in chat.variables
@@ -78,7 +78,7 @@ def test_the_variables_that_a_template_reads_are_known(tokenizer: Any) -> None:
 
 
 def test_what_the_template_refuses_is_a_request_error(tokenizer: Any) -> None:
-    """The message quotes the template's own words."""
+    """The error of a refused request quotes the template's own words."""
     chat = ChatTemplate(tokenizer, TEMPLATE)
     with pytest.raises(RequestError, match="refuses them: no such role: bard") as raised:
         chat.render([{"role": "bard", "content": "a"}])
@@ -88,7 +88,7 @@ def test_what_the_template_refuses_is_a_request_error(tokenizer: Any) -> None:
 
 
 def test_a_template_cannot_reach_python(tokenizer: Any) -> None:
-    """The template comes with a checkpoint, so a sandbox refuses the attempts."""
+    """A sandbox refuses the attempts, because templates come with checkpoints."""
     for hostile in (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
@@ -99,7 +99,7 @@ def test_a_template_cannot_reach_python(tokenizer: Any) -> None:
 
 
 def test_a_broken_template_is_a_sentence_at_start(tokenizer: Any) -> None:
-    """The sentence states the line."""
+    """The error of a broken template states the line."""
     with pytest.raises(ModelError, match="the chat template, line 2: "):
         ChatTemplate(tokenizer, "a\n{% if %}")
     with pytest.raises(ModelError, match="the chat template, line 1: No filter named 'shouted'"):

@@ -29,7 +29,7 @@ def pieces(text: str, stop: tuple[str, ...] = (), prompt: str = "") -> tuple[lis
 
 @given(TEXT, TEXT)
 def test_pieces_join_to_the_text(text: str, prompt: str) -> None:
-    """This holds for any characters after any prompt."""
+    """The pieces join to the text for any characters after any prompt."""
     sent, stopped = pieces(text, prompt=prompt)
     assert "".join(sent) == text
     assert not stopped

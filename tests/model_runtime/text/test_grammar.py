@@ -74,7 +74,7 @@ def test_every_finished_answer_satisfies_its_schema(
 def test_the_same_alone_and_in_a_batch(
     compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """The bits are equal, for neighbours without a grammar too."""
+    """Answers have equal bits alone and in a batch, for neighbours without a grammar too."""
     grammars = [compiled(compiler, SCHEMAS[name]) for name in ("required", "refs", "any object")]
     requests = [
         held_to(grammar, embedded, seed=seed, max_tokens=60, logprobs=3)
@@ -89,7 +89,7 @@ def test_the_same_alone_and_in_a_batch(
 def test_preemption_and_crossings_change_nothing(
     compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """If a sequence is computed again, then its matcher must not advance a second time."""
+    """A sequence that is computed again must not advance its matcher a second time."""
     grammar = compiled(compiler, {"type": "array", "items": {"type": "integer"}, "minItems": 60})
     prompt = embedded.tokenizer.encode("import os\n" * 100)[:220]
     for policy in ("pinned", "grow", "grow-exact"):
@@ -127,7 +127,7 @@ def test_logprobs_are_those_of_the_raw_logits(
 def test_a_complete_answer_ends_whatever_min_tokens_says(
     compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """If the grammar allows more text, then the answer does reach min_tokens."""
+    """An answer reaches min_tokens only if the grammar allows more text."""
     engine = engines.over(embedded)
     short = held_to(compiled(compiler, {"const": True}), embedded, min_tokens=50)
     number = held_to(compiled(compiler, {"minimum": 1, "type": "integer"}), embedded, min_tokens=12)
@@ -165,7 +165,7 @@ def test_end_tokens_only_where_the_grammar_may_end(
 def test_a_stop_string_ends_the_answer_where_it_stands(
     compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """The answer is then no valid JSON, but the request states the stop string."""
+    """An answer cut by a stop string is no valid JSON, but the request states the string."""
     grammar = compiled(compiler, {"const": {"a": "end here"}})
     found = answer(engines.over(embedded), held_to(grammar, embedded, stop=("end",)))[0]
     assert found.finish_reason is FinishReason.STOP
@@ -174,7 +174,7 @@ def test_a_stop_string_ends_the_answer_where_it_stands(
 
 
 def test_a_model_without_end_tokens_ends_with_its_grammar(engines: EngineFactory) -> None:
-    """Its vocabulary is wider than the tokenizer's, and the unknown tokens are never sampled."""
+    """The model's vocabulary is wider than the tokenizer's; unknown tokens are never sampled."""
     checkpoint = tiny_checkpoint("llama", vocab_size=300)
     schema = {"type": "array", "items": {"enum": ["a", 1, None]}, "maxItems": 3}
     grammar = compiled(GrammarCompiler(checkpoint.tokenizer), schema)
@@ -214,7 +214,7 @@ class _Broken:
 def test_a_fault_of_a_matcher_ends_its_answer_only(
     panics_in: str, compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """That answer ends with an error, and the neighbours answer as alone."""
+    """An answer whose matcher fails ends with an error; the neighbours answer as alone."""
     good = compiled(compiler, SCHEMAS["required"])
     broken = replace(good, matcher=_Broken(good.matcher, panics_in))
     neighbours = [held_to(good, embedded, seed=3), held_to(None, embedded, max_tokens=30)]
@@ -276,7 +276,7 @@ def test_a_schema_that_cannot_be_kept_is_refused_by_name(
 def test_a_hostile_schema_costs_a_bounded_time(
     name: str, compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory
 ) -> None:
-    """The bound covers a refusal, or an answer beside an unconstrained neighbour."""
+    """A bound holds for the time of a refusal, and of an answer beside a neighbour."""
     began = time.monotonic()
     try:
         grammar = compiled(compiler, HOSTILE[name])
@@ -292,7 +292,7 @@ def test_a_hostile_schema_costs_a_bounded_time(
 
 
 def test_a_compile_that_takes_too_long_is_killed(embedded: Checkpoint) -> None:
-    """The compiler is free again afterwards."""
+    """The compiler is free again after a compile that took too long."""
     compiler = GrammarCompiler(embedded.tokenizer, seconds=0.01)
     with pytest.raises(RequestError, match=r"longer than 0.01 seconds .*grammar_compile_seconds"):
         compiled(compiler, ANY_OBJECT)
@@ -302,7 +302,7 @@ def test_a_compile_that_takes_too_long_is_killed(embedded: Checkpoint) -> None:
 def test_a_schema_is_compiled_once(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The grammar is kept as long as it is among the last ones."""
+    """A grammar is kept as long as it is among the last ones."""
     kept = compiled(compiler, {"const": "kept"})
     with monkeypatch.context() as patched:
         patched.setattr(compiler, "_pool", None)
@@ -321,7 +321,7 @@ def _fill(compiler: GrammarCompiler, values: Sequence[int]) -> None:
 def test_only_so_many_schemas_wait(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One more is refused with a QueueFullError, so the client can retry."""
+    """One schema too many is refused with a QueueFullError, so the client can retry."""
     monkeypatch.setattr(grammar_module, "_MAX_WAITING", 0)
     with pytest.raises(QueueFullError, match="schemas wait"):
         compiled(compiler, {"const": "one too many"})

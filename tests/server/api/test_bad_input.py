@@ -103,7 +103,7 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
 def test_refusals_name_the_field(
     server: Server, body: str, param: str | None, message: str
 ) -> None:
-    """The message also states the limit and the value, if the value is a number."""
+    """The message of a refusal states the field, the limit and any value that is a number."""
     answer = post(server, body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -115,7 +115,7 @@ def test_refusals_name_the_field(
 
 
 def test_a_long_bad_list_makes_a_short_answer(server: Server) -> None:
-    """The answer does not repeat an error for each of 12,000 wrong items."""
+    """The answer to a list of 12,000 wrong items does not repeat an error for each."""
     answer = post(server, '{"prompt": [' + "1.5, " * 12_000 + "1.5]}")
     assert answer.status_code == 400
     assert len(answer.content) < 10_000
@@ -123,14 +123,14 @@ def test_a_long_bad_list_makes_a_short_answer(server: Server) -> None:
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_a_wrong_content_type_is_said(server: Server, content_type: str) -> None:
-    """Curl without a header sends a form."""
+    """The form that curl sends without a header is refused by its content type."""
     answer = post(server, '{"prompt": "a"}', **{"Content-Type": content_type})
     assert answer.status_code == 400
     assert "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
 def test_unknown_models_routes_and_methods(server: Server) -> None:
-    """Their errors come in the same envelope, with 404 or 405."""
+    """The errors of unknown names come in the same envelope, with 404 or 405."""
     answer = post(server, '{"prompt": "a", "model": "gpt-\\u00e9"}')
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "model_not_found"
@@ -193,7 +193,7 @@ def test_what_the_cache_cannot_hold_is_refused_by_its_name() -> None:
 def test_a_million_mistakes_are_told_like_one(
     server: Server, route: str, body: dict[str, Any]
 ) -> None:
-    """An error for each of them would block the event loop for seconds."""
+    """An error for each mistake would block the event loop for seconds."""
     answer = httpx.post(f"{server.url}/{route}", json=body, timeout=30)
     assert answer.status_code == 400
     assert len(answer.content) < 2000

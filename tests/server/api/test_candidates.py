@@ -46,7 +46,7 @@ def test_of_each_prompt_one(server: Server) -> None:
 
 @pytest.mark.parametrize("best_of", [1, 3])
 def test_as_many_as_are_returned_is_no_choice(server: Server, best_of: int) -> None:
-    """The order is that of `n`, and the answer may be streamed."""
+    """The candidates come in the order of `n`, and the answer may be streamed."""
     every, _ = choices(server, n=best_of)
     same, _ = choices(server, n=best_of, best_of=best_of)
     assert same == every

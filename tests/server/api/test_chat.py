@@ -154,7 +154,7 @@ def test_without_max_tokens_the_answer_runs_to_the_end_of_its_tier(
 
 
 def test_both_names_of_max_tokens_mean_the_same(chatty: openai.OpenAI) -> None:
-    """OpenAI has an older and a newer name."""
+    """OpenAI has an older and a newer name for max_tokens."""
     for name in ("max_tokens", "max_completion_tokens"):
         answer = chatty.chat.completions.create(model="chatty", **GREEDY, **{name: 3})
         assert answer.usage is not None
@@ -162,7 +162,7 @@ def test_both_names_of_max_tokens_mean_the_same(chatty: openai.OpenAI) -> None:
 
 
 def test_template_variables_reach_the_template(chatty: openai.OpenAI) -> None:
-    """The operator allows this variable."""
+    """A variable that the operator allows reaches the template."""
     answer = chatty.chat.completions.create(
         model="chatty",
         max_tokens=2,
@@ -305,7 +305,7 @@ def test_an_answer_can_be_sent_back_as_it_came(chatty: openai.OpenAI) -> None:
 
 
 def test_values_that_change_nothing_are_accepted(chatty: openai.OpenAI) -> None:
-    """Some clients send these fields by default."""
+    """Some clients send fields by default whose values change nothing."""
     chatty.chat.completions.create(
         model="chatty",
         max_tokens=1,

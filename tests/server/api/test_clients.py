@@ -40,7 +40,7 @@ def test_openai_sync_and_async_answer_alike(server: Server, openai_client: opena
 
 
 def test_openai_raises_its_own_errors(openai_client: openai.OpenAI) -> None:
-    """Applications branch on their class and code."""
+    """Applications branch on the class and code of the client's errors."""
     with pytest.raises(openai.BadRequestError) as raised:
         openai_client.chat.completions.create(
             model="ropewalk-demo", messages=[{"role": "user", "content": "import os\n" * 1500}]

@@ -67,7 +67,7 @@ def test_greedy_tokens_are_transformers(
 def test_a_definition_eight_native_lengths_back_is_found(
     server: Server, openai_client: openai.OpenAI
 ) -> None:
-    """The default scaling finds it; the extrapolated untouched table does not."""
+    """The default scaling finds the definition; the extrapolated untouched table does not."""
     prompt = needle_prompt(server, 2030)
     answer = openai_client.completions.create(**GREEDY, prompt=prompt, max_tokens=5)
     assert answer.choices[0].text == "93175"
@@ -140,7 +140,7 @@ def test_a_stream_says_what_the_whole_answer_says(openai_client: openai.OpenAI) 
 
 
 def test_offsets_point_into_the_text(openai_client: openai.OpenAI) -> None:
-    """The text at each offset is the token's text."""
+    """The text at each offset is the text of the token."""
     answer = openai_client.completions.create(
         **GREEDY, prompt=PROMPT, max_tokens=20, echo=True, logprobs=0
     )
@@ -180,7 +180,7 @@ def test_a_seed_repeats_and_no_seed_does_not(openai_client: openai.OpenAI) -> No
 
 
 def test_stop_strings_end_the_text(openai_client: openai.OpenAI) -> None:
-    """The stop string is no part of the text."""
+    """The text ends before the stop string."""
     whole = openai_client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40).choices[0].text
     stop = whole[10:13]
     cut = openai_client.completions.create(

@@ -83,7 +83,7 @@ def test_both_are_listed_and_say_what_they_apply(two: Server) -> None:
 
 
 def test_both_answer_in_one_batch_as_alone(two: Server) -> None:
-    """The bits are equal, though both run in the same steps."""
+    """Answers of both deployments have equal bits, though both run in the same steps."""
     prompt = short_prompts(two)[0]
     # Less than would place the first on the other's table too, and long enough to be met.
     options = {"prompt": prompt, "max_tokens": 700, "ignore_eos": True, "logprobs": 2}
@@ -140,7 +140,7 @@ def reference(model: Any, prompt: list[int]) -> list[float]:
 
 
 def test_requests_are_counted_by_deployment(two: Server) -> None:
-    """The deployment is a label of the metrics."""
+    """The metrics have the deployment as a label."""
     post(two, "demo-static-8x", prompt="a", max_tokens=1)
     page = httpx.get(f"{two.url}/metrics").text
     assert 'deployment="demo-static-8x",factor="8",finish_reason="length"' in page
@@ -148,7 +148,7 @@ def test_requests_are_counted_by_deployment(two: Server) -> None:
 
 
 def test_an_unknown_name_is_told_which_are_served(two: Server) -> None:
-    """The status is 404."""
+    """The error of an unknown name has the status 404 and lists the served names."""
     answer = httpx.post(f"{two.url}/v1/completions", json={"model": "x", "prompt": "a"})
     assert answer.status_code == 404
     assert answer.json()["error"]["message"].endswith("Served: demo, demo-static-8x.")

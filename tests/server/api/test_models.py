@@ -10,7 +10,7 @@ from tests.processes import Server
 
 
 def test_one_model_by_name(openai_client: openai.OpenAI) -> None:
-    """The openai client retrieves it, with its longest context."""
+    """The openai client retrieves a model with its longest context."""
     model = openai_client.models.retrieve("ropewalk-demo")
     assert model.model_extra == {"max_model_len": 2048}
     with pytest.raises(openai.NotFoundError, match="no/such"):
@@ -44,14 +44,14 @@ def test_detokenize_undoes_tokenize(server: Server, add_special_tokens: bool) ->
 def test_detokenize_refuses_what_is_no_token(
     server: Server, body: dict[str, object], status: int, param: str
 ) -> None:
-    """The error names the field."""
+    """The error of a value that is no token names the field."""
     answer = httpx.post(f"{server.url}/detokenize", json=body)
     assert answer.status_code == status
     assert answer.json()["error"]["param"] == param
 
 
 def test_special_tokens_are_added_to_a_prompt_unless_told(server: Server) -> None:
-    """The field is `add_special_tokens` of /v1/completions."""
+    """The field `add_special_tokens` of /v1/completions adds them by default."""
 
     def num_prompt_tokens(**options: object) -> int:
         body = {"prompt": "import os", "max_tokens": 1, **options}

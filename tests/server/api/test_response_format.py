@@ -59,7 +59,7 @@ def test_a_stream_says_the_same(openai_client: openai.OpenAI) -> None:
 
 
 def test_any_object_is_an_object(openai_client: openai.OpenAI) -> None:
-    """`json_object` works on both routes."""
+    """The type `json_object` works on both routes."""
     choices: list[tuple[str | None, str]] = []
     for seed in range(4):
         chat = openai_client.chat.completions.create(
@@ -163,7 +163,7 @@ def test_what_cannot_be_done_is_refused_by_name(
 
 
 def test_text_is_any_text(server: Server) -> None:
-    """The answer equals one without the field."""
+    """The answer with the type `text` equals one without the field."""
     body: dict[str, Any] = {"prompt": "import os", "seed": 1, "max_tokens": 8}
     texts = [
         httpx.post(f"{server.url}/v1/completions", json={**body, **more}).json()["choices"]
@@ -194,7 +194,7 @@ def test_hostile_schemas_do_not_keep_others_waiting(server: Server) -> None:
 
 
 def test_the_limits_are_the_operators() -> None:
-    """Both settings reach the compiler."""
+    """Both settings of the operator reach the compiler."""
     flags = {"max_schema_bytes": "100", "grammar_compile_seconds": "0.5"}
     service, _ = load_service(load_settings(flags))
     with pytest.raises(Exception, match="at most 100 bytes"):

@@ -41,7 +41,7 @@ def events_of(lines: list[str]) -> list[dict[str, Any]]:
 
 
 def test_headers_keep_proxies_from_buffering(slow: Server) -> None:
-    """One header is nginx's own, the others are standard."""
+    """One header against buffering is nginx's own, the others are standard."""
     body = {"prompt": "a", "max_tokens": 1, "stream": True}
     with httpx.stream("POST", f"{slow.url}/v1/completions", json=body) as answer:
         answer.read()
@@ -130,6 +130,6 @@ def test_progress_says_which_prompt(slow: Server) -> None:
 
 
 def test_without_it_there_is_no_progress(slow: Server) -> None:
-    """The events have no field for it either."""
+    """Events without requested progress have no field for it."""
     body = {"prompt": [7] * 100, "max_tokens": 2, "stream": True, "cache_salt": "none"}
     assert not any("prompt_progress" in line for line in lines_of(slow, body))

@@ -39,7 +39,7 @@ def events_of(body: bytes) -> list[Any]:
 
 
 def test_who_lags_too_far_behind_is_told_and_frees_its_pages(breakable: Server) -> None:
-    """This happens long before the timeout of sending, which is ten minutes here."""
+    """A stream that lags ends long before the timeout of sending, which is ten minutes here."""
     aborted, generated = ended(breakable, "abort"), value(breakable, "generated_tokens_total")
     with opened(breakable, 1, tiny=True) as (sock,):
         sock.sendall(stream_of(_MAX_TOKENS))
@@ -54,7 +54,7 @@ def test_who_lags_too_far_behind_is_told_and_frees_its_pages(breakable: Server) 
 
 
 def test_who_reads_is_never_behind(breakable: Server) -> None:
-    """The same stream, read as it comes, ends with its finish reason."""
+    """The same stream ends with its finish reason if it is read as it comes."""
     with opened(breakable, 1) as (sock,):
         sock.sendall(stream_of(_TAKEN))
         (reply,) = read_replies(sock, 1, 120)

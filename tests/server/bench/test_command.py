@@ -96,7 +96,7 @@ def test_every_request_of_the_report_is_one_that_the_server_counted(measured: Ru
 
 
 def test_the_client_cannot_see_a_first_token_before_the_server_has_it(measured: Run) -> None:
-    """It sees four first tokens less than half a second later in all."""
+    """The client sees four first tokens less than half a second later in all."""
     of_server = measured.counted("time_to_first_token_seconds_sum")
     for each in measured.report["results"]:
         seen = sum(request["time_to_first_token_s"] for request in each["requests"])
@@ -111,7 +111,7 @@ def test_longer_contexts_wait_longer_for_their_first_token(measured: Run) -> Non
 
 
 def test_the_prompts_have_the_length_that_was_asked_for(measured: Run) -> None:
-    """The length is exact, and no token comes from the prefix cache."""
+    """Prompts have the exact length, and no token comes from the prefix cache."""
     for each in measured.report["results"]:
         assert {request["prompt_tokens"] for request in each["requests"]} == {each["context_len"]}
         assert {request["completion_tokens"] for request in each["requests"]} == {OUTPUT}
@@ -167,14 +167,14 @@ def test_lengths_take_turns(measured: Run) -> None:
 
 
 def test_the_plot_is_a_png(measured: Run) -> None:
-    """The size matches the header, and the picture is not blank."""
+    """The picture's size matches its header, and the picture is not blank."""
     assert measured.png[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", measured.png[16:24]) == (1200, 1050)
     assert len(measured.png) > 20_000
 
 
 def test_failed_requests_are_counted_and_told(server: Server, tmp_path: Path) -> None:
-    """The command exits with code 1, without averages and without a plot."""
+    """A run with failed requests exits with code 1, without averages and without a plot."""
     picture = tmp_path / "out.svg"
     ended = run(
         server.url, "--rope", '{"rope_type": "magic"}', "--context-lens", "64,128",
@@ -235,7 +235,7 @@ def test_a_load_that_cannot_begin_ends_with_a_sentence_and_code_2(
 
 
 def test_the_longest_context_that_fits_is_accepted(server: Server) -> None:
-    """The limit is prompt + output - 1 positions, as in the refusal above."""
+    """The limit of a context is prompt + output - 1 positions, as in the refusal."""
     ended = run(server.url, "--context-lens", "2033", "--requests", "1", "--warmup", "0")
     assert ended.exit_code == 0, ended.stderr
 
@@ -281,7 +281,7 @@ def test_percentiles_are_numpys(count: int, percent: float) -> None:
 def test_default_lengths_double_up_to_the_longest(
     max_model_len: int, output: int, expected: list[int]
 ) -> None:
-    """The longest is always included, and no other length is close to it."""
+    """The longest length is always included, and no other length is close to it."""
     found = choose_context_lens(None, max_model_len, output)
     assert list(found) == expected
     assert all(late / early > 4 / 3 for early, late in itertools.pairwise(found))
@@ -329,7 +329,7 @@ def test_words_come_close_to_the_length(length: int) -> None:
 
 @pytest.mark.parametrize("url", ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"])
 def test_the_url_may_end_in_v1(url: str) -> None:
-    """The root is the same with and without it."""
+    """The root of the URL is the same with and without /v1."""
     assert root_of(url) == "http://a:1"
 
 

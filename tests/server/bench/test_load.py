@@ -58,7 +58,7 @@ def test_times_are_those_that_the_server_slept() -> None:
 
 
 def test_without_tokenize_prompts_are_words() -> None:
-    """Their length is the one that the usage states."""
+    """The length of a prompt of words is the one that the usage states."""
     with serving(SseServer(lambda _: QUICK)) as server:
         ended, result = run(server, "--requests", "2")
     assert json.loads(ended.stdout)["settings"]["prompt_kind"] == "words"
@@ -135,7 +135,7 @@ def test_a_failure_of_the_warm_up_is_a_failure() -> None:
 
 
 def test_as_many_are_in_flight_as_were_asked_for() -> None:
-    """The throughput is that of a whole group."""
+    """The throughput is that of a whole group in flight."""
     with serving(SseServer(lambda _: ANSWER)) as server:
         _, result = run(server, "--requests", "6", "--concurrency", "3")
     assert server.most_in_flight == 3

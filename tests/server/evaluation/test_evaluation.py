@@ -181,7 +181,7 @@ def test_table_and_csv_have_what_json_has(measured: Run) -> None:
 
 
 def test_plots_are_pictures(measured: Run) -> None:
-    """The run writes three PNG files."""
+    """The evaluation writes three PNG files."""
     for name in ("perplexity", "retrieval", "depth"):
         assert (measured.folder / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 

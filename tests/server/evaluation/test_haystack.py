@@ -142,7 +142,7 @@ def test_targets_are_the_same_at_every_length_and_do_not_overlap(
 def test_texts_too_short_alone_are_joined_and_too_short_together_refused(
     embedded: Checkpoint,
 ) -> None:
-    """The refusal states the limit."""
+    """The refusal of texts that are too short together states the limit."""
     line = "".join(random.Random(0).choices("abcdefgh \n", k=4000))
     documents = [Document("one", line), Document("two", line)]
     length = len(embedded.tokenizer.encode(line, add_special_tokens=False))
@@ -157,7 +157,7 @@ def test_texts_too_short_alone_are_joined_and_too_short_together_refused(
 
 
 def test_a_text_without_lines_has_no_place_for_needles(embedded: Checkpoint) -> None:
-    """The refusal counts its lines."""
+    """The refusal of a text without enough lines counts its lines."""
     texts = make_texts([Document("one line", "word " * 5000)], embedded.tokenizer, 300)
     plan = dataclasses.replace(PLAN, context_lens=(300,))
     with pytest.raises(EvalError, match="one line has 1 of them; it must have more than 4"):
@@ -178,7 +178,7 @@ def test_wilsons_interval_solves_its_equation(right: int, of: int) -> None:
 
 
 def test_a_mean_has_the_standard_error_of_numpy() -> None:
-    """The perplexity and its interval are the exponentials of these numbers."""
+    """The perplexity and its interval are the exponentials of the mean's numbers."""
     values = [0.3, 1.2, 2.2, 0.9]
     reach = Z * np.std(values, ddof=1) / 2
     found = mean(values)

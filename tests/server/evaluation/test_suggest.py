@@ -72,7 +72,7 @@ def test_retrieval_comes_first() -> None:
 
 
 def test_the_untouched_table_is_no_choice_beyond_its_length() -> None:
-    """A deployment without scaling ends at that length."""
+    """A deployment without scaling ends at the trained length."""
     assert chosen(row(UNTOUCHED, shifted(-1.0), 40), row(PINNED, TEXTS, 40)) == "yarn pinned"
 
 

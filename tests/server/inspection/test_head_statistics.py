@@ -86,7 +86,7 @@ def test_a_layer_keeps_its_own_type_and_window() -> None:
 
 
 def test_interleaved_pairs_come_half_split() -> None:
-    """The formulas assume that order, and Cohere 2 pairs neighbours."""
+    """The formulas assume half-split pairs, and Cohere 2 pairs neighbours."""
     model = tiny_model("cohere2")
     rows_TX = torch.cat(_hooked(model)[0, "k_proj"]).double()
     means = rows_TX.mean(0).reshape(2, 16)
@@ -95,6 +95,6 @@ def test_interleaved_pairs_come_half_split() -> None:
 
 
 def test_a_sequence_is_not_longer_than_the_native_length(llama_checkpoint: Checkpoint) -> None:
-    """It is not longer than the requested number of tokens either."""
+    """A sequence is also no longer than the requested number of tokens."""
     assert sequence_len(llama_checkpoint, 512) == 64
     assert sequence_len(llama_checkpoint, 20) == 20

@@ -195,7 +195,7 @@ def test_layers_with_a_table_of_their_own_keep_it(tmp_path: Path) -> None:
 
 
 def test_layers_without_rotation_expect_the_same_at_every_distance(tmp_path: Path) -> None:
-    """Cohere 2's fourth layer is one; the plot can draw it."""
+    """Cohere 2's fourth layer has no rotation, and the plot can draw it."""
     picture = tmp_path / "out.svg"
     deployment = found(
         saved("cohere2", tmp_path), "--heads", "all", "--sample-tokens", "100", "--plot",
@@ -235,7 +235,7 @@ def test_a_sample_is_the_beginning_of_every_text_then_the_rest(embedded: Checkpo
 
 
 def test_own_text_is_read(loaded: None, tmp_path: Path) -> None:
-    """Another text gives other statistics of the heads."""
+    """A text of the user gives other statistics of the heads."""
     file = tmp_path / "mine.txt"
     file.write_text("for each in range(10):\n    print(each)\n")
     mine = found("--heads", "0", "--sample-text", str(file))["heads"]

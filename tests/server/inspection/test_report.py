@@ -96,7 +96,7 @@ def test_text_has_a_row_per_pair_and_a_column_per_tier() -> None:
 
 
 def test_a_model_with_tables_by_layer_type_says_which_is_scaled(tmp_path: Path) -> None:
-    """Gemma 3 is such a model."""
+    """Gemma 3 is a model with tables by layer type."""
     model = tiny_model("gemma3_text").to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((EMBEDDED_MODEL / "tokenizer.json").read_bytes())
@@ -174,7 +174,7 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
 def test_config_check_refuses_what_serve_would_refuse(
     tmp_path: Path, text: str, message: str
 ) -> None:
-    """Both give the same sentence."""
+    """Config check and serve refuse with the same sentence."""
     file = tmp_path / "ropewalk.yaml"
     file.write_text(text)
     told = []
@@ -187,7 +187,7 @@ def test_config_check_refuses_what_serve_would_refuse(
 
 
 def test_config_check_knows_the_machines_memory(tmp_path: Path) -> None:
-    """Without this check, serve would fail in an allocation, with torch's message."""
+    """Serve would fail in an allocation with torch's message without this check."""
     file = tmp_path / "ropewalk.yaml"
     file.write_text("kv_cache_gib: 100000")
     with pytest.raises(SettingsError, match=r"weights and KV cache need 100000 GiB, this machine"):

@@ -89,13 +89,13 @@ def test_watchers_need_none(client: httpx.Client, path: str) -> None:
 
 @pytest.mark.parametrize("key", ["first", "second", "third", "fourth"])
 def test_any_of_the_keys_opens(client: httpx.Client, key: str) -> None:
-    """Keys come from the flag and from the file."""
+    """The accepted keys come from the flag and from the file."""
     answer = client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
     assert answer.status_code == 200
 
 
 def test_openais_client_sends_its_key_over_tls(guarded: Server, client: httpx.Client) -> None:
-    """With a wrong key, it raises its own AuthenticationError."""
+    """OpenAI's client with a wrong key raises its own AuthenticationError."""
     # Not as a context: it would close the client that the other tests use.
     known = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="second", http_client=client)
     assert known.completions.create(model="ropewalk-demo", prompt="a", max_tokens=1).id
@@ -122,13 +122,13 @@ def test_only_named_origins_may_ask(client: httpx.Client) -> None:
 
 
 def test_without_the_setting_no_origin_may(server: Server) -> None:
-    """Access is closed by default."""
+    """Browsers of other origins have no access by default."""
     answer = httpx.get(f"{server.url}/v1/models", headers={"Origin": "https://example.org"})
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
 def test_a_request_id_is_kept_or_given(server: Server) -> None:
-    """This holds on errors too; an id that could break a header or a log is replaced."""
+    """Errors have a request id too; an id that could break a header or a log is replaced."""
     for path in ("/v1/models", "/no/such/route"):
         own = httpx.get(server.url + path, headers={"X-Request-Id": "abc-1/2"})
         assert own.headers["x-request-id"] == "abc-1/2"

@@ -125,7 +125,7 @@ def test_stale_keys_equal_a_forward_whose_rows_were_rotated_at_their_own_time(
 def test_pinned_and_grow_exact_equal_a_forward_under_the_last_table(
     pair: tuple[PreTrainedModel, Checkpoint], policy: CrossingPolicy
 ) -> None:
-    """The reference is transformers' forward, within 1e-4."""
+    """Both policies agree within 1e-4 with transformers' forward."""
     untouched, checkpoint = pair
     window = window_of(2)
     tokens = [*window.prompt_ids, *window.forced_ids]
@@ -136,7 +136,7 @@ def test_pinned_and_grow_exact_equal_a_forward_under_the_last_table(
 def test_the_policies_differ_after_a_crossing(
     pair: tuple[PreTrainedModel, Checkpoint],
 ) -> None:
-    """Without a difference, the comparisons above would prove nothing."""
+    """The comparisons of the policies would prove nothing without a difference."""
     window = window_of(2)
     nll = {
         policy: torch.tensor(outcome(pair[1], policy, window).nll)

@@ -98,7 +98,7 @@ def test_a_wrong_file_names_file_setting_and_value(tmp_path: Path, text: str, me
 
 
 def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
-    """A file that is not UTF-8 gets a sentence too."""
+    """A file that is not UTF-8 gets a sentence like a missing one."""
     with pytest.raises(SettingsError, match=r"config: cannot read .*: No such file"):
         load_settings({"config": str(tmp_path / "none.yaml")})
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
@@ -107,7 +107,7 @@ def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_deployments_come_from_a_flag_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text is JSON, and the environment may hold it as well."""
+    """The flag's text is JSON, and the environment may hold it as well."""
     text = '[{"name": "a", "rope_scaling": {"rope_type": "linear", "factor": 2}}]'
     monkeypatch.setenv("ROPEWALK_DEPLOYMENTS", text)
     for flags in ({}, {"deployments": text}):
@@ -117,7 +117,7 @@ def test_deployments_come_from_a_flag_too(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_lists_and_json_are_read_from_strings() -> None:
-    """Flags and variables are strings."""
+    """Flags and variables hold lists and JSON as strings."""
     settings = load_settings(
         {
             "rope_tiers": "1,2,4.5",
@@ -165,13 +165,13 @@ def test_lists_and_json_are_read_from_strings() -> None:
 def test_a_wrong_value_names_setting_value_and_what_is_accepted(
     flags: dict[str, Any], message: str
 ) -> None:
-    """Each mistake takes one line."""
+    """Each wrong value takes one line of the message."""
     with pytest.raises(SettingsError, match=message):
         load_settings(flags)
 
 
 def test_names_may_have_spaces_round_their_commas() -> None:
-    """An empty text is an empty list."""
+    """An empty text is an empty list of names."""
     settings = load_settings(
         {"allowed_rope_types": "yarn, linear", "allowed_chat_template_kwargs": ""}
     )
@@ -188,7 +188,7 @@ def test_a_size_of_the_cache_takes_the_place_of_the_files(tmp_path: Path) -> Non
 
 
 def test_a_misspelt_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default is not used silently."""
+    """A misspelt variable does not silently leave the default."""
     monkeypatch.setenv("ROPEWALK_MAX_NUM_SEQ", "7")
     with pytest.raises(
         SettingsError, match="ROPEWALK_MAX_NUM_SEQ in the environment is no setting"
@@ -197,7 +197,7 @@ def test_a_misspelt_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_setting_has_a_help_text() -> None:
-    """The text ends with a full stop."""
+    """Every help text ends with a full stop."""
     for name, field in ServeSettings.model_fields.items():
         assert field.description, name
         assert field.description.endswith("."), name

@@ -89,7 +89,7 @@ def test_a_context_is_no_longer_than_the_cache(embedded: Checkpoint) -> None:
 def test_no_room_for_a_page_is_told_with_all_numbers(
     embedded: Checkpoint, step_bytes: int, left: str
 ) -> None:
-    """The message also names the settings that make room."""
+    """The message about missing room also names the settings that make room."""
     memory = replace(MEMORY, step_bytes=step_bytes)
     with pytest.raises(SettingsError) as raised:
         plan_serving(load_settings({}), facts(embedded, memory))
@@ -104,7 +104,7 @@ def test_no_room_for_a_page_is_told_with_all_numbers(
 
 @pytest.mark.parametrize("size", [{"kv_cache_tokens": "640"}, {"kv_cache_gib": "0.005"}])
 def test_a_size_that_is_given_is_not_measured(embedded: Checkpoint, size: dict[str, str]) -> None:
-    """The banner has no line about a measurement."""
+    """The banner of a given size has no line about a measurement."""
     asked: list[Any] = []
     plan = plan_serving(load_settings(size), facts(embedded, MEMORY, asked))
     assert plan.capacity == 640

@@ -106,7 +106,7 @@ def test_the_port_answers_while_the_model_loads(tmp_path: Path) -> None:
 
 
 def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
-    """The exit code is 0, without a traceback."""
+    """A signal while loading gives exit code 0, without a traceback."""
     with process(tmp_path) as started:
         started.get("/live")
         started.process.send_signal(signal.SIGTERM)
@@ -118,7 +118,7 @@ def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
 def test_on_a_signal_who_is_inside_finishes_and_nobody_else_is_let_in(
     tmp_path: Path, sig: signal.Signals
 ) -> None:
-    """New requests get 503, and the process exits with code 0."""
+    """New requests get 503 after a signal, and the process exits with code 0."""
     with process(tmp_path) as started:
         started.wait_for("listening on")
         lines: list[str] = []
@@ -140,7 +140,7 @@ def test_on_a_signal_who_is_inside_finishes_and_nobody_else_is_let_in(
 
 
 def test_what_does_not_finish_in_time_ends_with_an_error_event(tmp_path: Path) -> None:
-    """The process still exits with code 0."""
+    """A process that ends streams with an error event still exits with code 0."""
     with process(tmp_path, "--shutdown-timeout-seconds", "0.5") as started:
         started.wait_for("listening on")
         lines: list[str] = []

@@ -46,7 +46,7 @@ BAD = [
 
 
 def test_the_log_holds_neither_prompts_nor_keys_nor_salts(breakable: Server) -> None:
-    """The requests are answered, refused, unreadable or failed, or have a wrong key."""
+    """The logged requests are answered, refused, unreadable or failed, or have a wrong key."""
     first = len(breakable.log)
     with httpx.Client(base_url=breakable.url, headers=AUTHORIZED, timeout=60) as client:
         for path, body in GOOD:

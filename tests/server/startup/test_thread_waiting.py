@@ -12,7 +12,7 @@ _SHOW = "from server.startup.thread_waiting import wait_briefly; wait_briefly();
 
 
 def test_the_environment_may_say_otherwise() -> None:
-    """A variable that is set stays, and no other is added."""
+    """A variable that the environment sets stays, and no other is added."""
     for said in ({"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}):
         environment = dict(said)
         wait_briefly(environment)
@@ -24,7 +24,7 @@ def test_the_environment_may_say_otherwise() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp is Linux's")
 def test_torchs_openmp_takes_it() -> None:
-    """The variable is set before the library reads it."""
+    """The variable is set before torch's OpenMP reads it."""
     quiet = {
         name: value
         for name, value in os.environ.items()
