@@ -144,7 +144,7 @@ def test_what_the_cache_does_is_not_done_before(
 def test_a_long_context_costs_no_operator_and_no_byte_more(
     llama_checkpoint: Checkpoint, sampling: dict[str, Any]
 ) -> None:
-    """This catches a gathered context, a mask as long as it, and a cache that is copied."""
+    """The test catches a gathered context, a mask as long as it, and a cache that is copied."""
     found = []
     for num_prompt in (40, 700):
         core = decoding(
@@ -206,7 +206,7 @@ class Calls:
 def test_the_engines_own_work_is_bounded_by_the_sequences(
     llama_checkpoint: Checkpoint, num_prompt: int
 ) -> None:
-    """This catches Python loops over tokens, pages or pairs of sequences beside the model."""
+    """The bound catches Python loops over tokens, pages or pairs of sequences."""
     calls = {}
     for batch in (1, 8):
         core = decoding(llama_checkpoint, Silent(llama_checkpoint, "x"), batch, num_prompt)

@@ -157,7 +157,7 @@ def test_bfloat16_pages_are_read_exactly(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_layer_without_rotation_ignores_the_profile() -> None:
-    """Such a layer rotates zero pairs, so its scores are plain dot products."""
+    """A layer without rotation turns zero pairs, so its scores are plain dot products."""
     case = Case()
     tables = RopeTables(case.native, 16, 256, CPU)
     for profile in case.profiles:

@@ -83,7 +83,7 @@ def test_langchain_invokes_streams_and_binds(server: Server) -> None:
 
 
 def test_lm_evaluation_harness_scores_as_transformers_does(server: Server, tmp_path: Path) -> None:
-    """Its `local-completions` model tokenises through the server; its `hf` model is compared."""
+    """The harness tokenises through the server, and its `hf` model is the reference."""
     ended = subprocess.run(
         [sys.executable, "-m", "tests.server.harness", str(tmp_path), server.url],
         capture_output=True,

@@ -74,7 +74,7 @@ def block(text: str, title: str) -> list[list[str]]:
 
 
 def test_the_bound_is_that_of_the_tables_shown() -> None:
-    """It follows from each tier's wavelengths and attention factor, and from no scaling."""
+    """The bound follows from each tier's wavelengths and attention factor, and from no scaling."""
     deployment = found()["deployments"][0]
     decay = deployment["decay"]
     assert decay["distances"] == DISTANCES
