@@ -37,6 +37,7 @@ def test_rows_before_the_first_are_not_computed(
     shapes: list[tuple[int, int]] = []
 
     def note(spans: Sequence[Span], logits_RV: Tensor) -> None:
+        assert isinstance(logits_RV, Tensor)
         shapes.append((sum(len(span.token_ids) for span in spans), len(logits_RV)))
 
     RunnerSpy(engine, note)
