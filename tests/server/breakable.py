@@ -31,7 +31,11 @@ def break_on_signals() -> None:
 
     dies, fails, flows = threading.Event(), threading.Event(), threading.Event()
     flows.set()
-    step, run, engine_died = EngineCore.step, ModelRunner.run, GracefulServer._engine_died
+    step, prepare, engine_died = (
+        EngineCore.step,
+        ModelRunner.prepare,
+        GracefulServer._engine_died,
+    )
 
     def breakable_step(core: EngineCore) -> int:
         if dies.is_set():
@@ -39,11 +43,11 @@ def break_on_signals() -> None:
         flows.wait()
         return step(core)
 
-    def breakable_run(runner: ModelRunner, *arguments: Any) -> Any:
+    def breakable_prepare(runner: ModelRunner, *arguments: Any) -> Any:
         if fails.is_set():
             fails.clear()
             raise RuntimeError("out of chalk")
-        return run(runner, *arguments)
+        return prepare(runner, *arguments)
 
     def slowly(server: GracefulServer) -> None:
         time.sleep(_DYING_S)
@@ -51,7 +55,7 @@ def break_on_signals() -> None:
 
     for owner, name, placeholder in (
         (EngineCore, "step", breakable_step),
-        (ModelRunner, "run", breakable_run),
+        (ModelRunner, "prepare", breakable_prepare),
         (GracefulServer, "_engine_died", slowly),
     ):
         setattr(owner, name, placeholder)
