@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor
 from model_runtime.cpu_kernels.elementwise import gated
-from model_runtime.cpu_kernels.simd import (
-    WIDTH,
-)
+from model_runtime.cpu_kernels.simd import WIDTH
+from model_runtime.layers.equivalence import equal_by_row, first_equivalent, trial_rows
 from model_runtime.layers.merged_linear import MergedPart
 from model_runtime.layers.packed_linear import PackedLinear, RowwiseActivation
 from model_runtime.layers.packed_product import PackedProduct
@@ -73,20 +72,5 @@ def _as_gated(module: nn.Module) -> GatedMlp | None:
     ):
         return None
     mlp = GatedMlp(halves[0].product, downs[0].product)
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(1, len(_TRIAL_SCALES), halves[0].in_features, generator=generator)
-    dtype = halves[0].weight.dtype
-    x = (noise * torch.tensor(_TRIAL_SCALES)[:, None]).to(dtype)
-    try:
-        expected = module(x)
-    except Exception:  # noqa: BLE001  # code of a checkpoint; what cannot take rows is no such block
-        return None
-    return mlp if _are_alike(mlp(x), expected) else None
-
-
-def _are_alike(answer: Tensor, expected: Tensor) -> bool:
-    """Return whether each row differs by rounding only."""
-    if answer.shape != expected.shape or answer.dtype != expected.dtype:
-        return False
-    apart = (answer.float() - expected.float()).norm(dim=-1)
-    return bool((apart <= _ROUNDING[expected.dtype] * expected.float().norm(dim=-1)).all())
+    trial = trial_rows(halves[0].in_features, _TRIAL_SCALES)[None].to(halves[0].weight.dtype)
+    return first_equivalent(module, [(mlp, equal_by_row(_ROUNDING))], trial)

@@ -21,6 +21,12 @@ from torch import Tensor, nn
 from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor
 from model_runtime.cpu_kernels.elementwise import normalize
 from model_runtime.cpu_kernels.trials import kernel_fault
+from model_runtime.layers.equivalence import (
+    IsEqual,
+    equal_by_scale,
+    first_equivalent,
+    trial_rows,
+)
 from model_runtime.layers.replace_modules import swap_modules
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -41,10 +47,10 @@ class RmsNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm, same shape and dtype."""
         # numpy reshapes here, because torch takes twice as long for each of these calls.
-        numbers = as_numpy(x.contiguous())
-        out = np.empty_like(numbers)
+        values = as_numpy(x.contiguous())
+        out = np.empty_like(values)
         rows = (-1, len(self.scale_D))
-        normalize(numbers.reshape(rows), self.scale_D, self.eps, out.reshape(rows))
+        normalize(values.reshape(rows), self.scale_D, self.eps, out.reshape(rows))
         return as_tensor(out, x.dtype)
 
 
@@ -67,14 +73,14 @@ def replace_norms(model: nn.Module) -> None:
     swap_modules(model, _as_norm)
 
 
-def _candidates(weight: nn.Parameter, eps: float) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Yield the possible norms on the weight's device, each with its scale of a row."""
+def _candidates(weight: nn.Parameter, eps: float) -> Iterator[tuple[nn.Module, IsEqual]]:
+    """Yield the possible norms on the weight's device, each with its comparison."""
     wide_D = weight.detach().float()
     if weight.device.type != "cpu" or kernel_fault() is not None:
-        yield TorchRmsNorm(weight, eps), wide_D
+        yield TorchRmsNorm(weight, eps), equal_by_scale(_ROUNDING, wide_D)
         return
     for scale_D in (wide_D, 1.0 + wide_D):
-        yield RmsNorm(weight, scale_D, eps), scale_D
+        yield RmsNorm(weight, scale_D, eps), equal_by_scale(_ROUNDING, scale_D)
 
 
 def _as_norm(module: nn.Module) -> nn.Module | None:
@@ -91,30 +97,6 @@ def _as_norm(module: nn.Module) -> nn.Module | None:
         or len(inspect.signature(module.forward).parameters) != 1
     ):
         return None
-    generator = torch.Generator().manual_seed(0)
-    noise_RD = torch.randn(len(_TRIAL_SCALES), len(weight), generator=generator) + _TRIAL_SHIFT
-    x_RD = (noise_RD * torch.tensor(_TRIAL_SCALES)[:, None]).to(weight.device, weight.dtype)
-    try:
-        expected_RD = module(x_RD)
-    except Exception:  # noqa: BLE001  # code of a checkpoint; what cannot take rows is no row norm
-        return None
-    if expected_RD.shape != x_RD.shape or expected_RD.dtype != x_RD.dtype:
-        return None
-    for norm, scale_D in _candidates(weight, eps):
-        if _are_alike(norm(x_RD), expected_RD, scale_D):
-            return norm
-    return None
-
-
-def _are_alike(answer_RD: Tensor, expected_RD: Tensor, scale_D: Tensor) -> bool:
-    """Return whether the outputs differ by rounding only.
-
-    The outputs are divided by their scales first, because small scales make small outputs.
-    """
-    seen_D = scale_D != 0
-    rounding = _ROUNDING[expected_RD.dtype]
-    answer_RD, expected_RD = (
-        each_RD.float()[:, seen_D] / scale_D[seen_D] for each_RD in (answer_RD, expected_RD)
-    )
-    is_alike = torch.allclose(answer_RD, expected_RD, rtol=rounding, atol=rounding)
-    return is_alike and bool(seen_D.any())
+    trial_RD = trial_rows(len(weight), _TRIAL_SCALES, _TRIAL_SHIFT)
+    trial_RD = trial_RD.to(weight.device, weight.dtype)
+    return first_equivalent(module, _candidates(weight, eps), trial_RD)

@@ -1,0 +1,89 @@
+"""Trials of replacements: nothing is trusted by name.
+
+Every architecture has its own classes for the same formulas. So a replacement is compared with the
+module of the checkpoint on the same inputs, and is kept only if the outputs agree. The criteria are
+relative: a small weight makes small outputs, and would hide another formula from an absolute bound.
+
+Three comparisons of this server are not made here. `choose_forward.py` compares whole steps of the
+engine, over a cache and to the bit. The trial in `packed_product.py` compares a library with our
+own sums, and `way_trial.py` compares a product with itself. An error of these must be seen by the
+caller, while an error of a module means here that it takes other inputs.
+
+Shapes: R = rows, D = dimensions of a row.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+# Gets the output of a candidate and the output of the module; shape and number type are the same.
+IsEqual = Callable[[Tensor, Tensor], bool]
+Rounding = Mapping[torch.dtype, float]  # the largest relative difference, by number type
+
+
+def trial_rows(num_dims: int, scales: Sequence[float], shift: float = 0.0) -> Tensor:
+    """Return random float32 rows [R, D], one for each scale; they are the same in every call.
+
+    `shift` is the mean of a row before it is scaled.
+    """
+    generator = torch.Generator().manual_seed(0)
+    noise_RD = torch.randn(len(scales), num_dims, generator=generator) + shift
+    return noise_RD * torch.tensor(scales)[:, None]
+
+
+@torch.inference_mode()
+def first_equivalent(
+    module: nn.Module, candidates: Iterable[tuple[ModuleT, IsEqual]], trial: Tensor
+) -> ModuleT | None:
+    """Return the first candidate whose output is equal to the module's; None if there is none.
+
+    A module that raises an error for the trial's input is of another kind, so the result is None.
+    An error of a candidate is raised, because candidates are our own code.
+    """
+    try:
+        expected = module(trial)
+    except Exception:  # noqa: BLE001  # code of a checkpoint raises any type
+        return None
+    if not isinstance(expected, Tensor):
+        return None
+    for candidate, is_equal in candidates:
+        output = candidate(trial)
+        if (
+            output.shape == expected.shape
+            and output.dtype == expected.dtype
+            and is_equal(output, expected)
+        ):
+            return candidate
+    return None
+
+
+def equal_by_row(rounding: Rounding) -> IsEqual:
+    """Return a comparison relative to the norm of each row of the module's output."""
+
+    def is_equal(output: Tensor, expected: Tensor) -> bool:
+        apart = (output.float() - expected.float()).norm(dim=-1)
+        # NaN is above any bound.
+        return bool((apart <= rounding[expected.dtype] * expected.float().norm(dim=-1)).all())
+
+    return is_equal
+
+
+def equal_by_scale(rounding: Rounding, scale_D: Tensor) -> IsEqual:
+    """Return a comparison of rows [R, D] after division by the scale of each dimension.
+
+    A scale of zero shows nothing; if all scales are zero, then no output is equal.
+    """
+    seen_D = scale_D != 0
+
+    def is_equal(output_RD: Tensor, expected_RD: Tensor) -> bool:
+        bound = rounding[expected_RD.dtype]
+        output_RD, expected_RD = (
+            each_RD.float()[:, seen_D] / scale_D[seen_D] for each_RD in (output_RD, expected_RD)
+        )
+        is_near = torch.allclose(output_RD, expected_RD, rtol=bound, atol=bound)
+        return is_near and bool(seen_D.any())
+
+    return is_equal
