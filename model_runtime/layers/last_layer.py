@@ -1,14 +1,14 @@
 """The last layer of a patched model, computed only for the tokens that need logits.
 
 The last layer must write every token's key and value, because later tokens read them. The rest of
-the layer leads to logits, and most tokens of a prompt need none. So if a step needs few logits, the
-layer's own forward is called twice. The first call has all rows and ends after their keys and
-values are written. The second call has the requested rows only, and they go on to the final norm
-and the logits.
+the layer leads to logits, and most tokens of a prompt need none. So the layer is pruned: if a step
+needs few logits, the layer's own forward is called twice. The first call has all rows and ends
+after their keys and values are written. The second call has the requested rows only, and they go on
+to the final norm and the logits.
 
 Outside attention, rows do not depend on each other, so the logits stay the same. They are the same
 to the bit if products are (packed_linear.py). A model's structure does not prove that it allows
-this: self_check.py tests the model, and undoes `trim` if the test fails.
+this: choose_forward.py tests the model, and restores the layer if the test fails.
 
 Shapes: R = rows that go on.
 """
@@ -22,7 +22,7 @@ from model_runtime.attention.paged_attention import STEP, AttentionCall, LayerPl
 from model_runtime.batch import Batch, Span
 from model_runtime.errors import ModelError
 
-_FEWEST_SPARED = 8  # rows; if fewer are saved, a second call costs more time than it saves
+_MIN_SPARED = 8  # rows; if fewer are saved, a second call costs more time than it saves
 
 
 class _WrittenError(Exception):
@@ -39,18 +39,23 @@ class WritingStep(Protocol):
         """Write keys and values of the step's tokens to the cache."""
 
 
-class AskedStep:
-    """A step with all tokens up to the last layer's keys and values, and with few after that."""
+class PrunedStep:
+    """A step with all tokens up to the last layer's keys and values, then with the logits rows."""
 
     def __init__(
-        self, every: WritingStep, asked: WritingStep, rows_R: Tensor, last_layer: int
+        self, every: WritingStep, pruned: WritingStep, rows_R: Tensor, last_layer: int
     ) -> None:
-        """Combine two steps. `rows_R`: indices of the tokens of `asked` in `every`."""
+        """Combine two steps. `rows_R`: indices of the tokens of `pruned` in `every`."""
         self.every = every
-        self.asked = asked
+        self.pruned = pruned
         self.last_layer = last_layer
         self._is_written = False
         self.rows_R = rows_R
+
+    @property
+    def asked(self) -> WritingStep:
+        """Return `pruned`; fused_decoder.py uses the former name."""
+        return self.pruned
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """Return the attention's output, [1, T, H, V]; in the last layer [1, R, H, V]."""
@@ -63,7 +68,7 @@ class AskedStep:
                     f"layer {layer_idx} reads {num_rows} rows. Asked for: layer "
                     f"{self.last_layer}, {len(self.rows_R)} rows"
                 )
-            return self.asked.attend(layer_idx, call)
+            return self.pruned.attend(layer_idx, call)
         if layer_idx != self.last_layer:
             return self.every.attend(layer_idx, call)
         self.every.write(layer_idx, call)
@@ -72,7 +77,7 @@ class AskedStep:
 
 
 class _TwoCalls:
-    """The forward of a trimmed layer, which calls the layer's own forward twice."""
+    """The forward of a pruned layer, which calls the layer's own forward twice."""
 
     def __init__(self, layer: nn.Module, layer_idx: int) -> None:
         self._forward = layer.forward
@@ -80,7 +85,7 @@ class _TwoCalls:
 
     def __call__(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
         step = named.get(STEP)
-        if not isinstance(step, AskedStep):
+        if not isinstance(step, PrunedStep):
             return self._forward(hidden_states, *arguments, **named)
         try:
             return self._forward(hidden_states, *arguments, **named)
@@ -100,7 +105,7 @@ def _at_rows(thing: Any, num_tokens: int, rows_R: Tensor) -> Any:
     return thing
 
 
-def trim(model: nn.Module, plans: Mapping[int, LayerPlan]) -> None:
+def prune(model: nn.Module, plans: Mapping[int, LayerPlan]) -> None:
     """Give the last layer the two calls, in place; without a list of layers, do nothing."""
     last = max(plans)
     for layers in model.modules():
@@ -111,39 +116,39 @@ def trim(model: nn.Module, plans: Mapping[int, LayerPlan]) -> None:
                 return
 
 
-def untrim(model: nn.Module) -> None:
+def restore(model: nn.Module) -> None:
     """Restore the last layer's own forward."""
     for layer in model.modules():
         if isinstance(vars(layer).get("forward"), _TwoCalls):
             del layer.forward
 
 
-def trimmed_layer(model: nn.Module) -> int | None:
-    """Return the index of the trimmed layer; None if there is none."""
+def pruned_layer(model: nn.Module) -> int | None:
+    """Return the index of the pruned layer; None if there is none."""
     forwards = (vars(layer).get("forward") for layer in model.modules())
     return next((each.layer_idx for each in forwards if isinstance(each, _TwoCalls)), None)
 
 
-def asked_spans(spans: Sequence[Span]) -> list[Span] | None:
+def pruned_spans(spans: Sequence[Span]) -> list[Span] | None:
     """Return the spans cut to the tokens that need logits; None if that saves little.
 
     If no token needs logits, the result is the last token, without a row of logits.
     """
     num_rows = sum(len(span.logit_rows) for span in spans)
     num_spared = sum(len(span.token_ids) for span in spans) - num_rows
-    if num_spared < max(num_rows, _FEWEST_SPARED):
+    if num_spared < max(num_rows, _MIN_SPARED):
         return None
     if num_rows == 0:
         last = spans[-1]
         return [_cut(last, len(last.token_ids) - 1, len(last.token_ids))._replace(logit_rows=())]
-    asked = []
+    pruned = []
     for span in spans:
         rows = span.logit_rows
         if rows:
             if rows[-1] + 1 - rows[0] != len(rows):
                 return None  # the rows are not consecutive
-            asked.append(_cut(span, rows[0], rows[-1] + 1))
-    return asked
+            pruned.append(_cut(span, rows[0], rows[-1] + 1))
+    return pruned
 
 
 def _cut(span: Span, first: int, behind: int) -> Span:
@@ -156,9 +161,14 @@ def _cut(span: Span, first: int, behind: int) -> Span:
     )
 
 
-def asked_rows(batch: Batch) -> Tensor:
-    """Return the indices of the tokens of `asked_spans` in the batch of all spans, int64 [R]."""
+def logits_indices(batch: Batch) -> Tensor:
+    """Return the indices of the tokens of `pruned_spans` in the batch of all spans, int64 [R]."""
     if len(batch.logit_rows_R):
         return batch.logit_rows_R
     last = batch.token_ids_1T.shape[1] - 1
     return batch.logit_rows_R.new_full((1,), last)
+
+
+# Former names, which runner/ and fused_decoder.py use.
+AskedStep = PrunedStep
+asked_spans, asked_rows, trimmed_layer = pruned_spans, logits_indices, pruned_layer

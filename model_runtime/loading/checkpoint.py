@@ -20,7 +20,6 @@ from model_runtime.errors import ModelError
 from model_runtime.layers import (
     fused_decoder,
     gated_mlp,
-    last_layer,
     merged_linear,
     packed_linear,
     rms_norm,
@@ -28,11 +27,17 @@ from model_runtime.layers import (
 from model_runtime.layers.merged_linear import shared_inputs
 from model_runtime.layers.probe import text_config
 from model_runtime.layers.way_trial import choose_way
+from model_runtime.loading.choose_forward import choose_forward
 from model_runtime.loading.load_faults import faults_of
 from model_runtime.loading.model_config import read_model_config
 from model_runtime.loading.patch_model import patch_model, read_native_rope
 from model_runtime.loading.pretrained import from_pretrained, load_tokenizer
-from model_runtime.loading.self_check import Report, check, untouched_answers
+from model_runtime.loading.self_check import (
+    PagedPrompts,
+    SelfCheckReport,
+    check,
+    original_logits,
+)
 from model_runtime.text.tokenizer import Tokenizer
 from rope import NativeRope
 
@@ -58,7 +63,7 @@ class Checkpoint:
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
-    report: Report  # of the self-check
+    report: SelfCheckReport  # of the self-check
     products: str  # layout of the weights and kernel of their products
 
 
@@ -104,7 +109,7 @@ def prepare_model(
     parameter = next(model.parameters())
     native = read_native_rope(model)
     _log.info("self_check", model=type(model).__name__)
-    expected = untouched_answers(model, native)
+    original = original_logits(model, native)
     plans = patch_model(model, native)
     has_kernels = backend_for(parameter.device) is CpuAttention
     products = _BY_TORCH
@@ -116,9 +121,9 @@ def prepare_model(
     else:
         merged_linear.join(model, shared_inputs(model))
     rms_norm.replace_norms(model)
-    last_layer.trim(model, plans)
-    simpler = fused_decoder.recognised(model, plans) if has_kernels else None
-    report = check(model, plans, native, expected, simpler)
+    prompts = PagedPrompts(model, plans, native, original)
+    fused = fused_decoder.recognised(model, plans) if has_kernels else None
+    report = choose_forward(prompts, check(prompts), fused)
     vocab_size = text_config(model).vocab_size
     return Checkpoint(
         model,

@@ -4,12 +4,15 @@ The original model runs first and is then patched in place, so the weights are n
 The prompts are short random token ids. During the check, sliding windows are smaller than the long
 prompt, so that an ignored window changes the logits.
 
+The check changes nothing in the model. `choose_forward.py` follows it and makes the forward faster.
+
 Shapes: T = tokens of a prompt, V = vocabulary.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,29 +23,27 @@ from model_runtime.attention.paged_attention import LayerPlan
 from model_runtime.batch import Span
 from model_runtime.cache.rope_tables import RopeTables
 from model_runtime.errors import ModelError
-from model_runtime.layers.fused_decoder import DecoderLayers, restore
-from model_runtime.layers.last_layer import trimmed_layer, untrim
 from model_runtime.layers.probe import text_config
 from model_runtime.loading.patch_model import rotary_modules
 from model_runtime.runner.model_runner import ModelRunner
 from rope import ALL_LAYERS, NativeRope, Profile, Yarn
 
-_LONG, _SHORT = 48, 29  # tokens of the two prompts
+_LONG_LEN, _SHORT_LEN = 48, 29  # tokens of the two prompts
 _WINDOW = 16  # size of every sliding window during the check
 _PAGE_SIZE = 16
-_FIRST_CHUNK, _DECODED = 31, 7  # pieces of the long prompt: 31, then 10, then 7 single tokens
-_FEW_ROWS = 2  # only these last tokens have logits in one of the checks
+# The long prompt is also run in pieces: the tokens up to 31, then up to 41, then single tokens.
+FIRST_CHUNK_END, DECODE_START = 31, 41
 # The scaled profile: it interpolates most pairs even within 48 tokens, and has a temperature.
 _SCALED = Yarn(factor=4.0, original_max_position_embeddings=64)
 # Allowed difference: this multiple of the model's own difference between eager and sdpa attention,
 # but at least this fraction of the logits' standard deviation.
 _TIMES_OWN_DIFFERENCE = 5.0
-_LEAST_SHARE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_MIN_SHARE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """The logits of the original model."""
+class OriginalLogits:
+    """The prompts of the check, and their logits from the original model."""
 
     long_ids: list[int]
     short_ids: list[int]
@@ -53,7 +54,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SelfCheckReport:
     """The outcome of a self-check that passed."""
 
     difference: float  # largest difference in a logit
@@ -62,28 +63,29 @@ class Report:
 
 
 @torch.inference_mode()
-def untouched_answers(model: nn.Module, native: NativeRope) -> Answers:
+def original_logits(model: nn.Module, native: NativeRope) -> OriginalLogits:
     """Run the model before it is patched. Raises ModelError if it fails."""
     config = text_config(model)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (_LONG + _SHORT,), generator=generator).tolist()
-    long_ids, short_ids = ids[:_LONG], ids[_LONG:]
-    with _windows_shrunk(model):
-        answers = []
+    num_ids = _LONG_LEN + _SHORT_LEN
+    ids = torch.randint(config.vocab_size, (num_ids,), generator=generator).tolist()
+    long_ids, short_ids = ids[:_LONG_LEN], ids[_LONG_LEN:]
+    with windows_shrunk(model):
+        runs = []
         for implementation in _attentions(config):
             try:
                 model.set_attn_implementation(implementation)  # type: ignore[operator]
             except (ValueError, ImportError):
                 continue
-            plain = [_ask(model, long_ids), _ask(model, short_ids)]
+            plain = [_logits_of(model, long_ids), _logits_of(model, short_ids)]
             with _tables_scaled(model, native):
-                answers.append([*plain, _ask(model, long_ids)])
-    long_TV, short_TV, scaled_TV = answers[-1]
-    pairs = zip(answers[0], answers[-1], strict=True)
+                runs.append([*plain, _logits_of(model, long_ids)])
+    long_TV, short_TV, scaled_TV = runs[-1]
+    pairs = zip(runs[0], runs[-1], strict=True)
     own_difference = max(float((eager - sdpa).abs().max()) for eager, sdpa in pairs)
-    least = _LEAST_SHARE[next(model.parameters()).dtype] * float(long_TV.std())
-    threshold = max(_TIMES_OWN_DIFFERENCE * own_difference, least)
-    return Answers(long_ids, short_ids, long_TV, short_TV, scaled_TV, threshold)
+    min_threshold = _MIN_SHARE[next(model.parameters()).dtype] * float(long_TV.std())
+    threshold = max(_TIMES_OWN_DIFFERENCE * own_difference, min_threshold)
+    return OriginalLogits(long_ids, short_ids, long_TV, short_TV, scaled_TV, threshold)
 
 
 def _attentions(config: Any) -> tuple[str, ...]:
@@ -95,161 +97,129 @@ def _attentions(config: Any) -> tuple[str, ...]:
     return ("eager", "sdpa") if softcap is None else ("eager",)
 
 
-@torch.inference_mode()
-def check(
-    model: nn.Module,
-    plans: Mapping[int, LayerPlan],
-    native: NativeRope,
-    expected: Answers,
-    simpler: DecoderLayers | None = None,
-) -> Report:
-    """Run the patched model on the same prompts. Raises ModelError if a difference is too large.
+class PagedPrompts:
+    """The prompts of the check, over a paged cache of the patched model.
 
-    If a trimmed last layer (last_layer.py) fails, then the layer is restored. A `simpler` forward
-    replaces the model's own forward if it gives the same bits.
+    `check` and `choose_forward` share it, so that the plain run of the long prompt is made once.
     """
-    parameter = next(model.parameters())
-    pages = list(range(-(-_LONG // _PAGE_SIZE)))
-    other_pages = [len(pages) + page for page in pages]
-    store = new_store(plans, 2 * len(pages), _PAGE_SIZE, parameter.dtype, parameter.device)
-    tables = RopeTables(native, _PAGE_SIZE, _LONG, parameter.device)
-    runner = ModelRunner(model, plans, store, tables, _PAGE_SIZE)
-    native_slot = tables.slot(Profile(native.tables[native.scaled_layer_type].scaling))
-    scaled_slot = tables.slot(Profile(_SCALED))
 
-    def span(ids: list[int], first: int, where: list[int], slot: int = native_slot) -> Span:
-        return Span(ids, first, where, slot, range(len(ids)))
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: Mapping[int, LayerPlan],
+        native: NativeRope,
+        original: OriginalLogits,
+    ) -> None:
+        """Allocate a cache for two prompts."""
+        self.model, self.plans, self.original = model, plans, original
+        num_pages = -(-_LONG_LEN // _PAGE_SIZE)
+        self._pages = range(num_pages), range(num_pages, 2 * num_pages)
+        parameter = next(model.parameters())
+        self._store = new_store(plans, 2 * num_pages, _PAGE_SIZE, parameter.dtype, parameter.device)
+        self._tables = RopeTables(native, _PAGE_SIZE, _LONG_LEN, parameter.device)
+        self._native = Profile(native.tables[native.scaled_layer_type].scaling)
 
-    long_ids, short_ids = expected.long_ids, expected.short_ids
-    second = _LONG - _DECODED
-    results: dict[str, tuple[Tensor, Tensor]] = {}
-    with _windows_shrunk(model):
-        alone_TV = _run(model, runner, [span(long_ids, 0, pages)])
-        results["one prompt"] = alone_TV, expected.long_TV
-        scaled_TV = _run(model, runner, [span(long_ids, 0, pages, scaled_slot)])
-        results["a scaled table"] = scaled_TV, expected.scaled_TV
-        both_TV = _run(
-            model,
-            runner,
-            [span(long_ids[:_FIRST_CHUNK], 0, pages), span(short_ids, 0, other_pages)],
-        )
-        results["two sequences in one flat batch"] = (
-            both_TV[_FIRST_CHUNK:],
-            expected.short_TV,
-        )
-        pieces = [both_TV[:_FIRST_CHUNK]]
-        pieces.append(
-            _run(model, runner, [span(long_ids[_FIRST_CHUNK:second], _FIRST_CHUNK, pages)])
-        )
-        results["a prompt in two chunks"] = torch.cat(pieces), expected.long_TV[:second]
-        pieces += [
-            _run(model, runner, [span([long_ids[at]], at, pages)]) for at in range(second, _LONG)
-        ]
-        results["decode steps"] = torch.cat(pieces), expected.long_TV
-        are_bitwise = torch.equal(torch.cat(pieces), alone_TV)
-        if trimmed_layer(model) is not None:
-            few_RV = _few_rows(runner, long_ids, other_pages, native_slot)
-            whole_RV = alone_TV[-_FEW_ROWS:]
-            if few_RV is None or not _difference(few_RV, whole_RV) <= expected.threshold:
-                untrim(model)
-            else:
-                are_bitwise = are_bitwise and torch.equal(few_RV, whole_RV)
-        if simpler is not None:
-            runner = ModelRunner(model, plans, store, tables, _PAGE_SIZE)  # trimmed or not
-            _simplify(model, simpler, runner, span(long_ids, 0, pages))
-    worst = 0.0
-    for name, (got_TV, expected_TV) in results.items():
-        worst = max(worst, _compare(type(model).__name__, name, got_TV, expected_TV, expected))
-    return Report(worst, expected.threshold, are_bitwise)
+    def runner(self) -> ModelRunner:
+        """Return a new runner, which notes whether the model's last layer is pruned."""
+        return ModelRunner(self.model, self.plans, self._store, self._tables, _PAGE_SIZE)
 
+    def span(
+        self,
+        token_ids: Sequence[int],
+        first: int,
+        *,
+        profile: Profile | None = None,
+        logit_rows: Sequence[int] | None = None,
+        in_second_pages: bool = False,
+    ) -> Span:
+        """Return a span that begins at position `first`; all its rows have logits by default."""
+        slot = self._tables.slot(profile or self._native)
+        rows = range(len(token_ids)) if logit_rows is None else logit_rows
+        return Span(token_ids, first, self._pages[in_second_pages], slot, rows)
 
-def _simplify(model: nn.Module, simpler: DecoderLayers, runner: ModelRunner, whole: Span) -> None:
-    """Replace the model's forward by a simpler one, if both give the same bits."""
+    def long(self, first: int, end: int, logit_rows: Sequence[int] | None = None) -> Span:
+        """Return a piece of the long prompt, from position `first` to before `end`."""
+        return self.span(self.original.long_ids[first:end], first, logit_rows=logit_rows)
 
-    def span(first: int, behind: int, rows: Sequence[int]) -> Span:
-        return whole._replace(
-            token_ids=whole.token_ids[first:behind], first_position=first, logit_rows=rows
-        )
+    def run(self, spans: Sequence[Span]) -> Tensor:
+        """Return the logits [R, V]. Raises ModelError for any error of the model."""
+        try:
+            return self._plain_runner.run(spans)
+        except Exception as error:
+            raise ModelError(
+                f"{type(self.model).__name__} does not run over a paged cache: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
-    second = _LONG - _DECODED
-    decode = span(second, second + 1, range(1))
-    asked = [
-        [whole],
-        [span(0, _FIRST_CHUNK, range(_FEW_ROWS))],
-        [span(_FIRST_CHUNK, second, range(second - _FIRST_CHUNK))],
-        [decode],
-        [decode, decode],
-    ]
+    @cached_property
+    def long_TV(self) -> Tensor:
+        """Return the logits of the long prompt alone, in one piece; it runs at the first use."""
+        return self.run([self.long(0, _LONG_LEN)])
 
-    def ask() -> list[Tensor]:
-        return [runner.run(spans) for spans in asked]
-
-    own = ask()
-    model.forward = simpler
-    try:
-        is_same = all(map(torch.equal, ask(), own))
-    except Exception:  # noqa: BLE001  # parts that look like others
-        is_same = False
-    if not is_same:
-        restore(model)
+    @cached_property
+    def _plain_runner(self) -> ModelRunner:
+        return self.runner()
 
 
-def _few_rows(
-    runner: ModelRunner, token_ids: list[int], pages: list[int], slot: int
-) -> Tensor | None:
-    """Return logits of the last tokens only; None if the model raises an error."""
-    first, second = token_ids[:_FIRST_CHUNK], token_ids[_FIRST_CHUNK:]
-    rows = range(len(second) - _FEW_ROWS, len(second))
-    try:
-        runner.run([Span(first, 0, pages, slot, range(0))])
-        return runner.run([Span(second, _FIRST_CHUNK, pages, slot, rows)])
-    except Exception:  # noqa: BLE001  # whatever a model's code does with rows that it misses
-        return None
+@torch.inference_mode()
+def check(prompts: PagedPrompts) -> SelfCheckReport:
+    """Run the patched model on the same prompts. Raises ModelError if a difference is too large."""
+    original = prompts.original
+    long_ids, short_ids = original.long_ids, original.short_ids
+    run, long = prompts.run, prompts.long
+    # case -> logits of the patched model, logits of the original
+    cases: dict[str, tuple[Tensor, Tensor]] = {}
+    with windows_shrunk(prompts.model):
+        cases["one prompt"] = prompts.long_TV, original.long_TV
+        scaled_TV = run([prompts.span(long_ids, 0, profile=Profile(_SCALED))])
+        cases["a scaled table"] = scaled_TV, original.scaled_TV
+        short = prompts.span(short_ids, 0, in_second_pages=True)
+        both_TV = run([long(0, FIRST_CHUNK_END), short])
+        cases["two sequences in one flat batch"] = both_TV[FIRST_CHUNK_END:], original.short_TV
+        pieces = [both_TV[:FIRST_CHUNK_END], run([long(FIRST_CHUNK_END, DECODE_START)])]
+        cases["a prompt in two chunks"] = torch.cat(pieces), original.long_TV[:DECODE_START]
+        pieces += [run([long(at, at + 1)]) for at in range(DECODE_START, _LONG_LEN)]
+        cases["decode steps"] = torch.cat(pieces), original.long_TV
+    name, threshold = type(prompts.model).__name__, original.threshold
+    differences = [_compare(name, case, *logits, threshold) for case, logits in cases.items()]
+    is_bitwise = torch.equal(torch.cat(pieces), prompts.long_TV)
+    return SelfCheckReport(max(differences), threshold, is_bitwise)
 
 
-def _difference(got_TV: Tensor, expected_TV: Tensor) -> float:
+def difference(got_TV: Tensor, expected_TV: Tensor) -> float:
+    """Return the largest difference in a logit; NaN if a logit is NaN."""
     return float((got_TV - expected_TV).abs().max())
 
 
 def _compare(
-    model_name: str, case: str, got_TV: Tensor, expected_TV: Tensor, answers: Answers
+    model_name: str, case: str, got_TV: Tensor, expected_TV: Tensor, threshold: float
 ) -> float:
-    difference = _difference(got_TV, expected_TV)
-    if not difference <= answers.threshold:  # NaN fails too
+    found = difference(got_TV, expected_TV)
+    if not found <= threshold:  # NaN fails too
         raise ModelError(
-            f"{model_name} fails its self-check on {case}: a logit differs by {difference:.3g} "
-            f"from the untouched model's, {answers.threshold:.3g} is allowed"
+            f"{model_name} fails its self-check on {case}: a logit differs by {found:.3g} "
+            f"from the untouched model's, {threshold:.3g} is allowed"
         )
-    return difference
+    return found
 
 
-def _run(model: nn.Module, runner: ModelRunner, spans: list[Span]) -> Tensor:
-    try:
-        return runner.run(spans)
-    except Exception as error:
-        raise ModelError(
-            f"{type(model).__name__} does not run over a paged cache: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _ask(model: nn.Module, token_ids: list[int]) -> Tensor:
+def _logits_of(model: nn.Module, token_ids: list[int]) -> Tensor:
     """Return the float32 logits [T, V] of a plain forward."""
     device = next(model.parameters()).device
     try:
-        answer = model(input_ids=torch.tensor([token_ids], device=device), use_cache=False)
+        output = model(input_ids=torch.tensor([token_ids], device=device), use_cache=False)
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} does not run untouched: {type(error).__name__}: {error}"
         ) from error
-    logits_TV: Tensor = answer.logits[0]
+    logits_TV: Tensor = output.logits[0]
     if not bool(logits_TV.isfinite().all()):
         raise ModelError(f"{type(model).__name__} answers a short prompt with NaN or Inf")
     return logits_TV.float()
 
 
 @contextmanager
-def _windows_shrunk(model: nn.Module) -> Iterator[None]:
+def windows_shrunk(model: nn.Module) -> Iterator[None]:
     """Set every sliding window to a size below the long prompt, within the block."""
     with ExitStack() as stack:
         for owner in (text_config(model), *model.modules()):

@@ -16,7 +16,7 @@ from model_runtime.cpu_kernels.skinny_gemm import FLOAT32, MOST_ROWS
 from model_runtime.engine.build_engine import build_runner
 from model_runtime.layers import fused_decoder
 from model_runtime.layers.fused_decoder import DecoderLayers, restore
-from model_runtime.layers.last_layer import trimmed_layer
+from model_runtime.layers.last_layer import pruned_layer
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.runner.model_runner import ModelRunner
 from rope import Profile, Yarn
@@ -83,12 +83,12 @@ def test_bits_are_those_of_the_own_forward(architecture: str, dtype: torch.dtype
     """The compared steps hold chunks, several sequences, few rows and two tables."""
     checkpoint = plain(architecture, dtype)
     assert isinstance(forward_of(checkpoint), DecoderLayers)
-    assert trimmed_layer(checkpoint.model) is not None
-    simpler = answers(checkpoint)
+    assert pruned_layer(checkpoint.model) is not None
+    fused = answers(checkpoint)
     restore(checkpoint.model)
     own = answers(checkpoint)
     assert forward_of(checkpoint) is None
-    for got_RV, expected_RV in zip(simpler, own, strict=True):
+    for got_RV, expected_RV in zip(fused, own, strict=True):
         assert got_RV.shape == expected_RV.shape
         assert torch.equal(got_RV, expected_RV)
 
@@ -102,8 +102,8 @@ def test_threads_change_no_bit(architecture: str, dtype: torch.dtype) -> None:
     assert isinstance(forward_of(checkpoint), DecoderLayers)
     found = [answers(checkpoint) for _ in range(3)]
     restore(checkpoint.model)
-    for simpler in found:
-        assert all(map(torch.equal, simpler, answers(checkpoint)))
+    for fused in found:
+        assert all(map(torch.equal, fused, answers(checkpoint)))
 
 
 @pytest.mark.usefixtures("three_threads")

@@ -46,7 +46,7 @@ def runner_of(checkpoint: Checkpoint, make: type[ModelRunner] = ModelRunner) -> 
 
 
 class Widths:
-    """Counts the rows that a trimmed layer's feed-forward is given."""
+    """Counts the rows that a pruned layer's feed-forward is given."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.found: list[int] = []
@@ -60,7 +60,7 @@ class Widths:
 def test_few_rows_say_what_they_say_among_all(architecture: str) -> None:
     """Two sequences run, one of them in chunks; a decode step then reads the written cache."""
     checkpoint = tiny_checkpoint(architecture)
-    assert last_layer.trimmed_layer(checkpoint.model) == 3, "the model does not bear it"
+    assert last_layer.pruned_layer(checkpoint.model) == 3, "the model does not bear it"
     restore(checkpoint.model)
     long_ids, short_ids = ids(LONG, 1), ids(SHORT, 2)
 
@@ -120,10 +120,10 @@ def test_cached_rotated_keys_are_written_for_all_rows() -> None:
 def test_spans_are_cut_where_it_spares_something() -> None:
     """A decode step is not cut, and neither are rows with gaps."""
     prompt, decode = span(ids(40, 1), 3, PAGES, range(38, 40)), span([7], 9, PAGES, range(1))
-    assert last_layer.asked_spans([decode] * 30) is None
-    assert last_layer.asked_spans([span(ids(8, 1), 0, PAGES, range(7, 8))]) is None
-    assert last_layer.asked_spans([prompt._replace(logit_rows=[1, 30])]) is None
-    assert last_layer.asked_spans([decode, prompt, prompt._replace(logit_rows=range(0))]) == [
+    assert last_layer.pruned_spans([decode] * 30) is None
+    assert last_layer.pruned_spans([span(ids(8, 1), 0, PAGES, range(7, 8))]) is None
+    assert last_layer.pruned_spans([prompt._replace(logit_rows=[1, 30])]) is None
+    assert last_layer.pruned_spans([decode, prompt, prompt._replace(logit_rows=range(0))]) == [
         decode,
         Span(prompt.token_ids[38:], 41, PAGES, 0, range(2)),
     ]
@@ -152,6 +152,6 @@ def test_a_model_that_does_not_bear_it_keeps_its_layer(
     """A model whose trimmed layer answers wrongly or raises is served with its whole layer."""
     monkeypatch.setattr(last_layer, "_at_rows", at_rows)
     checkpoint = tiny_checkpoint("llama")
-    assert last_layer.trimmed_layer(checkpoint.model) is None
+    assert last_layer.pruned_layer(checkpoint.model) is None
     logits_RV = runner_of(checkpoint).run([span(ids(LONG, 1), 0, PAGES, range(LONG - 1, LONG))])
     assert logits_RV.shape == (1, VOCAB_SIZE)

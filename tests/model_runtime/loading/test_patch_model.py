@@ -1,4 +1,4 @@
-"""Models are taken over by probing; the self-check refuses those that come out wrong."""
+"""Models are patched by probing; the self-check refuses those that come out wrong."""
 
 import warnings
 from pathlib import Path
@@ -9,19 +9,24 @@ import pytest
 from model_runtime.errors import ModelError
 from model_runtime.layers import packed_linear
 from model_runtime.loading.patch_model import patch_model, read_native_rope
-from model_runtime.loading.self_check import Report, check, untouched_answers
+from model_runtime.loading.self_check import (
+    PagedPrompts,
+    SelfCheckReport,
+    check,
+    original_logits,
+)
 from tests.models_page import REFUSED, SERVED, Outcome, outcome, page
 from tests.tiny_models import tiny_model
 
 
-def taken_over(architecture: str, **overrides: Any) -> tuple[Any, Report]:
+def patched(architecture: str, **overrides: Any) -> tuple[Any, SelfCheckReport]:
     """Plans and report of one tiny model."""
     model = tiny_model(architecture, **overrides)
     native = read_native_rope(model)
-    expected = untouched_answers(model, native)
+    original = original_logits(model, native)
     plans = patch_model(model, native)
     packed_linear.pack(model)
-    return plans, check(model, plans, native, expected)
+    return plans, check(PagedPrompts(model, plans, native, original))
 
 
 # Experts sort their tokens, so the order of sums depends on the batch.
@@ -30,7 +35,7 @@ MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe"}
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
-    """Every architecture of docs/models.md, taken over or refused."""
+    """Every architecture of docs/models.md, patched or refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {name: outcome(name) for name in (*SERVED, *REFUSED)}
@@ -75,27 +80,27 @@ def test_the_page_about_models_is_what_was_found(outcomes: dict[str, Outcome]) -
 def test_a_refusal_says_the_figure(architecture: str, message: str) -> None:
     """A refusal to which no figure applies names the obstacle."""
     with pytest.raises(ModelError, match=message):
-        taken_over(architecture)
+        patched(architecture)
 
 
 def test_soft_caps_and_sinks_are_honoured() -> None:
     """The thresholds are far below the effect of a soft cap or a sink."""
     for architecture in ("gemma2", "gpt_oss"):
-        _, report = taken_over(architecture)
+        _, report = patched(architecture)
         assert report.difference <= report.threshold < 1e-2
 
 
 def test_pairing_width_and_layer_types_are_probed() -> None:
     """Pairs are half-split or interleaved, whole or partial, by layer type, or absent."""
-    plans, _ = taken_over("gpt_neox")
+    plans, _ = patched("gpt_neox")
     assert {(plan.rotary_dim, plan.key_dim, plan.interleaved) for plan in plans.values()} == {
         (8, 16, False)
     }
-    plans, _ = taken_over("cohere")
+    plans, _ = patched("cohere")
     assert all(plan.interleaved for plan in plans.values())
-    plans, _ = taken_over("cohere2")
+    plans, _ = patched("cohere2")
     assert [plan.layer_type for plan in plans.values()] == ["all", "all", "all", None]
-    plans, _ = taken_over("gemma3_text")
+    plans, _ = patched("gemma3_text")
     assert [plan.layer_type for plan in plans.values()] == [
         *["sliding_attention"] * 3,
         "full_attention",
@@ -106,7 +111,7 @@ def test_a_window_that_is_ignored_is_seen() -> None:
     """The self-check shrinks windows below the length of its prompts."""
     model = tiny_model("mistral")
     native = read_native_rope(model)
-    expected = untouched_answers(model, native)
+    original = original_logits(model, native)
     plans = patch_model(model, native)
     import transformers
 
@@ -118,7 +123,7 @@ def test_a_window_that_is_ignored_is_seen() -> None:
     transformers.AttentionInterface.register("ropewalk", forgetful)
     try:
         with pytest.raises(ModelError, match="a logit differs"):
-            check(model, plans, native, expected)
+            check(PagedPrompts(model, plans, native, original))
     finally:
         transformers.AttentionInterface.register("ropewalk", paged_attention)
 
@@ -132,7 +137,7 @@ def test_a_rotary_module_that_differs_from_its_config_is_refused() -> None:
         read_native_rope(model)
 
 
-def test_a_checkpoint_that_carries_scaling_is_taken_over_natively() -> None:
+def test_a_checkpoint_that_carries_scaling_is_patched_natively() -> None:
     """The checkpoint has a yarn block with its attention factor."""
     block = {
         "rope_type": "yarn",
@@ -144,9 +149,9 @@ def test_a_checkpoint_that_carries_scaling_is_taken_over_natively() -> None:
     native = read_native_rope(model)
     assert native.carries_scaling
     assert native.native_len == 64
-    expected = untouched_answers(model, native)
+    original = original_logits(model, native)
     plans = patch_model(model, native)
-    check(model, plans, native, expected)
+    check(PagedPrompts(model, plans, native, original))
 
 
 def test_an_unfamiliar_rope_block_is_refused_by_field() -> None:

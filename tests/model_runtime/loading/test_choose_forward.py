@@ -1,0 +1,84 @@
+"""The check changes nothing; a faster forward is kept only if it agrees with the plain one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model_runtime.batch import Span
+from model_runtime.layers import packed_linear
+from model_runtime.layers.last_layer import pruned_layer
+from model_runtime.loading import choose_forward as choosing
+from model_runtime.loading.choose_forward import choose_forward
+from model_runtime.loading.patch_model import patch_model, read_native_rope
+from model_runtime.loading.self_check import PagedPrompts, check, original_logits
+from model_runtime.runner.model_runner import ModelRunner
+from tests.engines import tiny_checkpoint
+from tests.tiny_models import tiny_model
+
+
+def prompts_of(architecture: str) -> PagedPrompts:
+    """The prompts over a patched model with packed linears."""
+    model = tiny_model(architecture)
+    native = read_native_rope(model)
+    original = original_logits(model, native)
+    plans = patch_model(model, native)
+    packed_linear.pack(model)
+    return PagedPrompts(model, plans, native, original)
+
+
+def state(model: Any) -> list[tuple[str, int, Any, Any]]:
+    """Each module with its forward and its window, if it has its own."""
+    return [
+        (name, id(module), vars(module).get("forward"), vars(module).get("sliding_window"))
+        for name, module in model.named_modules()
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_the_check_changes_nothing(architecture: str) -> None:
+    """Modules, forwards and windows are those from before."""
+    prompts = prompts_of(architecture)
+    before = state(prompts.model), prompts.model.config.to_dict()
+    check(prompts)
+    assert (state(prompts.model), prompts.model.config.to_dict()) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "is_kept", "is_bitwise"),
+    [(0.0, True, True), (0.5, True, False), (2.0, False, True), (torch.nan, False, True)],
+    ids=["none", "small", "large", "NaN"],
+)
+def test_a_pruned_layer_is_kept_within_the_threshold(
+    monkeypatch: pytest.MonkeyPatch, error: float, *, is_kept: bool, is_bitwise: bool
+) -> None:
+    """The error is in thresholds; bits of a layer that is restored do not count."""
+    prompts = prompts_of("llama")
+    report = check(prompts)
+    assert report.bitwise
+
+    def wrong(given: PagedPrompts) -> Tensor:
+        return given.long_TV[-2:] + error * report.threshold
+
+    monkeypatch.setattr(choosing, "_last_logits", wrong)
+    chosen = choose_forward(prompts, report)
+    assert (pruned_layer(prompts.model) is not None) is is_kept
+    assert chosen.bitwise is is_bitwise
+    assert (chosen.difference, chosen.threshold) == (report.difference, report.threshold)
+
+
+def test_the_plain_forward_of_the_long_prompt_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check and both choices share its logits, so that loading stays short."""
+    wholes = []
+    original = ModelRunner.run
+
+    def counted(runner: ModelRunner, spans: Sequence[Span], *rest: Any) -> Tensor:
+        if len(spans) == 1 and len(spans[0].logit_rows) == 48:
+            wholes.append((spans[0].table_slot, "forward" in vars(runner._model)))
+        return original(runner, spans, *rest)
+
+    monkeypatch.setattr(ModelRunner, "run", counted)
+    tiny_checkpoint("llama")
+    assert sorted(wholes) == [(0, False), (0, True), (1, False)]  # plain, fused, scaled
