@@ -236,7 +236,11 @@ def restore(model: nn.Module) -> None:
 
 
 def recognised(model: Any, plans: Mapping[int, LayerPlan]) -> DecoderLayers | None:
-    """Return this forward for a plain decoder on a CPU; None if the model is something else."""
+    """Return this forward for a plain decoder on a CPU; None if the model is something else.
+
+    Nothing is tried here (equivalence.py), because a forward needs steps over a cache.
+    `choose_forward.py` has them, and compares this forward with the model's own.
+    """
     decoder = getattr(model, model.base_model_prefix, None)
     modules = getattr(decoder, "layers", None)
     final_norm = getattr(decoder, "norm", None)

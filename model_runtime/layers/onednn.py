@@ -60,8 +60,8 @@ class OneDnnWeight:
         if not shows_memory():
             return None
         num_outputs, num_inputs = self._shape
-        numbers = self.memory()
-        num_packed, rest = divmod(len(numbers), -(-num_outputs // PANEL) * PANEL)
+        values = self.memory()
+        num_packed, rest = divmod(len(values), -(-num_outputs // PANEL) * PANEL)
         if rest or num_packed < num_inputs:
             return None
-        return Panels(numbers, num_packed, num_outputs, num_inputs, bias_N, self)
+        return Panels(values, num_packed, num_outputs, num_inputs, bias_N, self)

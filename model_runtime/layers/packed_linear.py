@@ -50,23 +50,23 @@ class RowwiseActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the activation, same shape."""
-        num_numbers = x.numel()
+        num_values = x.numel()
         # A merged linear's slice has gaps between rows, and torch has another gelu for those.
         x = x.contiguous()
-        if _leaves_no_remainder(num_numbers, torch.get_num_threads()):
+        if _leaves_no_remainder(num_values, torch.get_num_threads()):
             return self._activation(x)  # type: ignore[no-any-return]
-        flat = nn.functional.pad(x.reshape(-1), (0, -num_numbers % _VECTOR))
+        flat = nn.functional.pad(x.reshape(-1), (0, -num_values % _VECTOR))
         blocks = torch.split(flat, _UNSPLIT)
         activated = torch.cat([self._activation(block) for block in blocks])
-        return activated[:num_numbers].reshape(x.shape)
+        return activated[:num_values].reshape(x.shape)
 
 
 @lru_cache
-def _leaves_no_remainder(num_numbers: int, num_threads: int) -> bool:
+def _leaves_no_remainder(num_values: int, num_threads: int) -> bool:
     """Return whether equal parts for any number of threads are whole SIMD registers."""
-    most = min(num_threads, -(-num_numbers // _UNSPLIT))
-    return all(-(-num_numbers // parts) % _VECTOR == 0 for parts in range(1, most + 1)) and (
-        num_numbers % _VECTOR == 0
+    max_parts = min(num_threads, -(-num_values // _UNSPLIT))
+    return all(-(-num_values // parts) % _VECTOR == 0 for parts in range(1, max_parts + 1)) and (
+        num_values % _VECTOR == 0
     )
 
 

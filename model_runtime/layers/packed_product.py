@@ -9,8 +9,8 @@ torch, and which is fastest.
   by `skinny_gemm.py`, at the speed of memory.
 - `STORED`: bfloat16 in panels of our own. For up to 16 rows, the weight is widened in registers.
   For more rows, a block of the weight is widened into scratch memory and multiplied by oneDNN's
-  float32 product. Widening is exact and the sums are in the same order, so few rows and many have
-  the same bits. This way is for processors that multiply bfloat16 slowly or not at all.
+  float32 product. Widening is exact and the sums are in the same order, so skinny products have the
+  bits of others. This way is for processors that multiply bfloat16 slowly or not at all.
 - `OWN`: panels of our own, and every row is multiplied by `skinny_gemm.py`. It needs no oneDNN.
 
 These results were measured with torch 2.13 and oneDNN 3.12 on AVX2, on AVX-512 with AMX and with
@@ -57,7 +57,7 @@ _WIDEST_SINGLE_ROW = 1024  # max inputs of a product that may compute one row al
 SMALL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # rows of a block
 LARGE_SIZES = (64, 128, 256, 512)  # used if they give the same bits
 # bf16 hides most differences of sums. Another order shows in about one value of 10,000.
-_TRIAL_NUMBERS = 1 << 18
+_TRIAL_VALUES = 1 << 18
 _CHAINS = (512, 1024, 2048, 4096)  # inputs of a chain, tried after one chain of all inputs
 # Our own copy takes 0.6 of the time of torch's on one thread; torch's is shared out to more.
 _THREADS_OF_OWN_COPY = 2
@@ -143,18 +143,18 @@ class _Stored:
 
 
 @cache
-def _blocks(num_rows: int, sizes: tuple[int, ...], *, are_few_apart: bool) -> tuple[int, ...]:
+def _blocks(num_rows: int, sizes: tuple[int, ...], *, has_skinny: bool) -> tuple[int, ...]:
     """Return the sizes of the blocks in which `num_rows` rows are computed; `sizes` ascend.
 
-    The last block may be larger than its rows, unless `are_few_apart`: then up to MOST_ROWS rows
-    are computed by another kernel.
+    The last block may be larger than its rows, unless `has_skinny`: then up to MOST_ROWS rows are
+    computed by another kernel.
     """
     blocks = []
     while num_rows >= SMALL_SIZES[-1]:
         blocks.append(max(size for size in sizes if size <= num_rows))
         num_rows -= blocks[-1]
     while num_rows:
-        if are_few_apart:
+        if has_skinny:
             blocks.append(min(num_rows, MOST_ROWS))
         else:
             blocks.append(min(size for size in sizes if size >= num_rows))
@@ -194,30 +194,30 @@ class PackedProduct:
             self._sizes, chain = tried.sizes, tried.chain
             if chain is None and self.way is Way.STORED:
                 self.way, self._many, chain = Way.OWN, None, self.in_features
-        self._few = None if chain is None else self._row_products(chain)
+        self._skinny = None if chain is None else self._row_products(chain)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the product, [..., in] -> [..., out]; rows do not depend on each other."""
         num_rows = x.numel() // self.in_features
         if num_rows == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
-        few, sizes = self._few, self._sizes
+        skinny, sizes = self._skinny, self._sizes
         if self._many is None:
-            assert few is not None
-            return few(x.contiguous())
+            assert skinny is not None
+            return skinny(x.contiguous())
         if not self._holds():
-            few, sizes = None, self._sizes_of_other_threads()
-        if few is not None and num_rows <= MOST_ROWS:
-            return few(x.contiguous())
+            skinny, sizes = None, self._sizes_of_other_threads()
+        if skinny is not None and num_rows <= MOST_ROWS:
+            return skinny(x.contiguous())
         rows = x.reshape(-1, self.in_features)
         if num_rows in sizes:
             out = self._multiply(rows.contiguous())
             return out.view(*x.shape[:-1], self.out_features)
-        blocks = _blocks(num_rows, sizes, are_few_apart=few is not None)
-        if few is None:
+        blocks = _blocks(num_rows, sizes, has_skinny=skinny is not None)
+        if skinny is None:
             rows = nn.functional.pad(rows, (0, 0, 0, sum(blocks) - num_rows))
         products = [
-            self._multiply(block) if few is None or len(block) > MOST_ROWS else few(block)
+            self._multiply(block) if skinny is None or len(block) > MOST_ROWS else skinny(block)
             for block in torch.split(rows.contiguous(), list(blocks))
         ]
         out = products[0] if len(products) == 1 else torch.cat(products)
@@ -225,20 +225,26 @@ class PackedProduct:
 
     def multiply(self, x_RK: Any) -> Any:
         """Compute the product, [R, in] -> [R, out]; numpy arrays of float32 or of bf16's bits."""
-        few = self.few(len(x_RK))
-        if few is not None:
-            return few.multiply(x_RK)
+        skinny = self.skinny(len(x_RK))
+        if skinny is not None:
+            return skinny.multiply(x_RK)
         return as_numpy(self(as_tensor(x_RK, self._dtype)))
 
-    def few(self, num_rows: int) -> RowProducts | None:
+    def skinny(self, num_rows: int) -> RowProducts | None:
         """Return the kernel for few rows; None if `num_rows` must go through the call itself."""
-        return self._few if 0 < num_rows <= MOST_ROWS and self._holds() else None
+        return self._skinny if 0 < num_rows <= MOST_ROWS and self._holds() else None
+
+    few = skinny  # the former name, which fused_decoder.py uses
 
     def trial(self) -> Tried:
-        """Find the sizes of blocks, and the chain of sums, that give the bits of small blocks."""
+        """Find the sizes of blocks, and the chain of sums, that give the bits of small blocks.
+
+        The library may raise RuntimeError, and then this way is not possible here. So the trials of
+        modules (equivalence.py) do not fit: they take an error as another kind of module.
+        """
         generator = torch.Generator().manual_seed(0)
-        least = -(-_TRIAL_NUMBERS // self.out_features)
-        count = max(MOST_ROWS, least)
+        min_rows = -(-_TRIAL_VALUES // self.out_features)
+        count = max(MOST_ROWS, min_rows)
         num_rows = count + LARGE_SIZES[-1]
         rows = torch.randn(num_rows, self.in_features, generator=generator).to(self._dtype)
 
@@ -248,7 +254,7 @@ class PackedProduct:
 
         large: Sequence[int] = LARGE_SIZES
         if not self._is_float32_product():
-            counts = {size: -(-least // size) * size for size in large}
+            counts = {size: -(-min_rows // size) * size for size in large}
             expected = by(MOST_ROWS, max(counts.values()))
             large = [
                 size

@@ -1,7 +1,8 @@
 """Trials at load that find which ways to multiply work on this processor, and which is fastest.
 
 No way is chosen by a processor's name. Times decide only if two ways both work and one is clearly
-faster, because the ways differ in the last bits.
+faster, because the ways differ in the last bits. A product is compared with itself in other
+batches, not with another module, so `equivalence.py` does not fit.
 """
 
 import math
@@ -46,7 +47,7 @@ def choose_way(dtype: torch.dtype) -> Way:
 def _chosen(dtype: torch.dtype) -> Way:
     native = _probe(Way.ONEDNN, dtype)
     if dtype == torch.float32:  # an unknown order of sums does not ensure equal bits of rows
-        return Way.OWN if native is None or native.few(1) is None else Way.ONEDNN
+        return Way.OWN if native is None or native.skinny(1) is None else Way.ONEDNN
     stored = _probe(Way.STORED, dtype)
     if stored is None or stored.way is not Way.STORED:
         return Way.OWN if native is None else Way.ONEDNN

@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The cached numbers of one token in one attention layer."""
+    """The cached values of one token in one attention layer."""
 
     num_key_heads: int
     key_dim: int

@@ -37,7 +37,7 @@ class IdentityRotary(nn.Module):
         self.constants = dict.fromkeys(layer_types, (1.0, 0.0))  # layer type -> (cos, sin)
         example = torch.zeros(1, 1, hidden_size)
         self._widths = {
-            name: _answer_width(original, example, None if name == ALL_LAYERS else name)
+            name: _table_width(original, example, None if name == ALL_LAYERS else name)
             for name in layer_types
         }
 
@@ -51,12 +51,12 @@ class IdentityRotary(nn.Module):
         return x.new_full((1, 1, 1), cos).expand(shape), x.new_full((1, 1, 1), sin).expand(shape)
 
 
-def _answer_width(original: nn.Module, example: Tensor, layer_type: str | None) -> int:
+def _table_width(original: nn.Module, example: Tensor, layer_type: str | None) -> int:
     arguments = () if layer_type is None else (layer_type,)
-    answer = original(example, torch.zeros(1, 1, dtype=torch.long), *arguments)
-    if not (isinstance(answer, tuple) and len(answer) == 2 and answer[0].shape == answer[1].shape):
+    tables = original(example, torch.zeros(1, 1, dtype=torch.long), *arguments)
+    if not (isinstance(tables, tuple) and len(tables) == 2 and tables[0].shape == tables[1].shape):
         raise ModelError(f"{type(original).__name__} does not answer with a cosine and a sine")
-    width: int = answer[0].shape[-1]
+    width: int = tables[0].shape[-1]
     return width
 
 
@@ -83,7 +83,7 @@ def read_native_rope(model: nn.Module) -> NativeRope:
     name = type(model).__name__
     modules = rotary_modules(model)
     if not modules:
-        raise ModelError(f"{name} has no rotary position embeddings that can be taken over")
+        raise ModelError(f"{name} has no rotary position embeddings that can be patched")
     try:
         native = native_rope(text_config(model).to_dict())
     except RopeConfigError as error:

@@ -1,4 +1,4 @@
-"""The calls and the accuracy of a taken-over model's layers beside attention on a CPU."""
+"""The calls and the accuracy of a patched model's layers beside attention on a CPU."""
 
 from collections import Counter
 from typing import Any
@@ -61,7 +61,7 @@ def test_linears_with_one_input_are_found(architecture: str, groups: list[list[s
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3_text", "gpt_neox"])
 def test_answers_are_those_of_the_plain_layers(architecture: str) -> None:
-    """The reference is the same model, taken over with its own linears and norms."""
+    """The reference is the same model, patched with its own linears and norms."""
     plain = tiny_model(architecture)
     native = read_native_rope(plain)
     expected = answers(plain, dict(patch_model(plain, native)), native)

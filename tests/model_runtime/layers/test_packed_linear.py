@@ -203,8 +203,8 @@ def test_stored_weights_take_half_the_memory_of_float32() -> None:
     workshop = workshop_of(Way.STORED, torch.bfloat16)
     linears = [nn.Linear(1024, 2048, bias=False).to(torch.bfloat16) for _ in range(3)]
     products = [PackedProduct([linear], workshop) for linear in linears]
-    few = [product.few(1) for product in products]
-    assert [each.packed_Q.nbytes for each in few if each] == [2 * 1024 * 2048] * 3
+    skinny = [product.skinny(1) for product in products]
+    assert [each.packed_Q.nbytes for each in skinny if each] == [2 * 1024 * 2048] * 3
     assert list(workshop._scratch) == [1024]
     assert workshop._scratch[1024].memory().nbytes <= 1 << 20
 

@@ -12,7 +12,7 @@ from model_runtime.layers.way_trial import is_possible
 
 
 def product_of(linear: nn.Linear, way: Way = Way.ONEDNN) -> PackedProduct:
-    """The product of a linear; `_few` is None if few rows are left to oneDNN."""
+    """The product of a linear; `_skinny` is None if few rows are left to oneDNN."""
     return PackedProduct([linear.requires_grad_(requires_grad=False)], Workshop(way))
 
 
@@ -47,9 +47,9 @@ def test_few_rows_have_the_bits_of_many(
     product = product_of(linear, way)
     if IS_KNOWN and (dtype, way) != (torch.bfloat16, Way.ONEDNN):
         assert product.way is way, "found no chain, so nothing is tested here"
-        assert product._few is not None, "found no chain, so nothing is tested here"
+        assert product._skinny is not None, "found no chain, so nothing is tested here"
     x = torch.randn(512, width_in).to(dtype)
-    many = product(x) if product._few is None else product._multiply(x)
+    many = product(x) if product._skinny is None else product._multiply(x)
     for rows in range(1, MOST_ROWS + 1):
         few = torch.cat([product(part) for part in torch.split(x, rows)])
         assert torch.equal(few, many), rows
@@ -81,7 +81,7 @@ def test_another_order_of_sums_is_refused(
         pytest.skip(f"no {way.name} of {dtype} on this processor")
     monkeypatch.setattr(packed_product, "_CHAINS", (256, 128))
     product = product_of(nn.Linear(3072, 448).to(dtype), way)
-    assert (product._few is None) is (way is Way.ONEDNN)
+    assert (product._skinny is None) is (way is Way.ONEDNN)
     assert product.way is (Way.OWN if way is Way.STORED else way)
     x = torch.randn(64, 3072).to(dtype)
     assert torch.equal(torch.cat([product(row) for row in torch.split(x, 1)]), product(x))
@@ -110,8 +110,8 @@ def test_threads_share_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         torch.set_num_threads(3)
         shared = product_of(linear)
-        assert shared._few is not None
-        assert len(shared._few._shares) == 3
+        assert shared._skinny is not None
+        assert len(shared._skinny._shares) == 3
         assert torch.equal(shared(x), alone)
         torch.set_num_threads(2)
         assert torch.allclose(shared(x), alone, atol=1e-5)  # found with three: left to oneDNN
