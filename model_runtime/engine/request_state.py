@@ -9,12 +9,13 @@ import structlog
 from model_runtime.batch import PageRow
 from model_runtime.engine.observer import Observer
 from model_runtime.engine.output_processor import Answer
-from model_runtime.request import FinishReason, OnOutput, Output
+from model_runtime.request import FinishReason, OnOutput, Output, Request
 from model_runtime.runner.penalties import SeenTokens, has_penalty
 from model_runtime.runner.sampler import SamplingRow
 from model_runtime.scheduling.scheduler import Scheduler
 from model_runtime.scheduling.sequence import Sequence as TokenSequence
 from model_runtime.text.grammar import Constraint
+from model_runtime.text.tokenizer import Tokenizer
 
 _log = structlog.get_logger(__name__)
 
@@ -32,6 +33,24 @@ class RequestState:
     last_token: float | None = None
     page_row: PageRow = field(default_factory=PageRow)
     _row: SamplingRow | None = None
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        tokenizer: Tokenizer,
+        eos_token_ids: frozenset[int],
+        on_output: OnOutput,
+        constraint: Constraint | None = None,
+    ) -> "RequestState":
+        """Build the state of a new request.
+
+        `constraint`: the constraint of its answer; None: that of its grammar, if it has one.
+        """
+        answer = Answer(request, tokenizer, eos_token_ids)
+        if constraint is None and request.grammar is not None:
+            constraint = request.grammar.begin(answer.end_ids)
+        return cls(TokenSequence(request), answer, on_output, constraint)
 
     def add_token(self, token_id: int) -> None:
         """Append a token to the answer."""
