@@ -18,11 +18,16 @@ class PlotError(ValueError):
     """An unusable --plot; the message names the accepted and the given value."""
 
 
+def can_plot() -> bool:
+    """Return whether matplotlib is installed (the extra `plot`)."""
+    return find_spec("matplotlib") is not None
+
+
 def check_can_plot(path: Path) -> None:
     """Check the path of a plot before the work starts. Raises PlotError."""
     if path.suffix not in _FORMATS:
         raise PlotError(f"--plot must end in {' or '.join(_FORMATS)}, got {str(path)!r}")
-    if find_spec("matplotlib") is None:
+    if not can_plot():
         raise PlotError("--plot needs matplotlib: pip install 'ropewalk[plot]'")
     if path.is_dir():
         raise PlotError(f"--plot: {path} is a folder")

@@ -44,6 +44,13 @@ class Tokenizer:
             raise RequestError(f"`{param}` is not valid Unicode text", param=param) from error
         return list(encoding.ids)
 
+    def leading_special_ids(self) -> tuple[int, ...]:
+        """Return the special tokens before every text; some tokenizers also add some after it."""
+        bare = self.encode("a", add_special_tokens=False)
+        whole = self.encode("a")
+        starts = [at for at in range(len(whole)) if whole[at : at + len(bare)] == bare]
+        return tuple(whole[: starts[0]]) if starts else ()
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of some tokens, by default without special tokens."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)

@@ -55,6 +55,16 @@ class ServingPlan:
         return self.capacity * self.token_bytes
 
 
+def model_name(settings: ServeSettings) -> str:
+    """Return the name of the settings' model: the given one, or that of its folder or hub id."""
+    if settings.served_model_name is not None:
+        return settings.served_model_name
+    if settings.model is None:
+        return EMBEDDED_NAME
+    folder = Path(settings.model)
+    return (folder.resolve() if folder.is_dir() else folder).name
+
+
 def plan_deployments(settings: ServeSettings, native: NativeRope) -> tuple[Deployment, ...]:
     """Build the deployments, regardless of the available memory. Raises SettingsError."""
     return tuple(_deployment(settings, entry, native) for entry in _entries(settings))
@@ -128,14 +138,8 @@ def _entries(settings: ServeSettings) -> tuple[DeploymentEntry, ...]:
     """Return the listed deployments, or the one that the settings themselves describe."""
     if settings.deployments is not None:
         return settings.deployments
-    name = settings.served_model_name
-    if name is None and settings.model is not None:
-        folder = Path(settings.model)
-        name = (folder.resolve() if folder.is_dir() else folder).name
-    if name is None:
-        name = EMBEDDED_NAME
     own = {field: getattr(settings, field) for field in DeploymentSettings.model_fields}
-    return (DeploymentEntry.model_construct(name=name, **own),)
+    return (DeploymentEntry.model_construct(name=model_name(settings), **own),)
 
 
 def _deployment(settings: ServeSettings, entry: DeploymentEntry, native: NativeRope) -> Deployment:
