@@ -12,10 +12,11 @@ import click
 from server.bench.load import open_client, run_load
 from server.bench.plan import BenchError, LoadPlan, choose_context_lens, parse_rope
 from server.bench.plot import plot
-from server.bench.progress import progress
+from server.bench.progress import LoadProgress
 from server.bench.report import Report, as_json, table
 from server.bench.target import find_prompts, find_target
 from server.plotting import PlotError, check_can_plot
+from server.progress import printed_progress
 
 _STDOUT = "-"
 
@@ -108,6 +109,7 @@ async def _measured(options: BenchOptions) -> Report:
         )
         make_prompt = await find_prompts(client, target, plan.seed)
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        with progress(plan) as on_group:
+        with printed_progress("measuring") as progress:
+            on_group = LoadProgress(plan, progress)
             records = await run_load(client, target, make_prompt, plan, on_group)
     return Report(target, plan, make_prompt.kind, started_at, tuple(records))
