@@ -4,19 +4,20 @@ Variants share a cell if their requests at a length have equal profiles. Equal p
 identically to the bit, so they are not measured twice.
 """
 
-import hashlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from model_runtime.deployment import Deployment, Placement, RopeRequest
 from model_runtime.engine.engine import Engine
 from model_runtime.request import FinishReason, Output, Request, SamplingParams
 from model_runtime.text.tokenizer import Tokenizer
+from server.eval_run import EvalError, key_of
 from server.evaluation.haystack import Haystack, Query
-from server.evaluation.plan import EvalError, EvalPlan, Variant
-from server.evaluation.texts import Texts, Window
+from server.evaluation.plan import LengthPlan, Variant
+from server.evaluation.texts import LengthWindow, Texts
+from server.progress import Progress
 
 PERPLEXITY, RETRIEVAL = "perplexity", "retrieval"
 TOGETHER = 4  # requests in the engine at the same time
@@ -52,13 +53,13 @@ class Task:
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    of: Window | Query
+    of: LengthWindow | Query
 
     def score(self, outputs: Sequence[Output]) -> Score:
         """Return the score. Raises EvalError if the engine answered with an error."""
         if outputs[-1].finish_reason is FinishReason.ERROR:
             raise EvalError(f"a request failed in the engine: {outputs[-1].error}")
-        if isinstance(self.of, Window):
+        if isinstance(self.of, LengthWindow):
             entries = [each for out in outputs for each in out.prompt_logprobs if each is not None]
             nats = -math.fsum(each.logprob for each in entries)
             return WindowScore(self.of.source, nats, len(entries), self.of.target_bytes)
@@ -69,7 +70,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class LengthCell:
     """Requests of one kind, length and profile."""
 
     kind: str
@@ -82,34 +83,39 @@ class Cell:
         """Return the number of tokens in all prompts."""
         return sum(len(task.prompt_ids) for task in self.tasks)
 
+    @property
+    def label(self) -> str:
+        """Return a label, for example `retrieval, 1024 tokens, yarn x4`."""
+        profile = self.placement.tier.profile
+        logn = "+logn" if profile.logn_len is not None else ""
+        table = f"{profile.scaling.rope_type}{logn} x{self.placement.tier.factor:g}"
+        return f"{self.kind}, {self.context_len} tokens, {table}"
+
     def key(self, model_digest: str) -> str:
         """Return a key that is equal only for equal requests, model and table."""
-        digest = hashlib.sha256(f"1 {model_digest} {self.kind} {self.context_len}".encode())
-        digest.update(repr(self.placement.tier.profile).encode())
-        for task in self.tasks:
-            digest.update(repr((task.prompt_ids, task.sampling, task.of)).encode())
-        return digest.hexdigest()[:32]
+        profile = self.placement.tier.profile
+        return key_of(model_digest, self.kind, self.context_len, profile, self.tasks)
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """All cells, and the cells that each variant's numbers come from."""
 
-    cells: tuple[Cell, ...]
-    of_variant: Mapping[tuple[Variant, str, int], Cell]  # variant, kind, length
+    cells: tuple[LengthCell, ...]
+    of_variant: Mapping[tuple[Variant, str, int], LengthCell]  # variant, kind, length
 
 
 def make_grid(
     *,
-    plan: EvalPlan,
+    plan: LengthPlan,
     deployments: Mapping[Variant, Deployment],
     texts: Texts,
-    windows: Sequence[Window],
+    windows: Sequence[LengthWindow],
     haystacks: Sequence[Haystack],
     tokenizer: Tokenizer,
 ) -> Grid:
     """Build the grid, shortest lengths first for early results. Raises EvalError."""
-    cells: dict[tuple[str, int, object], Cell] = {}
+    cells: dict[tuple[str, int, object], LengthCell] = {}
     of_variant = {}
     for context_len in plan.context_lens:
         tasks = {
@@ -125,14 +131,14 @@ def make_grid(
                 continue
             untouched = variant.policy is None and not plan.carries_scaling
             placement = _place(deployments[variant], of_kind[0], untouched=untouched)
-            cell = Cell(kind, context_len, placement, of_kind)
+            cell = LengthCell(kind, context_len, placement, of_kind)
             at = (kind, context_len, placement.tier.profile)
             of_variant[variant, kind, context_len] = cells.setdefault(at, cell)
     return Grid(tuple(cells.values()), of_variant)
 
 
-def measure(engine: Engine, cell: Cell, on_tokens: Callable[[int], None]) -> list[Score]:
-    """Send a cell's requests to the engine; `on_tokens` gets counts of finished prompt tokens."""
+def measure(engine: Engine, cell: LengthCell, progress: Progress) -> list[Score]:
+    """Send a cell's requests to the engine. The progress advances by prompt tokens."""
     scores: list[Score] = []
     for first in range(0, len(cell.tasks), TOGETHER):
         tasks = cell.tasks[first : first + TOGETHER]
@@ -142,11 +148,11 @@ def measure(engine: Engine, cell: Cell, on_tokens: Callable[[int], None]) -> lis
         ]
         answers = engine.generate(requests)
         scores += [task.score(outputs) for task, outputs in zip(tasks, answers, strict=True)]
-        on_tokens(sum(len(task.prompt_ids) for task in tasks))
+        progress.advance(sum(len(task.prompt_ids) for task in tasks), cell.label)
     return scores
 
 
-def _window_task(window: Window, context_len: int, texts: Texts, plan: EvalPlan) -> Task:
+def _window_task(window: LengthWindow, context_len: int, texts: Texts, plan: LengthPlan) -> Task:
     prompt_ids = window.prompt(context_len, texts.special_ids)
     first = context_len - plan.target_tokens
     sampling = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_from=first)

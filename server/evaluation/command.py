@@ -1,46 +1,64 @@
 """`ropewalk eval [MODEL]`: perplexity and retrieval, against context length or across tiers."""
 
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import structlog
-from click.core import ParameterSource
 
 from model_runtime.errors import ModelError
+from server.eval_run import EvalError, write_texts
+from server.evaluation.option_values import (
+    ComparisonOption,
+    Refusal,
+    choose_num_windows,
+    choose_output,
+    parse_crossings,
+    parse_depths,
+    parse_forms,
+    parse_lens,
+    parse_methods,
+    parse_rope_policies,
+)
+from server.evaluation.plan import LengthOptions
+from server.plotting import can_plot
+from server.policy_eval.options import CrossingOptions
+from server.progress import printed_progress
 from server.settings.flags import SettingsCommand, given, with_flags
 from server.settings.load import ServeSettings, SettingsError, load_settings
 from server.settings.sections import ModelSettings
 
-_USAGE_ERROR = 2
 _COUNT = click.IntRange(min=1)
-# The options of each of the two comparisons; the others belong to both.
-_AGAINST_LENGTH = {
-    "context_lens", "rope_policies", "target_tokens", "num_queries", "forms", "depths", "suggest",
-}  # fmt: skip
-_ACROSS_TIERS = {
-    "num_crossings", "windows_together", "scored_tokens", "lead_tokens", "native_len",
-}  # fmt: skip
-_BOTH = {"methods", "num_windows", "seed", "texts", "output", "resumes"}
+_OptionsT = TypeVar("_OptionsT", LengthOptions, CrossingOptions)
+
+# The options of one comparison; the others belong to both.
+_against_length = partial(click.option, cls=ComparisonOption, with_policies=False)
+_across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
 
 
 @click.command("eval", cls=SettingsCommand)
 @click.argument("model", required=False)
-@click.option(
+@_against_length(
     "--context-lens",
     metavar="N,N,...",
+    callback=parse_lens,
     help="Context lengths in tokens. Default: L/2, L, 2L, 4L, 8L of the trained length L.",
 )
 @click.option(
     "--methods",
     metavar="NAME,...",
+    callback=parse_methods,
     help="Methods: none, linear, ntk, dynamic, yarn, llama3, yarn+logn. Default: all; with "
     "--policies yarn.",
 )
-@click.option(
+@_against_length(
     "--rope-policies",
     metavar="NAME,...",
+    callback=parse_rope_policies,
     help="Policies: fixed (one factor, the longest length's) and pinned (each length's own). "
     "Default: both.",
 )
@@ -48,15 +66,16 @@ _BOTH = {"methods", "num_windows", "seed", "texts", "output", "resumes"}
     "--windows",
     "num_windows",
     type=click.IntRange(min=0),
+    callback=choose_num_windows,
     help="Spans of text whose perplexity is measured, the same at every length; 0: none. "
     "Default: 6; with --policies 32.",
 )
-@click.option(
+@_against_length(
     "--target-tokens",
     type=click.IntRange(min=1),
     help="Tokens of each span. Default: half of the shortest length, at most 128.",
 )
-@click.option(
+@_against_length(
     "--queries",
     "num_queries",
     type=click.IntRange(min=0),
@@ -64,14 +83,18 @@ _BOTH = {"methods", "num_windows", "seed", "texts", "output", "resumes"}
     show_default=True,
     help="Questions about needles per length, about four a context; 0: none.",
 )
-@click.option(
-    "--forms", metavar="NAME,...", help="Forms: print, assign, assert, passkey. Default: all."
+@_against_length(
+    "--forms",
+    metavar="NAME,...",
+    callback=parse_forms,
+    help="Forms: print, assign, assert, passkey. Default: all.",
 )
-@click.option(
+@_against_length(
     "--depths",
     metavar="N,N,...",
     default="0,14,29,43,57,71,86,100",
     show_default=True,
+    callback=parse_depths,
     help="Depths of the needles, in percent of the text; 0 is its beginning.",
 )
 @click.option(
@@ -90,116 +113,116 @@ _BOTH = {"methods", "num_windows", "seed", "texts", "output", "resumes"}
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
+    callback=choose_output,
     help="Folder for the numbers, the table and the plots. A run that was stopped goes on from "
     "what is there. Default: ropewalk-eval; with --policies ropewalk-crossings.",
 )
 @click.option(
     "--no-resume", "resumes", flag_value=False, default=True, help="Measure everything anew."
 )
-@click.option(
+@_against_length(
     "--suggest",
     metavar="N,N,...",
+    callback=parse_lens,
     help="Context lengths to suggest a deployment for: ends with its YAML.",
 )
 @click.option(
     "--policies",
     is_flag=True,
+    is_eager=True,  # the values of other options depend on it
     help="Compare policies for sequences that outgrow tiers while they decode, instead: stale "
     "keys, grow, grow-exact, pinned. Those below are for this.",
 )
-@click.option(
+@_across_tiers(
     "--crossings",
     "num_crossings",
     default="1,2,3",
     show_default=True,
     metavar="N,N,...",
+    callback=parse_crossings,
     help="Number of tiers that a sequence crosses.",
 )
-@click.option(
+@_across_tiers(
     "--windows-together",
     type=_COUNT,
     default=16,
     show_default=True,
     help="Sequences in a batch; times are those of a request in such company.",
 )
-@click.option(
+@_across_tiers(
     "--scored-tokens",
     type=_COUNT,
     default=64,
     show_default=True,
     help="Tokens after the last crossing whose likelihood counts.",
 )
-@click.option(
+@_across_tiers(
     "--lead-tokens",
     type=_COUNT,
     default=16,
     show_default=True,
     help="Tokens decoded before the first crossing.",
 )
-@click.option(
+@_across_tiers(
     "--native-len",
     type=_COUNT,
     help="L in tokens, at most the checkpoint's. Default: the checkpoint's.",
 )
 @with_flags(ModelSettings)
-@click.pass_context
-def evaluate(ctx: click.Context, /, *, policies: bool, **flags: Any) -> None:
+def evaluate(*, policies: bool, **flags: Any) -> None:
     """Measure what MODEL knows at each context length, by method and policy.
 
     Perplexity of the same text under more and more context, and retrieval of needles hidden in it,
     through the server's own engine. With --policies: what becomes of a sequence whose table
     changes while it decodes. Without MODEL, the embedded demonstration model.
     """
-    # Imported here, so that the other commands do not wait for the import of torch.
-    from server.evaluation.plan import EvalError  # noqa: PLC0415
-    from server.policy_eval.windows import CrossingError  # noqa: PLC0415
-
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    own = {name: flags.pop(name) for name in _AGAINST_LENGTH | _ACROSS_TIERS | _BOTH}
     try:
-        _refuse_meaningless(ctx, policies=policies)
-        settings = load_settings(given(flags))
+        settings = load_settings(given({name: flags[name] for name in ModelSettings.model_fields}))
         if policies:
-            _across_tiers(own, settings)
+            _compare_policies(_chosen(CrossingOptions, flags), flags["texts"], settings)
         else:
-            _against_length(own, settings)
-    except (CrossingError, EvalError, ModelError, SettingsError) as error:
-        for line in str(error).splitlines():
-            click.echo(f"ropewalk eval: {line}", err=True)
-        sys.exit(_USAGE_ERROR)
+            _compare_lengths(_chosen(LengthOptions, flags), settings)
+    except (EvalError, ModelError, SettingsError) as error:
+        raise Refusal(str(error)) from error
 
 
-def _refuse_meaningless(ctx: click.Context, *, policies: bool) -> None:
-    """Refuse options of the other comparison, because they would have no effect."""
-    for param in ctx.command.params:
-        others = _AGAINST_LENGTH if policies else _ACROSS_TIERS
-        if param.name in others and (
-            ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
-        ):
-            without = "with" if policies else "without"
-            raise click.UsageError(f"{param.opts[0]} has no meaning {without} --policies")
+def _chosen(options: type[_OptionsT], flags: Mapping[str, Any]) -> _OptionsT:
+    """Return the options of one comparison; its fields have the names of the flags."""
+    return options(**{each.name: flags[each.name] for each in fields(options)})
 
 
-def _against_length(own: dict[str, Any], settings: ServeSettings) -> None:
-    from server.evaluation.run import EvalOptions, run_eval  # noqa: PLC0415
+def _compare_lengths(options: LengthOptions, settings: ServeSettings) -> None:
+    # Imported here, so that the other commands do not wait for the import of transformers.
+    from server.evaluation.run import run_lengths, write_files  # noqa: PLC0415
+    from server.evaluation.suggest import suggestion  # noqa: PLC0415
+    from server.evaluation.table import table  # noqa: PLC0415
 
-    named = {name: own[name] for name in _AGAINST_LENGTH | _BOTH}
-    if named["num_windows"] is None:
-        named["num_windows"] = 6
-    named["output"] = named["output"] or Path("ropewalk-eval")
-    run_eval(EvalOptions(**named), settings)
+    with printed_progress() as progress:
+        report = run_lengths(options, settings, progress)
+    click.echo(table(report))
+    write_files(report, options.output)
+    _mention_missing_plots()
+    if options.suggest:
+        text = suggestion(report, report.model, settings.model)
+        write_texts(options.output, {"suggestion.yaml": f"{text}\n"})
+        click.echo(f"\n{text}")
 
 
-def _across_tiers(own: dict[str, Any], settings: ServeSettings) -> None:
-    from server.evaluation.plan import parse_lens  # noqa: PLC0415
+def _compare_policies(
+    options: CrossingOptions, texts: Sequence[Path], settings: ServeSettings
+) -> None:
     from server.evaluation.texts import read_documents  # noqa: PLC0415
-    from server.policy_eval.run import CrossingOptions, run_crossings  # noqa: PLC0415
+    from server.policy_eval.report import table  # noqa: PLC0415
+    from server.policy_eval.run import run_crossings, write_files  # noqa: PLC0415
 
-    named = {name: own[name] for name in _ACROSS_TIERS | {"seed", "resumes"}}
-    named["num_crossings"] = tuple(parse_lens("--crossings", own["num_crossings"]))
-    if own["methods"] is not None:
-        named["methods"] = tuple(own["methods"].split(","))
-    if own["num_windows"] is not None:
-        named["num_windows"] = own["num_windows"]
-    named["output"] = own["output"] or Path("ropewalk-crossings")
-    run_crossings(settings, CrossingOptions(**named), read_documents(own["texts"]))
+    with printed_progress("crossing") as progress:
+        report = run_crossings(settings, options, read_documents(texts), progress)
+    click.echo(table(report.outcomes))
+    write_files(report, options.output)
+    _mention_missing_plots()
+
+
+def _mention_missing_plots() -> None:
+    if not can_plot():
+        click.echo("plots are not drawn: they need pip install 'ropewalk[plot]'", err=True)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from model_runtime.text.tokenizer import Tokenizer
 from server.corpus.needles import Needle, random_needles
-from server.evaluation.plan import ANSWER_TOKENS, EvalError, EvalPlan
-from server.evaluation.texts import Source, Texts
+from server.eval_run import EvalError
+from server.evaluation.plan import ANSWER_TOKENS, LengthPlan
+from server.evaluation.texts import LengthSource, Texts
 
 NEEDLES = 4  # max in a context
 _TRIES = 20
@@ -34,7 +35,7 @@ class Query:
 class Haystack:
     """A text with the same end and needles at every length; longer contexts begin earlier."""
 
-    source: Source
+    source: LengthSource
     lines: tuple[str, ...]  # up to the position of the question
     line_lens: tuple[int, ...]  # of each, in tokens, if tokenised alone
     needles: tuple[Needle, ...]
@@ -113,7 +114,7 @@ class Haystack:
         return text + "".join(lines[done:]), starts
 
 
-def choose_haystacks(texts: Texts, plan: EvalPlan, tokenizer: Tokenizer) -> list[Haystack]:
+def choose_haystacks(texts: Texts, plan: LengthPlan, tokenizer: Tokenizer) -> list[Haystack]:
     """Build enough haystacks for `num_queries` questions per length, by the seed.
 
     Forms and depths alternate.
@@ -136,7 +137,7 @@ def choose_haystacks(texts: Texts, plan: EvalPlan, tokenizer: Tokenizer) -> list
 
 def _cut(
     rng: random.Random, texts: Texts, longest: int, tokenizer: Tokenizer
-) -> tuple[Source, tuple[str, ...]]:
+) -> tuple[LengthSource, tuple[str, ...]]:
     """Cut lines up to a random line end with enough text before it. Raises EvalError."""
     source = rng.choice(texts.sources)
     lines = [f"{line}\n" for line in source.text.removesuffix("\n").split("\n")]

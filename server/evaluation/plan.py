@@ -1,12 +1,12 @@
 """The plan of `ropewalk eval`: lengths, methods, policies and counts."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rope import NativeRope
-from server.corpus.needles import FORMS, Form
+from server.corpus.needles import Form
+from server.eval_run import EvalError
 from server.settings.sections import DeploymentEntry
 
 UNSCALED = "none"
@@ -26,10 +26,6 @@ _MOST_TARGETS = 128  # of a window, the default max
 _SHORTEST = 64  # tokens: needles, their question and some text
 
 
-class EvalError(Exception):
-    """A measurement or a write that is impossible; the message is a whole sentence."""
-
-
 @dataclass(frozen=True, slots=True)
 class Variant:
     """A method and a policy, which is one row of the report."""
@@ -44,7 +40,26 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class EvalPlan:
+class LengthOptions:
+    """The options of the command line, described in `server/evaluation/command.py`."""
+
+    context_lens: tuple[int, ...]  # empty: by the model's length
+    methods: tuple[str, ...]  # names of METHODS, in their order
+    rope_policies: tuple[str, ...]
+    num_windows: int
+    target_tokens: int | None  # None: by the shortest length
+    num_queries: int
+    forms: tuple[Form, ...]
+    depths: tuple[float, ...]  # 0 to 1, ascending
+    seed: int
+    texts: tuple[Path, ...]
+    output: Path
+    resumes: bool
+    suggest: tuple[int, ...]  # ascending; empty: nothing is suggested
+
+
+@dataclass(frozen=True, slots=True)
+class LengthPlan:
     """The settings of one run. Lengths are in tokens, counts are per context length."""
 
     native_len: int
@@ -95,75 +110,70 @@ class EvalPlan:
         )
 
 
-def choose_variants(methods: str | None, policies: str | None) -> tuple[Variant, ...]:
-    """Return every method with every policy, the untouched table once. Raises EvalError."""
-    chosen = _names("--methods", methods, tuple(METHODS))
-    under = _names("--rope-policies", policies, POLICIES)
+def make_plan(options: LengthOptions, native: NativeRope) -> LengthPlan:
+    """Check the options against each other and the model's length. Raises EvalError."""
+    if options.num_windows == options.num_queries == 0:
+        raise EvalError("--windows and --queries must not both be 0: nothing would be measured")
+    lens = _context_lens(options, native.native_len)
+    if native.carries_scaling:
+        if options.methods != (UNSCALED,):
+            raise EvalError(
+                f"--methods must be {UNSCALED}: the checkpoint was trained with "
+                f"{native.method.scaling.rope_type}, and rescaling that by length is not supported "
+                f"yet; got {','.join(options.methods)}"
+            )
+        if lens[-1] > native.native_len:
+            raise EvalError(
+                f"--context-lens must be <= {native.native_len} (the checkpoint's own length), got "
+                f"{lens[-1]}"
+            )
+    return LengthPlan(
+        native_len=native.native_len,
+        carries_scaling=native.carries_scaling,
+        context_lens=lens,
+        variants=_variants(options),
+        num_windows=options.num_windows,
+        target_tokens=_target_tokens(options.target_tokens, lens[0]),
+        num_queries=options.num_queries,
+        forms=options.forms,
+        depths=options.depths,
+        seed=options.seed,
+        suggested_lens=options.suggest,
+    )
+
+
+def _variants(options: LengthOptions) -> tuple[Variant, ...]:
+    """Return every method with every policy, and the untouched table once."""
     variants = []
-    for method in chosen:
+    for method in options.methods:
         if method == UNSCALED:
             variants.append(Variant(method, None))
         else:
-            variants += [Variant(method, policy) for policy in under]
+            variants += [Variant(method, policy) for policy in options.rope_policies]
     return tuple(variants)
 
 
-def choose_context_lens(
-    text: str | None, native: NativeRope, suggested: Sequence[int]
-) -> tuple[int, ...]:
+def _context_lens(options: LengthOptions, native_len: int) -> tuple[int, ...]:
     """Return the requested lengths, or the default L/2 and L.
 
     Without lengths to suggest for, the default also has 2L, 4L and 8L. Lengths to suggest for are
     always included. Raises EvalError.
     """
-    native_len = native.native_len
-    lens = parse_lens("--context-lens", text)
-    if text is None:
-        lens = [native_len // 2, native_len]
-        if not suggested:
-            lens += [2 * native_len, 4 * native_len, 8 * native_len]
-    lens = sorted({*lens, *suggested})
+    lens = options.context_lens
+    if not lens:
+        lens = (native_len // 2, native_len)
+        if not options.suggest:
+            lens += (2 * native_len, 4 * native_len, 8 * native_len)
+    lens = tuple(sorted({*lens, *options.suggest}))
     if lens[0] < _SHORTEST:
         raise EvalError(f"--context-lens must be >= {_SHORTEST} tokens, got {lens[0]}")
-    return tuple(lens)
+    return lens
 
 
-def parse_lens(flag: str, text: str | None) -> list[int]:
-    """Parse `256,1024` into [256, 1024], and None into an empty list. Raises EvalError."""
-    if text is None:
-        return []
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise EvalError(
-            f"{flag} must be integers with commas between them, got {text!r}"
-        ) from error
-
-
-def parse_depths(text: str) -> tuple[float, ...]:
-    """Parse `0,50,100` percent into (0.0, 0.5, 1.0), ascending. Raises EvalError."""
-    try:
-        depths = sorted({float(part) / 100 for part in text.split(",")})
-    except ValueError as error:
-        raise EvalError(
-            f"--depths must be numbers with commas between them, got {text!r}"
-        ) from error
-    for depth in depths:
-        if not (math.isfinite(depth) and 0 <= depth <= 1):
-            raise EvalError(f"--depths must be from 0 to 100 percent, got {100 * depth:g}")
-    return tuple(depths)
-
-
-def parse_forms(text: str | None) -> tuple[Form, ...]:
-    """Parse names into forms. Raises EvalError."""
-    by_name = {form.name: form for form in FORMS}
-    return tuple(by_name[name] for name in _names("--forms", text, tuple(by_name)))
-
-
-def choose_target_tokens(asked: int | None, shortest: int) -> int:
+def _target_tokens(asked: int | None, shortest: int) -> int:
     """Return the number of targets, max half of the shortest context.
 
-    Every length then has some context before the targets.
+    Every length then has some context before the targets. Raises EvalError.
     """
     if asked is None:
         return min(_MOST_TARGETS, shortest // 2)
@@ -172,14 +182,3 @@ def choose_target_tokens(asked: int | None, shortest: int) -> int:
             f"--target-tokens must be < {shortest} (the shortest of --context-lens), got {asked}"
         )
     return asked
-
-
-def _names(flag: str, text: str | None, accepted: tuple[str, ...]) -> tuple[str, ...]:
-    """Parse names, and return each once in the accepted order."""
-    if text is None:
-        return accepted
-    asked = [part.strip() for part in text.split(",")]
-    for name in asked:
-        if name not in accepted:
-            raise EvalError(f"{flag} must be of {', '.join(accepted)}; got {name!r}")
-    return tuple(name for name in accepted if name in asked)

@@ -1,12 +1,11 @@
 """Plots of quality against context length: two line plots and a heat map."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.evaluation.plan import METHODS, Variant
-from server.evaluation.report import NUM_BINS, Report, Row
+from server.evaluation.report import NUM_BINS, LengthReport, LengthRow
 from server.intervals import Estimate
 
 if TYPE_CHECKING:
@@ -20,12 +19,7 @@ _STYLES = {None: ":", "fixed": "--", "pinned": "-"}
 _COLUMNS = 4
 
 
-def can_plot() -> bool:
-    """Return whether the extra `plot` is installed."""
-    return find_spec("matplotlib") is not None
-
-
-def plot(report: Report, folder: Path) -> None:
+def plot(report: LengthReport, folder: Path) -> None:
     """Write perplexity.png, retrieval.png and depth.png, each only if it has measurements."""
     lens = f"trained for {report.plan.native_len} tokens"
     first = report.rows[0]
@@ -51,11 +45,11 @@ def plot(report: Report, folder: Path) -> None:
 
 
 def _lines(
-    report: Report,
+    report: LengthReport,
     path: Path,
     title: str,
     quantity: str,
-    pick: Callable[[Row], Estimate | None],
+    pick: Callable[[LengthRow], Estimate | None],
 ) -> None:
     """Draw one line per variant, with its 95 % interval as a band if there are few lines."""
     from matplotlib.figure import Figure  # noqa: PLC0415  # optional, and slow to import
@@ -115,7 +109,7 @@ def _log_numbers(axes: "Axes") -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
 
 
-def _heat_map(report: Report, path: Path, lens: str) -> None:
+def _heat_map(report: LengthReport, path: Path, lens: str) -> None:
     """Draw a panel per variant: share of right answers by needle depth and context length."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -138,7 +132,7 @@ def _heat_map(report: Report, path: Path, lens: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _panel(panel: "Axes", report: Report, variant: Variant) -> "AxesImage":
+def _panel(panel: "Axes", report: LengthReport, variant: Variant) -> "AxesImage":
     rows = report.of(variant)
     shares = [
         [each.num_right / each.num_queries if each.num_queries else float("nan") for each in bins]

@@ -1,13 +1,12 @@
 """Statistics of scores, as JSON and CSV."""
 
-import csv
-import io
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from server.eval_run import csv_text
 from server.evaluation.cells import PERPLEXITY, RETRIEVAL, QueryScore, Score, WindowScore
-from server.evaluation.plan import EvalPlan, Variant
+from server.evaluation.plan import LengthPlan, Variant
 from server.intervals import Estimate, exponential, mean, proportion
 
 NUM_BINS = 4  # of depth
@@ -25,7 +24,7 @@ class DepthBin:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LengthRow:
     """The numbers of one variant at one length; None if not measured."""
 
     variant: Variant
@@ -69,7 +68,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LengthReport:
     """The results of a whole run."""
 
     model: str
@@ -79,21 +78,21 @@ class Report:
     text: str  # a description of the text
     text_tokens: int
     started_at: str  # ISO 8601, UTC
-    plan: EvalPlan
-    rows: tuple[Row, ...]  # by variant, then length
+    plan: LengthPlan
+    rows: tuple[LengthRow, ...]  # by variant, then length
 
-    def of(self, variant: Variant) -> list[Row]:
+    def of(self, variant: Variant) -> list[LengthRow]:
         """Return a variant's rows, shortest context first."""
         return [row for row in self.rows if row.variant == variant]
 
 
 def make_row(
     variant: Variant, context_len: int, factor: float, scores: Mapping[str, list[Score]]
-) -> Row:
+) -> LengthRow:
     """Compute statistics over the scores of each kind."""
     windows = tuple(each for each in scores.get(PERPLEXITY, []) if isinstance(each, WindowScore))
     queries = tuple(each for each in scores.get(RETRIEVAL, []) if isinstance(each, QueryScore))
-    return Row(
+    return LengthRow(
         variant,
         context_len,
         factor,
@@ -119,7 +118,7 @@ def _bits_per_byte(windows: tuple[WindowScore, ...]) -> Estimate:
     return Estimate(ratio, ratio - reach, ratio + reach)
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: LengthReport) -> dict[str, Any]:
     """Return results.json; its fields are described in docs/evaluation.md."""
     plan = report.plan
     return {
@@ -153,7 +152,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def scalars(row: Row) -> dict[str, Any]:
+def scalars(row: LengthRow) -> dict[str, Any]:
     """Return a row's numbers by name, for a line of results.csv or an entry of results.json."""
     found: dict[str, Any] = {
         "method": row.variant.method,
@@ -178,14 +177,9 @@ def scalars(row: Row) -> dict[str, Any]:
     }
 
 
-def as_csv(report: Report) -> str:
+def as_csv(report: LengthReport) -> str:
     """Return results.csv: a heading and a line per variant and length.
 
     A field is empty if it is null in JSON.
     """
-    lines = [scalars(row) for row in report.rows]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+    return csv_text([scalars(row) for row in report.rows])

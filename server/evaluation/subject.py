@@ -1,24 +1,23 @@
 """The measured model, loaded as in `serve`, with a deployment for each variant."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from model_runtime.deployment import Deployment
 from model_runtime.engine.build_engine import build_engine
 from model_runtime.engine.engine import Engine
 from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.loading.model_config import ModelConfig, weight_files
 from model_runtime.text.tokenizer import Tokenizer
 from rope import NativeRope
+from server.eval_run import EvalError
 from server.evaluation.cells import TOGETHER
-from server.evaluation.plan import EvalError, EvalPlan, Variant
+from server.evaluation.plan import LengthPlan, Variant
 from server.settings.load import ServeSettings
 from server.startup.dry_run import outline_of
 from server.startup.load_model import load_model
+from server.startup.model_digest import model_digest
 from server.startup.model_facts import facts_of
-from server.startup.serving_plan import EMBEDDED_NAME, ServingPlan, plan_serving, profiles_of
+from server.startup.serving_plan import ServingPlan, model_name, plan_serving, profiles_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +38,17 @@ def native_of(settings: ServeSettings) -> NativeRope:
     return outline_of(settings).native()
 
 
-def load_subject(settings: ServeSettings, plan: EvalPlan) -> Subject:
+def load_subject(settings: ServeSettings, plan: LengthPlan) -> Subject:
     """Load the settings' model, or the embedded one.
 
     Raises ModelError, SettingsError, or EvalError if the cache cannot hold the longest context.
     """
     checkpoint = load_model(settings)
     serving = plan_variants(plan, settings, checkpoint)
-    dtype = str(checkpoint.dtype).removeprefix("torch.")
-    weights = weights_digest(outline_of(settings))
-    # Rounding differs between dtypes and device types.
-    digest = hashlib.sha256(f"{weights} {dtype} {checkpoint.device.type}".encode())
     return Subject(
-        settings.served_model_name or _name(settings.model),
-        digest.hexdigest()[:32],
-        dtype,
+        model_name(settings),
+        model_digest(settings, checkpoint),
+        str(checkpoint.dtype).removeprefix("torch."),
         str(checkpoint.device),
         checkpoint.tokenizer,
         build_engine(checkpoint, serving.config, profiles=profiles_of(serving.deployments)),
@@ -61,7 +56,7 @@ def load_subject(settings: ServeSettings, plan: EvalPlan) -> Subject:
     )
 
 
-def plan_variants(plan: EvalPlan, settings: ServeSettings, checkpoint: Checkpoint) -> ServingPlan:
+def plan_variants(plan: LengthPlan, settings: ServeSettings, checkpoint: Checkpoint) -> ServingPlan:
     """Plan a deployment per variant over one cache, in their order, as `serve` does.
 
     Raises SettingsError, or EvalError if the cache cannot hold the longest context.
@@ -82,24 +77,3 @@ def plan_variants(plan: EvalPlan, settings: ServeSettings, checkpoint: Checkpoin
             f"holds (kv_cache_gib, kv_cache_tokens), got {plan.longest}"
         )
     return serving
-
-
-def weights_digest(outline: ModelConfig) -> str:
-    """Return a digest of a folder's weights and config, or of a hub id's name and commit."""
-    folder = Path(outline.source)
-    if not folder.is_dir():
-        commit = getattr(outline.config, "_commit_hash", None)
-        return hashlib.sha256(f"{outline.source} {commit}".encode()).hexdigest()
-    digest = hashlib.sha256()
-    for path in (*sorted(weight_files(folder)), folder / "config.json"):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
-
-
-def _name(model: str | None) -> str:
-    """Return the name that `serve` would use."""
-    if model is None:
-        return EMBEDDED_NAME
-    folder = Path(model)
-    return (folder.resolve() if folder.is_dir() else folder).name

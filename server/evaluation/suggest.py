@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from server.evaluation.plan import METHODS, EvalPlan, Variant
-from server.evaluation.report import Report
+from server.evaluation.plan import METHODS, LengthPlan, Variant
+from server.evaluation.report import LengthReport
 from server.intervals import mean, proportion
 
 
@@ -40,7 +40,7 @@ class Candidate:
         return ", ".join(found)
 
 
-def suggestion(report: Report, name: str, model: str | None) -> str:
+def suggestion(report: LengthReport, name: str, model: str | None) -> str:
     """Return a block for `ropewalk serve --config`, with the reasons as its comments.
 
     Candidates stay if their retrieval is within the 95 % interval of the best. They also need a
@@ -69,7 +69,7 @@ def suggestion(report: Report, name: str, model: str | None) -> str:
     return "\n".join([*lines, *_block(report.plan, chosen.variant, name, model)])
 
 
-def _candidate(report: Report, variant: Variant, lens: Sequence[int]) -> Candidate:
+def _candidate(report: LengthReport, variant: Variant, lens: Sequence[int]) -> Candidate:
     rows = [row for row in report.of(variant) if row.context_len in lens]
     return Candidate(
         variant,
@@ -111,7 +111,7 @@ def _effort(variant: Variant) -> tuple[int, bool]:
     return policies[variant.policy], "use_logn_attn" in METHODS[variant.method]
 
 
-def _block(plan: EvalPlan, variant: Variant, name: str, model: str | None) -> list[str]:
+def _block(plan: LengthPlan, variant: Variant, name: str, model: str | None) -> list[str]:
     """Return YAML for `server/config_file.py`; JSON's flow style is YAML, too."""
     entry = plan.entry(variant)
     lines = [] if model is None else [f"model: {json.dumps(model)}"]

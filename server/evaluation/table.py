@@ -5,13 +5,13 @@ A cell has the number and its 95 % interval.
 
 from collections.abc import Callable
 
-from server.evaluation.report import Report, Row
+from server.evaluation.report import LengthReport, LengthRow
 from server.intervals import Estimate
 
-_Pick = Callable[[Row], Estimate | None]
+_Pick = Callable[[LengthRow], Estimate | None]
 
 
-def table(report: Report) -> str:
+def table(report: LengthReport) -> str:
     """Return all measurements, with a blank line between the blocks."""
     plan = report.plan
     first = report.rows[0]
@@ -51,7 +51,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:.0f}"
 
 
-def _block(report: Report, title: str, pick: _Pick, number: Callable[[float], str]) -> str:
+def _block(report: LengthReport, title: str, pick: _Pick, number: Callable[[float], str]) -> str:
     lens = report.plan.context_lens
     rows = [["", *(f"{each} tokens" for each in lens)]]
     for variant in report.plan.variants:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from model_runtime.text.tokenizer import Tokenizer
 from server.corpus.held_out import Document, library_documents
-from server.evaluation.plan import EvalError, EvalPlan
+from server.eval_run import EvalError
+from server.evaluation.plan import LengthPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class LengthSource:
     """A text long enough for the longest context, and its tokens without special tokens."""
 
     name: str
@@ -23,7 +24,7 @@ class Source:
 class Texts:
     """The sources that contexts are cut from."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[LengthSource, ...]
     special_ids: tuple[int, ...]  # the tokenizer adds them before every text
     is_joined: bool  # no document was long enough, so all of them are one text
 
@@ -34,7 +35,7 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class LengthWindow:
     """One span of target tokens, and the text before it that fits the longest context."""
 
     source: str
@@ -76,7 +77,7 @@ def make_texts(documents: Sequence[Document], tokenizer: Tokenizer, longest: int
 
     Raises EvalError.
     """
-    special_ids = _special_ids(tokenizer)
+    special_ids = tokenizer.leading_special_ids()
     everything = [_source(each, tokenizer) for each in documents]
     sources = [each for each in everything if len(each.token_ids) >= longest]
     if sources:
@@ -90,7 +91,7 @@ def make_texts(documents: Sequence[Document], tokenizer: Tokenizer, longest: int
     return Texts((joined,), special_ids, is_joined=True)
 
 
-def choose_windows(texts: Texts, plan: EvalPlan, tokenizer: Tokenizer) -> list[Window]:
+def choose_windows(texts: Texts, plan: LengthPlan, tokenizer: Tokenizer) -> list[LengthWindow]:
     """Sample `num_windows` windows by the seed, without overlapping targets. Raises EvalError."""
     size = plan.target_tokens
     places = [
@@ -108,7 +109,7 @@ def choose_windows(texts: Texts, plan: EvalPlan, tokenizer: Tokenizer) -> list[W
     for source, end in rng.sample(places, plan.num_windows):
         ids = source.token_ids[end - plan.longest : end]
         num_bytes = sum(len(tokenizer.token_bytes(each)) for each in ids[-size:])
-        windows.append(Window(source.name, end, ids, num_bytes))
+        windows.append(LengthWindow(source.name, end, ids, num_bytes))
     return windows
 
 
@@ -122,14 +123,6 @@ def _text(path: Path) -> str:
         raise EvalError(f"--text: cannot read {path}: {error.strerror}") from error
 
 
-def _source(document: Document, tokenizer: Tokenizer) -> Source:
+def _source(document: Document, tokenizer: Tokenizer) -> LengthSource:
     ids = tokenizer.encode(document.text, add_special_tokens=False, param="--text")
-    return Source(document.name, document.text, tuple(ids))
-
-
-def _special_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the special tokens before a text; some tokenizers also add some after it."""
-    bare = tokenizer.encode("a", add_special_tokens=False)
-    whole = tokenizer.encode("a")
-    starts = [at for at in range(len(whole)) if whole[at : at + len(bare)] == bare]
-    return tuple(whole[: starts[0]]) if starts else ()
+    return LengthSource(document.name, document.text, tuple(ids))

@@ -28,22 +28,20 @@ from model_runtime.deployment import Deployment, RopeRequest
 from model_runtime.engine.build_engine import build_runner
 from model_runtime.engine.engine_core import EngineCore
 from model_runtime.engine.observer import Observer
-from model_runtime.engine.output_processor import Answer
 from model_runtime.engine.request_state import RequestState
 from model_runtime.errors import ModelError
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.make_deployment import DeploymentOptions, make_deployment
 from model_runtime.request import FinishReason, Output, Request, SamplingParams
 from model_runtime.runner.model_runner import ModelRunner
-from model_runtime.scheduling.sequence import Sequence as TokenSequence
 from model_runtime.text.grammar import Constraint
 from rope import NativeRope, RopeConfigError
+from server.eval_run import EvalError
 from server.policy_eval.stale_keys import StaleKeyRunner
-from server.policy_eval.windows import CrossingError, Shape, Window
+from server.policy_eval.windows import CrossingWindow, Shape
 
 CrossingPolicy = Literal["pinned", "grow", "grow-exact", "stale"]
 CROSSING_POLICIES: tuple[CrossingPolicy, ...] = get_args(CrossingPolicy)
-METHODS = ("yarn", "dynamic", "ntk", "linear", "llama3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class ForcedTokens(Constraint):
 class _Recording:
     """The engine's outputs for one window."""
 
-    window: Window
+    window: CrossingWindow
     times_s: list[float] = field(default_factory=list)  # of each token
     rescales: list[int] = field(default_factory=list)  # so far, at each token
     token_ids: list[int] = field(default_factory=list)
@@ -105,7 +103,7 @@ class _Recording:
 def crossing_deployment(
     native: NativeRope, method: str, policy: CrossingPolicy, shape: Shape, longest: int
 ) -> Deployment:
-    """Build a deployment with tiers from L up to `longest` tokens. Raises CrossingError."""
+    """Build a deployment with tiers from L up to `longest` tokens. Raises EvalError."""
     rope_type, _, step = method.partition("@")
     block: dict[str, object] = {
         "rope_type": rope_type,
@@ -127,7 +125,7 @@ def crossing_deployment(
             ),
         )
     except RopeConfigError as error:
-        raise CrossingError(f"method {method}: {error}") from error
+        raise EvalError(f"method {method}: {error}") from error
 
 
 def policies_of(method: str) -> tuple[CrossingPolicy, ...]:
@@ -142,14 +140,14 @@ def run_windows(
     checkpoint: Checkpoint,
     method: str,
     policy: CrossingPolicy,
-    windows: Sequence[Window],
+    windows: Sequence[CrossingWindow],
     *,
     page_size: int = 16,
     max_num_batched_tokens: int = 512,
 ) -> list[Outcome]:
     """Decode windows of one shape together, in their own engine and cache.
 
-    Raises CrossingError, or ModelError if there is no memory or a step fails.
+    Raises EvalError, or ModelError if there is no memory or a step fails.
     """
     shape = windows[0].shape
     longest = max(window.num_tokens for window in windows)
@@ -183,12 +181,8 @@ def _live(
     placement = deployment.place(RopeRequest(), len(window.prompt_ids), max_tokens)
     # Each window has its own salt, so that it does not share pages with another.
     request = Request(f"window-{number}", window.prompt_ids, params, placement, str(number))
-    return RequestState(
-        TokenSequence(request),
-        Answer(request, checkpoint.tokenizer, frozenset()),
-        recording.listen,
-        ForcedTokens(window.forced_ids, checkpoint.vocab_size),
-    )
+    forced = ForcedTokens(window.forced_ids, checkpoint.vocab_size)
+    return RequestState.of(request, checkpoint.tokenizer, frozenset(), recording.listen, forced)
 
 
 def _outcome(checkpoint: Checkpoint, deployment: Deployment, recording: _Recording) -> Outcome:

@@ -1,13 +1,12 @@
 """Plots of perplexity, retrieval and time by the number of tier changes."""
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.intervals import Estimate
 from server.policy_eval.measure import CROSSING_POLICIES
-from server.policy_eval.report import Outcomes, Row, rows_of
+from server.policy_eval.report import CrossingReport, CrossingRow, rows_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,18 +17,13 @@ _MARKERS = {"pinned": "o", "grow": "^", "grow-exact": "s", "stale": "X"}
 _APART = 0.12  # of one tier change, so that markers of equal height are all visible
 
 
-def can_plot() -> bool:
-    """Return whether matplotlib is installed (the extra `plot`)."""
-    return find_spec("matplotlib") is not None
-
-
-def plot(outcomes: Outcomes, native_len: int, model: str, path: Path) -> None:
+def plot(report: CrossingReport, path: Path) -> None:
     """Draw a column of three panels for each method; needs matplotlib."""
     # Optional, and slow to import.
     from matplotlib.figure import Figure  # noqa: PLC0415
     from matplotlib.ticker import LogLocator  # noqa: PLC0415
 
-    rows = rows_of(outcomes)
+    rows = rows_of(report.outcomes)
     methods = list(dict.fromkeys(each.method for each in rows))
     figure = Figure(figsize=(1.5 + 4.5 * len(methods), 9.5), layout="constrained")
     panels = figure.subplots(3, len(methods), sharex=True, sharey="row", squeeze=False)
@@ -47,7 +41,7 @@ def plot(outcomes: Outcomes, native_len: int, model: str, path: Path) -> None:
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
             axes.minorticks_off()
         crossings = sorted({each.num_crossings for each in own})
-        gap.set_xticks(crossings, [_reach(each, native_len) for each in crossings])
+        gap.set_xticks(crossings, [_reach(each, report.native_len) for each in crossings])
         gap.set_xlabel("tiers crossed while decoding")
     panels[0, 0].set_ylabel("perplexity after the last crossing")
     panels[1, 0].set_ylabel("needles found across it (share)")
@@ -55,7 +49,7 @@ def plot(outcomes: Outcomes, native_len: int, model: str, path: Path) -> None:
     panels[0, 0].legend(frameon=False, loc="upper left")
     figure.align_ylabels()
     figure.suptitle(
-        f"{model}: what happens to cached keys when the table changes\n"
+        f"{report.model}: what happens to cached keys when the table changes\n"
         f"{max(each.num_windows for each in rows)} windows, 95 % intervals",
         fontsize="medium",
     )
@@ -67,7 +61,7 @@ def _reach(num_crossings: int, native_len: int) -> str:
     return f"{num_crossings}\n{first:,} \u2192 {last:,}"
 
 
-def _longest_gap(row: Row) -> Estimate:
+def _longest_gap(row: CrossingRow) -> Estimate:
     """Return the median time at the last tier change, or of an ordinary step if there is none.
 
     It has no interval, because it is a median.
@@ -75,7 +69,9 @@ def _longest_gap(row: Row) -> Estimate:
     return Estimate(row.step_ms if row.crossing_ms is None else row.crossing_ms, None, None)
 
 
-def _draw(axes: "Axes", rows: Sequence[Row], number: Callable[[Row], Estimate]) -> None:
+def _draw(
+    axes: "Axes", rows: Sequence[CrossingRow], number: Callable[[CrossingRow], Estimate]
+) -> None:
     for place, policy in enumerate(CROSSING_POLICIES):
         own = [each for each in rows if each.policy == policy]
         if not own:

@@ -4,8 +4,6 @@ Every policy decodes the same windows, so differences are computed per window. T
 than the levels, because the spread of the levels is mostly that of the texts.
 """
 
-import csv
-import io
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,6 +12,7 @@ from typing import Any
 
 from server.intervals import Estimate, bootstrap, exponential, proportion
 from server.policy_eval.measure import CROSSING_POLICIES, CrossingPolicy, Outcome
+from server.policy_eval.options import CrossingOptions
 
 # Each policy against `pinned`, and the two policies that compute nothing at a tier change.
 COMPARED: tuple[tuple[CrossingPolicy, CrossingPolicy], ...] = (
@@ -28,7 +27,7 @@ Outcomes = Mapping[Key, Sequence[Outcome]]  # in the order of the windows
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CrossingRow:
     """One policy at one number of tier changes."""
 
     method: str
@@ -60,7 +59,17 @@ class Difference:
     decode_time: float  # ratio of the mean times
 
 
-def rows_of(outcomes: Outcomes) -> list[Row]:
+@dataclass(frozen=True, slots=True)
+class CrossingReport:
+    """The results of a whole run."""
+
+    model: str
+    native_len: int  # L, of the run
+    options: CrossingOptions
+    outcomes: Outcomes
+
+
+def rows_of(outcomes: Outcomes) -> list[CrossingRow]:
     """Return a row per method, number of tier changes and policy, in order of measurement."""
     return [_row(key, each) for key, each in outcomes.items()]
 
@@ -77,12 +86,12 @@ def differences_of(outcomes: Outcomes) -> list[Difference]:
     return found
 
 
-def _row(key: Key, windows: Sequence[Outcome]) -> Row:
+def _row(key: Key, windows: Sequence[Outcome]) -> CrossingRow:
     method, num_crossings, policy = key
     nll = bootstrap([_mean_nll(each) for each in windows])
     num_found = sum(each.found for each in windows)
     last = [each.crossing_s[-1] for each in windows if each.crossing_s]
-    return Row(
+    return CrossingRow(
         method,
         num_crossings,
         policy,
@@ -117,38 +126,34 @@ def _mean_nll(outcome: Outcome) -> float:
     return math.fsum(outcome.nll) / len(outcome.nll)
 
 
-def as_json(outcomes: Outcomes, settings: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(report: CrossingReport) -> dict[str, Any]:
     """Return the requested settings, the rows and the differences."""
     return {
-        "settings": dict(settings),
-        "rows": [asdict(each) for each in rows_of(outcomes)],
-        "differences": [asdict(each) for each in differences_of(outcomes)],
+        "settings": {
+            "model": report.model,
+            **asdict(report.options),
+            "output": str(report.options.output),
+            "native_len": report.native_len,
+        },
+        "rows": [asdict(each) for each in rows_of(report.outcomes)],
+        "differences": [asdict(each) for each in differences_of(report.outcomes)],
     }
 
 
-def as_csv(rows: Sequence[Row] | Sequence[Difference]) -> str:
-    """Return a line per row under a line of names; an estimate takes three columns."""
-    file = io.StringIO()
-    lines = [_flat(each) for each in rows]
-    writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return file.getvalue()
-
-
-def _flat(row: Row | Difference) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(row: CrossingRow | Difference) -> dict[str, Any]:
+    """Return the numbers by name, for a line of a CSV; an estimate has three of them."""
+    found: dict[str, Any] = {}
     for each in fields(row):
         value = getattr(row, each.name)
         if isinstance(value, Estimate):
-            flat |= {
+            found |= {
                 each.name: value.value,
                 f"{each.name}_low": value.low,
                 f"{each.name}_high": value.high,
             }
         else:
-            flat[each.name] = value
-    return flat
+            found[each.name] = value
+    return found
 
 
 _LEVELS = ("crossings", "policy", "windows", "perplexity", "found", "of all",
@@ -172,7 +177,7 @@ def table(outcomes: Outcomes) -> str:
     return "\n\n".join(blocks)
 
 
-def _level_cells(row: Row) -> tuple[str, ...]:
+def _level_cells(row: CrossingRow) -> tuple[str, ...]:
     return (
         str(row.num_crossings),
         row.policy,

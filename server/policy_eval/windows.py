@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from model_runtime.text.tokenizer import Tokenizer
 from server.corpus.held_out import Document
 from server.corpus.needles import FORMS, Needle, random_needles
+from server.eval_run import EvalError
 
 NUM_NEEDLES = 2  # one is the question; the other prevents an answer with just any number
 _DEPTHS = (0.25, 0.75)  # of the prompt; the question alternates between them
-
-
-class CrossingError(ValueError):
-    """An impossible comparison; the message names option, limit and value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class CrossingWindow:
     """One sequence to feed."""
 
     shape: Shape
@@ -86,7 +83,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CrossingSource:
     """The text of one window, before it is cut for a number of tier changes."""
 
     text_ids: tuple[int, ...]
@@ -96,40 +93,42 @@ class Source:
 
 def draw_sources(
     tokenizer: Tokenizer, documents: Iterable[Document], longest: Shape, count: int, seed: int
-) -> list[Source]:
+) -> list[CrossingSource]:
     """Draw `count` pieces that do not overlap, each long enough for `longest`.
 
-    The documents are in an order shuffled by the seed. Raises CrossingError.
+    The documents are in an order shuffled by the seed. Raises EvalError.
     """
     rng = random.Random(seed)  # noqa: S311  # a choice of text, no secret
     shuffled = list(documents)
     rng.shuffle(shuffled)
     length = longest.question_at
-    sources: list[Source] = []
+    sources: list[CrossingSource] = []
     left: list[int] = []
     for document in shuffled:
         left += tokenizer.encode(document.text, add_special_tokens=False)
         while len(left) >= length and len(sources) < count:
             number = len(sources)
             needles = random_needles(rng, NUM_NEEDLES, FORMS[number // NUM_NEEDLES % len(FORMS)])
-            sources.append(Source(tuple(left[:length]), tuple(needles), number % NUM_NEEDLES))
+            sources.append(
+                CrossingSource(tuple(left[:length]), tuple(needles), number % NUM_NEEDLES)
+            )
             left = left[length:]
     if len(sources) < count:
-        raise CrossingError(
-            f"windows: the text has {len(sources)} of {length} tokens each, fewer than the "
+        raise EvalError(
+            f"--windows: the text has {len(sources)} of {length} tokens each, fewer than the "
             f"{count} asked for"
         )
     return sources
 
 
-def lay_out(tokenizer: Tokenizer, source: Source, shape: Shape) -> Window:
-    """Build the window for one number of tier changes. Raises CrossingError if L is too short."""
-    specials = _leading_specials(tokenizer)
+def lay_out(tokenizer: Tokenizer, source: CrossingSource, shape: Shape) -> CrossingWindow:
+    """Build the window for one number of tier changes. Raises EvalError if L is too short."""
+    specials = tokenizer.leading_special_ids()
     definitions = [_ids(tokenizer, each.definition) for each in source.needles]
     num_text = shape.prompt_len - len(specials) - sum(map(len, definitions))
     if num_text < sum(map(len, definitions)):
-        raise CrossingError(
-            f"native_len: {shape.native_len} tokens leave no room for text beside the needles"
+        raise EvalError(
+            f"--native-len: {shape.native_len} tokens leave no room for text beside the needles"
         )
     num_forced = shape.question_at - shape.prompt_len
     text = source.text_ids[len(source.text_ids) - num_text - num_forced :]
@@ -137,12 +136,12 @@ def lay_out(tokenizer: Tokenizer, source: Source, shape: Shape) -> Window:
     needle = source.needles[source.asked]
     question = _ids(tokenizer, "\n" + needle.question)
     answer = _ids(tokenizer, needle.value + needle.form.after)
-    window = Window(
+    window = CrossingWindow(
         shape, tuple(prompt), (*text[num_text:], *question), needle, num_answer_tokens=len(answer)
     )
     if window.num_tokens > shape.final_ceiling:
-        raise CrossingError(
-            f"scored_tokens: {shape.scored_tokens} with question and answer must end within the "
+        raise EvalError(
+            f"--scored-tokens: {shape.scored_tokens} with question and answer must end within the "
             f"last tier of {shape.final_ceiling} tokens, got {window.num_tokens}"
         )
     return window
@@ -150,13 +149,6 @@ def lay_out(tokenizer: Tokenizer, source: Source, shape: Shape) -> Window:
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
-
-
-def _leading_specials(tokenizer: Tokenizer) -> list[int]:
-    """Return the special tokens before a text; some tokenizers also add some after it."""
-    plain, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
-    starts = [at for at in range(len(whole)) if whole[at : at + len(plain)] == plain]
-    return whole[: starts[0]] if starts else []
 
 
 def _with_needles(

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint
 from server.evaluation import run as run_module
 from server.evaluation.command import evaluate
+from server.evaluation.plan import LengthOptions, make_plan
+from server.evaluation.subject import native_of
 from server.evaluation.texts import choose_windows, make_texts, read_documents
 from server.settings.load import load_settings
 from server.startup.serving_plan import plan_deployments
@@ -68,9 +70,8 @@ def plan_of(*arguments: str) -> Any:
     """The plan of a command line: its windows, queries and cells."""
     settings = load_settings({})
     context = evaluate.make_context("eval", [*arguments])
-    names = run_module.EvalOptions.__slots__
-    options = run_module.EvalOptions(**{name: context.params[name] for name in names})
-    return run_module.make_plan(options, run_module.native_of(settings))
+    options = LengthOptions(**{name: context.params[name] for name in LengthOptions.__slots__})
+    return make_plan(options, native_of(settings))
 
 
 @pytest.mark.parametrize(
@@ -198,9 +199,9 @@ def test_a_second_run_measures_only_what_is_missing(
     again = []
     own = run_module.measure
 
-    def measure(engine: Any, cell: Any, on_tokens: Any) -> Any:
+    def measure(engine: Any, cell: Any, progress: Any) -> Any:
         again.append((cell.kind, cell.context_len))
-        return own(engine, cell, on_tokens)
+        return own(engine, cell, progress)
 
     monkeypatch.setattr(run_module, "measure", measure)
     ended = invoke(*ARGUMENTS, "--output", str(folder))
@@ -226,7 +227,7 @@ def test_the_suggestion_is_a_file_that_serves(measured: Run) -> None:
     path = measured.folder / "suggestion.yaml"
     assert path.read_text() in measured.ended.stdout
     settings = load_settings({"config": str(path)})
-    native = run_module.native_of(settings)
+    native = native_of(settings)
     (deployment,) = plan_deployments(settings, native)
     assert (deployment.rope_type, deployment.policy) == ("yarn", "pinned")
     assert [tier.ceiling for tier in deployment.own_tiers] == [256, 1024]

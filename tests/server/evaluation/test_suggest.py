@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from server.corpus.needles import FORMS
 from server.evaluation.cells import QueryScore, WindowScore
-from server.evaluation.plan import EvalPlan, Variant
-from server.evaluation.report import Report, Row
+from server.evaluation.plan import LengthPlan, Variant
+from server.evaluation.report import LengthReport, LengthRow
 from server.evaluation.suggest import suggestion
 
 UNTOUCHED, PINNED = Variant("none", None), Variant("yarn", "pinned")
@@ -16,18 +16,18 @@ _TEXT = random.Random(0)
 TEXTS = [_TEXT.uniform(1.0, 3.0) for _ in range(NUM_WINDOWS)]  # nats a token: texts differ most
 
 
-def row(variant: Variant, nats: Sequence[float], num_right: int) -> Row:
+def row(variant: Variant, nats: Sequence[float], num_right: int) -> LengthRow:
     """At 1,024 tokens; 10 target tokens a window."""
     windows = tuple(WindowScore("text", 10 * each, 10, 40) for each in nats)
     queries = tuple(
         QueryScore(FORMS[0].name, 0.5, 100, number < num_right, "") for number in range(NUM_QUERIES)
     )
-    return Row(variant, 1024, 4.0, None, None, windows, None, queries)
+    return LengthRow(variant, 1024, 4.0, None, None, windows, None, queries)
 
 
-def chosen(*rows: Row) -> str:
+def chosen(*rows: LengthRow) -> str:
     """The label of the suggested variant."""
-    plan = EvalPlan(
+    plan = LengthPlan(
         native_len=256,
         carries_scaling=False,
         context_lens=(256, 1024),
@@ -40,7 +40,7 @@ def chosen(*rows: Row) -> str:
         seed=0,
         suggested_lens=(1024,),
     )
-    report = Report("model", "digest", "float32", "cpu", "text", 1000, "now", plan, rows)
+    report = LengthReport("model", "digest", "float32", "cpu", "text", 1000, "now", plan, rows)
     first = suggestion(report, "demo", None).splitlines()[0]
     return first.removeprefix("# For contexts of 1024 tokens: ").split(" (")[0]
 

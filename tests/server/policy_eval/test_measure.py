@@ -11,8 +11,15 @@ from transformers import PreTrainedModel
 from model_runtime.loading.checkpoint import Checkpoint
 from server.corpus.held_out import Document
 from server.corpus.needles import FORMS, Needle
+from server.eval_run import EvalError
 from server.policy_eval.measure import CrossingPolicy, Outcome, run_windows
-from server.policy_eval.windows import CrossingError, Shape, Source, Window, draw_sources, lay_out
+from server.policy_eval.windows import (
+    CrossingSource,
+    CrossingWindow,
+    Shape,
+    draw_sources,
+    lay_out,
+)
 from tests.engines import checkpoint_of
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -20,12 +27,14 @@ L = 64
 NEEDLE = Needle(FORMS[0], "KEY_1", "12345")
 
 
-def window_of(num_crossings: int, *, lead_tokens: int = 6, scored_tokens: int = 20) -> Window:
+def window_of(
+    num_crossings: int, *, lead_tokens: int = 6, scored_tokens: int = 20
+) -> CrossingWindow:
     """A window of meaningless tokens; two more are generated at the end."""
     shape = Shape(L, num_crossings, lead_tokens, scored_tokens)
     tokens = [(7 * at * at + 3 * at) % VOCAB_SIZE for at in range(shape.question_at)]
     prompt, forced = tokens[: shape.prompt_len], tokens[shape.prompt_len :]
-    return Window(shape, tuple(prompt), tuple(forced), NEEDLE, num_answer_tokens=2)
+    return CrossingWindow(shape, tuple(prompt), tuple(forced), NEEDLE, num_answer_tokens=2)
 
 
 def table_of(model: PreTrainedModel, method: str, multiple: float, length: int) -> Any:
@@ -69,7 +78,7 @@ def tier_at(position: int) -> int:
     return next(multiple for multiple in (1, 2, 4, 8) if position < multiple * L)
 
 
-def expected_nll(logprobs: torch.Tensor, window: Window) -> list[float]:
+def expected_nll(logprobs: torch.Tensor, window: CrossingWindow) -> list[float]:
     """The negative log-likelihood of each scored token, from the row before it."""
     shape, tokens = window.shape, [*window.prompt_ids, *window.forced_ids]
     scored = range(shape.first_scored, shape.first_scored + shape.scored_tokens)
@@ -90,7 +99,7 @@ def test_a_tier_every_few_tokens_rotates_each_row_by_its_own_length(
 
 
 def outcome(
-    checkpoint: Checkpoint, policy: CrossingPolicy, window: Window, method: str = "yarn"
+    checkpoint: Checkpoint, policy: CrossingPolicy, window: CrossingWindow, method: str = "yarn"
 ) -> Outcome:
     """The result of one window, run alone."""
     return run_windows(checkpoint, method, policy, [window])[0]
@@ -152,20 +161,22 @@ def test_stale_keys_are_those_of_any_engine_where_the_table_does_not_change(
 ) -> None:
     """Before a crossing, `stale` equals `grow`; after it, the two differ."""
     window = window_of(1, scored_tokens=20)
-    before = Window(Shape(L, 1, 40, 1), window.prompt_ids[:24], (), NEEDLE, num_answer_tokens=2)
+    before = CrossingWindow(
+        Shape(L, 1, 40, 1), window.prompt_ids[:24], (), NEEDLE, num_answer_tokens=2
+    )
     tokens = [*window.prompt_ids, *window.forced_ids]
     forced = tuple(tokens[24 : L + 10])
-    fed = Window(before.shape, before.prompt_ids, forced, NEEDLE, num_answer_tokens=2)
+    fed = CrossingWindow(before.shape, before.prompt_ids, forced, NEEDLE, num_answer_tokens=2)
     stale, grow = (_all_nll(pair[1], policy, fed) for policy in ("stale", "grow"))
     num_before = L + 1 - 24  # the token at index L is the last that is predicted before
     assert stale[:num_before] == pytest.approx(grow[:num_before], abs=1e-4)
     assert stale[num_before:] != pytest.approx(grow[num_before:], abs=1e-3)
 
 
-def _all_nll(checkpoint: Checkpoint, policy: CrossingPolicy, window: Window) -> list[float]:
+def _all_nll(checkpoint: Checkpoint, policy: CrossingPolicy, window: CrossingWindow) -> list[float]:
     """The negative log-likelihood of every forced token."""
 
-    class Everything(Window):
+    class Everything(CrossingWindow):
         """Scores from the first decoded token on."""
 
         __slots__ = ()
@@ -186,7 +197,7 @@ def test_windows_do_not_depend_on_those_beside_them(
     for number in range(3):
         window = window_of(2)
         prompt = (number, *window.prompt_ids[1:])
-        windows.append(Window(window.shape, prompt, window.forced_ids, NEEDLE, 2))
+        windows.append(CrossingWindow(window.shape, prompt, window.forced_ids, NEEDLE, 2))
     for policy in ("stale", "grow", "grow-exact"):
         together = run_windows(pair[1], "yarn", policy, windows)
         alone = [outcome(pair[1], policy, window).nll for window in windows]
@@ -218,10 +229,10 @@ def test_a_window_is_laid_out_as_it_says(embedded: Checkpoint) -> None:
 
 def test_text_that_is_too_short_is_refused_with_the_numbers(embedded: Checkpoint) -> None:
     """The numbers are the windows found, their length, and the windows requested."""
-    with pytest.raises(CrossingError, match=r"windows: .* has 0 of 1089 tokens .* 2 asked for"):
+    with pytest.raises(EvalError, match=r"--windows: .* has 0 of 1089 tokens .* 2 asked for"):
         draw_sources(embedded.tokenizer, [Document("a", "x = 1\n")], Shape(256, 3), 2, seed=0)
-    source = Source(tuple(range(200)), (NEEDLE, NEEDLE), 0)
-    with pytest.raises(CrossingError, match="native_len: 32 tokens leave no room"):
+    source = CrossingSource(tuple(range(200)), (NEEDLE, NEEDLE), 0)
+    with pytest.raises(EvalError, match="--native-len: 32 tokens leave no room"):
         lay_out(embedded.tokenizer, source, Shape(32, 1))
 
 
@@ -236,5 +247,5 @@ def test_the_needle_is_found_where_the_table_is_right(embedded: Checkpoint) -> N
     assert [each.nll for each in pinned] == [each.nll for each in exact]
     assert [each.found for each in pinned] == [each.found for each in exact]
     assert any(each.found for each in pinned)
-    with pytest.raises(CrossingError, match="method sideways: rope_type: must be one of"):
+    with pytest.raises(EvalError, match="method sideways: rope_type: must be one of"):
         run_windows(embedded, "sideways", "grow", windows)

@@ -15,12 +15,23 @@ from server.evaluation.command import evaluate
 from server.intervals import bootstrap, proportion
 from server.policy_eval import run as crossing_run
 from server.policy_eval.measure import CROSSING_POLICIES, CrossingPolicy, Outcome
-from server.policy_eval.record import FILE
-from server.policy_eval.report import differences_of, rows_of, table
-from server.policy_eval.run import CrossingOptions, run_crossings
+from server.policy_eval.options import CrossingOptions
+from server.policy_eval.report import CrossingReport, differences_of, rows_of, table
+from server.policy_eval.run import RECORD_FILE, run_crossings
+from server.progress import Progress
 from server.settings.load import load_settings
 
-OPTIONS = {"num_windows": 2, "windows_together": 1, "scored_tokens": 4, "num_crossings": (1,)}
+OPTIONS: dict[str, Any] = {
+    "methods": ("yarn",),
+    "num_crossings": (1,),
+    "num_windows": 2,
+    "windows_together": 1,
+    "scored_tokens": 4,
+    "lead_tokens": 16,
+    "native_len": None,
+    "seed": 0,
+    "resumes": True,
+}
 
 
 def outcome(nll: float, *, found: bool, decode_s: float = 1.0) -> Outcome:
@@ -69,13 +80,15 @@ def test_differences_are_taken_window_by_window() -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small run on the embedded model."""
     folder = tmp_path_factory.mktemp("crossings")
-    run_crossings(load_settings({}), options(folder), library_documents(held_out=True))
+    crossing_run.write_files(compared(folder), folder)
     return folder
 
 
-def options(folder: Path, **changed: Any) -> CrossingOptions:
+def compared(folder: Path, **changed: Any) -> CrossingReport:
     """A run of two windows, one after the other."""
-    return CrossingOptions(output=folder, **{**OPTIONS, **changed})
+    options = CrossingOptions(output=folder, **{**OPTIONS, **changed})
+    documents = library_documents(held_out=True)
+    return run_crossings(load_settings({}), options, documents, Progress())
 
 
 def test_every_file_says_the_same(finished: Path) -> None:
@@ -99,9 +112,9 @@ def test_what_is_finished_is_not_measured_again(
     finished: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A line that was cut off and a text of another seed are measured."""
-    lines = (finished / FILE).read_text().splitlines(keepends=True)
+    lines = (finished / RECORD_FILE).read_text().splitlines(keepends=True)
     assert len(lines) == 2 * len(CROSSING_POLICIES)
-    (tmp_path / FILE).write_text("".join(lines[:-1]) + lines[-1][:40])
+    (tmp_path / RECORD_FILE).write_text("".join(lines[:-1]) + lines[-1][:40])
     measured: list[str] = []
     original = crossing_run.run_windows
 
@@ -110,20 +123,13 @@ def test_what_is_finished_is_not_measured_again(
         return original(*arguments, **named)
 
     monkeypatch.setattr(crossing_run, "run_windows", watched)
-    again = run_crossings(load_settings({}), options(tmp_path), library_documents(held_out=True))
+    again = compared(tmp_path).outcomes
     assert measured == ["stale"]
     assert [row.perplexity for row in rows_of(again)] == [
-        row.perplexity
-        for row in rows_of(
-            run_crossings(load_settings({}), options(finished), library_documents(held_out=True))
-        )
+        row.perplexity for row in rows_of(compared(finished).outcomes)
     ]
     assert len(measured) == 1
-    run_crossings(
-        load_settings({}),
-        options(tmp_path, seed=1, num_windows=1),
-        library_documents(held_out=True),
-    )
+    compared(tmp_path, seed=1, num_windows=1)
     assert measured[1:] == list(CROSSING_POLICIES)
 
 
@@ -135,7 +141,8 @@ def test_what_is_finished_is_not_measured_again(
         (("--crossings", "1,7"), "crossings must be from 1 to 6, got 7"),
         (("--crossings", "two"), "must be integers with commas between them, got 'two'"),
         (("--native-len", "512"), "at most what the checkpoint was trained for (256), got 512"),
-        (("--windows", "100000"), "windows: the text has"),
+        (("--windows", "100000"), "--windows: the text has"),
+        (("--windows", "0"), "--windows must be >= 1 with --policies, got 0"),
         (("--scored-tokens", "500", "--crossings", "1"), "last tier of 512 tokens, got"),
         (("--queries", "4"), "--queries has no meaning with --policies"),
     ],
@@ -154,7 +161,7 @@ def test_what_cannot_be_compared_is_refused(
 
 def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
     """The message states the number of the line."""
-    (tmp_path / FILE).write_text("{}\n")
+    (tmp_path / RECORD_FILE).write_text("{}\n")
     ended = CliRunner().invoke(evaluate, ("--policies", "--output", str(tmp_path)))
     assert ended.exit_code == 2
     assert "line 1 of" in ended.output
