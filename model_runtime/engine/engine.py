@@ -16,11 +16,9 @@ from model_runtime.config import EngineConfig
 from model_runtime.engine.admission import AdmissionQueue, Places
 from model_runtime.engine.engine_core import EngineCore, Runner
 from model_runtime.engine.observer import Observer
-from model_runtime.engine.output_processor import Answer
 from model_runtime.engine.request_state import RequestState
 from model_runtime.errors import CacheCapacityError, RequestError
 from model_runtime.request import OnOutput, Output, Request
-from model_runtime.scheduling.sequence import Sequence as TokenSequence
 from model_runtime.text.tokenizer import Tokenizer
 
 _log = structlog.get_logger(__name__)
@@ -112,12 +110,10 @@ class Engine:
         states = []
         for request, on_output in requests:
             self._check(request)
-            answer = Answer(request, self._tokenizer, self._eos_token_ids)
-            grammar = request.grammar
-            constraint = None if grammar is None else grammar.begin(answer.end_ids)
-            states.append(RequestState(TokenSequence(request), answer, on_output, constraint))
+            state = RequestState.of(request, self._tokenizer, self._eos_token_ids, on_output)
             if arrived is not None:
-                states[-1].arrived = arrived
+                state.arrived = arrived
+            states.append(state)
         num_prompt_tokens = sum(len(request.prompt_ids) for request, _ in requests)
         self._admission.submit(
             len(states),

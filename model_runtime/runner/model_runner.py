@@ -17,11 +17,11 @@ from model_runtime.batch import Batch, Span, build_batch
 from model_runtime.cache.kv_cache import KVCache
 from model_runtime.cache.rope_tables import RopeTables
 from model_runtime.layers.last_layer import (
-    AskedStep,
+    PrunedStep,
     WritingStep,
-    asked_rows,
-    asked_spans,
-    trimmed_layer,
+    logits_indices,
+    pruned_layer,
+    pruned_spans,
 )
 from model_runtime.runner.cuda_graphs import DecodeGraphs, Recorder
 from rope import Profile
@@ -47,7 +47,7 @@ class ModelRunner:
         self._page_size = page_size
         self._device = next(model.parameters()).device
         self._backend = backend_for(self._device)
-        self._trimmed_layer = trimmed_layer(model)
+        self._pruned_layer = pruned_layer(model)
         self._graphs: DecodeGraphs | None = None
 
     def table_slot(self, profile: Profile) -> int:
@@ -63,7 +63,7 @@ class ModelRunner:
         forward = self._recorded(spans)
         if forward is None:
             batch = build_batch(spans, self._page_size, self._device)
-            forward = partial(self._forward, batch, *self._asked_step(spans, batch))
+            forward = partial(self._forward, batch, *self._pruned_step(spans, batch))
         return forward
 
     def run(self, spans: Sequence[Span]) -> Tensor:
@@ -130,14 +130,14 @@ class ModelRunner:
         logits_RV: Tensor = answer.logits[0].float()
         return logits_RV
 
-    def _asked_step(self, spans: Sequence[Span], batch: Batch) -> tuple[Step, Tensor]:
+    def _pruned_step(self, spans: Sequence[Span], batch: Batch) -> tuple[Step, Tensor]:
         """Return the step for the attention calls, and the logit rows among its remaining rows."""
         every = self._step(batch)
-        asked = None if self._trimmed_layer is None else asked_spans(spans)
-        if self._trimmed_layer is None or asked is None:
+        pruned = None if self._pruned_layer is None else pruned_spans(spans)
+        if self._pruned_layer is None or pruned is None:
             return every, batch.logit_rows_R
-        small = build_batch(asked, self._page_size, self._device)
-        step = AskedStep(every, self._step(small), asked_rows(batch), self._trimmed_layer)
+        small = build_batch(pruned, self._page_size, self._device)
+        step = PrunedStep(every, self._step(small), logits_indices(batch), self._pruned_layer)
         return step, small.logit_rows_R
 
     def _step(self, batch: Batch) -> WritingStep:

@@ -20,11 +20,9 @@ from model_runtime.config import EngineConfig
 from model_runtime.engine.build_engine import build_runner
 from model_runtime.engine.engine_core import EngineCore
 from model_runtime.engine.observer import Observer
-from model_runtime.engine.output_processor import Answer
 from model_runtime.engine.request_state import RequestState
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.runner.model_runner import ModelRunner
-from model_runtime.scheduling.sequence import Sequence as TokenSequence
 from tests.engines import deployment_of, request
 from tests.scripted_model import Script
 from tests.tiny_models import VOCAB_SIZE
@@ -89,8 +87,7 @@ def decoding(
     for at in range(batch):
         prompt = [(3 * at + 7 * place) % VOCAB_SIZE for place in range(num_prompt)]
         asked = request(deployment, prompt, max_tokens=30, **sampling)
-        answer = Answer(asked, checkpoint.tokenizer, frozenset())
-        core.add(RequestState(TokenSequence(asked), answer, lambda _: None))
+        core.add(RequestState.of(asked, checkpoint.tokenizer, frozenset(), lambda _: None))
     while not core.scheduler.running or core.scheduler.waiting or reading(core):
         core.step()
     core.step()  # what is made once is made
