@@ -54,7 +54,7 @@ class RunRecord(Generic[ResultT]):
                 self._found[found["key"]] = self._results.validate_python(found["results"])
             except (ValueError, TypeError, KeyError) as error:
                 raise EvalError(
-                    f"--output: line {number} of {self._path} is none of a finished cell; "
+                    f"--output: line {number} of {self._path} is not a finished cell; "
                     "--no-resume begins it anew"
                 ) from error
 
