@@ -5,7 +5,7 @@ heads, D = key dimensions, V = value dimensions, S = sequences, N = pages, O = o
 W = work items.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,10 +16,18 @@ from model_runtime.batch import Batch
 from model_runtime.cpu_kernels.attention import TILE, attend, attend_in_pairs, write_kv
 from model_runtime.cpu_kernels.attention_dot import uses_pairs
 from model_runtime.cpu_kernels.bfloat16 import as_numpy
+from model_runtime.cpu_kernels.kernel_arguments import (
+    NO_SINKS,
+    AttentionParams,
+    Destinations,
+    Ints,
+    Numbers,
+    PageArrays,
+    SequenceArrays,
+)
 from model_runtime.cpu_kernels.threads import MOST_THREADS, parallel_for
 
 _SERIAL_WORK = 200_000  # query-key-dimension products that make one more thread worth its cost
-NO_SINKS = np.empty(0, np.float32)
 
 
 class CpuAttention:
@@ -31,21 +39,21 @@ class CpuAttention:
 
     def __init__(self, batch: Batch) -> None:
         self._places_S = batch.places_S
-        self.destinations = batch.page_T.numpy(), batch.offset_T.numpy()
-        self.sequences = (
-            batch.page_table_SN.numpy(),
-            batch.cu_seqlens_S1.numpy(),
-            batch.first_position_S.numpy(),
-            batch.table_slot_S.numpy(),
+        self.destinations = Destinations(batch.page_T.numpy(), batch.offset_T.numpy())
+        self.sequences = SequenceArrays(
+            page_table_SN=batch.page_table_SN.numpy(),
+            cu_seqlens_S1=batch.cu_seqlens_S1.numpy(),
+            first_position_S=batch.first_position_S.numpy(),
+            table_slot_S=batch.table_slot_S.numpy(),
         )
-        self._shares: dict[tuple[int, ...], list[Any]] = {}  # by a layer's heads and dimensions
+        self._shares: dict[tuple[int, ...], list[Ints]] = {}  # by a layer's heads and dimensions
 
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
     ) -> None:
         """Write the step's keys and values to the pages and offsets in the batch."""
         key_TC, value_TC = (each.flatten(1).contiguous() for each in (key_TKD, value_TKV))
-        pages = as_numpy(keys_NKDO), as_numpy(values_NKOV)
+        pages = PageArrays(as_numpy(keys_NKDO), as_numpy(values_NKOV))
         write_kv(as_numpy(key_TC), 0, as_numpy(value_TC), 0, *self.destinations, *pages)
 
     def read(self, read: LayerRead) -> Tensor:
@@ -55,41 +63,39 @@ class CpuAttention:
         out_TC = self.attend(
             as_numpy(read.query_THD.flatten(1).float().contiguous()),
             num_heads,
-            (as_numpy(read.keys_NKDO), as_numpy(read.values_NKOV)),
-            (
-                read.tables.kernel_arrays,
-                np.float32(read.scaling),
-                np.int64(read.sliding_window or 0),
-                np.float32(read.softcap or 0.0),
-                NO_SINKS if sinks_H is None else sinks_H.detach().float().numpy(),
+            PageArrays(as_numpy(read.keys_NKDO), as_numpy(read.values_NKOV)),
+            AttentionParams(
+                tables=read.tables.kernel_arrays,
+                scaling=np.float32(read.scaling),
+                window=read.sliding_window or 0,
+                softcap=np.float32(read.softcap or 0.0),
+                sinks_H=NO_SINKS if sinks_H is None else sinks_H.detach().float().numpy(),
             ),
         )
         return torch.from_numpy(out_TC).view(num_tokens, num_heads, -1)
 
-    def write_joined(self, joined_TC: Any, num_heads: int, pages: tuple[Any, Any]) -> None:
+    def write_joined(self, joined_TC: Numbers, num_heads: int, pages: PageArrays) -> None:
         """Write keys and values that follow their queries in the columns of one numpy array."""
-        _, num_key_heads, dim, _ = pages[0].shape
+        _, num_key_heads, dim, _ = pages.keys_NKDO.shape
         key_at = num_heads * dim
         value_at = key_at + num_key_heads * dim
         write_kv(joined_TC, key_at, joined_TC, value_at, *self.destinations, *pages)
 
     def attend(
-        self, query_TC: Any, num_heads: int, pages: tuple[Any, Any], how: tuple[Any, ...]
-    ) -> Any:
-        """Return the attention of queries in the first columns of a numpy array, head by head.
-
-        `how`: tables, scaling, window, soft cap and sinks, as the kernel takes them.
-        """
-        _, num_key_heads, dim, _ = pages[0].shape
-        out_TC = np.empty((len(query_TC), num_heads * pages[1].shape[3]), query_TC.dtype)
+        self, query_TC: Numbers, num_heads: int, pages: PageArrays, params: AttentionParams
+    ) -> Numbers:
+        """Return the attention of queries in the first columns of a numpy array, head by head."""
+        _, num_key_heads, dim, _ = pages.keys_NKDO.shape
+        num_columns = num_heads * pages.values_NKOV.shape[3]
+        out_TC = np.empty((len(query_TC), num_columns), query_TC.dtype)
         group = num_heads // num_key_heads
-        arguments = (query_TC, group, *pages, *self.sequences, *how, out_TC)
+        arguments = (query_TC, group, *pages, tuple(self.sequences), params.unnamed(), out_TC)
         shares = self.partitioned(num_heads, dim, num_key_heads)
-        kernel = attend_in_pairs if uses_pairs(pages[0]) else attend
+        kernel = attend_in_pairs if uses_pairs(pages.keys_NKDO) else attend
         parallel_for(lambda share: kernel(share, *arguments), shares)
         return out_TC
 
-    def partitioned(self, num_heads: int, dim: int, num_key_heads: int) -> list[Any]:
+    def partitioned(self, num_heads: int, dim: int, num_key_heads: int) -> list[Ints]:
         """Return the work items of each thread, dealt out in turn; int64 [W, 3] per thread.
 
         A work item is (sequence, key head, first query of a tile). The number of threads follows

@@ -203,7 +203,7 @@ def gathered(
     tile = tile_len(_TILE, max(dim, value_dim), key_KCD.dtype)
     _gather[(-(-(end - begin) // tile), num_heads)](
         read.keys_NKDO, read.values_NKOV, page_table_N, key_KCD, value_KCV,
-        *read.tables.device_tensors[:4],
+        *read.tables.device_tensors.pages,
         begin, end, slot, read.tables.starts.cos.shape[1],
         *key_strides(read.keys_NKDO), *read.values_NKOV.stride(),
         PAIRS=pairs, DIM=dim, VALUES=value_dim, PAGE=page_size, TILE=tile,

@@ -5,13 +5,14 @@ Shapes: N = pages, K = key heads, O = offsets in a page, D = key dimensions, V =
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from model_runtime.cpu_kernels.bfloat16 import as_numpy
+from model_runtime.cpu_kernels.kernel_arguments import Ints, PageArrays
 
 
 class LayerShape(Protocol):
@@ -66,12 +67,15 @@ class KVCache:
             )
 
     @cached_property
-    def arrays(self) -> dict[int, tuple[Any, Any]]:
+    def arrays(self) -> dict[int, PageArrays]:
         """Return the pages as numpy arrays, by layer; bfloat16 as its bits. On a CPU."""
-        return {index: (as_numpy(k), as_numpy(v)) for index, (k, v) in self._pages.items()}
+        return {
+            index: PageArrays(as_numpy(keys), as_numpy(values))
+            for index, (keys, values) in self._pages.items()
+        }
 
     @cached_property
-    def addresses_L2(self) -> Any:
+    def addresses_L2(self) -> Ints:
         """Return the start addresses of keys and values by layer order, int64. On a CPU."""
         arrays = [self.arrays[index] for index in sorted(self.arrays)]
         return np.array([[each.ctypes.data for each in pair] for pair in arrays], np.int64)

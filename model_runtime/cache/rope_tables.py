@@ -4,18 +4,19 @@ The operator's configuration bounds the set of profiles (deployments x methods x
 therefore added when a profile is first used and never removed.
 
 Shapes: S = slots, N = pages of the longest context, O = offsets in a page, P = rotated pairs,
-T = positions.
+T = positions, Q = offsets in a tile.
 """
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from model_runtime.cpu_kernels.kernel_arguments import RotationArrays
 from rope import (
     Angles,
     Frequencies,
@@ -28,6 +29,24 @@ from rope import (
 )
 
 TILE = 64  # max keys that the GPU kernel rotates together, by their offsets in a tile
+
+
+class RotationTensors(NamedTuple):
+    """The tables of all slots for the GPU kernels, float32, in the order of their arguments."""
+
+    start_cos_SNP: Tensor  # of the angles of each page's first position
+    start_sin_SNP: Tensor
+    offset_cos_SOP: Tensor  # of the angles inside a page
+    offset_sin_SOP: Tensor
+    tile_cos_SQP: Tensor  # of the angles inside a tile
+    tile_sin_SQP: Tensor
+    squared_factor_S: Tensor  # the attention factor squared, because queries and keys both have it
+    logn_S: Tensor  # ln(L) of the log-n switch; 0: off
+
+    @property
+    def pages(self) -> tuple[Tensor, ...]:
+        """Return cosines and sines of page starts and of offsets."""
+        return self[:4]
 
 
 @dataclass(frozen=True)
@@ -61,41 +80,37 @@ class LayerTables:
         return logn_scale(positions_T, logn_len)
 
     @cached_property
-    def kernel_arrays(self) -> tuple[Any, ...]:
-        """Return the CPU kernel's inputs: tables [S, N, P] and [S, P, O], factors, ln(L) or 0."""
+    def kernel_arrays(self) -> RotationArrays:
+        """Return the tables as the CPU kernel takes them."""
         logn = [math.log(length) if length else 0.0 for length in self.logn_len]
-        return (
-            self.starts.cos.numpy(),
-            self.starts.sin.numpy(),
-            np.ascontiguousarray(self.offsets.cos.transpose(1, 2).numpy()),
-            np.ascontiguousarray(self.offsets.sin.transpose(1, 2).numpy()),
-            np.array(self.attention_factor, dtype=np.float32),
-            np.array(logn, dtype=np.float64),
+        return RotationArrays(
+            start_cos_SNP=self.starts.cos.numpy(),
+            start_sin_SNP=self.starts.sin.numpy(),
+            offset_cos_SPO=np.ascontiguousarray(self.offsets.cos.transpose(1, 2).numpy()),
+            offset_sin_SPO=np.ascontiguousarray(self.offsets.sin.transpose(1, 2).numpy()),
+            attention_factor_S=np.array(self.attention_factor, dtype=np.float32),
+            logn_S=np.array(logn, dtype=np.float64),
         )
 
     @cached_property
-    def device_tensors(self) -> tuple[Tensor, ...]:
-        """Return the GPU kernels' inputs: [S, N, P], [S, O, P], [S, TILE, P], [S] and [S].
-
-        The first three shapes are pairs of cos and sin. The last two inputs are the squared
-        attention factor, because queries and keys both have it, and ln(L), 0 if log-n is off.
-        """
+    def device_tensors(self) -> RotationTensors:
+        """Return the tables as the GPU kernels take them."""
         longest = self.starts.cos.shape[1] * self.offsets.cos.shape[1]
         device = self.starts.cos.device
-        # If the context is shorter than a tile, then no key reads the rows behind it.
+        # If the context is shorter than a tile, then no key reads the rows after it.
         positions_T = torch.arange(TILE, device=device).clamp(max=longest - 1)
         tile = [self.at(slot, positions_T) for slot in range(len(self.attention_factor))]
         squares = [factor * factor for factor in self.attention_factor]
         logn = [math.log(length) if length else 0.0 for length in self.logn_len]
-        return (
-            self.starts.cos,
-            self.starts.sin,
-            self.offsets.cos,
-            self.offsets.sin,
-            torch.stack([angles.cos[:, 0] for angles in tile]),
-            torch.stack([angles.sin[:, 0] for angles in tile]),
-            torch.tensor(squares, device=device),
-            torch.tensor(logn, device=device),
+        return RotationTensors(
+            start_cos_SNP=self.starts.cos,
+            start_sin_SNP=self.starts.sin,
+            offset_cos_SOP=self.offsets.cos,
+            offset_sin_SOP=self.offsets.sin,
+            tile_cos_SQP=torch.stack([angles.cos[:, 0] for angles in tile]),
+            tile_sin_SQP=torch.stack([angles.sin[:, 0] for angles in tile]),
+            squared_factor_S=torch.tensor(squares, device=device),
+            logn_S=torch.tensor(logn, device=device),
         )
 
     def with_slot(self, other: "LayerTables") -> "LayerTables":

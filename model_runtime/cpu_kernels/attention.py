@@ -23,6 +23,18 @@ from model_runtime.cpu_kernels.attention_block import BLOCK, rows_reader
 from model_runtime.cpu_kernels.attention_dot import IN_PAIRS, SINGLY, Products
 from model_runtime.cpu_kernels.bfloat16 import narrow, widen
 from model_runtime.cpu_kernels.jit import jit
+from model_runtime.cpu_kernels.kernel_arguments import (
+    AngleArrays,
+    AttentionParams,
+    Floats,
+    Ints,
+    Numbers,
+    PageArrays,
+    QueryTile,
+    RotationArrays,
+    Scratch,
+    SequenceArrays,
+)
 from model_runtime.cpu_kernels.simd import WIDTH, load, reduce_add
 
 TILE = 32  # query tokens that use one rotation of a page's keys
@@ -33,11 +45,12 @@ _SPARE = 2  # unused rows that the last block of a tile may compute
 
 @jit(borrows=True)
 def _rotate_query(
-    query_D: Any, position: int, page_size: int, slot: int, tables: Any,
-    rotary_scale: Any, scale: Any, out_D: Any,
+    query_D: Floats, position: int, page_size: int, slot: int, tables: RotationArrays,
+    rotary_scale: np.float32, scale: np.float32, out_D: Floats,
 ) -> None:  # fmt: skip
     """Rotate a query to its absolute position (addition formula) and scale it."""
-    start_cos, start_sin, offset_cos, offset_sin = tables[:4]
+    start_cos, start_sin = tables.start_cos_SNP, tables.start_sin_SNP
+    offset_cos, offset_sin = tables.offset_cos_SPO, tables.offset_sin_SPO
     page, offset = position // page_size, position % page_size
     pairs = start_cos.shape[2]
     for p in range(pairs):
@@ -53,8 +66,8 @@ def _rotate_query(
 
 @jit(borrows=True)
 def write_kv(
-    key_TC: Any, key_at: int, value_TC: Any, value_at: int, page_T: Any, offset_T: Any,
-    keys_NKDO: Any, values_NKOV: Any,
+    key_TC: Numbers, key_at: int, value_TC: Numbers, value_at: int, page_T: Ints, offset_T: Ints,
+    keys_NKDO: Numbers, values_NKOV: Numbers,
 ) -> None:  # fmt: skip
     """Write new keys and values to their pages; they begin in columns `key_at` and `value_at`."""
     _, num_heads, dim, _ = keys_NKDO.shape
@@ -71,30 +84,33 @@ def write_kv(
 
 @jit(borrows=True)
 def _start_rows(
-    query_TC: Any, token: int, position: int, head: int, num_rows: int, group: int, slot: int,
-    page_size: int, tables: Any, scaling: Any, sinks_H: Any,
-    query_D: Any, rotated_RD: Any, row_max_R: Any, row_sum_RL: Any, acc_RV: Any,
+    query_TC: Numbers, token: int, head: int, tile: QueryTile, page_size: int,
+    params: AttentionParams, query_D: Floats, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """Rotate and scale the tile's queries, and initialize their online softmax."""
-    attention_factor, logn = tables[4:]
+    """Rotate and scale the tile's queries, and initialize their online softmax.
+
+    `token` is the tile's first token in the flat row, and `head` its key head.
+    """
+    tables, slot, sinks_H = params.tables, tile.slot, params.sinks_H
+    logn, factor = tables.logn_S[slot], tables.attention_factor_S[slot]
     dim = query_D.shape[0]
-    for r in range(num_rows):
-        here = position + r // group
-        h = head * group + r % group
-        scale = scaling
-        if logn[slot] > 0 and np.log(here + 1.0) > logn[slot]:
-            scale = scaling * np.float32(np.log(here + 1.0) / logn[slot])
-        rotary_scale = scale * attention_factor[slot] * attention_factor[slot]
-        widen(query_TC[token + r // group, h * dim : (h + 1) * dim], query_D)
+    for r in range(tile.num_rows):
+        here = tile.position + r // tile.group
+        h = head * tile.group + r % tile.group
+        scale = params.scaling
+        if logn > 0 and np.log(here + 1.0) > logn:
+            scale = params.scaling * np.float32(np.log(here + 1.0) / logn)
+        rotary_scale = scale * factor * factor
+        widen(query_TC[token + r // tile.group, h * dim : (h + 1) * dim], query_D)
         _rotate_query(
-            query_D, here, page_size, slot, tables, rotary_scale, scale, rotated_RD[r]
-        )  # fmt: skip
+            query_D, here, page_size, slot, tables, rotary_scale, scale, scratch.rotated_RD[r]
+        )
         # A sink is an extra logit without a value.
         has_sink = sinks_H.shape[0] > 0
-        row_max_R[r] = sinks_H[h] if has_sink else -np.inf
-        row_sum_RL[r] = 0.0
-        row_sum_RL[r, 0] = 1.0 if has_sink else 0.0
-        acc_RV[r] = 0.0
+        scratch.row_max_R[r] = sinks_H[h] if has_sink else -np.inf
+        scratch.row_sum_RL[r] = 0.0
+        scratch.row_sum_RL[r, 0] = 1.0 if has_sink else 0.0
+        scratch.acc_RV[r] = 0.0
 
 
 @jit()
@@ -116,62 +132,61 @@ def _attention(products: Products) -> Any:
 
     @jit()
     def attend(
-        items_W3: Any, query_TC: Any, group: int, keys_NKDO: Any, values_NKOV: Any,
-        page_table_SN: Any, cu_seqlens_S1: Any, first_position_S: Any, table_slot_S: Any,
-        tables: Any, scaling: Any, window: int, softcap: Any, sinks_H: Any, out_TC: Any,
+        items_W3: Ints, query_TC: Numbers, group: int, keys_NKDO: Numbers, values_NKOV: Numbers,
+        plain_sequences: tuple[Any, ...], plain_params: tuple[Any, ...], out_TC: Numbers,
     ) -> None:  # fmt: skip
         """Compute the work items (sequence, key head, first query of a tile).
 
         Queries are in the first columns of `query_TC`, with `group` query heads for each key head.
         The output is head beside head in `out_TC`.
         """
-        start_cos, start_sin, offset_cos, offset_sin = tables[:4]
+        sequences = SequenceArrays(*plain_sequences)
+        params = AttentionParams(RotationArrays(*plain_params[0]), *plain_params[1:])
+        pages = PageArrays(keys_NKDO, values_NKOV)
+        starts = AngleArrays(params.tables.start_cos_SNP, params.tables.start_sin_SNP)
+        offsets = AngleArrays(params.tables.offset_cos_SPO, params.tables.offset_sin_SPO)
+        window, softcap = params.window, params.softcap
         dim, page_size = keys_NKDO.shape[2:]
         value_dim = values_NKOV.shape[3]
         width_O, width_V = -(-page_size // WIDTH) * WIDTH, -(-value_dim // WIDTH) * WIDTH
         most_rows = TILE * group + _SPARE
         query_D = np.empty(dim, np.float32)
-        rotated_RD = _room(most_rows, dim, np.float32)
         acc_RV = _room(most_rows, width_V, np.float32)
-        row_max_R = np.empty(most_rows, np.float32)
         row_sum_RL = _room(most_rows, WIDTH, np.float32)
-        back_BD = _room(BLOCK, dim, np.float32)
-        query_BD = _room(BLOCK, dim, dtype)
-        scores_BO = _room(BLOCK, width_O, np.float32)
-        probs_BO = _room(BLOCK, width_O, dtype)
         keys_DO = _room(dim, width_O, dtype)
+        # A tuple of arrays counts a reference to each, so it is made once and not for each page.
+        scratch = Scratch(
+            rotated_RD=_room(most_rows, dim, np.float32),
+            keys_DO=keys_DO,
+            back_BD=_room(BLOCK, dim, np.float32),
+            query_BD=_room(BLOCK, dim, dtype),
+            scores_BO=_room(BLOCK, width_O, np.float32),
+            probs_BO=_room(BLOCK, width_O, dtype),
+            row_max_R=np.empty(most_rows, np.float32),
+            row_sum_RL=row_sum_RL,
+            acc_RV=acc_RV,
+        )
         scratch_OV = _room(page_size, width_V, values_NKOV.dtype)
         row_O = np.empty(width_O, np.float32)
         for w in range(items_W3.shape[0]):
-            sequence, head, tile = items_W3[w]
-            slot = table_slot_S[sequence]
-            token = cu_seqlens_S1[sequence] + tile
-            num_tokens = min(TILE, cu_seqlens_S1[sequence + 1] - token)
+            sequence, head, first_query = items_W3[w]
+            slot = sequences.table_slot_S[sequence]
+            token = sequences.cu_seqlens_S1[sequence] + first_query
+            num_tokens = min(TILE, sequences.cu_seqlens_S1[sequence + 1] - token)
             num_rows = num_tokens * group
-            position = first_position_S[sequence] + tile
-            _start_rows(
-                query_TC, token, position, head, num_rows, group, slot,
-                page_size, tables, scaling, sinks_H,
-                query_D, rotated_RD, row_max_R, row_sum_RL, acc_RV,
-            )  # fmt: skip
+            position = sequences.first_position_S[sequence] + first_query
+            tile = QueryTile(num_rows, position, group, slot)
+            _start_rows(query_TC, token, head, tile, page_size, params, query_D, scratch)
+            page_table_N = sequences.page_table_SN[sequence]
             last = position + num_tokens - 1
             first_page = max(0, position - window + 1) // page_size if window > 0 else 0
             for page in range(first_page, last // page_size + 1):
-                page_id = page_table_SN[sequence, page]
-                start = page * page_size
-                num_keys = min(page_size, last - start + 1)
-                next_id = page_table_SN[sequence, page + 1] if page < last // page_size else -1
-                rotate_keys(
-                    keys_NKDO, values_NKOV, page_id, next_id, head, offset_cos, offset_sin, slot,
-                    row_O, keys_DO,
-                )  # fmt: skip
+                page_id = page_table_N[page]
+                num_keys = min(page_size, last - page * page_size + 1)
+                next_id = page_table_N[page + 1] if page < last // page_size else -1
+                rotate_keys(pages, page_id, next_id, head, offsets, slot, row_O, keys_DO)
                 values_OV = place_values(values_NKOV, page_id, head, num_keys, scratch_OV)
-                read_rows(
-                    num_rows, position, group, start, window, softcap,
-                    slot, page, start_cos, start_sin,
-                    rotated_RD, keys_DO, values_OV,
-                    back_BD, query_BD, scores_BO, probs_BO, row_max_R, row_sum_RL, acc_RV,
-                )  # fmt: skip
+                read_rows(tile, page, window, softcap, starts, scratch, values_OV)
             for r in range(num_rows):
                 weight = reduce_add(load(row_sum_RL, r * WIDTH))
                 for v in range(value_dim):

@@ -14,6 +14,13 @@ import numpy as np
 
 from model_runtime.cpu_kernels.attention_dot import Products
 from model_runtime.cpu_kernels.jit import jit
+from model_runtime.cpu_kernels.kernel_arguments import (
+    AngleArrays,
+    Floats,
+    Numbers,
+    QueryTile,
+    Scratch,
+)
 from model_runtime.cpu_kernels.processor import vectors
 from model_runtime.cpu_kernels.register_tiles import load_sums, no_sums, store_sums
 from model_runtime.cpu_kernels.simd import (
@@ -33,12 +40,16 @@ from model_runtime.cpu_kernels.simd import (
 
 @jit(inline=True, borrows=True)
 def update_softmax(
-    scores_BO: Any, place: int, begin: int, end: int, softcap: Any, probs_BO: Any,
-    row: int, row_max_R: Any, row_sum_RL: Any, acc_RV: Any,
-) -> None:  # fmt: skip
-    """Compute probabilities from one page's scores, and update the row's online softmax."""
+    scratch: Scratch, place: int, row: int, begin: int, end: int, softcap: np.float32
+) -> None:
+    """Compute probabilities from one page's scores, and update the row's online softmax.
+
+    The row is number `place` of its block. It sees the page's offsets `begin` to `end` - 1.
+    """
+    scores_BO, probs_BO = scratch.scores_BO, scratch.probs_BO
+    row_max_R, row_sum_RL, acc_RV = scratch.row_max_R, scratch.row_sum_RL, scratch.acc_RV
     width = scores_BO.shape[1]
-    first, behind = place * width, (place + 1) * width
+    first, stop = place * width, (place + 1) * width
     if softcap > 0:
         for o in range(begin, end):
             scores_BO[place, o] = softcap * np.tanh(scores_BO[place, o] / softcap)
@@ -47,7 +58,7 @@ def update_softmax(
     for o in range(end, width):
         scores_BO[place, o] = -np.inf
     peak = load(scores_BO, first)
-    for at in range(first + WIDTH, behind, WIDTH):
+    for at in range(first + WIDTH, stop, WIDTH):
         peak = maximum(peak, load(scores_BO, at))
     top = row_max_R[row]
     if any_above(peak, broadcast(top)):  # seldom true, so later code need not wait for it
@@ -58,10 +69,10 @@ def update_softmax(
             store(acc_RV, at, multiply(load(acc_RV, at), keep))
         row_max_R[row] = top
     weight = load(row_sum_RL, row * WIDTH)
-    for at in range(first, behind, WIDTH):
-        share = exp(subtract(load(scores_BO, at), broadcast(top)))
-        weight = add(weight, share)
-        store(probs_BO, at, share)
+    for at in range(first, stop, WIDTH):
+        probs = exp(subtract(load(scores_BO, at), broadcast(top)))
+        weight = add(weight, probs)
+        store(probs_BO, at, probs)
     store(row_sum_RL, row * WIDTH, weight)
 
 
@@ -72,17 +83,14 @@ BLOCK = _SHAPES[0][0]
 
 
 @jit(inline=True)
-def seen(
-    row: int, position: int, group: int, start: int, window: int, page_size: int
-) -> tuple[int, int]:
+def seen(tile: QueryTile, row: int, start: int, window: int, page_size: int) -> tuple[int, int]:
     """Return the first offset of a page that a row sees, and the offset after the last.
 
-    Rows are ordered by query token, with `group` heads per token. `position` is the first token's
-    position, `start` the page's. `window`: keys that a query sees, itself included; 0: all.
+    `start` is the page's first position.
     """
-    behind = position + row // group + 1 - start
-    begin = max(0, behind - window) if window > 0 else 0
-    return begin, min(page_size, behind)
+    end = tile.position + row // tile.group + 1 - start
+    begin = max(0, end - window) if window > 0 else 0
+    return begin, min(page_size, end)
 
 
 def _multiplier(products: Products, num_rows: int, columns: int) -> tuple[Any, Any]:
@@ -90,7 +98,7 @@ def _multiplier(products: Products, num_rows: int, columns: int) -> tuple[Any, A
     add, step = products.add, products.step
 
     @jit(borrows=True)
-    def score(query_BD: Any, keys_DO: Any, scores_BO: Any) -> None:
+    def score(query_BD: Numbers, keys_DO: Numbers, scores_BO: Floats) -> None:
         """Multiply the queries by a page's keys."""
         dim, width = keys_DO.shape
         at = 0
@@ -110,18 +118,19 @@ def _multiplier(products: Products, num_rows: int, columns: int) -> tuple[Any, A
 
     @jit(borrows=True)
     def weigh(
-        probs_BO: Any, place: int, values_OV: Any, begin: int, end: int, row: int, acc_RV: Any
-    ) -> None:
+        probs_BO: Numbers, place: int, values_OV: Numbers, begin: int, end: int, row: int,
+        acc_RV: Floats,
+    ) -> None:  # fmt: skip
         """Add probabilities times values, at offsets `begin` to `end` - 1, to the accumulators."""
         stride, width = probs_BO.shape[1], values_OV.shape[1]
-        share = place * stride
+        first = place * stride
         at = 0
         while at + columns * WIDTH <= width:
             start = row * width + at
             sums = load_sums(acc_RV, start, width, num_rows, columns)
             for o in range(begin, end, step):
                 value = o * width + at * step
-                sums = add(sums, probs_BO, share + o, stride, values_OV, value, columns)
+                sums = add(sums, probs_BO, first + o, stride, values_OV, value, columns)
             store_sums(acc_RV, start, width, sums, columns)
             at += columns * WIDTH
         while at < width:
@@ -129,7 +138,7 @@ def _multiplier(products: Products, num_rows: int, columns: int) -> tuple[Any, A
             rest = load_sums(acc_RV, start, width, num_rows, 1)
             for o in range(begin, end, step):
                 value = o * width + at * step
-                rest = add(rest, probs_BO, share + o, stride, values_OV, value, 1)
+                rest = add(rest, probs_BO, first + o, stride, values_OV, value, 1)
             store_sums(acc_RV, start, width, rest, 1)
             at += WIDTH
 
@@ -144,33 +153,30 @@ def _block_reader(products: Products, num_rows: int, columns: int) -> Any:
 
     @jit(borrows=True)
     def read(
-        row: int, position: int, group: int, start: int, window: int, softcap: Any,
-        slot: int, page: int, start_cos: Any, start_sin: Any,
-        rotated_RD: Any, keys_DO: Any, values_OV: Any,
-        back_BD: Any, query_BD: Any, scores_BO: Any, probs_BO: Any,
-        row_max_R: Any, row_sum_RL: Any, acc_RV: Any,
+        row: int, tile: QueryTile, page: int, window: int, softcap: np.float32,
+        starts: AngleArrays, scratch: Scratch, values_OV: Numbers,
     ) -> None:  # fmt: skip
+        probs_BO, acc_RV = scratch.probs_BO, scratch.acc_RV
         page_size = values_OV.shape[0]
+        start = page * page_size
         for place in range(num_rows):
             rotate_query(
-                rotated_RD, row + place, start_cos, start_sin, slot, page, back_BD, query_BD, place
+                scratch.rotated_RD, row + place, starts, tile.slot, page,
+                scratch.back_BD, scratch.query_BD, place,
             )  # fmt: skip
-        score(query_BD, keys_DO, scores_BO)
+        score(scratch.query_BD, scratch.keys_DO, scratch.scores_BO)
         # Keys that all rows see are weighed for all rows together, the others row by row. A key
         # that a row does not see is not even multiplied by zero, because it may be NaN. The range
         # of a later row begins and ends at later keys.
-        _, all_end = seen(row, position, group, start, window, page_size)
-        all_begin, any_end = seen(row + num_rows - 1, position, group, start, window, page_size)
+        _, all_end = seen(tile, row, start, window, page_size)
+        all_begin, any_end = seen(tile, row + num_rows - 1, start, window, page_size)
         all_begin += all_begin % step
         all_end = max(all_begin, all_end - all_end % step)
         for place in range(num_rows):
             r = row + place
-            begin, end = seen(r, position, group, start, window, page_size)
+            begin, end = seen(tile, r, start, window, page_size)
             if begin < end:
-                update_softmax(
-                    scores_BO, place, begin, end, softcap, probs_BO, r, row_max_R, row_sum_RL,
-                    acc_RV,
-                )  # fmt: skip
+                update_softmax(scratch, place, r, begin, end, softcap)
                 if begin < all_begin:
                     weigh_row(probs_BO, place, values_OV, begin, min(end, all_begin), r, acc_RV)
         weigh(probs_BO, 0, values_OV, all_begin, all_end, row, acc_RV)
@@ -178,7 +184,7 @@ def _block_reader(products: Products, num_rows: int, columns: int) -> Any:
             return
         for place in range(num_rows):
             r = row + place
-            begin, end = seen(r, position, group, start, window, page_size)
+            begin, end = seen(tile, r, start, window, page_size)
             if all_end < end:
                 weigh_row(probs_BO, place, values_OV, max(begin, all_end), end, r, acc_RV)
 
@@ -191,29 +197,20 @@ def rows_reader(products: Products) -> Any:
 
     @jit(borrows=True)
     def read_rows(
-        num_rows: int, position: int, group: int, start: int, window: int, softcap: Any,
-        slot: int, page: int, start_cos: Any, start_sin: Any,
-        rotated_RD: Any, keys_DO: Any, values_OV: Any,
-        back_BD: Any, query_BD: Any, scores_BO: Any, probs_BO: Any,
-        row_max_R: Any, row_sum_RL: Any, acc_RV: Any,
+        tile: QueryTile, page: int, window: int, softcap: np.float32,
+        starts: AngleArrays, scratch: Scratch, values_OV: Numbers,
     ) -> None:  # fmt: skip
         row = 0
-        while row < num_rows:
-            arguments = (
-                row, position, group, start, window, softcap,
-                slot, page, start_cos, start_sin,
-                rotated_RD, keys_DO, values_OV,
-                back_BD, query_BD, scores_BO, probs_BO, row_max_R, row_sum_RL, acc_RV,
-            )  # fmt: skip
-            left = num_rows - row
+        while row < tile.num_rows:
+            left = tile.num_rows - row
             if left >= BLOCK:
-                read_block(*arguments)
+                read_block(row, tile, page, window, softcap, starts, scratch, values_OV)
                 row += BLOCK
             elif left >= 2:
-                read_4(*arguments)
+                read_4(row, tile, page, window, softcap, starts, scratch, values_OV)
                 row += 4
             else:
-                read_1(*arguments)
+                read_1(row, tile, page, window, softcap, starts, scratch, values_OV)
                 row += 1
 
     return read_rows

@@ -31,6 +31,7 @@ from model_runtime.cpu_kernels.bf16_dot import (
 )
 from model_runtime.cpu_kernels.bfloat16 import narrow, widen
 from model_runtime.cpu_kernels.jit import jit
+from model_runtime.cpu_kernels.kernel_arguments import AngleArrays, Floats, Numbers, PageArrays
 from model_runtime.cpu_kernels.register_tiles import add_products
 from model_runtime.cpu_kernels.simd import (
     WIDTH,
@@ -48,10 +49,11 @@ _LINE = 16  # float32 values in a cache line
 
 @jit(inline=True, borrows=True)
 def rotate_back(
-    rotated_RD: Any, row: int, cos_SNP: Any, sin_SNP: Any, slot: int, page: int,
-    back_BD: Any, place: int,
+    rotated_RD: Floats, row: int, starts: AngleArrays, slot: int, page: int,
+    back_BD: Numbers, place: int,
 ) -> None:  # fmt: skip
     """Rotate a query back by a page's start, so that the keys need in-page angles only."""
+    cos_SNP, sin_SNP = starts.cos, starts.sin
     pairs, dim = cos_SNP.shape[2], rotated_RD.shape[1]
     table = (slot * cos_SNP.shape[1] + page) * pairs
     source, target = row * dim, place * dim
@@ -81,14 +83,16 @@ def keys_rotator(put_rotated: Any, put_rest: Any, step: int) -> Any:
 
     @jit(borrows=True)
     def rotate_keys(
-        keys_NKDO: Any, values_NKOV: Any, page_id: int, next_id: int, head: int,
-        cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,  # noqa: ARG001
+        pages: PageArrays, page_id: int, next_id: int, head: int, offsets: AngleArrays, slot: int,
+        row_O: Floats, keys_DO: Numbers,  # noqa: ARG001
     ) -> None:  # fmt: skip
         """Rotate a page's keys by their offsets, and prefetch the page that is read next.
 
         `next_id` is -1 if no page follows. Pages lie anywhere in memory, so the processor cannot
         predict which page follows.
         """
+        keys_NKDO, values_NKOV = pages.keys_NKDO, pages.values_NKOV
+        cos_SPO, sin_SPO = offsets.cos, offsets.sin
         _, num_heads, dim, page_size = keys_NKDO.shape
         pairs = cos_SPO.shape[1]
         base = (page_id * num_heads + head) * dim * page_size
@@ -118,10 +122,11 @@ def keys_rotator(put_rotated: Any, put_rest: Any, step: int) -> Any:
 
 @jit()
 def rotate_keys_singly(
-    keys_NKDO: Any, page_id: int, head: int,
-    cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,
+    keys_NKDO: Numbers, page_id: int, head: int, offsets: AngleArrays, slot: int,
+    row_O: Floats, keys_DO: Numbers,
 ) -> None:  # fmt: skip
     """Rotate a page's keys by their offsets, element by element."""
+    cos_SPO, sin_SPO = offsets.cos, offsets.sin
     _, _, dim, page_size = keys_NKDO.shape
     pairs = cos_SPO.shape[1]
     for d in range(dim):
@@ -147,7 +152,7 @@ class Products(NamedTuple):
     row_weigher: Any  # makes a `weigh` for any offsets of a row from one for whole steps
 
 
-def uses_pairs(keys_NKDO: Any) -> bool:
+def uses_pairs(keys_NKDO: Numbers) -> bool:
     """Return whether this cache can be multiplied in pairs, and this processor gains by it."""
     dim, page_size = keys_NKDO.shape[2:]
     can_be = keys_NKDO.dtype == np.uint16 and dim % 2 == 0 and page_size % WIDTH == 0
@@ -155,13 +160,15 @@ def uses_pairs(keys_NKDO: Any) -> bool:
 
 
 @jit(inline=True, borrows=True)
-def _put_apart(keys_DO: Any, at: int, half: int, first: Any, second: Any) -> None:
+def _put_apart(keys_DO: Numbers, at: int, half: int, first: Any, second: Any) -> None:
     store(keys_DO, at, first)
     store(keys_DO, half + at, second)
 
 
 @jit(inline=True, borrows=True)
-def _put_one(keys_DO: Any, row: int, o: int, keys_NKDO: Any, base: int, page_size: int) -> None:  # noqa: ARG001
+def _put_one(
+    keys_DO: Numbers, row: int, o: int, keys_NKDO: Numbers, base: int, page_size: int  # noqa: ARG001
+) -> None:  # fmt: skip
     store(keys_DO, row + o, load(keys_NKDO, base + row + o))
 
 
@@ -170,29 +177,27 @@ _rotate_in_registers = keys_rotator(_put_apart, _put_one, 1)
 
 @jit()
 def _rotate_keys(
-    keys_NKDO: Any, values_NKOV: Any, page_id: int, next_id: int, head: int,
-    cos_SPO: Any, sin_SPO: Any, slot: int, row_O: Any, keys_DO: Any,
+    pages: PageArrays, page_id: int, next_id: int, head: int, offsets: AngleArrays, slot: int,
+    row_O: Floats, keys_DO: Numbers,
 ) -> None:  # fmt: skip
     """Rotate a page's keys; element by element if the page size is no multiple of WIDTH."""
-    if keys_NKDO.shape[3] % WIDTH == 0:
-        _rotate_in_registers(
-            keys_NKDO, values_NKOV, page_id, next_id, head, cos_SPO, sin_SPO, slot, row_O, keys_DO
-        )
+    if pages.keys_NKDO.shape[3] % WIDTH == 0:
+        _rotate_in_registers(pages, page_id, next_id, head, offsets, slot, row_O, keys_DO)
     else:
-        rotate_keys_singly(keys_NKDO, page_id, head, cos_SPO, sin_SPO, slot, row_O, keys_DO)
+        rotate_keys_singly(pages.keys_NKDO, page_id, head, offsets, slot, row_O, keys_DO)
 
 
 @jit(inline=True, borrows=True)
 def _rotate_query(
-    rotated_RD: Any, row: int, cos_SNP: Any, sin_SNP: Any, slot: int, page: int,
-    back_BD: Any, query_BD: Any, place: int,  # noqa: ARG001
+    rotated_RD: Floats, row: int, starts: AngleArrays, slot: int, page: int,
+    back_BD: Floats, query_BD: Numbers, place: int,  # noqa: ARG001
 ) -> None:  # fmt: skip
-    rotate_back(rotated_RD, row, cos_SNP, sin_SNP, slot, page, query_BD, place)
+    rotate_back(rotated_RD, row, starts, slot, page, query_BD, place)
 
 
 @jit()
 def _values_in_lanes(
-    values_NKOV: Any, page_id: int, head: int, num_keys: int, scratch_OV: Any
+    values_NKOV: Numbers, page_id: int, head: int, num_keys: int, scratch_OV: Numbers
 ) -> Any:
     """Return a page's values in place, or padded in `scratch_OV`."""
     dim = values_NKOV.shape[3]
@@ -215,41 +220,40 @@ SINGLY = Products(
 
 
 @jit(inline=True, borrows=True)
-def _put_together(keys_DO: Any, at: int, half: int, first: Any, second: Any) -> None:  # noqa: ARG001
+def _put_together(keys_DO: Numbers, at: int, half: int, first: Any, second: Any) -> None:  # noqa: ARG001
     store_pairs(keys_DO, 2 * at, first, second)
 
 
 @jit(inline=True, borrows=True)
-def _put_two(keys_DO: Any, row: int, o: int, keys_NKDO: Any, base: int, page_size: int) -> None:
+def _put_two(
+    keys_DO: Numbers, row: int, o: int, keys_NKDO: Numbers, base: int, page_size: int
+) -> None:
     here = base + row + o
     copy_as_pairs(keys_DO, row + 2 * o, keys_NKDO, here, here + page_size)
 
 
 @jit(inline=True, borrows=True)
 def _rotate_query_to_pairs(
-    rotated_RD: Any, row: int, cos_SNP: Any, sin_SNP: Any, slot: int, page: int,
-    back_BD: Any, query_BD: Any, place: int,
+    rotated_RD: Floats, row: int, starts: AngleArrays, slot: int, page: int,
+    back_BD: Floats, query_BD: Numbers, place: int,
 ) -> None:  # fmt: skip
-    rotate_back(rotated_RD, row, cos_SNP, sin_SNP, slot, page, back_BD, place)
-    pairs, dim = cos_SNP.shape[2], back_BD.shape[1]
+    rotate_back(rotated_RD, row, starts, slot, page, back_BD, place)
+    pairs, dim = starts.cos.shape[2], back_BD.shape[1]
     in_lanes, base = pairs - pairs % WIDTH, place * dim
     for p in range(0, in_lanes, WIDTH):
         first, second = load(back_BD, base + p), load(back_BD, base + pairs + p)
         store_pairs(query_BD, base + 2 * p, first, second)
     if in_lanes < pairs:
-        behind = 2 * pairs
-        narrow(back_BD[place, in_lanes:pairs], query_BD[place, 2 * in_lanes : behind : 2])
-        narrow(
-            back_BD[place, pairs + in_lanes : behind],
-            query_BD[place, 2 * in_lanes + 1 : behind : 2],
-        )
+        end = 2 * pairs
+        narrow(back_BD[place, in_lanes:pairs], query_BD[place, 2 * in_lanes : end : 2])
+        narrow(back_BD[place, pairs + in_lanes : end], query_BD[place, 2 * in_lanes + 1 : end : 2])
     if 2 * pairs < dim:
         narrow(back_BD[place, 2 * pairs :], query_BD[place, 2 * pairs :])
 
 
 @jit()
 def _values_in_pairs(
-    values_NKOV: Any, page_id: int, head: int, num_keys: int, scratch_OV: Any
+    values_NKOV: Numbers, page_id: int, head: int, num_keys: int, scratch_OV: Numbers
 ) -> Any:
     """Copy a page's values into pairs.
 
@@ -272,14 +276,14 @@ def _values_in_pairs(
 
 @jit(borrows=True)
 def _weigh_half(
-    probs_BO: Any, place: int, values_OV: Any, o: int, keep: int, row: int, acc_RV: Any
+    probs_BO: Numbers, place: int, values_OV: Numbers, o: int, keep: int, row: int, acc_RV: Floats
 ) -> None:
     """Add one offset's probability times its values; `keep` is the half of the pair at `o`."""
     width = values_OV.shape[1]
     for v in range(0, width, WIDTH):
         before = load(acc_RV, row * width + v)
-        share = place * probs_BO.shape[1] + o
-        after = add_half_products(before, probs_BO, share, values_OV, o * width + 2 * v, keep)
+        at = place * probs_BO.shape[1] + o
+        after = add_half_products(before, probs_BO, at, values_OV, o * width + 2 * v, keep)
         store(acc_RV, row * width + v, after)
 
 
@@ -288,14 +292,15 @@ def _weigher_of_halves(weigh: Any) -> Any:
 
     @jit(borrows=True)
     def weigh_row(
-        probs_BO: Any, place: int, values_OV: Any, begin: int, end: int, row: int, acc_RV: Any
-    ) -> None:
-        first, behind = begin + begin % 2, end - end % 2
-        if begin < min(first, end):
+        probs_BO: Numbers, place: int, values_OV: Numbers, begin: int, end: int, row: int,
+        acc_RV: Floats,
+    ) -> None:  # fmt: skip
+        whole_begin, whole_end = begin + begin % 2, end - end % 2
+        if begin < min(whole_begin, end):
             _weigh_half(probs_BO, place, values_OV, begin - 1, SECOND, row, acc_RV)
-        weigh(probs_BO, place, values_OV, first, behind, row, acc_RV)
-        if first <= behind < end:
-            _weigh_half(probs_BO, place, values_OV, behind, FIRST, row, acc_RV)
+        weigh(probs_BO, place, values_OV, whole_begin, whole_end, row, acc_RV)
+        if whole_begin <= whole_end < end:
+            _weigh_half(probs_BO, place, values_OV, whole_end, FIRST, row, acc_RV)
 
     return weigh_row
 

@@ -10,12 +10,13 @@ normalizes the heads and writes to the cache. Every thread adds and normalizes a
 because that takes less time than a barrier.
 
 Shapes: L = layers, W = fields of a layer's weights, R = rows, E = dimensions of the hidden state,
-C = columns that hold head beside head, G = both halves of a gated block, I = one of them.
+C = columns that hold head beside head, G = both halves of a gated block, I = one of them,
+K = inputs and N = outputs of a product, Q = elements of packed memory.
 """
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import carray, types
@@ -25,6 +26,16 @@ from model_runtime.cpu_kernels.attention import attend, attend_in_pairs, write_k
 from model_runtime.cpu_kernels.attention_dot import uses_pairs
 from model_runtime.cpu_kernels.elementwise import add_and_normalize, gate, normalize_heads
 from model_runtime.cpu_kernels.jit import jit
+from model_runtime.cpu_kernels.kernel_arguments import (
+    Destinations,
+    Floats,
+    FusedStep,
+    Heads,
+    Ints,
+    LayerOutputs,
+    Numbers,
+    PageArrays,
+)
 from model_runtime.cpu_kernels.skinny_gemm import PANEL, Multiplying, RowProducts
 from model_runtime.cpu_kernels.threads import barrier_wait
 
@@ -32,16 +43,6 @@ _NUM_PRODUCTS = 4  # of a layer: queries, keys and values; output; gate and up; 
 _PRODUCT_FIELDS = 6
 _NORMS = _NUM_PRODUCTS * _PRODUCT_FIELDS  # then: after attention, after the block, queries, keys
 _NUM_FIELDS = _NORMS + 4
-
-
-class Heads(NamedTuple):
-    """The heads of every layer."""
-
-    num_query_heads: int
-    num_key_heads: int
-    dim: int
-    value_dim: int
-    are_normalized: bool
 
 
 def _product_fields(product: RowProducts) -> list[int]:
@@ -56,7 +57,7 @@ def _product_fields(product: RowProducts) -> list[int]:
     ]
 
 
-def layer_fields(products: Sequence[RowProducts], scales_D: Sequence[Any]) -> list[int]:
+def layer_fields(products: Sequence[RowProducts], scales_D: Sequence[Floats]) -> list[int]:
     """Return a layer's fields: four products, then 2 norms, or 4 with the heads' norms."""
     fields = [field for product in products for field in _product_fields(product)]
     fields += [scale_D.ctypes.data for scale_D in scales_D]
@@ -81,7 +82,7 @@ def _runner(multiplying: Multiplying, attend: Any) -> Any:
 
     @jit()
     def product(
-        x_RK: Any, fields_W: Any, index: int, out_RN: Any, thread: int, num_threads: int
+        x_RK: Numbers, fields_W: Ints, index: int, out_RN: Numbers, thread: int, num_threads: int
     ) -> None:
         """Compute a thread's part of one of a layer's products."""
         at = index * _PRODUCT_FIELDS
@@ -89,69 +90,71 @@ def _runner(multiplying: Multiplying, attend: Any) -> Any:
         bias_N = carray(_pointer(fields_W[at + 2], x_RK), fields_W[at + 3])
         num_packed, chain = fields_W[at + 4], fields_W[at + 5]
         num_panels = packed_Q.shape[0] // (num_packed * PANEL)
-        first = num_panels * thread // num_threads
-        behind = num_panels * (thread + 1) // num_threads
-        multiply(rows_for(x_RK), packed_Q, bias_N, out_RN, num_packed, chain, first, behind)
+        begin = num_panels * thread // num_threads
+        end = num_panels * (thread + 1) // num_threads
+        multiply(rows_for(x_RK), packed_Q, bias_N, out_RN, num_packed, chain, begin, end)
 
     @jit()
     def run(
-        thread: int, num_threads: int, arrived: Any, hidden_RE: Any, normal_RE: Any,
-        shared: Any, fields_LW: Any, pages_L2: Any, pages: Any, heads: Any, eps: Any,
-        like_scale: Any, destinations: Any, items_W3: Any, sequences: Any, how: Any,
+        thread: int, num_threads: int, arrived: Ints, hidden_RE: Numbers, normal_RE: Numbers,
+        items_W3: Ints, plain_step: tuple[Any, ...],
     ) -> None:  # fmt: skip
         """Run all layers in place on the hidden state, and leave its norm for the next product.
 
-        Each thread has its own hidden state and norm. `shared` holds the outputs of the products
-        and of attention; each thread writes a part of them. `pages`: the pages of any layer, for
-        their shapes. `like_scale`: any float32 array.
+        Each thread has its own hidden state, norm and work items. `plain_step`: see FusedStep.
         """
-        num_query_heads, num_key_heads, dim, _, are_normalized = heads
-        joined_RC, attended_RC, behind_RE, both_RG = shared
-        group = num_query_heads // num_key_heads
-        key_at = num_query_heads * dim
-        value_at = key_at + num_key_heads * dim
+        step = FusedStep(*plain_step)
+        heads = Heads(*step.heads)
+        outputs, pages = LayerOutputs(*step.outputs), PageArrays(*step.pages)
+        joined_RC, attended_RC = outputs.joined_RC, outputs.attended_RC
+        output_RE, both_RG = outputs.output_RE, outputs.both_RG
+        destinations = Destinations(*step.destinations)
+        page_T, offset_T = destinations.page_T, destinations.offset_T
+        sequences, params, eps = step.sequences, step.params, step.eps
+        like_scale = step.like_scale
+        keys_shape, values_shape = pages.keys_NKDO.shape, pages.values_NKOV.shape
+        group = heads.num_query_heads // heads.num_key_heads
+        key_at = heads.num_query_heads * heads.dim
+        value_at = key_at + heads.num_key_heads * heads.dim
         num_rows, width = hidden_RE.shape
         between_RI = np.empty((num_rows, both_RG.shape[1] // 2), hidden_RE.dtype)
         barrier = 1
-        for layer in range(fields_LW.shape[0]):
-            fields_W = fields_LW[layer]
+        for layer in range(step.fields_LW.shape[0]):
+            fields_W = step.fields_LW[layer]
             scales = fields_W[_NORMS:]
-            keys_NKDO = carray(_pointer(pages_L2[layer, 0], hidden_RE), pages[0].shape)
-            values_NKOV = carray(_pointer(pages_L2[layer, 1], hidden_RE), pages[1].shape)
+            keys_NKDO = carray(_pointer(step.addresses_L2[layer, 0], hidden_RE), keys_shape)
+            values_NKOV = carray(_pointer(step.addresses_L2[layer, 1], hidden_RE), values_shape)
             product(normal_RE, fields_W, 0, joined_RC, thread, num_threads)
             barrier = barrier_wait(arrived, barrier, num_threads)
             if thread == 0:
-                if are_normalized:
-                    query_D = carray(_pointer(scales[2], like_scale), dim)
-                    key_D = carray(_pointer(scales[3], like_scale), dim)
-                    normalize_heads(joined_RC, 0, num_query_heads, query_D, eps)
-                    normalize_heads(joined_RC, key_at, num_key_heads, key_D, eps)
+                if heads.are_normalized:
+                    query_D = carray(_pointer(scales[2], like_scale), heads.dim)
+                    key_D = carray(_pointer(scales[3], like_scale), heads.dim)
+                    normalize_heads(joined_RC, 0, heads.num_query_heads, query_D, eps)
+                    normalize_heads(joined_RC, key_at, heads.num_key_heads, key_D, eps)
                 write_kv(
-                    joined_RC, key_at, joined_RC, value_at, destinations[0], destinations[1],
-                    keys_NKDO, values_NKOV,
-                )  # fmt: skip
+                    joined_RC, key_at, joined_RC, value_at, page_T, offset_T, keys_NKDO, values_NKOV
+                )
             barrier = barrier_wait(arrived, barrier, num_threads)
             attend(
-                items_W3, joined_RC, group, keys_NKDO, values_NKOV,
-                sequences[0], sequences[1], sequences[2], sequences[3],
-                how[0], how[1], how[2], how[3], how[4], attended_RC,
-            )  # fmt: skip
+                items_W3, joined_RC, group, keys_NKDO, values_NKOV, sequences, params, attended_RC
+            )
             barrier = barrier_wait(arrived, barrier, num_threads)
-            product(attended_RC, fields_W, 1, behind_RE, thread, num_threads)
+            product(attended_RC, fields_W, 1, output_RE, thread, num_threads)
             barrier = barrier_wait(arrived, barrier, num_threads)
             scale_E = carray(_pointer(scales[0], like_scale), width)
-            add_and_normalize(hidden_RE, behind_RE, scale_E, eps, normal_RE)
+            add_and_normalize(hidden_RE, output_RE, scale_E, eps, normal_RE)
             product(normal_RE, fields_W, 2, both_RG, thread, num_threads)
             barrier = barrier_wait(arrived, barrier, num_threads)
             gate(both_RG, between_RI, 0, num_rows)
-            product(between_RI, fields_W, 3, behind_RE, thread, num_threads)
+            product(between_RI, fields_W, 3, output_RE, thread, num_threads)
             barrier = barrier_wait(arrived, barrier, num_threads)
             scale_E = carray(_pointer(scales[1], like_scale), width)
-            add_and_normalize(hidden_RE, behind_RE, scale_E, eps, normal_RE)
+            add_and_normalize(hidden_RE, output_RE, scale_E, eps, normal_RE)
 
     return run
 
 
-def runner_for(multiplying: Multiplying, keys_NKDO: Any) -> Any:
+def runner_for(multiplying: Multiplying, keys_NKDO: Numbers) -> Any:
     """Return the runner for a cache's pages and a model with one kind of product."""
     return _runner(multiplying, attend_in_pairs if uses_pairs(keys_NKDO) else attend)

@@ -1,4 +1,4 @@
-"""GEMV and GEMM with few rows over a weight in panels, compiled, at the speed of memory.
+"""Skinny GEMM, few rows over a weight in panels, compiled, at the speed of memory.
 
 A panel is 64 outputs with the inputs in order, as oneDNN packs weights on x86-64. A decode step
 multiplies one row, or a few, by every weight of the model. oneDNN takes about twice as long for
@@ -86,15 +86,18 @@ def _multiplier(add: Any, step: int) -> Any:
     @jit()
     def multiply(
         x_RK: Any, packed_Q: Any, bias_N: Any, out_RN: Any, num_packed: int, chain: int,
-        first: int, behind: int,
+        first_panel: int, end_panel: int,
     ) -> None:  # fmt: skip
-        """Write the outputs of panels `first` to `behind` - 1, each of `num_packed` inputs."""
+        """Write the outputs of panels `first_panel` to `end_panel` - 1.
+
+        Each panel has `num_packed` inputs.
+        """
         num_inputs = x_RK.shape[1]
         num_outputs = out_RN.shape[1]
         sums = np.empty((MOST_ROWS, PANEL), np.float32)
         totals = np.empty((MOST_ROWS, PANEL), np.float32)
         bias = np.empty(PANEL, np.float32)
-        for panel in range(first, behind):
+        for panel in range(first_panel, end_panel):
             base = panel * PANEL * num_packed
             at = panel * PANEL
             width = min(PANEL, num_outputs - at)

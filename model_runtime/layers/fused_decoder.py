@@ -22,11 +22,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model_runtime.attention.cpu_backend import NO_SINKS, CpuAttention
+from model_runtime.attention.cpu_backend import CpuAttention
 from model_runtime.attention.paged_attention import STEP, AttentionCall, LayerPlan, PagedStep
 from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor
 from model_runtime.cpu_kernels.elementwise import add_and_normalize, normalize, normalize_heads
-from model_runtime.cpu_kernels.fused_decode import Heads, layer_fields, runner_for
+from model_runtime.cpu_kernels.fused_decode import layer_fields, runner_for
+from model_runtime.cpu_kernels.kernel_arguments import (
+    NO_SINKS,
+    AttentionParams,
+    FusedStep,
+    Heads,
+    Ints,
+    LayerOutputs,
+    Numbers,
+)
 from model_runtime.cpu_kernels.skinny_gemm import Multiplying
 from model_runtime.cpu_kernels.threads import ABORT, MOST_THREADS, run_thread_team
 from model_runtime.errors import ModelError
@@ -120,22 +129,23 @@ class DecoderLayers:
         return Logits(as_tensor(self._head.multiply(normal_RE), self._dtype)[None])
 
     def _one_by_one(
-        self, hidden_TE: Any, every: PagedStep, asked: PagedStep | None, rows_R: Any
-    ) -> Any:
+        self, hidden_TE: Numbers, every: PagedStep, asked: PagedStep | None, rows_R: Ints | None
+    ) -> Numbers:
         """Return the final norm of every token, or of those that the last layer computes."""
         normal_TE = np.empty_like(hidden_TE)
         normalize(hidden_TE, self._layers[0].norm.scale_D, self._eps, normal_TE)
         num_heads = self._heads.num_query_heads
-        step = every
+        step, params = every, self._params(every)
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
             joined_TC = layer.joined.multiply(normal_TE)
             self._normalize_heads(layer, joined_TC)
             pages = every.store.arrays[layer.index]
             _cpu(every).write_joined(joined_TC, num_heads, pages)
             if asked is not None and layer is self._layers[-1]:
-                step, joined_TC, hidden_TE = asked, joined_TC[rows_R], hidden_TE[rows_R]
+                step, params = asked, self._params(asked)
+                joined_TC, hidden_TE = joined_TC[rows_R], hidden_TE[rows_R]
                 normal_TE = np.empty_like(hidden_TE)
-            attended_TC = _cpu(step).attend(joined_TC, num_heads, pages, self._how(step))
+            attended_TC = _cpu(step).attend(joined_TC, num_heads, pages, params)
             output_TE = layer.output.multiply(attended_TC)
             norm_E = layer.block_norm.scale_D
             add_and_normalize(hidden_TE, output_TE, norm_E, self._eps, normal_TE)
@@ -143,7 +153,7 @@ class DecoderLayers:
             add_and_normalize(hidden_TE, output_TE, next_norm.scale_D, self._eps, normal_TE)
         return normal_TE
 
-    def _normalize_heads(self, layer: _Layer, joined_TC: Any) -> None:
+    def _normalize_heads(self, layer: _Layer, joined_TC: Numbers) -> None:
         heads = self._heads
         if layer.head_norms:
             query_norm, key_norm = layer.head_norms
@@ -151,7 +161,7 @@ class DecoderLayers:
             normalize_heads(joined_TC, 0, heads.num_query_heads, query_norm.scale_D, self._eps)
             normalize_heads(joined_TC, key_at, heads.num_key_heads, key_norm.scale_D, self._eps)
 
-    def _all_at_once(self, hidden_RE: Any, step: PagedStep) -> Any:
+    def _all_at_once(self, hidden_RE: Numbers, step: PagedStep) -> Numbers:
         """Return the final norm of every row."""
         first_E = self._layers[0].norm.scale_D
         normal_RE = np.empty_like(hidden_RE)
@@ -160,36 +170,48 @@ class DecoderLayers:
         shares = backend.partitioned(heads.num_query_heads, heads.dim, heads.num_key_heads)
         num_threads = max(len(shares), self._num_threads())
         shares = shares + [shares[0][:0]] * (num_threads - len(shares))
-        columns = (
-            self._layers[0].joined.out_features,
-            heads.num_query_heads * heads.value_dim,
-            hidden_RE.shape[1],
-            block.gate_up.out_features,
-        )
-        shared = tuple(np.empty((len(hidden_RE), each), hidden_RE.dtype) for each in columns)
-        arrived = np.zeros(1, np.int64)
+        num_rows, dtype = len(hidden_RE), hidden_RE.dtype
         pages = step.store.arrays[self._layers[0].index]
-        arguments = (
-            shared, self._fields_LW, step.store.addresses_L2, pages, heads, self._eps, first_E,
-            backend.destinations,
-        )  # fmt: skip
-        rest = (backend.sequences, self._how(step))
         assert self._multiplying is not None
-        run = runner_for(self._multiplying, pages[0])
+        assert self._fields_LW is not None
+        run = runner_for(self._multiplying, pages.keys_NKDO)
+        plain_step = FusedStep(
+            outputs=LayerOutputs(
+                joined_RC=np.empty((num_rows, self._layers[0].joined.out_features), dtype),
+                attended_RC=np.empty((num_rows, heads.num_query_heads * heads.value_dim), dtype),
+                output_RE=np.empty((num_rows, hidden_RE.shape[1]), dtype),
+                both_RG=np.empty((num_rows, block.gate_up.out_features), dtype),
+            ),
+            fields_LW=self._fields_LW,
+            addresses_L2=step.store.addresses_L2,
+            pages=pages,
+            heads=heads,
+            eps=self._eps,
+            like_scale=first_E,
+            destinations=backend.destinations,
+            sequences=backend.sequences,
+            params=self._params(step),
+        ).unnamed()
+        arrived = np.zeros(1, np.int64)
 
         def work(thread: int) -> None:
             own = (hidden_RE, normal_RE)
             if thread:
                 own = (hidden_RE.copy(), normal_RE.copy())
-            run(thread, num_threads, arrived, *own, *arguments, shares[thread], *rest)
+            run(thread, num_threads, arrived, *own, shares[thread], plain_step)
 
         run_thread_team(work, num_threads, lambda: arrived.fill(ABORT))
         return normal_RE
 
-    def _how(self, step: PagedStep) -> tuple[Any, ...]:
-        """Return the read's arguments besides the pages: no window, soft cap or sinks."""
-        tables = step.tables.layer(self._kind.plan.layer_type).kernel_arrays
-        return tables, np.float32(self._kind.scaling), np.int64(0), np.float32(0.0), NO_SINKS
+    def _params(self, step: PagedStep) -> AttentionParams:
+        """Return the parameters of every layer's attention."""
+        return AttentionParams(
+            tables=step.tables.layer(self._kind.plan.layer_type).kernel_arrays,
+            scaling=np.float32(self._kind.scaling),
+            window=0,
+            softcap=np.float32(0.0),
+            sinks_H=NO_SINKS,
+        )
 
     def _is_ours(self, step: Any) -> TypeGuard[PagedStep]:
         """Return whether the step reads the cache as the model's layers do, on a CPU."""
@@ -208,7 +230,7 @@ class DecoderLayers:
         most = min(torch.get_num_threads(), MOST_THREADS)
         return max(1, min(most, self._num_bytes // _BYTES_PER_THREAD))
 
-    def _fields(self) -> Any:
+    def _fields(self) -> Ints | None:
         """Return every layer's fields for the kernel, int64 [L, W]; None if it cannot run them."""
         fields = []
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
