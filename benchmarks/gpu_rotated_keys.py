@@ -86,7 +86,8 @@ class RotatedStep:
 
 def _angles(tables: LayerTables, batch: Batch) -> Angles:
     """Return cosines and sines of every token, [T, P], times the attention factor."""
-    start_cos, start_sin, offset_cos, offset_sin, _, _, squares_S, _ = tables.device_tensors
+    tensors = tables.device_tensors
+    start_cos, start_sin, offset_cos, offset_sin = tensors.pages
     position_T = batch.position_ids_1T[0]
     slot_T = batch.table_slot_S
     if len(slot_T) != len(position_T):
@@ -98,7 +99,7 @@ def _angles(tables: LayerTables, batch: Batch) -> Angles:
     angles = Angles(start_cos[slot_T, page_T], start_sin[slot_T, page_T]).plus(
         Angles(offset_cos[slot_T, offset_T], offset_sin[slot_T, offset_T])
     )
-    factor_T1 = squares_S[slot_T].sqrt()[:, None]
+    factor_T1 = tensors.squared_factor_S[slot_T].sqrt()[:, None]
     return Angles(angles.cos * factor_T1, angles.sin * factor_T1)
 
 

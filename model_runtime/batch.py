@@ -10,10 +10,11 @@ the longest sequence, R = rows of logits.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model_runtime.transfer import on_device
@@ -24,7 +25,7 @@ class Span(NamedTuple):
 
     token_ids: Sequence[int]
     first_position: int
-    pages: Sequence[int]  # the sequence's page table, long enough for the last position
+    pages: Sequence[int] | NDArray[np.int32]  # page table, long enough for the last position
     table_slot: int  # slot of its rotation table
     logit_rows: Sequence[int]  # tokens that need logits, counted from the span's start
 
@@ -66,7 +67,7 @@ class PageRow:
         self._num_copied = 0
         self._row_N = np.empty(0, dtype=np.int32)
 
-    def follow(self, pages: Sequence[int]) -> Any:
+    def follow(self, pages: Sequence[int]) -> NDArray[np.int32]:
         """Return the pages as int32 [N]. A different or shorter list is copied from its start."""
         if pages is not self._pages or len(pages) < self._num_copied:
             self._pages, self._num_copied = pages, 0
@@ -119,21 +120,21 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
     token_ids_T, position_ids_T, cu_seqlens_S1, first_position_S, table_slot_S, *rest = split
     logit_rows_R, single_B, page_T, offset_T = rest
     return Batch(
-        token_ids_T[None],
-        position_ids_T[None],
-        page_T,
-        offset_T,
-        on_device(table_SN, device),
-        cu_seqlens_S1,
-        first_position_S,
-        table_slot_S,
-        logit_rows_R,
-        single_B,
-        places,
+        token_ids_1T=token_ids_T[None],
+        position_ids_1T=position_ids_T[None],
+        page_T=page_T,
+        offset_T=offset_T,
+        page_table_SN=on_device(table_SN, device),
+        cu_seqlens_S1=cu_seqlens_S1,
+        first_position_S=first_position_S,
+        table_slot_S=table_slot_S,
+        logit_rows_R=logit_rows_R,
+        single_B=single_B,
+        places_S=places,
     )
 
 
-def page_table(spans: Sequence[Span], shape: tuple[int, int], *, padding: int) -> Any:
+def page_table(spans: Sequence[Span], shape: tuple[int, int], *, padding: int) -> NDArray[np.int32]:
     """Return the page table, int32 [S, N]; entries without a page are `padding`."""
     table_SN = np.full(shape, padding, dtype=np.int32)
     for row_N, span in zip(table_SN, spans, strict=False):

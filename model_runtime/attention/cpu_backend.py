@@ -18,6 +18,7 @@ from model_runtime.cpu_kernels.attention_dot import uses_pairs
 from model_runtime.cpu_kernels.bfloat16 import as_numpy
 from model_runtime.cpu_kernels.kernel_arguments import (
     NO_SINKS,
+    NO_SOFTCAP,
     AttentionParams,
     Destinations,
     Ints,
@@ -46,6 +47,7 @@ class CpuAttention:
             first_position_S=batch.first_position_S.numpy(),
             table_slot_S=batch.table_slot_S.numpy(),
         )
+        self._plain_sequences = tuple(self.sequences)  # as the kernel takes them
         self._shares: dict[tuple[int, ...], list[Ints]] = {}  # by a layer's heads and dimensions
 
     def write(
@@ -65,11 +67,11 @@ class CpuAttention:
             num_heads,
             PageArrays(as_numpy(read.keys_NKDO), as_numpy(read.values_NKOV)),
             AttentionParams(
-                tables=read.tables.kernel_arrays,
-                scaling=np.float32(read.scaling),
-                window=read.sliding_window or 0,
-                softcap=np.float32(read.softcap or 0.0),
-                sinks_H=NO_SINKS if sinks_H is None else sinks_H.detach().float().numpy(),
+                read.tables.kernel_arrays,
+                np.float32(read.scaling),
+                read.sliding_window or 0,
+                np.float32(read.softcap) if read.softcap else NO_SOFTCAP,
+                NO_SINKS if sinks_H is None else sinks_H.detach().float().numpy(),
             ),
         )
         return torch.from_numpy(out_TC).view(num_tokens, num_heads, -1)
@@ -89,7 +91,7 @@ class CpuAttention:
         num_columns = num_heads * pages.values_NKOV.shape[3]
         out_TC = np.empty((len(query_TC), num_columns), query_TC.dtype)
         group = num_heads // num_key_heads
-        arguments = (query_TC, group, *pages, tuple(self.sequences), params.unnamed(), out_TC)
+        arguments = (query_TC, group, *pages, self._plain_sequences, params.unnamed(), out_TC)
         shares = self.partitioned(num_heads, dim, num_key_heads)
         kernel = attend_in_pairs if uses_pairs(pages.keys_NKDO) else attend
         parallel_for(lambda share: kernel(share, *arguments), shares)

@@ -39,7 +39,7 @@ from model_runtime.batch import Batch
 from model_runtime.cache.rope_tables import TILE
 
 _MERGE = tl.constexpr(16)  # splits that the merge holds at once
-_LEAST_SHARE = 8  # tiles in a split; with fewer, the partial outputs are not small beside the keys
+_LEAST_TILES = 8  # of a split; with fewer, the partial outputs are not small beside the keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Partial:
     """Attention over some of the keys."""
 
     out_BHMV: Tensor  # float32
-    level_BHM: Tensor  # float32, log-sum-exp of the scores; -inf if no key was seen
+    lse_BHM: Tensor  # float32, log-sum-exp of the scores; -inf if no key was seen
 
 
 @jit
@@ -67,9 +67,9 @@ def _decode(
     query, keys, values, page_table, page_positions, sequences, query_start, slots,
     begins, ends, positions,
     start_cos, start_sin, offset_cos, offset_sin, tile_cos, tile_sin, factors, log_lens,
-    out, levels,
+    out, lses,
     scaling, softcap, num_starts, table_width,
-    query_t, query_h, out_row, out_head, out_share,
+    query_t, query_h, out_row, out_head, out_split,
     KEY_N: tl.constexpr, KEY_K: tl.constexpr, KEY_O: tl.constexpr, KEY_D: tl.constexpr,
     VALUE_N: tl.constexpr, VALUE_K: tl.constexpr, VALUE_O: tl.constexpr, VALUE_V: tl.constexpr,
     GROUP: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
@@ -78,7 +78,7 @@ def _decode(
     MAPPED: tl.constexpr, CAPPED: tl.constexpr, DIRECT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One sequence, key head and split. DIRECT: it is the only split, and writes the output."""
-    place, head, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    place, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = tl.load(sequences + place)
     token = tl.load(query_start + sequence)
     slot = tl.load(slots + sequence)
@@ -105,29 +105,29 @@ def _decode(
         second = tl.load(rows + (p + PAIRS)[None, :], mask=is_pair, other=0.0).to(tl.float32)
         second = second * scale
         if MAPPED:
-            first_turned = (first * own_cos - second * own_sin).to(keys.dtype.element_ty)
-            second_turned = (second * own_cos + first * own_sin).to(keys.dtype.element_ty)
+            first_rotated = (first * own_cos - second * own_sin).to(keys.dtype.element_ty)
+            second_rotated = (second * own_cos + first * own_sin).to(keys.dtype.element_ty)
     if REST > 0:
         is_rest = is_row & (e < REST)[None, :]
         rest = tl.load(rows + (e + 2 * PAIRS)[None, :], mask=is_rest, other=0.0)
         rest = (rest.to(tl.float32) * scaling).to(keys.dtype.element_ty)
 
     table, placed = page_table + sequence * table_width, page_positions + sequence * table_width
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    weight = tl.zeros([ROWS], tl.float32)
-    total = tl.zeros([ROWS, VALUES_2], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUES_2], tl.float32)
     # Each sequence's own tiles are split equally, whatever the other sequences are. A captured step
     # has as many splits as the longest context needs.
     first_tile, last_tile = begin // TILE, (end + TILE - 1) // TILE
-    num_shares = tl.num_programs(2)
-    tiles_per_share = (last_tile - first_tile + num_shares - 1) // num_shares
-    tile_begin = first_tile + share * tiles_per_share
-    tile_end = tl.minimum(tile_begin + tiles_per_share, last_tile)
+    num_splits = tl.num_programs(2)
+    tiles_per_split = (last_tile - first_tile + num_splits - 1) // num_splits
+    tile_begin = first_tile + split * tiles_per_split
+    tile_end = tl.minimum(tile_begin + tiles_per_split, last_tile)
     tile_end = tl.where(begin < end, tile_end, tile_begin)
     for tile in range(tile_begin, tile_end):
         start = tile * TILE
-        # An index outside the range loads a key of the range again, with a weight of zero. Loads
-        # without masks are cheaper, and memory that may hold NaN is never read.
+        # An index outside the range loads a key of the range again, with a probability of zero.
+        # Loads without masks are cheaper, and memory that may hold NaN is never read.
         index = tl.minimum(tl.maximum(start + t, begin), end - 1)
         is_seen = index == start + t
         page = tl.load(table + index // PAGE).to(tl.int64)
@@ -152,15 +152,15 @@ def _decode(
                 )  # fmt: skip
                 cos = own_cos * back_cos + own_sin * back_sin
                 sin = own_sin * back_cos - own_cos * back_sin
-                first_turned = (first * cos - second * sin).to(keys.dtype.element_ty)
-                second_turned = (second * cos + first * sin).to(keys.dtype.element_ty)
+                first_rotated = (first * cos - second * sin).to(keys.dtype.element_ty)
+                second_rotated = (second * cos + first * sin).to(keys.dtype.element_ty)
                 in_tile = slot * TILE_ANGLES * PAIRS + t[:, None] * PAIRS + p[None, :]
                 cos = row(tile_cos + in_tile, is_angle, PAIRS == PAIRS_2)
                 sin = row(tile_sin + in_tile, is_angle, PAIRS == PAIRS_2)
-            turned = (one * cos - two * sin).to(keys.dtype.element_ty)
-            scores = product(first_turned, tl.trans(turned), scores, WIDE)
-            turned = (two * cos + one * sin).to(keys.dtype.element_ty)
-            scores = product(second_turned, tl.trans(turned), scores, WIDE)
+            rotated = (one * cos - two * sin).to(keys.dtype.element_ty)
+            scores = product(first_rotated, tl.trans(rotated), scores, WIDE)
+            rotated = (two * cos + one * sin).to(keys.dtype.element_ty)
+            scores = product(second_rotated, tl.trans(rotated), scores, WIDE)
         if REST > 0:
             at = key[:, None] + (e + 2 * PAIRS)[None, :] * KEY_D
             plain = row(at, (e < REST)[None, :], REST == REST_2)
@@ -168,62 +168,62 @@ def _decode(
         if CAPPED:
             scores = capped(scores, softcap)
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
         # The row sum adds the rounded probabilities, because the product uses the rounded ones.
-        shares = tl.exp2(scores - higher[:, None]).to(values.dtype.element_ty)
-        keep = tl.exp2(top - higher)
-        weight = weight * keep + tl.sum(shares.to(tl.float32), 1)
-        top = higher
+        probs = tl.exp2(scores - new_max[:, None]).to(values.dtype.element_ty)
+        keep = tl.exp2(row_max - new_max)
+        row_sum = row_sum * keep + tl.sum(probs.to(tl.float32), 1)
+        row_max = new_max
         at = values + page * VALUE_N + (head * VALUE_K + index % PAGE * VALUE_O)
         at = at[:, None] + v[None, :] * VALUE_V
         value = row(at, (v < VALUES)[None, :], VALUES == VALUES_2)
-        total = product(shares, value, total * keep[:, None], WIDE)
+        acc = product(probs, value, acc * keep[:, None], WIDE)
 
-    # A row that saw no key becomes zeros, so that the merge adds nothing for its weight of zero.
-    total = total / tl.where(weight > 0, weight, 1.0)[:, None]
+    # A row that saw no key becomes zeros, so that the merge adds nothing for its sum of zero.
+    acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     line = token if DIRECT else place.to(tl.int64)
     heads = head * GROUP + r
-    target = out + line * out_row + heads[:, None] * out_head + share * out_share + v[None, :]
-    tl.store(target, total, mask=is_row & (v < VALUES)[None, :])
+    target = out + line * out_row + heads[:, None] * out_head + split * out_split + v[None, :]
+    tl.store(target, acc, mask=is_row & (v < VALUES)[None, :])
     if not DIRECT:
         num_heads = tl.num_programs(1) * GROUP
-        level = (top + tl.log2(tl.where(weight > 0, weight, 1.0))) * 0.6931471805599453
-        level = tl.where(weight > 0, level, float("-inf"))
-        tl.store(levels + (line * num_heads + heads) * num_shares + share, level, mask=r < GROUP)
+        lse = (row_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0))) * 0.6931471805599453
+        lse = tl.where(row_sum > 0, lse, float("-inf"))
+        tl.store(lses + (line * num_heads + heads) * num_splits + split, lse, mask=r < GROUP)
 
 
 @jit
 def _merge(
-    partials, levels, sinks, sequences, query_start, out, num_shares, out_row, out_head,
-    VALUES: tl.constexpr, VALUES_2: tl.constexpr, SHARES: tl.constexpr, SUNK: tl.constexpr,
+    partials, lses, sinks, sequences, query_start, out, num_splits, out_row, out_head,
+    VALUES: tl.constexpr, VALUES_2: tl.constexpr, SPLITS: tl.constexpr, SUNK: tl.constexpr,
 ):  # fmt: skip
     """One sequence and query head: its splits weighted by their log-sum-exp, with the sink's."""
     place, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start + tl.load(sequences + place))
-    first = (place.to(tl.int64) * tl.num_programs(1) + head) * num_shares
-    v, m = tl.arange(0, VALUES_2), tl.arange(0, SHARES)
+    first = (place.to(tl.int64) * tl.num_programs(1) + head) * num_splits
+    v, m = tl.arange(0, VALUES_2), tl.arange(0, SPLITS)
     none = float("-inf")
-    every = tl.load(levels + first + m, mask=m < num_shares, other=none)
-    top = tl.max(every, 0)
+    every = tl.load(lses + first + m, mask=m < num_splits, other=none)
+    lse_max = tl.max(every, 0)
     if SUNK:
         sink = tl.load(sinks + head).to(tl.float32)
-        top = tl.maximum(top, sink)
-    top = tl.where(top == none, 0.0, top)
-    weight = tl.sum(tl.exp(every - top), 0)
+        lse_max = tl.maximum(lse_max, sink)
+    lse_max = tl.where(lse_max == none, 0.0, lse_max)
+    weight = tl.sum(tl.exp(every - lse_max), 0)
     if SUNK:
-        weight += tl.exp(sink - top)
-    total = tl.zeros([VALUES_2], tl.float32)
-    for at in range(0, num_shares, _MERGE):
+        weight += tl.exp(sink - lse_max)
+    acc = tl.zeros([VALUES_2], tl.float32)
+    for at in range(0, num_splits, _MERGE):
         i = at + tl.arange(0, _MERGE)
-        is_share = i < num_shares
-        some = tl.exp(tl.load(levels + first + i, mask=is_share, other=none) - top)
+        is_split = i < num_splits
+        some = tl.exp(tl.load(lses + first + i, mask=is_split, other=none) - lse_max)
         part = tl.load(
             partials + (first + i)[:, None] * VALUES + v[None, :],
-            mask=is_share[:, None] & (v < VALUES)[None, :], other=0.0,
+            mask=is_split[:, None] & (v < VALUES)[None, :], other=0.0,
         )  # fmt: skip
-        total += tl.sum(some[:, None] * part, 0)
-    total = total / tl.where(weight > 0, weight, 1.0)
-    tl.store(out + token * out_row + head * out_head + v, total, mask=v < VALUES)
+        acc += tl.sum(some[:, None] * part, 0)
+    acc = acc / tl.where(weight > 0, weight, 1.0)
+    tl.store(out + token * out_row + head * out_head + v, acc, mask=v < VALUES)
 
 
 @cache
@@ -236,13 +236,13 @@ def _num_processors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=1024)  # every layer of a step calls it with the same arguments
-def num_shares(num_programs: int, num_tiles: int, most_programs: int) -> int:
+def num_splits(num_programs: int, num_tiles: int, most_programs: int) -> int:
     """Return the number of splits of `num_tiles`, for each of `num_programs` sequences and heads.
 
     It is the smallest number that keeps at least 95% as much of the device busy as the best choice.
     All programs of a wave take about as long, and the last wave is seldom full.
     """
-    choices = range(1, max(1, min(num_tiles // _LEAST_SHARE, most_programs)) + 1)
+    choices = range(1, max(1, min(num_tiles // _LEAST_TILES, most_programs)) + 1)
     busy = {}
     for choice in choices:
         waves = num_programs * choice / most_programs
@@ -273,15 +273,15 @@ def merge(
     partials: Sequence[Partial], sinks_H: Tensor | None, batch: Batch, out_THV: Tensor
 ) -> None:
     """Merge the partial attentions, and write the result to the single tokens' rows."""
-    out_BHMV, level_BHM = partials[0].out_BHMV, partials[0].level_BHM
+    out_BHMV, lse_BHM = partials[0].out_BHMV, partials[0].lse_BHM
     if len(partials) > 1:
         out_BHMV = torch.cat([partial.out_BHMV for partial in partials], 2)
-        level_BHM = torch.cat([partial.level_BHM for partial in partials], 2)
-    num_sequences, num_heads, shares, value_dim = out_BHMV.shape
+        lse_BHM = torch.cat([partial.lse_BHM for partial in partials], 2)
+    num_sequences, num_heads, splits, value_dim = out_BHMV.shape
     _merge[(num_sequences, num_heads)](
-        out_BHMV, level_BHM, level_BHM if sinks_H is None else sinks_H,
-        batch.single_B, batch.cu_seqlens_S1, out_THV, shares, *out_THV.stride()[:2],
-        VALUES=value_dim, VALUES_2=padded(value_dim), SHARES=padded(shares),
+        out_BHMV, lse_BHM, lse_BHM if sinks_H is None else sinks_H,
+        batch.single_B, batch.cu_seqlens_S1, out_THV, splits, *out_THV.stride()[:2],
+        VALUES=value_dim, VALUES_2=padded(value_dim), SPLITS=padded(splits),
         SUNK=sinks_H is not None,
     )  # fmt: skip
 
@@ -309,27 +309,27 @@ def _launch(
     tile = tile_len(TILE, max(dim, value_dim), read.keys_NKDO.dtype)
     num_tiles = -(-keys.most // tile) + 1  # a range seldom begins at a tile's start
     most_programs = _num_processors(query_THD.device) * tuning.programs_per_processor
-    shares = num_shares(num_sequences * num_key_heads, num_tiles, most_programs)
-    shares = -(-num_tiles // -(-num_tiles // shares))
+    splits = num_splits(num_sequences * num_key_heads, num_tiles, most_programs)
+    splits = -(-num_tiles // -(-num_tiles // splits))
     partial = None
-    out, levels, strides = out_THV, out_THV, (*out_THV.stride()[:2], 0)
-    if shares > 1 or not is_whole:
-        shape = (num_sequences, num_heads, shares)
+    out, lses, strides = out_THV, out_THV, (*out_THV.stride()[:2], 0)
+    if splits > 1 or not is_whole:
+        shape = (num_sequences, num_heads, splits)
         partial = Partial(
             torch.empty(*shape, value_dim, device=query_THD.device),
             torch.empty(shape, device=query_THD.device),
         )
-        out, levels, strides = partial.out_BHMV, partial.level_BHM, partial.out_BHMV.stride()[:3]
+        out, lses, strides = partial.out_BHMV, partial.lse_BHM, partial.out_BHMV.stride()[:3]
     rest = dim - 2 * pairs
     map_SN = keys.page_position_SN
     softcap = read.softcap or 0.0
-    _decode[(num_sequences, num_key_heads, shares)](
+    _decode[(num_sequences, num_key_heads, splits)](
         query_THD, read.keys_NKDO, read.values_NKOV, batch.page_table_SN,
         batch.page_table_SN if map_SN is None else map_SN,
         batch.single_B, batch.cu_seqlens_S1, batch.table_slot_S,
         keys.begin_S, keys.end_S, keys.position_S,
         *read.tables.device_tensors,
-        out, levels,
+        out, lses,
         read.scaling * (1.0 if softcap else LOG2_E), softcap,
         read.tables.starts.cos.shape[1], batch.page_table_SN.shape[1],
         *query_THD.stride()[:2], *strides, *key_strides(read.keys_NKDO), *read.values_NKOV.stride(),

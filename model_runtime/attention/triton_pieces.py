@@ -69,11 +69,11 @@ def key_strides(keys_NKDO: Tensor) -> tuple[int, ...]:
 
 
 @jit
-def product(a, b, total, WIDE: tl.constexpr):
-    """Return total + a @ b, float32. WIDE: the rounded operands are first widened to float32."""
+def product(a, b, acc, WIDE: tl.constexpr):
+    """Return acc + a @ b, float32. WIDE: the rounded operands are first widened to float32."""
     if WIDE:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    return tl.dot(a, b, total, input_precision="ieee")
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @jit

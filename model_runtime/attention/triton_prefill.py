@@ -39,7 +39,7 @@ _WARPS, _STAGES = 4, 2
 
 @jit
 def _gather(
-    keys, values, page_table, turned, gathered,
+    keys, values, page_table, rotated, gathered,
     start_cos, start_sin, offset_cos, offset_sin,
     begin, end, slot, num_starts,
     KEY_N: tl.constexpr, KEY_K: tl.constexpr, KEY_O: tl.constexpr, KEY_D: tl.constexpr,
@@ -54,7 +54,7 @@ def _gather(
     page = tl.load(page_table + index // PAGE, mask=is_key, other=0).to(tl.int64)
     row = head.to(tl.int64) * (end - begin) + index - begin
     source = keys + page * KEY_N + (head * KEY_K + index % PAGE * KEY_O)
-    target = turned + row * DIM
+    target = rotated + row * DIM
     if PAIRS > 0:
         p = tl.arange(0, PAIRS_2)
         is_pair = is_key[:, None] & (p < PAIRS)[None, :]
@@ -94,19 +94,19 @@ def _attend(
     d, v = tl.arange(0, DIM_2), tl.arange(0, VALUES_2)
     is_token = token < num_tokens
     rows = head.to(tl.int64) * num_tokens + token
-    asked = tl.load(
+    queries = tl.load(
         query + rows[:, None] * DIM + d[None, :],
         mask=is_token[:, None] & (d < DIM)[None, :], other=0.0,
     )  # fmt: skip
     own = num_keys - num_tokens + token  # the key at the token's own position
-    top = tl.full([TILE], float("-inf"), tl.float32)
-    weight = tl.zeros([TILE], tl.float32)
+    row_max = tl.full([TILE], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TILE], tl.float32)
     if SUNK:
         # A sink is an extra logit without a value.
         sink = tl.load(sinks + head).to(tl.float32)
-        top = tl.zeros([TILE], tl.float32) + sink * KERNEL_LOG2_E
-        weight = weight + 1.0
-    total = tl.zeros([TILE, VALUES_2], tl.float32)
+        row_max = tl.zeros([TILE], tl.float32) + sink * KERNEL_LOG2_E
+        row_sum = row_sum + 1.0
+    acc = tl.zeros([TILE, VALUES_2], tl.float32)
     least = num_keys - num_tokens + tl.program_id(0) * TILE
     begin = tl.maximum(0, least - window + 1) // TILE if WINDOWED else 0
     end = (tl.minimum(num_keys, least + TILE) + TILE - 1) // TILE
@@ -119,29 +119,29 @@ def _attend(
             mask=is_key[:, None] & (d < DIM)[None, :], other=0.0,
         )  # fmt: skip
         scores = tl.zeros([TILE, TILE], tl.float32)
-        scores = product(asked, tl.trans(key), scores, WIDE) * scaling
+        scores = product(queries, tl.trans(key), scores, WIDE) * scaling
         if CAPPED:
             scores = capped(scores, softcap)
         is_seen = index[None, :] <= own[:, None]
         if WINDOWED:
             is_seen = is_seen & (index[None, :] > own[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
         # A row has seen no key yet if its window begins after this tile.
-        level = tl.where(higher == float("-inf"), 0.0, higher)
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         # The row sum adds the rounded probabilities, because the product uses the rounded ones.
-        shares = tl.exp2(scores - level[:, None]).to(values.dtype.element_ty)
-        keep = tl.exp2(top - level)
-        weight = weight * keep + tl.sum(shares.to(tl.float32), 1)
-        top = higher
+        probs = tl.exp2(scores - finite_max[:, None]).to(values.dtype.element_ty)
+        keep = tl.exp2(row_max - finite_max)
+        row_sum = row_sum * keep + tl.sum(probs.to(tl.float32), 1)
+        row_max = new_max
         value = tl.load(
             values + (head_row + index)[:, None] * VALUES + v[None, :],
             mask=is_key[:, None] & (v < VALUES)[None, :], other=0.0,
         )  # fmt: skip
-        total = product(shares, value, total * keep[:, None], WIDE)
-    total = total / tl.where(weight > 0, weight, 1.0)[:, None]  # rows after the last token: 0
+        acc = product(probs, value, acc * keep[:, None], WIDE)
+    acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # rows after the last token: 0
     target = out + token.to(tl.int64)[:, None] * out_t + head * out_h + v[None, :]
-    tl.store(target, total, mask=is_token[:, None] & (v < VALUES)[None, :])
+    tl.store(target, acc, mask=is_token[:, None] & (v < VALUES)[None, :])
 
 
 def prefill(read: LayerRead, batch: Batch, index: int, out_THV: Tensor) -> None:
@@ -150,7 +150,7 @@ def prefill(read: LayerRead, batch: Batch, index: int, out_THV: Tensor) -> None:
     end = place.first_position + place.num_tokens
     begin = max(0, place.first_position - read.sliding_window + 1) if read.sliding_window else 0
     key_KCD, value_KCV = gathered(read, batch.page_table_SN[index], place.table_slot, begin, end)
-    query_HTD = _turned(read, place).to(key_KCD.dtype).transpose(0, 1).contiguous()
+    query_HTD = _rotated_queries(read, place).to(key_KCD.dtype).transpose(0, 1).contiguous()
     rows_THV = out_THV[place.begin : place.begin + place.num_tokens]
     if _library_serves(read):
         num_heads, num_key_heads = len(query_HTD), len(key_KCD)
@@ -213,15 +213,15 @@ def gathered(
     return key_KCD, value_KCV
 
 
-def _turned(read: LayerRead, place: Place) -> Tensor:
+def _rotated_queries(read: LayerRead, place: Place) -> Tensor:
     """Rotate the sequence's queries to their positions, and apply all factors except `scaling`."""
     tables, slot = read.tables, place.table_slot
     query_THD = read.query_THD[place.begin : place.begin + place.num_tokens]
     first = place.first_position
     positions_T = torch.arange(first, first + place.num_tokens, device=query_THD.device)
-    turned_THD = rotate(query_THD.float(), tables.at(slot, positions_T))
-    turned_THD[..., : 2 * tables.num_pairs] *= tables.attention_factor[slot] ** 2
-    return turned_THD * tables.logn_scale(slot, positions_T)[:, None, None]
+    rotated_THD = rotate(query_THD.float(), tables.at(slot, positions_T))
+    rotated_THD[..., : 2 * tables.num_pairs] *= tables.attention_factor[slot] ** 2
+    return rotated_THD * tables.logn_scale(slot, positions_T)[:, None, None]
 
 
 def _launch(

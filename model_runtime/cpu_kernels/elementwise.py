@@ -8,13 +8,13 @@ I = dimensions between the products of a block, G = both halves of them.
 """
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 
 from model_runtime.cpu_kernels.bfloat16 import narrow, widen
 from model_runtime.cpu_kernels.jit import jit
+from model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
 from model_runtime.cpu_kernels.simd import (
     WIDTH,
     add,
@@ -35,7 +35,7 @@ _NUMBERS_PER_SHARE = 1 << 17  # with fewer, starting a thread costs more time th
 
 
 @jit()
-def _scale(row_D: Any, scale_D: Any, eps: Any) -> None:
+def _scale(row_D: Floats, scale_D: Floats, eps: np.float32) -> None:
     """Normalize one float32 row in place; the order of the sum does not depend on the compiler."""
     dim = row_D.shape[0]
     in_lanes = dim - dim % (4 * WIDTH)
@@ -54,7 +54,7 @@ def _scale(row_D: Any, scale_D: Any, eps: Any) -> None:
 
 
 @jit()
-def normalize(x_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
+def normalize(x_RD: Numbers, scale_D: Floats, eps: np.float32, out_RD: Numbers) -> None:
     """Write the RMSNorm of each row to `out_RD`, which may be `x_RD`."""
     row_D = np.empty(x_RD.shape[1], np.float32)
     for r in range(x_RD.shape[0]):
@@ -64,7 +64,9 @@ def normalize(x_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
 
 
 @jit()
-def add_and_normalize(x_RD: Any, other_RD: Any, scale_D: Any, eps: Any, out_RD: Any) -> None:
+def add_and_normalize(
+    x_RD: Numbers, other_RD: Numbers, scale_D: Floats, eps: np.float32, out_RD: Numbers
+) -> None:
     """Add `other_RD` to `x_RD` in place, and write the RMSNorm of the sum to `out_RD`."""
     row_D = np.empty(x_RD.shape[1], np.float32)
     other_D = np.empty(x_RD.shape[1], np.float32)
@@ -80,7 +82,9 @@ def add_and_normalize(x_RD: Any, other_RD: Any, scale_D: Any, eps: Any, out_RD: 
 
 
 @jit()
-def normalize_heads(x_RC: Any, at: int, num_heads: int, scale_D: Any, eps: Any) -> None:
+def normalize_heads(
+    x_RC: Numbers, at: int, num_heads: int, scale_D: Floats, eps: np.float32
+) -> None:
     """Normalize each head of each row in place; heads are side by side from column `at` on."""
     dim = scale_D.shape[0]
     row_D = np.empty(dim, np.float32)
@@ -92,7 +96,7 @@ def normalize_heads(x_RC: Any, at: int, num_heads: int, scale_D: Any, eps: Any) 
 
 
 @jit()
-def gate(both_RG: Any, out_RI: Any, begin: Any, end: Any) -> None:
+def gate(both_RG: Numbers, out_RI: Numbers, begin: int, end: int) -> None:
     """Compute silu(first half) * second half for rows `begin` to `end` - 1.
 
     silu(x) = x / (1 + e^-x). Values of x below -87 are taken for -87, which leaves about 1e-36.
@@ -111,7 +115,7 @@ def gate(both_RG: Any, out_RI: Any, begin: Any, end: Any) -> None:
         narrow(row_I, out_RI[r])
 
 
-def gated(both_RG: Any) -> Any:
+def gated(both_RG: Numbers) -> Numbers:
     """Return silu(first half) * second half, [R, G] -> [R, I]; I is a multiple of WIDTH.
 
     The arrays are float32 or bf16's bits.

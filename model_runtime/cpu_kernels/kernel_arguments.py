@@ -20,6 +20,8 @@ Floats: TypeAlias = NDArray[np.float32]
 Numbers: TypeAlias = NDArray[np.float32 | np.uint16]  # uint16: the bits of bfloat16
 Ints: TypeAlias = NDArray[np.int64]
 
+# A kernel is compiled for one type of each field, so what is absent has that type, too.
+NO_SOFTCAP = np.float32(0.0)
 NO_SINKS: Floats = np.empty(0, np.float32)
 
 
@@ -46,9 +48,9 @@ class AttentionParams(NamedTuple):
 
     tables: RotationArrays
     scaling: np.float32  # multiplies every logit
-    window: int  # keys that a query sees, itself included; 0: all
-    softcap: np.float32  # c: logits become c * tanh(logit / c); 0: they stay
-    sinks_H: Floats  # one more logit per head, without a value; NO_SINKS: none
+    window: int = 0  # keys that a query sees, itself included; 0: all
+    softcap: np.float32 = NO_SOFTCAP  # c: logits become c * tanh(logit / c); 0: none
+    sinks_H: Floats = NO_SINKS  # one more logit per head, without a value
 
     def unnamed(self) -> tuple[Any, ...]:
         """Return plain tuples for a kernel, which names them again."""

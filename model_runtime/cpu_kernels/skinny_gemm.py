@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from model_runtime.cpu_kernels.bf16_dot import HAS_PAIR_PRODUCTS, add_pair_products
 from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor, narrow, widen
 from model_runtime.cpu_kernels.jit import jit
+from model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
 from model_runtime.cpu_kernels.processor import vectors
 from model_runtime.cpu_kernels.register_tiles import add_products, load_sums, no_sums, store_sums
 from model_runtime.cpu_kernels.simd import WIDTH, load, prefetch, store
@@ -54,8 +55,8 @@ def _adder(num_rows: int, columns: int, add: Any, step: int) -> Any:
 
     @jit(inline=True)
     def add_chunk(
-        x_RK: Any, top: int, row: int, chunk: int, stop: int, begin: int, packed_Q: Any, base: int,
-        sums: Any,
+        x_RK: Numbers, top: int, row: int, chunk: int, stop: int, begin: int,
+        packed_Q: Numbers, base: int, sums: Floats,
     ) -> None:  # fmt: skip
         num_inputs = x_RK.shape[1]
         line, ahead = _LINE_BYTES // packed_Q.itemsize, _AHEAD_BYTES // packed_Q.itemsize
@@ -85,8 +86,8 @@ def _multiplier(add: Any, step: int) -> Any:
 
     @jit()
     def multiply(
-        x_RK: Any, packed_Q: Any, bias_N: Any, out_RN: Any, num_packed: int, chain: int,
-        first_panel: int, end_panel: int,
+        x_RK: Numbers, packed_Q: Numbers, bias_N: Numbers, out_RN: Numbers, num_packed: int,
+        chain: int, first_panel: int, end_panel: int,
     ) -> None:  # fmt: skip
         """Write the outputs of panels `first_panel` to `end_panel` - 1.
 
@@ -139,12 +140,12 @@ def _multiplier(add: Any, step: int) -> Any:
 
 
 @jit()
-def _as_they_are(x_RK: Any) -> Any:
+def _as_they_are(x_RK: Numbers) -> Numbers:
     return x_RK
 
 
 @jit()
-def _widened(x_RK: Any) -> Any:
+def _widened(x_RK: Numbers) -> Floats:
     """Return a copy in float32."""
     wide_RK = np.empty(x_RK.shape, np.float32)
     for r in range(x_RK.shape[0]):
@@ -153,7 +154,7 @@ def _widened(x_RK: Any) -> Any:
 
 
 @jit()
-def widen_panels(packed_Q: Any, first: int, out_Q: Any) -> None:
+def widen_panels(packed_Q: Numbers, first: int, out_Q: Numbers) -> None:
     """Copy bfloat16 values from `first` on into a float32 array of whole panels."""
     ahead = _AHEAD_BYTES // packed_Q.itemsize
     for at in range(0, out_Q.shape[0], PANEL):
@@ -185,7 +186,7 @@ IN_PAIRS = Multiplying(torch.bfloat16, 2, _as_they_are, _multiplier(add_pair_pro
 class Panels:
     """A weight in panels, and the bias beside it."""
 
-    packed_Q: Any  # numpy, float32 or bf16's bits; the last panel is padded
+    packed_Q: Numbers  # numpy, float32 or bf16's bits; the last panel is padded
     num_packed: int  # inputs that a panel holds; the last ones may be padding
     num_outputs: int
     num_inputs: int
@@ -234,7 +235,7 @@ class RowProducts:
         out_RN = self.multiply(as_numpy(x).reshape(-1, panels.num_inputs))
         return as_tensor(out_RN.reshape(*x.shape[:-1], panels.num_outputs), x.dtype)
 
-    def multiply(self, x_RK: Any) -> Any:
+    def multiply(self, x_RK: Numbers) -> Numbers:
         """Multiply rows, [R, K] -> [R, N]; numpy arrays of float32 or of bf16's bits."""
         _, _, rows_for, kernel = self.multiplying
         out_RN = np.empty((len(x_RK), self._panels.num_outputs), x_RK.dtype)

@@ -28,7 +28,6 @@ from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor
 from model_runtime.cpu_kernels.elementwise import add_and_normalize, normalize, normalize_heads
 from model_runtime.cpu_kernels.fused_decode import layer_fields, runner_for
 from model_runtime.cpu_kernels.kernel_arguments import (
-    NO_SINKS,
     AttentionParams,
     FusedStep,
     Heads,
@@ -40,7 +39,7 @@ from model_runtime.cpu_kernels.skinny_gemm import Multiplying
 from model_runtime.cpu_kernels.threads import ABORT, MOST_THREADS, run_thread_team
 from model_runtime.errors import ModelError
 from model_runtime.layers.gated_mlp import GatedMlp
-from model_runtime.layers.last_layer import AskedStep
+from model_runtime.layers.last_layer import LogitsStep
 from model_runtime.layers.merged_linear import MergedPart
 from model_runtime.layers.packed_linear import PackedLinear
 from model_runtime.layers.packed_product import PackedProduct
@@ -113,23 +112,23 @@ class DecoderLayers:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Return the logits of the requested rows; other steps go to the model's own forward."""
         step = named.get(STEP)
-        every, asked, rows_R = step, None, None
-        if isinstance(step, AskedStep):
-            every, asked, rows_R = step.every, step.asked, step.rows_R.numpy()
-        if not self._is_ours(every) or not (asked is None or self._is_ours(asked)):
+        every, logits, rows_R = step, None, None
+        if isinstance(step, LogitsStep):
+            every, logits, rows_R = step.every, step.logits, step.rows_R.numpy()
+        if not self._is_ours(every) or not (logits is None or self._is_ours(logits)):
             return self.own_forward(*arguments, **named)
         hidden_TE = as_numpy(self._embed(named["input_ids"])[0])
-        if asked is None and self._is_one_call(len(hidden_TE)):
+        if logits is None and self._is_one_call(len(hidden_TE)):
             normal_RE = self._all_at_once(hidden_TE, every)
         else:
-            normal_RE = self._one_by_one(hidden_TE, every, asked, rows_R)
+            normal_RE = self._one_by_one(hidden_TE, every, logits, rows_R)
         rows = named["logits_to_keep"].numpy()
         if len(rows) != len(normal_RE):
             normal_RE = normal_RE[rows]
         return Logits(as_tensor(self._head.multiply(normal_RE), self._dtype)[None])
 
     def _one_by_one(
-        self, hidden_TE: Numbers, every: PagedStep, asked: PagedStep | None, rows_R: Ints | None
+        self, hidden_TE: Numbers, every: PagedStep, logits: PagedStep | None, rows_R: Ints | None
     ) -> Numbers:
         """Return the final norm of every token, or of those that the last layer computes."""
         normal_TE = np.empty_like(hidden_TE)
@@ -141,8 +140,8 @@ class DecoderLayers:
             self._normalize_heads(layer, joined_TC)
             pages = every.store.arrays[layer.index]
             _cpu(every).write_joined(joined_TC, num_heads, pages)
-            if asked is not None and layer is self._layers[-1]:
-                step, params = asked, self._params(asked)
+            if logits is not None and layer is self._layers[-1]:
+                step, params = logits, self._params(logits)
                 joined_TC, hidden_TE = joined_TC[rows_R], hidden_TE[rows_R]
                 normal_TE = np.empty_like(hidden_TE)
             attended_TC = _cpu(step).attend(joined_TC, num_heads, pages, params)
@@ -204,14 +203,9 @@ class DecoderLayers:
         return normal_RE
 
     def _params(self, step: PagedStep) -> AttentionParams:
-        """Return the parameters of every layer's attention."""
-        return AttentionParams(
-            tables=step.tables.layer(self._kind.plan.layer_type).kernel_arrays,
-            scaling=np.float32(self._kind.scaling),
-            window=0,
-            softcap=np.float32(0.0),
-            sinks_H=NO_SINKS,
-        )
+        """Return the parameters of every layer's attention: no window, soft cap or sinks."""
+        tables = step.tables.layer(self._kind.plan.layer_type).kernel_arrays
+        return AttentionParams(tables, np.float32(self._kind.scaling))
 
     def _is_ours(self, step: Any) -> TypeGuard[PagedStep]:
         """Return whether the step reads the cache as the model's layers do, on a CPU."""
@@ -235,14 +229,15 @@ class DecoderLayers:
         fields = []
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
             products = (layer.joined, layer.output, layer.block.gate_up, layer.block.down)
-            few = [each for each in (product.few(1) for product in products) if each is not None]
-            kinds = {each.multiplying for each in few} | {self._multiplying} - {None}
-            if len(few) < len(products) or len(kinds) > 1:
+            found = (product.few(1) for product in products)
+            skinny = [each for each in found if each is not None]
+            kinds = {each.multiplying for each in skinny} | {self._multiplying} - {None}
+            if len(skinny) < len(products) or len(kinds) > 1:
                 return None
             (self._multiplying,) = kinds
-            self._num_bytes += sum(each.packed_Q.nbytes for each in few)
+            self._num_bytes += sum(each.packed_Q.nbytes for each in skinny)
             norms = (layer.block_norm, next_norm, *layer.head_norms)
-            fields.append(layer_fields(few, [norm.scale_D for norm in norms]))
+            fields.append(layer_fields(skinny, [norm.scale_D for norm in norms]))
         return np.array(fields, np.int64)
 
 

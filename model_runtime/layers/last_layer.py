@@ -65,7 +65,7 @@ class PrunedStep:
             num_rows = call.query_1HTD.shape[2]
             if layer_idx != self.last_layer or num_rows != len(self.rows_R):
                 raise ModelError(
-                    f"layer {layer_idx} reads {num_rows} rows. Asked for: layer "
+                    f"layer {layer_idx} reads {num_rows} rows. Expected: layer "
                     f"{self.last_layer}, {len(self.rows_R)} rows"
                 )
             return self.pruned.attend(layer_idx, call)
@@ -151,13 +151,13 @@ def pruned_spans(spans: Sequence[Span]) -> list[Span] | None:
     return pruned
 
 
-def _cut(span: Span, first: int, behind: int) -> Span:
+def _cut(span: Span, first: int, end: int) -> Span:
     return Span(
-        span.token_ids[first:behind],
+        span.token_ids[first:end],
         span.first_position + first,
         span.pages,
         span.table_slot,
-        range(behind - first),
+        range(end - first),
     )
 
 

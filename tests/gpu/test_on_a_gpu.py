@@ -39,7 +39,7 @@ LLAMA_HEADS = {"heads": (32, 8), "dims": (128, 128), "dtype": torch.bfloat16}
     [((32_768, 1), (5000, 1), (17, 1)), ((8192, 512), (4100, 1), (300, 300)), ((70_000, 1),)],
 )
 def test_long_contexts_equal_float64(spans: tuple[tuple[int, int], ...]) -> None:
-    """Heads are Llama 3 8B's, with many shares and prompt chunks beside decodes."""
+    """Heads are Llama 3 8B's, with many splits and prompt chunks beside decodes."""
     laid = Laid(Case(spans=spans, **LLAMA_HEADS), CUDA)
     got_THV = TritonAttention(laid.batch).read(laid.read)
     assert relative_error(got_THV, laid.expected()) < 1e-2
@@ -203,7 +203,7 @@ def test_recorded_steps_answer_as_others(
     )
     for got, expected in zip(recorded, queued, strict=True):
         alike = [one == other for one, other in zip(got.token_ids, expected.token_ids, strict=True)]
-        # Sums in other shares round otherwise, and from where a near tie falls the other way on
+        # Sums in other splits round otherwise, and from where a near tie falls the other way on
         # the answers are different texts.
         same = alike.index(False) if False in alike else len(alike)
         assert same >= 1

@@ -27,7 +27,7 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from model_runtime.attention.key_range import KeyRange
 from model_runtime.attention.triton_backend import TritonAttention
-from model_runtime.attention.triton_decode import decode, num_shares
+from model_runtime.attention.triton_decode import decode, num_splits
 
 ROOT = Path(__file__).resolve().parents[3]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -84,7 +84,7 @@ def test_features_do_not_disturb_each_other(seed: int) -> None:
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("cut", [1, 64, 100, 199])
 def test_ranges_of_keys_come_together(*, has_sinks: bool, cut: int) -> None:
-    """Two ranges of keys, cut at any place and merged by their levels, equal one read."""
+    """Two ranges of keys, cut at any place and merged by their log-sum-exp, equal one read."""
     laid = Laid(Case(spans=((200, 1), (250, 1)), has_sinks=has_sinks), DEVICE)
     end_S = laid.batch.first_position_S + 1
     zero_S = torch.zeros_like(end_S)
@@ -178,14 +178,14 @@ def test_a_taken_over_model_answers_as_before(
 
 
 def test_work_is_cut_so_that_the_device_is_busy() -> None:
-    """One sequence is cut into many shares, many sequences into none, short ones never."""
-    assert 0.95 <= 8 * num_shares(8, 8192, 264) / 264 <= 1
-    assert num_shares(264, 8192, 264) == 1
-    assert num_shares(8, 8, 264) == 1
+    """One sequence is cut into many splits, many sequences into none, short ones never."""
+    assert 0.95 <= 8 * num_splits(8, 8192, 264) / 264 <= 1
+    assert num_splits(264, 8192, 264) == 1
+    assert num_splits(8, 8, 264) == 1
     # 300 programs on 264 places would leave the second wave nearly empty.
-    shares = num_shares(300, 8192, 264)
-    waves = 300 * shares / 264
-    assert waves / -(-300 * shares // 264) > 0.9
+    splits = num_splits(300, 8192, 264)
+    waves = 300 * splits / 264
+    assert waves / -(-300 * splits // 264) > 0.9
 
 
 def test_the_kernels_compile_for_an_h200() -> None:
