@@ -138,7 +138,8 @@ def _attention(products: Products) -> Any:
         """Compute the work items (sequence, key head, first query of a tile).
 
         Queries are in the first columns of `query_TC`, with `group` query heads for each key head.
-        The output is head beside head in `out_TC`.
+        The output is head beside head in `out_TC`. The plain tuples are a SequenceArrays and an
+        AttentionParams.
         """
         sequences = SequenceArrays(*plain_sequences)
         params = AttentionParams(RotationArrays(*plain_params[0]), *plain_params[1:])
@@ -151,21 +152,20 @@ def _attention(products: Products) -> Any:
         width_O, width_V = -(-page_size // WIDTH) * WIDTH, -(-value_dim // WIDTH) * WIDTH
         most_rows = TILE * group + _SPARE
         query_D = np.empty(dim, np.float32)
+        rotated_RD = _room(most_rows, dim, np.float32)
         acc_RV = _room(most_rows, width_V, np.float32)
+        row_max_R = np.empty(most_rows, np.float32)
         row_sum_RL = _room(most_rows, WIDTH, np.float32)
+        back_BD = _room(BLOCK, dim, np.float32)
+        query_BD = _room(BLOCK, dim, dtype)
+        scores_BO = _room(BLOCK, width_O, np.float32)
+        probs_BO = _room(BLOCK, width_O, dtype)
         keys_DO = _room(dim, width_O, dtype)
-        # A tuple of arrays counts a reference to each, so it is made once and not for each page.
+        # A tuple counts a reference to each array, so it is made once and not for each page.
         scratch = Scratch(
-            rotated_RD=_room(most_rows, dim, np.float32),
-            keys_DO=keys_DO,
-            back_BD=_room(BLOCK, dim, np.float32),
-            query_BD=_room(BLOCK, dim, dtype),
-            scores_BO=_room(BLOCK, width_O, np.float32),
-            probs_BO=_room(BLOCK, width_O, dtype),
-            row_max_R=np.empty(most_rows, np.float32),
-            row_sum_RL=row_sum_RL,
-            acc_RV=acc_RV,
-        )
+            rotated_RD, keys_DO, back_BD, query_BD, scores_BO, probs_BO, row_max_R, row_sum_RL,
+            acc_RV,
+        )  # fmt: skip
         scratch_OV = _room(page_size, width_V, values_NKOV.dtype)
         row_O = np.empty(width_O, np.float32)
         for w in range(items_W3.shape[0]):
@@ -188,9 +188,9 @@ def _attention(products: Products) -> Any:
                 values_OV = place_values(values_NKOV, page_id, head, num_keys, scratch_OV)
                 read_rows(tile, page, window, softcap, starts, scratch, values_OV)
             for r in range(num_rows):
-                weight = reduce_add(load(row_sum_RL, r * WIDTH))
+                row_sum = reduce_add(load(row_sum_RL, r * WIDTH))
                 for v in range(value_dim):
-                    acc_RV[r, v] /= weight
+                    acc_RV[r, v] /= row_sum
                 at = (head * group + r % group) * value_dim
                 narrow(acc_RV[r, :value_dim], out_TC[token + r // group, at : at + value_dim])
 
