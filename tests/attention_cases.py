@@ -153,8 +153,8 @@ def rotated(
     key_CKD = case.keys[index][: len(at_C)]
     if case.case.rotary_share is not None:
         table = profile.scaling.frequencies(case.native.rotary)
-        query_THD = _turned(query_THD, at_T, table)
-        key_CKD = _turned(key_CKD, at_C, table)
+        query_THD = _rotated(query_THD, at_T, table)
+        key_CKD = _rotated(key_CKD, at_C, table)
         if profile.logn_len is not None:
             scale_T = ((at_T + 1).double().log() / math.log(LOGN_LEN)).clamp(min=1.0)
             query_THD = query_THD * scale_T[:, None, None]
@@ -168,14 +168,14 @@ class _Shape:
     value_dim: int
 
 
-def _turned(x_THD: Tensor, at_T: Tensor, table: Any) -> Tensor:
+def _rotated(x_THD: Tensor, at_T: Tensor, table: Any) -> Tensor:
     angle_TP = at_T.double()[:, None] * table.inv_freq_P.double()
     cos_T1P = angle_TP.cos()[:, None] * table.attention_factor
     sin_T1P = angle_TP.sin()[:, None] * table.attention_factor
     pairs = cos_T1P.shape[-1]
     first, second, rest = x_THD.split([pairs, pairs, x_THD.shape[-1] - 2 * pairs], -1)
-    turned = (first * cos_T1P - second * sin_T1P, second * cos_T1P + first * sin_T1P)
-    return torch.cat((*turned, rest), -1)
+    rotated_pairs = (first * cos_T1P - second * sin_T1P, second * cos_T1P + first * sin_T1P)
+    return torch.cat((*rotated_pairs, rest), -1)
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

@@ -7,8 +7,9 @@ four products and four passes over memory. If a step has few rows, all layers ar
 (fused_decode.py).
 
 A model is recognised by the names and kinds of its modules, after gated_mlp.py, rms_norm.py and
-packed_linear.py have replaced them. That is not proof of what the model computes. So self_check.py
-compares the bits with the model's own forward, and restores that one if they differ.
+packed_linear.py have replaced them. That is not proof of what the model computes. So
+choose_forward.py compares the bits with the model's own forward, and restores that one if they
+differ.
 
 Shapes: T = flat tokens, R = rows, E = dimensions of the hidden state, C = columns that hold
 queries, keys and values head beside head, V = vocabulary.
@@ -39,7 +40,7 @@ from model_runtime.cpu_kernels.skinny_gemm import Multiplying
 from model_runtime.cpu_kernels.threads import ABORT, MOST_THREADS, run_thread_team
 from model_runtime.errors import ModelError
 from model_runtime.layers.gated_mlp import GatedMlp
-from model_runtime.layers.last_layer import LogitsStep
+from model_runtime.layers.last_layer import PrunedStep
 from model_runtime.layers.merged_linear import MergedPart
 from model_runtime.layers.packed_linear import PackedLinear
 from model_runtime.layers.packed_product import PackedProduct
@@ -112,23 +113,23 @@ class DecoderLayers:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Return the logits of the requested rows; other steps go to the model's own forward."""
         step = named.get(STEP)
-        every, logits, rows_R = step, None, None
-        if isinstance(step, LogitsStep):
-            every, logits, rows_R = step.every, step.logits, step.rows_R.numpy()
-        if not self._is_ours(every) or not (logits is None or self._is_ours(logits)):
+        every, pruned, rows_R = step, None, None
+        if isinstance(step, PrunedStep):
+            every, pruned, rows_R = step.every, step.pruned, step.rows_R.numpy()
+        if not self._is_ours(every) or not (pruned is None or self._is_ours(pruned)):
             return self.own_forward(*arguments, **named)
         hidden_TE = as_numpy(self._embed(named["input_ids"])[0])
-        if logits is None and self._is_one_call(len(hidden_TE)):
+        if pruned is None and self._is_one_call(len(hidden_TE)):
             normal_RE = self._all_at_once(hidden_TE, every)
         else:
-            normal_RE = self._one_by_one(hidden_TE, every, logits, rows_R)
+            normal_RE = self._one_by_one(hidden_TE, every, pruned, rows_R)
         rows = named["logits_to_keep"].numpy()
         if len(rows) != len(normal_RE):
             normal_RE = normal_RE[rows]
         return Logits(as_tensor(self._head.multiply(normal_RE), self._dtype)[None])
 
     def _one_by_one(
-        self, hidden_TE: Numbers, every: PagedStep, logits: PagedStep | None, rows_R: Ints | None
+        self, hidden_TE: Numbers, every: PagedStep, pruned: PagedStep | None, rows_R: Ints | None
     ) -> Numbers:
         """Return the final norm of every token, or of those that the last layer computes."""
         normal_TE = np.empty_like(hidden_TE)
@@ -140,8 +141,8 @@ class DecoderLayers:
             self._normalize_heads(layer, joined_TC)
             pages = every.store.arrays[layer.index]
             _cpu(every).write_joined(joined_TC, num_heads, pages)
-            if logits is not None and layer is self._layers[-1]:
-                step, params = logits, self._params(logits)
+            if pruned is not None and layer is self._layers[-1]:
+                step, params = pruned, self._params(pruned)
                 joined_TC, hidden_TE = joined_TC[rows_R], hidden_TE[rows_R]
                 normal_TE = np.empty_like(hidden_TE)
             attended_TC = _cpu(step).attend(joined_TC, num_heads, pages, params)
@@ -217,7 +218,7 @@ class DecoderLayers:
 
     def _is_one_call(self, num_rows: int) -> bool:
         """Return whether the kernel takes `num_rows`, and the trial of its products still holds."""
-        return self._fields_LW is not None and self._layers[0].joined.few(num_rows) is not None
+        return self._fields_LW is not None and self._layers[0].joined.skinny(num_rows) is not None
 
     def _num_threads(self) -> int:
         """Return the number of threads that the size of all layers' weights is worth."""
@@ -229,7 +230,7 @@ class DecoderLayers:
         fields = []
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
             products = (layer.joined, layer.output, layer.block.gate_up, layer.block.down)
-            found = (product.few(1) for product in products)
+            found = (product.skinny(1) for product in products)
             skinny = [each for each in found if each is not None]
             kinds = {each.multiplying for each in skinny} | {self._multiplying} - {None}
             if len(skinny) < len(products) or len(kinds) > 1:

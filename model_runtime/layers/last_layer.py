@@ -52,11 +52,6 @@ class PrunedStep:
         self._is_written = False
         self.rows_R = rows_R
 
-    @property
-    def asked(self) -> WritingStep:
-        """Return `pruned`; fused_decoder.py uses the former name."""
-        return self.pruned
-
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """Return the attention's output, [1, T, H, V]; in the last layer [1, R, H, V]."""
         if self._is_written:
@@ -167,8 +162,3 @@ def logits_indices(batch: Batch) -> Tensor:
         return batch.logit_rows_R
     last = batch.token_ids_1T.shape[1] - 1
     return batch.logit_rows_R.new_full((1,), last)
-
-
-# Former names, which runner/ and fused_decoder.py use.
-AskedStep = PrunedStep
-asked_spans, asked_rows, trimmed_layer = pruned_spans, logits_indices, pruned_layer

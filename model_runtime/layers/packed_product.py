@@ -234,8 +234,6 @@ class PackedProduct:
         """Return the kernel for few rows; None if `num_rows` must go through the call itself."""
         return self._skinny if 0 < num_rows <= MOST_ROWS and self._holds() else None
 
-    few = skinny  # the former name, which fused_decoder.py uses
-
     def trial(self) -> Tried:
         """Find the sizes of blocks, and the chain of sums, that give the bits of small blocks.
 

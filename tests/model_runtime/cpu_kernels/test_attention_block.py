@@ -54,11 +54,11 @@ class Sequence:
         self.values = torch.randn(len(self.pages), 2, page_size, value_dim).to(dtype)
         self.query = torch.randn(CONTEXT, 2 * group, key_dim).to(dtype)
 
-    def read(self, first: int, behind: int, backend: Any = CpuAttention) -> Tensor:
-        """The rows of tokens first ... behind - 1, as one chunk."""
-        span = Span([0] * (behind - first), first, self.pages, self.slot, range(0))
+    def read(self, first: int, end: int, backend: Any = CpuAttention) -> Tensor:
+        """The rows of tokens first ... end - 1, as one chunk."""
+        span = Span([0] * (end - first), first, self.pages, self.slot, range(0))
         read = LayerRead(
-            self.query[first:behind],
+            self.query[first:end],
             self.keys,
             self.values,
             self.tables,
@@ -101,10 +101,10 @@ def test_a_token_that_is_nan_reaches_no_earlier_row(
     clean = sequence.read(0, CONTEXT)
     sequence.values[sequence.pages[ill // 64], :, ill % 64] = torch.nan
     got = sequence.read(0, CONTEXT)
-    behind = CONTEXT if window is None else ill + window
-    assert got[ill:behind].isnan().all()
+    end = CONTEXT if window is None else ill + window
+    assert got[ill:end].isnan().all()
     assert torch.equal(got[:ill], clean[:ill])
-    assert torch.equal(got[behind:], clean[behind:])
+    assert torch.equal(got[end:], clean[end:])
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 2), (8, 2)])

@@ -65,12 +65,12 @@ def test_one_by_one_every_row_is_float32(
 @needs_pairs
 @pytest.mark.parametrize("name", CASES)
 def test_in_pairs_every_row_is_as_close_as_bfloat16_allows(name: str) -> None:
-    """Keys, queries and shares are each rounded once, and nothing is left out.
+    """Keys, queries and probabilities are each rounded once, and nothing is left out.
 
     A rounding is by 2^-9 of the number, root mean square. Products of D random numbers, scaled by
     D^-0.5, have a deviation of 1, times that of log-n and attention factors, s: 2.5 at most here. A
-    logit is off by 2^-9 * s * sqrt(2), a share by that and its own 2^-9. A sum of random values is
-    off by the same share of its length: 0.7 percent at most. One row may be five times worse.
+    logit is off by 2^-9 * s * sqrt(2), a probability by that and its own 2^-9. A sum of random values
+    is off by the same part of its length: 0.7 percent at most. One row may be five times worse.
     """
     case = laid(CASES[name])
     got, expected = answer(case), case.expected()
@@ -116,10 +116,10 @@ def test_nan_stays_nan_in_pairs(kind: str) -> None:
     else:
         case.read.query_THD[token, :, 20] = torch.nan
     got = answer(case)
-    behind = len(got) if kind == "keys" else token + 1
-    assert got[token:behind].isnan().all()
+    end = len(got) if kind == "keys" else token + 1
+    assert got[token:end].isnan().all()
     assert torch.equal(got[:token], clean[:token])
-    assert torch.equal(got[behind:], clean[behind:])
+    assert torch.equal(got[end:], clean[end:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
