@@ -134,7 +134,7 @@ def _read(dtype: torch.dtype, num_keys: int, num_queries: int) -> Callable[[], o
     cpu, num_pages = torch.device("cpu"), -(-num_keys // _PAGE)
     native = native_rope({"max_position_embeddings": num_keys, "head_dim": _DIM})
     tables = RopeTables(native, _PAGE, num_keys, cpu)
-    slot = tables.slot(Profile(Unscaled()))
+    slot = tables.id_of(Profile(Unscaled()))
     store = new_store({0: KVShape(_KEY_HEADS, _DIM, _DIM)}, num_pages, _PAGE, dtype, cpu)
     keys_NKDO, values_NKOV = store.pages(0)
     keys_NKDO.normal_()

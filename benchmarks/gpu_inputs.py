@@ -99,7 +99,7 @@ class Cache:
         longest = max(sizes.last_position, *(context for context, _ in sizes.decodes))
         self.tables = RopeTables(native, PAGE_SIZE, longest + PAGE_SIZE, device)
         self.profile = Profile(Yarn(factor=64.0, original_max_position_embeddings=_NATIVE_LEN))
-        self.slot = self.tables.slot(self.profile)
+        self.table_id = self.tables.id_of(self.profile)
 
     @property
     def num_key_heads(self) -> int:
@@ -133,7 +133,7 @@ class Cache:
         for copy in range(self._needed_pages(context, num_sequences) // (pages * num_sequences)):
             first = copy * pages * num_sequences
             spans = [
-                Span([0], context - 1, self._shuffled[at : at + pages], self.slot, range(0))
+                Span([0], context - 1, self._shuffled[at : at + pages], self.table_id, range(0))
                 for at in range(first, first + pages * num_sequences, pages)
             ]
             batches.append(build_batch(spans, PAGE_SIZE, self.device))
@@ -142,7 +142,7 @@ class Cache:
     def chunk_batch(self, first: int, num_tokens: int) -> Batch:
         """Build a batch with successive tokens of one prompt."""
         pages = self._shuffled[: -(-(first + num_tokens) // PAGE_SIZE)]
-        span = Span([0] * num_tokens, first, pages, self.slot, range(0))
+        span = Span([0] * num_tokens, first, pages, self.table_id, range(0))
         return build_batch([span], PAGE_SIZE, self.device)
 
     def read(self, num_tokens: int, *, turned: bool = True) -> LayerRead:

@@ -89,17 +89,17 @@ def _angles(tables: LayerTables, batch: Batch) -> Angles:
     tensors = tables.device_tensors
     start_cos, start_sin, offset_cos, offset_sin = tensors.pages
     position_T = batch.position_ids_1T[0]
-    slot_T = batch.table_slot_S
-    if len(slot_T) != len(position_T):
+    table_T = batch.table_id_S
+    if len(table_T) != len(position_T):
         lengths_S = batch.cu_seqlens_S1.diff()
         # With the size given, torch does not wait for the device to count.
-        slot_T = slot_T.repeat_interleave(lengths_S, output_size=len(position_T))
+        table_T = table_T.repeat_interleave(lengths_S, output_size=len(position_T))
     page_size = offset_cos.shape[1]
     page_T, offset_T = position_T // page_size, position_T % page_size
-    angles = Angles(start_cos[slot_T, page_T], start_sin[slot_T, page_T]).plus(
-        Angles(offset_cos[slot_T, offset_T], offset_sin[slot_T, offset_T])
+    angles = Angles(start_cos[table_T, page_T], start_sin[table_T, page_T]).plus(
+        Angles(offset_cos[table_T, offset_T], offset_sin[table_T, offset_T])
     )
-    factor_T1 = tensors.squared_factor_S[slot_T].sqrt()[:, None]
+    factor_T1 = tensors.squared_factor_S[table_T].sqrt()[:, None]
     return Angles(angles.cos * factor_T1, angles.sin * factor_T1)
 
 

@@ -26,7 +26,7 @@ class Span(NamedTuple):
     token_ids: Sequence[int]
     first_position: int
     pages: Sequence[int] | NDArray[np.int32]  # page table, long enough for the last position
-    table_slot: int  # slot of its rotation table
+    table_id: int  # index of its rotation table
     logit_rows: Sequence[int]  # tokens that need logits, counted from the span's start
 
 
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     begin: int  # in the flat row
     num_tokens: int
     first_position: int  # absolute
-    table_slot: int
+    table_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Batch:
     page_table_SN: Tensor  # int32, padded with 0
     cu_seqlens_S1: Tensor  # int64 [S + 1], start of each sequence's tokens in the row
     first_position_S: Tensor  # int64, absolute position of each sequence's first token here
-    table_slot_S: Tensor  # int64
+    table_id_S: Tensor  # int64
     logit_rows_R: Tensor  # int64, flat tokens that need logits
     single_B: Tensor  # int64, sequences with one token here
     places_S: tuple[Place, ...]  # the host's copy, which avoids a wait for the device
@@ -89,7 +89,7 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
     num_tokens_S = [len(span.token_ids) for span in spans]
     begin_S1 = [0, *accumulate(num_tokens_S)]
     places = tuple(
-        Place(begin, num_tokens, span.first_position, span.table_slot)
+        Place(begin, num_tokens, span.first_position, span.table_id)
         for begin, num_tokens, span in zip(begin_S1, num_tokens_S, spans, strict=False)
     )
     positions = [
@@ -100,7 +100,7 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
         [*chain.from_iterable(positions)],
         begin_S1,
         [place.first_position for place in places],
-        [place.table_slot for place in places],
+        [place.table_id for place in places],
         [
             place.begin + row
             for place, span in zip(places, spans, strict=True)
@@ -117,7 +117,7 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
     pages = table_SN[np.repeat(np.arange(len(spans)), num_tokens_S), columns]
     joined = on_device(np.concatenate((numbers, pages, offsets), dtype=np.int64), device)
     split = joined.split_with_sizes([*sizes, num_tokens, num_tokens])
-    token_ids_T, position_ids_T, cu_seqlens_S1, first_position_S, table_slot_S, *rest = split
+    token_ids_T, position_ids_T, cu_seqlens_S1, first_position_S, table_id_S, *rest = split
     logit_rows_R, single_B, page_T, offset_T = rest
     return Batch(
         token_ids_1T=token_ids_T[None],
@@ -127,7 +127,7 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
         page_table_SN=on_device(table_SN, device),
         cu_seqlens_S1=cu_seqlens_S1,
         first_position_S=first_position_S,
-        table_slot_S=table_slot_S,
+        table_id_S=table_id_S,
         logit_rows_R=logit_rows_R,
         single_B=single_B,
         places_S=places,

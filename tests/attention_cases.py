@@ -61,14 +61,16 @@ class Laid:
         self.native = native_rope(config)
         longest = max(context for context, _ in case.spans)
         rope_tables = RopeTables(self.native, case.page_size, longest, self.device)
-        slots = [rope_tables.slot(profile) for profile in PROFILES]
+        table_ids = [rope_tables.id_of(profile) for profile in PROFILES]
         self.tables: LayerTables = rope_tables.layer(None if case.rotary_share is None else "all")
         needed = [-(-context // case.page_size) for context, _ in case.spans]
         ids = torch.randperm(sum(needed) + 3).tolist()
         spans, at = [], 0
         for index, ((context, queries), pages) in enumerate(zip(case.spans, needed, strict=True)):
             row = ids[at : at + pages]
-            spans.append(Span([0] * queries, context - queries, row, slots[index % 3], range(0)))
+            spans.append(
+                Span([0] * queries, context - queries, row, table_ids[index % 3], range(0))
+            )
             at += pages
         self.batch = build_batch(spans, case.page_size, self.device)
         shape = _Shape(num_key_heads, dim, value_dim)

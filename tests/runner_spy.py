@@ -21,9 +21,9 @@ class RunnerSpy:
         self._runner = engine._core._runner
         engine._core._runner = self
 
-    def table_slot(self, profile: Profile) -> int:
-        """Return the table slot of the real runner."""
-        return self._runner.table_slot(profile)
+    def table_id(self, profile: Profile) -> int:
+        """Return the rotation table of the real runner."""
+        return self._runner.table_id(profile)
 
     def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
         """Prepare the step on the real runner; its forward notes it."""

@@ -22,8 +22,8 @@ class Script:
         self.num_calls = 0
         self.before_run: Callable[[], None] = lambda: None
 
-    def table_slot(self, profile: Any) -> int:
-        """A slot without a table."""
+    def table_id(self, profile: Any) -> int:
+        """A table_id without a table."""
         return 0
 
     def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:

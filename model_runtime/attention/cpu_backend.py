@@ -45,7 +45,7 @@ class CpuAttention:
             page_table_SN=batch.page_table_SN.numpy(),
             cu_seqlens_S1=batch.cu_seqlens_S1.numpy(),
             first_position_S=batch.first_position_S.numpy(),
-            table_slot_S=batch.table_slot_S.numpy(),
+            table_id_S=batch.table_id_S.numpy(),
         )
         self._plain_sequences = tuple(self.sequences)  # as the kernel takes them
         self._shares: dict[tuple[int, ...], list[Ints]] = {}  # by a layer's heads and dimensions

@@ -42,7 +42,7 @@ class TorchAttention:
 
 
 def _attend(read: LayerRead, batch: Batch, index: int, place: Place) -> Tensor:
-    begin, num_tokens, first, slot = place
+    begin, num_tokens, first, table_id = place
     context = first + num_tokens
     device = read.query_THD.device
     query_positions_T = torch.arange(first, context, device=device)
@@ -52,12 +52,12 @@ def _attend(read: LayerRead, batch: Batch, index: int, place: Place) -> Tensor:
     query_THD = read.query_THD[begin : begin + num_tokens].float()
     key_CKD = _gather(read.keys_NKDO.transpose(2, 3), batch.page_table_SN[index], context)
     value_CKV = _gather(read.values_NKOV, batch.page_table_SN[index], context)
-    factor = tables.attention_factor[slot]
+    factor = tables.attention_factor[table_id]
     pairs = tables.num_pairs
-    query_THD = rotate(query_THD, tables.at(slot, query_positions_T))
+    query_THD = rotate(query_THD, tables.at(table_id, query_positions_T))
     query_THD[..., : 2 * pairs] *= factor * factor
-    query_THD = query_THD * tables.logn_scale(slot, query_positions_T)[:, None, None]
-    key_CKD = rotate(key_CKD, tables.at(slot, key_positions_C))
+    query_THD = query_THD * tables.logn_scale(table_id, query_positions_T)[:, None, None]
+    key_CKD = rotate(key_CKD, tables.at(table_id, key_positions_C))
 
     group = query_THD.shape[1] // key_CKD.shape[1]
     query_TKGD = query_THD.view(query_THD.shape[0], -1, group, query_THD.shape[-1])

@@ -7,7 +7,7 @@ tiles. The query is rotated to its own position, then rotated back by the tile's
 Splits are merged by their log-sum-exp. So are several key ranges of one query, which may place the
 same query and the same pages at other positions.
 
-Shapes: T = flat query tokens, B = sequences with one query token, S = sequences or table slots,
+Shapes: T = flat query tokens, B = sequences with one query token, S = sequences or tables,
 H = query heads, K = key heads, M = splits of the keys, V = value dimensions, N = pages,
 O = offsets in a page, P = rotated pairs.
 """
@@ -64,7 +64,7 @@ class Partial:
 
 @jit
 def _decode(
-    query, keys, values, page_table, page_positions, sequences, query_start, slots,
+    query, keys, values, page_table, page_positions, sequences, query_start, table_ids,
     begins, ends, positions,
     start_cos, start_sin, offset_cos, offset_sin, tile_cos, tile_sin, factors, log_lens,
     out, lses,
@@ -81,26 +81,26 @@ def _decode(
     place, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = tl.load(sequences + place)
     token = tl.load(query_start + sequence)
-    slot = tl.load(slots + sequence)
+    table_id = tl.load(table_ids + sequence)
     begin = tl.load(begins + sequence).to(tl.int32)
     end = tl.load(ends + sequence).to(tl.int32)
     position = tl.load(positions + sequence)
     r, t = tl.arange(0, ROWS), tl.arange(0, TILE)
     p, e, v = tl.arange(0, PAIRS_2), tl.arange(0, REST_2), tl.arange(0, VALUES_2)
 
-    log_len = tl.load(log_lens + slot)
+    log_len = tl.load(log_lens + table_id)
     if log_len > 0:
         scaling = scaling * tl.maximum(1.0, tl.log(position.to(tl.float32) + 1.0) / log_len)
     rows = query + token * query_t + (head * GROUP + r)[:, None] * query_h
     is_row = (r < GROUP)[:, None]
-    starts, offsets = slot * num_starts * PAIRS + p, slot * PAGE * PAIRS + p
+    starts, offsets = table_id * num_starts * PAIRS + p, table_id * PAGE * PAIRS + p
     if PAIRS > 0:
         own_cos, own_sin = angles(
             start_cos, start_sin, offset_cos, offset_sin,
             starts + position // PAGE * PAIRS, offsets + position % PAGE * PAIRS, p < PAIRS,
         )  # fmt: skip
         is_pair = is_row & (p < PAIRS)[None, :]
-        scale = scaling * tl.load(factors + slot)
+        scale = scaling * tl.load(factors + table_id)
         first = tl.load(rows + p[None, :], mask=is_pair, other=0.0).to(tl.float32) * scale
         second = tl.load(rows + (p + PAIRS)[None, :], mask=is_pair, other=0.0).to(tl.float32)
         second = second * scale
@@ -154,7 +154,7 @@ def _decode(
                 sin = own_sin * back_cos - own_cos * back_sin
                 first_rotated = (first * cos - second * sin).to(keys.dtype.element_ty)
                 second_rotated = (second * cos + first * sin).to(keys.dtype.element_ty)
-                in_tile = slot * TILE_ANGLES * PAIRS + t[:, None] * PAIRS + p[None, :]
+                in_tile = table_id * TILE_ANGLES * PAIRS + t[:, None] * PAIRS + p[None, :]
                 cos = row(tile_cos + in_tile, is_angle, PAIRS == PAIRS_2)
                 sin = row(tile_sin + in_tile, is_angle, PAIRS == PAIRS_2)
             rotated = (one * cos - two * sin).to(keys.dtype.element_ty)
@@ -326,7 +326,7 @@ def _launch(
     _decode[(num_sequences, num_key_heads, splits)](
         query_THD, read.keys_NKDO, read.values_NKOV, batch.page_table_SN,
         batch.page_table_SN if map_SN is None else map_SN,
-        batch.single_B, batch.cu_seqlens_S1, batch.table_slot_S,
+        batch.single_B, batch.cu_seqlens_S1, batch.table_id_S,
         keys.begin_S, keys.end_S, keys.position_S,
         *read.tables.device_tensors,
         out, lses,

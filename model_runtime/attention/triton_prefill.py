@@ -41,7 +41,7 @@ _WARPS, _STAGES = 4, 2
 def _gather(
     keys, values, page_table, rotated, gathered,
     start_cos, start_sin, offset_cos, offset_sin,
-    begin, end, slot, num_starts,
+    begin, end, table_id, num_starts,
     KEY_N: tl.constexpr, KEY_K: tl.constexpr, KEY_O: tl.constexpr, KEY_D: tl.constexpr,
     VALUE_N: tl.constexpr, VALUE_K: tl.constexpr, VALUE_O: tl.constexpr, VALUE_V: tl.constexpr,
     PAIRS: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr, PAGE: tl.constexpr,
@@ -60,8 +60,8 @@ def _gather(
         is_pair = is_key[:, None] & (p < PAIRS)[None, :]
         cos, sin = angles(
             start_cos, start_sin, offset_cos, offset_sin,
-            slot * num_starts * PAIRS + (index // PAGE * PAIRS)[:, None] + p[None, :],
-            slot * PAGE * PAIRS + (index % PAGE * PAIRS)[:, None] + p[None, :], is_pair,
+            table_id * num_starts * PAIRS + (index // PAGE * PAIRS)[:, None] + p[None, :],
+            table_id * PAGE * PAIRS + (index % PAGE * PAIRS)[:, None] + p[None, :], is_pair,
         )  # fmt: skip
         one = tl.load(source[:, None] + p[None, :] * KEY_D, mask=is_pair, other=0.0)
         two = tl.load(source[:, None] + (p + PAIRS)[None, :] * KEY_D, mask=is_pair, other=0.0)
@@ -149,7 +149,7 @@ def prefill(read: LayerRead, batch: Batch, index: int, out_THV: Tensor) -> None:
     place = batch.places_S[index]
     end = place.first_position + place.num_tokens
     begin = max(0, place.first_position - read.sliding_window + 1) if read.sliding_window else 0
-    key_KCD, value_KCV = gathered(read, batch.page_table_SN[index], place.table_slot, begin, end)
+    key_KCD, value_KCV = gathered(read, batch.page_table_SN[index], place.table_id, begin, end)
     query_HTD = _rotated_queries(read, place).to(key_KCD.dtype).transpose(0, 1).contiguous()
     rows_THV = out_THV[place.begin : place.begin + place.num_tokens]
     if _library_serves(read):
@@ -188,7 +188,7 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def gathered(
-    read: LayerRead, page_table_N: Tensor, slot: int, begin: int, end: int
+    read: LayerRead, page_table_N: Tensor, table_id: int, begin: int, end: int
 ) -> tuple[Tensor, Tensor]:
     """Gather a sequence's rotated keys at positions begin ... end - 1, and its values.
 
@@ -204,7 +204,7 @@ def gathered(
     _gather[(-(-(end - begin) // tile), num_heads)](
         read.keys_NKDO, read.values_NKOV, page_table_N, key_KCD, value_KCV,
         *read.tables.device_tensors.pages,
-        begin, end, slot, read.tables.starts.cos.shape[1],
+        begin, end, table_id, read.tables.starts.cos.shape[1],
         *key_strides(read.keys_NKDO), *read.values_NKOV.stride(),
         PAIRS=pairs, DIM=dim, VALUES=value_dim, PAGE=page_size, TILE=tile,
         PAIRS_2=padded(pairs), REST_2=padded(dim - 2 * pairs), VALUES_2=padded(value_dim),
@@ -215,13 +215,13 @@ def gathered(
 
 def _rotated_queries(read: LayerRead, place: Place) -> Tensor:
     """Rotate the sequence's queries to their positions, and apply all factors except `scaling`."""
-    tables, slot = read.tables, place.table_slot
+    tables, table_id = read.tables, place.table_id
     query_THD = read.query_THD[place.begin : place.begin + place.num_tokens]
     first = place.first_position
     positions_T = torch.arange(first, first + place.num_tokens, device=query_THD.device)
-    rotated_THD = rotate(query_THD.float(), tables.at(slot, positions_T))
-    rotated_THD[..., : 2 * tables.num_pairs] *= tables.attention_factor[slot] ** 2
-    return rotated_THD * tables.logn_scale(slot, positions_T)[:, None, None]
+    rotated_THD = rotate(query_THD.float(), tables.at(table_id, positions_T))
+    rotated_THD[..., : 2 * tables.num_pairs] *= tables.attention_factor[table_id] ** 2
+    return rotated_THD * tables.logn_scale(table_id, positions_T)[:, None, None]
 
 
 def _launch(

@@ -1,10 +1,10 @@
-"""The rotation tables on the device. Each profile has a slot, so a batch can mix them.
+"""The rotation tables on the device. Each profile has a table with an id, so a batch can mix them.
 
-The operator's configuration bounds the set of profiles (deployments x methods x tiers). Slots are
+The operator's configuration bounds the set of profiles (deployments x methods x tiers). Tables are
 therefore added when a profile is first used and never removed.
 
-Shapes: S = slots, N = pages of the longest context, O = offsets in a page, P = rotated pairs,
-T = positions, Q = offsets in a tile.
+Shapes: S = rotation tables, N = pages of the longest context, O = offsets in a page, P = rotated
+pairs, T = positions, Q = offsets in a tile.
 """
 
 import math
@@ -32,7 +32,7 @@ TILE = 64  # max keys that the GPU kernel rotates together, by their offsets in 
 
 
 class RotationTensors(NamedTuple):
-    """The tables of all slots for the GPU kernels, float32, in the order of their arguments."""
+    """The tables of all profiles for the GPU kernels, float32, in the order of their arguments."""
 
     start_cos_SNP: Tensor  # of the angles of each page's first position
     start_sin_SNP: Tensor
@@ -63,18 +63,18 @@ class LayerTables:
         """P."""
         return self.starts.cos.shape[-1]
 
-    def at(self, slot: int, positions_T: Tensor) -> Angles:
-        """Return the angles of one slot at absolute positions, [T, 1, P] (1 for the heads)."""
+    def at(self, table_id: int, positions_T: Tensor) -> Angles:
+        """Return the angles of one table at absolute positions, [T, 1, P] (1 for the heads)."""
         angles = position_angles(
-            Angles(self.starts.cos[slot], self.starts.sin[slot]),
-            Angles(self.offsets.cos[slot], self.offsets.sin[slot]),
+            Angles(self.starts.cos[table_id], self.starts.sin[table_id]),
+            Angles(self.offsets.cos[table_id], self.offsets.sin[table_id]),
             positions_T,
         )
         return Angles(angles.cos[:, None], angles.sin[:, None])
 
-    def logn_scale(self, slot: int, positions_T: Tensor) -> Tensor:
+    def logn_scale(self, table_id: int, positions_T: Tensor) -> Tensor:
         """Return the factor of the whole query, [T]."""
-        logn_len = self.logn_len[slot]
+        logn_len = self.logn_len[table_id]
         if logn_len is None:
             return torch.ones(len(positions_T), device=positions_T.device)
         return logn_scale(positions_T, logn_len)
@@ -99,7 +99,7 @@ class LayerTables:
         device = self.starts.cos.device
         # If the context is shorter than a tile, then no key reads the rows after it.
         positions_T = torch.arange(TILE, device=device).clamp(max=longest - 1)
-        tile = [self.at(slot, positions_T) for slot in range(len(self.attention_factor))]
+        tile = [self.at(table_id, positions_T) for table_id in range(len(self.attention_factor))]
         squares = [factor * factor for factor in self.attention_factor]
         logn = [math.log(length) if length else 0.0 for length in self.logn_len]
         return RotationTensors(
@@ -113,8 +113,8 @@ class LayerTables:
             logn_S=torch.tensor(logn, device=device),
         )
 
-    def with_slot(self, other: "LayerTables") -> "LayerTables":
-        """Return these slots followed by those of `other`."""
+    def with_table(self, other: "LayerTables") -> "LayerTables":
+        """Return these tables followed by those of `other`."""
         return LayerTables(
             _joined(self.starts, other.starts),
             _joined(self.offsets, other.offsets),
@@ -124,7 +124,7 @@ class LayerTables:
 
 
 class RopeTables:
-    """The owner of the tables: slots by profile, and layer tables by layer type."""
+    """The owner of the tables: ids by profile, and layer tables by layer type."""
 
     def __init__(
         self, native: NativeRope, page_size: int, max_len: int, device: torch.device
@@ -133,30 +133,30 @@ class RopeTables:
         self._page_size = page_size
         self._num_pages = -(-max_len // page_size)
         self.device = device
-        self._slots: dict[Profile, int] = {}
+        self._ids: dict[Profile, int] = {}
         self._layers: dict[str | None, LayerTables] = {}
 
     @property
-    def num_slots(self) -> int:
-        """Return the number of slots. A new slot moves all tables in memory."""
-        return len(self._slots)
+    def num_tables(self) -> int:
+        """Return the number of tables. A new table moves all tables in memory."""
+        return len(self._ids)
 
-    def slot(self, profile: Profile) -> int:
-        """Return the profile's slot, which is built on first use."""
-        if profile not in self._slots:
-            self._slots[profile] = len(self._slots)
+    def id_of(self, profile: Profile) -> int:
+        """Return the id of the profile's table, which is built on first use."""
+        if profile not in self._ids:
+            self._ids[profile] = len(self._ids)
             for layer_type in [*self._native.tables, None]:
                 made = self._make(layer_type, profile)
                 before = self._layers.get(layer_type)
-                self._layers[layer_type] = made if before is None else before.with_slot(made)
-        return self._slots[profile]
+                self._layers[layer_type] = made if before is None else before.with_table(made)
+        return self._ids[profile]
 
     def layer(self, layer_type: str | None) -> LayerTables:
         """Return the tables of a layer type; None: layers that do not rotate."""
         return self._layers[layer_type]
 
     def _make(self, layer_type: str | None, profile: Profile) -> LayerTables:
-        """Build the tables of one slot."""
+        """Build the tables of one profile."""
         table = self._frequencies(layer_type, profile)
         inv_freq_P = table.inv_freq_P.to(self.device)
         starts = page_start_angles(inv_freq_P, self._num_pages, self._page_size)

@@ -10,7 +10,7 @@ each page's start once per page. Keys are rotated by the small in-page table, on
 queries.
 
 Shapes: T = flat query tokens, C = columns that hold head beside head, H = query heads, K = key
-heads, D = key dimensions, V = value dimensions, S = sequences or table slots, N = pages,
+heads, D = key dimensions, V = value dimensions, S = sequences or tables, N = pages,
 O = offsets in a page, W = work items, R = rows of a tile, B = rows of a block, L = lanes. In
 scratch arrays O and V are rounded up to whole SIMD registers.
 """
@@ -45,7 +45,7 @@ _SPARE = 2  # unused rows that the last block of a tile may compute
 
 @jit(borrows=True)
 def _rotate_query(
-    query_D: Floats, position: int, page_size: int, slot: int, tables: RotationArrays,
+    query_D: Floats, position: int, page_size: int, table_id: int, tables: RotationArrays,
     rotary_scale: np.float32, scale: np.float32, out_D: Floats,
 ) -> None:  # fmt: skip
     """Rotate a query to its absolute position (addition formula) and scale it."""
@@ -54,8 +54,8 @@ def _rotate_query(
     page, offset = position // page_size, position % page_size
     pairs = start_cos.shape[2]
     for p in range(pairs):
-        a, b = start_cos[slot, page, p], start_sin[slot, page, p]
-        c, d = offset_cos[slot, p, offset], offset_sin[slot, p, offset]
+        a, b = start_cos[table_id, page, p], start_sin[table_id, page, p]
+        c, d = offset_cos[table_id, p, offset], offset_sin[table_id, p, offset]
         cos, sin = a * c - b * d, b * c + a * d
         first, second = query_D[p], query_D[p + pairs]
         out_D[p] = (first * cos - second * sin) * rotary_scale
@@ -91,8 +91,8 @@ def _start_rows(
 
     `token` is the tile's first token in the flat row, and `head` its key head.
     """
-    tables, slot, sinks_H = params.tables, tile.slot, params.sinks_H
-    logn, factor = tables.logn_S[slot], tables.attention_factor_S[slot]
+    tables, table_id, sinks_H = params.tables, tile.table_id, params.sinks_H
+    logn, factor = tables.logn_S[table_id], tables.attention_factor_S[table_id]
     dim = query_D.shape[0]
     for r in range(tile.num_rows):
         here = tile.position + r // tile.group
@@ -103,7 +103,7 @@ def _start_rows(
         rotary_scale = scale * factor * factor
         widen(query_TC[token + r // tile.group, h * dim : (h + 1) * dim], query_D)
         _rotate_query(
-            query_D, here, page_size, slot, tables, rotary_scale, scale, scratch.rotated_RD[r]
+            query_D, here, page_size, table_id, tables, rotary_scale, scale, scratch.rotated_RD[r]
         )
         # A sink is an extra logit without a value.
         has_sink = sinks_H.shape[0] > 0
@@ -170,12 +170,12 @@ def _attention(products: Products) -> Any:
         row_O = np.empty(width_O, np.float32)
         for w in range(items_W3.shape[0]):
             sequence, head, first_query = items_W3[w]
-            slot = sequences.table_slot_S[sequence]
+            table_id = sequences.table_id_S[sequence]
             token = sequences.cu_seqlens_S1[sequence] + first_query
             num_tokens = min(TILE, sequences.cu_seqlens_S1[sequence + 1] - token)
             num_rows = num_tokens * group
             position = sequences.first_position_S[sequence] + first_query
-            tile = QueryTile(num_rows, position, group, slot)
+            tile = QueryTile(num_rows, position, group, table_id)
             _start_rows(query_TC, token, head, tile, page_size, params, query_D, scratch)
             page_table_N = sequences.page_table_SN[sequence]
             last = position + num_tokens - 1
@@ -184,7 +184,7 @@ def _attention(products: Products) -> Any:
                 page_id = page_table_N[page]
                 num_keys = min(page_size, last - page * page_size + 1)
                 next_id = page_table_N[page + 1] if page < last // page_size else -1
-                rotate_keys(pages, page_id, next_id, head, offsets, slot, row_O, keys_DO)
+                rotate_keys(pages, page_id, next_id, head, offsets, table_id, row_O, keys_DO)
                 values_OV = place_values(values_NKOV, page_id, head, num_keys, scratch_OV)
                 read_rows(tile, page, window, softcap, starts, scratch, values_OV)
             for r in range(num_rows):

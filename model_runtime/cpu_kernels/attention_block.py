@@ -4,8 +4,8 @@ The rows of a block use each loaded register together (`register_tiles.py`): a p
 scores, and its values for their accumulators. Each row's operations and their order are the same in
 a block of any size. A row's bits therefore do not depend on the size of its block.
 
-Shapes: D = key dimensions, V = value dimensions, S = table slots, N = pages, O = offsets in a page,
-P = rotated pairs, R = rows of a tile, B = rows of a block, L = lanes.
+Shapes: D = key dimensions, V = value dimensions, S = rotation tables, N = pages, O = offsets in a
+page, P = rotated pairs, R = rows of a tile, B = rows of a block, L = lanes.
 """
 
 from typing import Any
@@ -161,7 +161,7 @@ def _block_reader(products: Products, num_rows: int, columns: int) -> Any:
         start = page * page_size
         for place in range(num_rows):
             rotate_query(
-                scratch.rotated_RD, row + place, starts, tile.slot, page,
+                scratch.rotated_RD, row + place, starts, tile.table_id, page,
                 scratch.back_BD, scratch.query_BD, place,
             )  # fmt: skip
         score(scratch.query_BD, scratch.keys_DO, scratch.scores_BO)

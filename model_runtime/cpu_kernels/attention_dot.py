@@ -12,7 +12,7 @@ In scratch arrays a pair is two elements side by side. A pair of keys or queries
 dimensions that rotate together, p and p + P, or two neighbouring dimensions that do not rotate. A
 pair of values or probabilities holds the offsets o and o + 1, with o even.
 
-Shapes: K = key heads, D = key dimensions, V = value dimensions, S = table slots, N = pages,
+Shapes: K = key heads, D = key dimensions, V = value dimensions, S = rotation tables, N = pages,
 O = offsets in a page, P = rotated pairs, R = rows of a tile, B = rows of a block. In scratch arrays
 O and V are rounded up to whole SIMD registers.
 """
@@ -49,13 +49,13 @@ _LINE = 16  # float32 values in a cache line
 
 @jit(inline=True, borrows=True)
 def rotate_back(
-    rotated_RD: Floats, row: int, starts: AngleArrays, slot: int, page: int,
+    rotated_RD: Floats, row: int, starts: AngleArrays, table_id: int, page: int,
     back_BD: Numbers, place: int,
 ) -> None:  # fmt: skip
     """Rotate a query back by a page's start, so that the keys need in-page angles only."""
     cos_SNP, sin_SNP = starts.cos, starts.sin
     pairs, dim = cos_SNP.shape[2], rotated_RD.shape[1]
-    table = (slot * cos_SNP.shape[1] + page) * pairs
+    table = (table_id * cos_SNP.shape[1] + page) * pairs
     source, target = row * dim, place * dim
     in_lanes = pairs - pairs % WIDTH
     for p in range(0, in_lanes, WIDTH):
@@ -68,8 +68,10 @@ def rotate_back(
         )  # fmt: skip
     for p in range(in_lanes, pairs):
         first, second = rotated_RD[row, p], rotated_RD[row, p + pairs]
-        back_BD[place, p] = first * cos_SNP[slot, page, p] + second * sin_SNP[slot, page, p]
-        back_BD[place, p + pairs] = second * cos_SNP[slot, page, p] - first * sin_SNP[slot, page, p]
+        back_BD[place, p] = first * cos_SNP[table_id, page, p] + second * sin_SNP[table_id, page, p]
+        back_BD[place, p + pairs] = (
+            second * cos_SNP[table_id, page, p] - first * sin_SNP[table_id, page, p]
+        )
     for d in range(2 * pairs, dim):
         back_BD[place, d] = rotated_RD[row, d]
 
@@ -83,8 +85,8 @@ def keys_rotator(put_rotated: Any, put_rest: Any, step: int) -> Any:
 
     @jit(borrows=True)
     def rotate_keys(
-        pages: PageArrays, page_id: int, next_id: int, head: int, offsets: AngleArrays, slot: int,
-        row_O: Floats, keys_DO: Numbers,  # noqa: ARG001
+        pages: PageArrays, page_id: int, next_id: int, head: int, offsets: AngleArrays,
+        table_id: int, row_O: Floats, keys_DO: Numbers,  # noqa: ARG001
     ) -> None:  # fmt: skip
         """Rotate a page's keys by their offsets, and prefetch the page that is read next.
 
@@ -96,7 +98,7 @@ def keys_rotator(put_rotated: Any, put_rest: Any, step: int) -> Any:
         _, num_heads, dim, page_size = keys_NKDO.shape
         pairs = cos_SPO.shape[1]
         base = (page_id * num_heads + head) * dim * page_size
-        table = slot * pairs * page_size
+        table = table_id * pairs * page_size
         half = pairs * page_size
         next_keys = (next_id * num_heads + head) * dim * page_size
         next_values = (next_id * num_heads + head) * page_size * values_NKOV.shape[3]
@@ -122,7 +124,7 @@ def keys_rotator(put_rotated: Any, put_rest: Any, step: int) -> Any:
 
 @jit()
 def rotate_keys_singly(
-    keys_NKDO: Numbers, page_id: int, head: int, offsets: AngleArrays, slot: int,
+    keys_NKDO: Numbers, page_id: int, head: int, offsets: AngleArrays, table_id: int,
     row_O: Floats, keys_DO: Numbers,
 ) -> None:  # fmt: skip
     """Rotate a page's keys by their offsets, element by element."""
@@ -135,7 +137,7 @@ def rotate_keys_singly(
         row_O[:] = keys_DO[p]
         for o in range(page_size):
             first, second = row_O[o], keys_DO[p + pairs, o]
-            cos, sin = cos_SPO[slot, p, o], sin_SPO[slot, p, o]
+            cos, sin = cos_SPO[table_id, p, o], sin_SPO[table_id, p, o]
             keys_DO[p, o] = first * cos - second * sin
             keys_DO[p + pairs, o] = second * cos + first * sin
 
@@ -177,22 +179,22 @@ _rotate_in_registers = keys_rotator(_put_apart, _put_one, 1)
 
 @jit()
 def _rotate_keys(
-    pages: PageArrays, page_id: int, next_id: int, head: int, offsets: AngleArrays, slot: int,
+    pages: PageArrays, page_id: int, next_id: int, head: int, offsets: AngleArrays, table_id: int,
     row_O: Floats, keys_DO: Numbers,
 ) -> None:  # fmt: skip
     """Rotate a page's keys; element by element if the page size is no multiple of WIDTH."""
     if pages.keys_NKDO.shape[3] % WIDTH == 0:
-        _rotate_in_registers(pages, page_id, next_id, head, offsets, slot, row_O, keys_DO)
+        _rotate_in_registers(pages, page_id, next_id, head, offsets, table_id, row_O, keys_DO)
     else:
-        rotate_keys_singly(pages.keys_NKDO, page_id, head, offsets, slot, row_O, keys_DO)
+        rotate_keys_singly(pages.keys_NKDO, page_id, head, offsets, table_id, row_O, keys_DO)
 
 
 @jit(inline=True, borrows=True)
 def _rotate_query(
-    rotated_RD: Floats, row: int, starts: AngleArrays, slot: int, page: int,
+    rotated_RD: Floats, row: int, starts: AngleArrays, table_id: int, page: int,
     back_BD: Floats, query_BD: Numbers, place: int,  # noqa: ARG001
 ) -> None:  # fmt: skip
-    rotate_back(rotated_RD, row, starts, slot, page, query_BD, place)
+    rotate_back(rotated_RD, row, starts, table_id, page, query_BD, place)
 
 
 @jit()
@@ -234,10 +236,10 @@ def _put_two(
 
 @jit(inline=True, borrows=True)
 def _rotate_query_to_pairs(
-    rotated_RD: Floats, row: int, starts: AngleArrays, slot: int, page: int,
+    rotated_RD: Floats, row: int, starts: AngleArrays, table_id: int, page: int,
     back_BD: Floats, query_BD: Numbers, place: int,
 ) -> None:  # fmt: skip
-    rotate_back(rotated_RD, row, starts, slot, page, back_BD, place)
+    rotate_back(rotated_RD, row, starts, table_id, page, back_BD, place)
     pairs, dim = starts.cos.shape[2], back_BD.shape[1]
     in_lanes, base = pairs - pairs % WIDTH, place * dim
     for p in range(0, in_lanes, WIDTH):

@@ -5,7 +5,7 @@ microseconds for each. So Python passes the plain tuples of `unnamed()`, and a k
 name them again. Between kernels names are free.
 
 Shapes: T = flat query tokens, C = columns that hold head beside head, H = query heads, K = key
-heads, D = key dimensions, V = value dimensions, S = sequences or table slots, N = pages,
+heads, D = key dimensions, V = value dimensions, S = sequences or tables, N = pages,
 O = offsets in a page, P = rotated pairs, R = rows, B = rows of a block, L = lanes or layers,
 W = fields of a layer's weights, E = dimensions of the hidden state, G = both halves of a gated
 block. In scratch arrays O and V are rounded up to whole SIMD registers.
@@ -26,7 +26,7 @@ NO_SINKS: Floats = np.empty(0, np.float32)
 
 
 class RotationArrays(NamedTuple):
-    """The rotation tables of all slots, for one layer type."""
+    """The rotation tables of all profiles, for one layer type."""
 
     start_cos_SNP: Floats  # of the angles of each page's first position
     start_sin_SNP: Floats
@@ -63,7 +63,7 @@ class SequenceArrays(NamedTuple):
     page_table_SN: NDArray[np.int32]  # padded with 0
     cu_seqlens_S1: Ints  # [S + 1], start of each sequence's tokens in the flat row
     first_position_S: Ints  # absolute position of each sequence's first token in the step
-    table_slot_S: Ints  # slot of each sequence's rotation table
+    table_id_S: Ints  # id of each sequence's rotation table
 
 
 class Destinations(NamedTuple):
@@ -89,7 +89,7 @@ class QueryTile(NamedTuple):
     num_rows: int
     position: int  # absolute, of the first token
     group: int  # query heads of the key head, so rows of a token
-    slot: int  # of the sequence's rotation table
+    table_id: int  # of the sequence's rotation table
 
 
 class Scratch(NamedTuple):

@@ -82,7 +82,7 @@ def build_runner(
         ) from error
     tables = RopeTables(checkpoint.native, page_size, config.max_model_len, checkpoint.device)
     for profile in profiles:
-        tables.slot(profile)
+        tables.id_of(profile)
     return make(checkpoint.model, checkpoint.plans, store, tables, page_size)
 
 

@@ -32,8 +32,8 @@ _log = structlog.get_logger(__name__)
 class Runner(Protocol):
     """The interface that runs a step: a ModelRunner, or a test's replacement."""
 
-    def table_slot(self, profile: Profile) -> int:
-        """Return the slot of a profile's rotation table."""
+    def table_id(self, profile: Profile) -> int:
+        """Return the id of a profile's rotation table."""
 
     def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
         """Build the batch of a step and return its forward.
@@ -175,7 +175,7 @@ class EngineCore:
             sequence.token_ids[first : first + chunk.num_tokens],
             first,
             state.page_row.follow(sequence.pages),
-            self._runner.table_slot(chunk.tier.profile),
+            self._runner.table_id(chunk.tier.profile),
             chunk.logit_rows,
         )
 

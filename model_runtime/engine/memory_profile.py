@@ -140,14 +140,16 @@ def profile_memory(
     tried = replace(config, kv_cache_tokens=config.page_size, max_model_len=context_len)
     try:
         runner = build_runner(checkpoint, tried, profiles)
-        slot = runner.table_slot(profiles[-1])
-        run_step(runner, largest_step(tried, slot, checkpoint.vocab_size))
+        table_id = runner.table_id(profiles[-1])
+        run_step(runner, largest_step(tried, table_id, checkpoint.vocab_size))
         after = meter.read()
         graph_bytes = 0
         if captures_graphs(checkpoint, config):
             meter.reset()
             begun = meter.read()
-            runner.run(decode_step(tried, slot, checkpoint.vocab_size))  # sampling is not captured
+            runner.run(
+                decode_step(tried, table_id, checkpoint.vocab_size)
+            )  # sampling is not captured
             working_bytes = meter.read().peak - begun.allocated
             graph_bytes = graphs_bytes(working_bytes, tried, checkpoint.vocab_size)
     except torch.OutOfMemoryError as error:
@@ -179,14 +181,14 @@ def run_step(runner: ModelRunner, spans: Sequence[Span]) -> None:
         logprobs(rows_RV, [0] * num_rows, [MAX_LOGPROBS] * num_rows)
 
 
-def decode_step(config: EngineConfig, table_slot: int, vocab_size: int) -> list[Span]:
+def decode_step(config: EngineConfig, table_id: int, vocab_size: int) -> list[Span]:
     """Return the spans of the largest captured step, one token per sequence."""
     most = recorded_sizes(config.max_num_seqs)[-1]
     decodes = replace(config, max_num_seqs=most, max_num_batched_tokens=most, max_num_logit_rows=1)
-    return largest_step(decodes, table_slot, vocab_size)
+    return largest_step(decodes, table_id, vocab_size)
 
 
-def largest_step(config: EngineConfig, table_slot: int, vocab_size: int) -> list[Span]:
+def largest_step(config: EngineConfig, table_id: int, vocab_size: int) -> list[Span]:
     """Return spans that use all limits, each at the end of a context of max_model_len.
 
     The first span has the maximum number of tokens and the others the rest, at least one each.
@@ -205,5 +207,5 @@ def largest_step(config: EngineConfig, table_slot: int, vocab_size: int) -> list
         token_ids = [at % vocab_size for at in range(num_tokens)]
         first = config.max_model_len - num_tokens
         rows = range(num_tokens - num_rows, num_tokens)
-        spans.append(Span(token_ids, first, pages, table_slot, rows))
+        spans.append(Span(token_ids, first, pages, table_id, rows))
     return spans

@@ -151,7 +151,7 @@ def _cut(span: Span, first: int, end: int) -> Span:
         span.token_ids[first:end],
         span.first_position + first,
         span.pages,
-        span.table_slot,
+        span.table_id,
         range(end - first),
     )
 

@@ -133,9 +133,9 @@ class PagedPrompts:
         in_second_pages: bool = False,
     ) -> Span:
         """Return a span that begins at position `first`; all its rows have logits by default."""
-        slot = self._tables.slot(profile or self._native)
+        table_id = self._tables.id_of(profile or self._native)
         rows = range(len(token_ids)) if logit_rows is None else logit_rows
-        return Span(token_ids, first, self._pages[in_second_pages], slot, rows)
+        return Span(token_ids, first, self._pages[in_second_pages], table_id, rows)
 
     def long(self, first: int, end: int, logit_rows: Sequence[int] | None = None) -> Span:
         """Return a piece of the long prompt, from position `first` to before `end`."""

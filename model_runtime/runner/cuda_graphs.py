@@ -80,11 +80,11 @@ def cuda_recorder(device: torch.device) -> Recorder:
 class _Recorded:
     """A captured step of S sequences."""
 
-    numbers_FS: Tensor  # int64: token, position, page, offset, table slot
+    numbers_FS: Tensor  # int64: token, position, page, offset, rotation table
     batch: Batch  # views of these numbers and constants, the inputs of the kernels
     logits_SV: Tensor  # float32, the output of a replay
     replay: Callable[[], None]
-    num_slots: int  # rotation tables at capture; a new one moves all of them in memory
+    num_tables: int  # rotation tables at capture; a new one moves all of them in memory
 
 
 class DecodeGraphs:
@@ -119,7 +119,7 @@ class DecodeGraphs:
 
         Without a rotation table nothing is captured now, and each size is captured at first use.
         """
-        if self._tables.num_slots:
+        if self._tables.num_tables:
             for size in reversed(self._sizes):
                 self._recorded[size] = self._new(size)
         return len(self._recorded)
@@ -137,7 +137,7 @@ class DecodeGraphs:
         """
         size = next(size for size in self._sizes if size >= len(spans))
         recorded = self._recorded.get(size)
-        if recorded is None or recorded.num_slots != self._tables.num_slots:
+        if recorded is None or recorded.num_tables != self._tables.num_tables:
             recorded = self._recorded[size] = self._new(size)
         numbers_FS, page_table_SN = self._numbers(spans, size)
         fill(recorded.numbers_FS, numbers_FS)
@@ -154,10 +154,10 @@ class DecodeGraphs:
         """Return the inputs of a step: int64 [F, S] and int32 [S, pages in use]."""
         num_there = len(spans)
         numbers_FS = np.zeros((5, size), dtype=np.int64)
-        tokens_S, positions_S, pages_S, offsets_S, slots_S = numbers_FS
+        tokens_S, positions_S, pages_S, offsets_S, tables_S = numbers_FS
         tokens_S[:num_there] = [span.token_ids[0] for span in spans]
         positions_S[:num_there] = [span.first_position for span in spans]
-        slots_S[:num_there] = [span.table_slot for span in spans]
+        tables_S[:num_there] = [span.table_id for span in spans]
         columns_S, offsets_S[:] = np.divmod(positions_S, self._page_size)
         shape = size, int(columns_S.max()) + 1
         table_SN = page_table(spans, shape, padding=self._spare_page)
@@ -173,7 +173,7 @@ class DecodeGraphs:
         page_table_SN = torch.full(
             (size, num_pages), self._spare_page, dtype=torch.int32, device=device
         )
-        token_ids_S, position_S, page_S, offset_S, slot_S = numbers_FS
+        token_ids_S, position_S, page_S, offset_S, table_S = numbers_FS
         place_S = torch.arange(size + 1, device=device)
         batch = Batch(
             token_ids_1T=token_ids_S[None],
@@ -183,11 +183,11 @@ class DecodeGraphs:
             page_table_SN=page_table_SN,
             cu_seqlens_S1=place_S,
             first_position_S=position_S,
-            table_slot_S=slot_S,
+            table_id_S=table_S,
             logit_rows_R=place_S[:size],
             single_B=place_S[:size],
             # The host does not know the positions here, only the maximum context length.
             places_S=tuple(Place(index, 1, self._max_len - 1, 0) for index in range(size)),
         )
         logits_SV, replay = self._record(lambda: self._forward(batch))
-        return _Recorded(numbers_FS, batch, logits_SV, replay, self._tables.num_slots)
+        return _Recorded(numbers_FS, batch, logits_SV, replay, self._tables.num_tables)

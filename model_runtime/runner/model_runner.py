@@ -50,9 +50,9 @@ class ModelRunner:
         self._pruned_layer = pruned_layer(model)
         self._graphs: DecodeGraphs | None = None
 
-    def table_slot(self, profile: Profile) -> int:
-        """Return the slot of the rotation table for sequences of this profile."""
-        return self._tables.slot(profile)
+    def table_id(self, profile: Profile) -> int:
+        """Return the id of the rotation table for sequences of this profile."""
+        return self._tables.id_of(profile)
 
     @torch.inference_mode()
     def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:

@@ -127,7 +127,7 @@ def head_statistics(
     pages = range(-(-longest // _PAGE_SIZE))
     store = new_store(plans, len(pages), _PAGE_SIZE, checkpoint.dtype, device)
     tables = RopeTables(native, _PAGE_SIZE, longest, device)
-    slot = tables.slot(build_tiers(native.method, native)[0].profile)
+    slot = tables.id_of(build_tiers(native.method, native)[0].profile)
     watch = _Watch(plans, layers)
     for token_ids in sequences:
         span = Span(token_ids, 0, pages, slot, [len(token_ids) - 1])

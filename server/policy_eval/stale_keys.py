@@ -81,16 +81,16 @@ class StaleKeyStep:
 def _turn(tables: LayerTables, batch: Batch) -> _Turn:
     """Compute the angles of every token of the step under its own sequence's table."""
     position_T = batch.position_ids_1T[0]
-    slot_T = batch.table_slot_S.repeat_interleave(batch.cu_seqlens_S1.diff())
+    table_T = batch.table_id_S.repeat_interleave(batch.cu_seqlens_S1.diff())
     cos_TP, sin_TP = torch.empty(2, len(position_T), tables.num_pairs, device=position_T.device)
     factor_T = torch.empty(len(position_T), device=position_T.device)
     scale_T = torch.empty(len(position_T), device=position_T.device)
-    for slot in set(slot_T.tolist()):
-        of_slot_T = slot_T == slot
-        angles = tables.at(slot, position_T[of_slot_T])
-        cos_TP[of_slot_T], sin_TP[of_slot_T] = angles.cos[:, 0], angles.sin[:, 0]
-        factor_T[of_slot_T] = tables.attention_factor[slot]
-        scale_T[of_slot_T] = tables.logn_scale(slot, position_T[of_slot_T])
+    for table_id in set(table_T.tolist()):
+        of_table_T = table_T == table_id
+        angles = tables.at(table_id, position_T[of_table_T])
+        cos_TP[of_table_T], sin_TP[of_table_T] = angles.cos[:, 0], angles.sin[:, 0]
+        factor_T[of_table_T] = tables.attention_factor[table_id]
+        scale_T[of_table_T] = tables.logn_scale(table_id, position_T[of_table_T])
     angles_T1P = Angles(cos_TP[:, None], sin_TP[:, None])
     return _Turn(angles_T1P, factor_T[:, None, None], scale_T[:, None, None])
 

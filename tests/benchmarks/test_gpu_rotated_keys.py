@@ -36,12 +36,12 @@ def logits(checkpoint: Checkpoint, kind: str, *, is_recorded: bool = False) -> T
         limits = CONFIG.max_model_len, CONFIG.max_num_seqs, CONFIG.num_pages
         runner.capture_graphs(*limits, cuda_recorder(DEVICE))
     ids = torch.arange(300).mul(37).remainder(2048).tolist()
-    slots = [runner.table_slot(SCALED), runner.table_slot(LONGER)]
+    table_ids = [runner.table_id(SCALED), runner.table_id(LONGER)]
 
     def span(which: int, first: int, end: int) -> Span:
         pages = [3 * which, 3 * which + 1, 3 * which + 2]
         known = ids[100 * which :]
-        return Span(known[first:end], first, pages, slots[which], range(end - first))
+        return Span(known[first:end], first, pages, table_ids[which], range(end - first))
 
     rows = [
         runner.run([span(0, 0, 50), span(1, 0, 70)]).clone(),
@@ -84,8 +84,8 @@ def test_turning_asks_the_device_for_nothing(lengths: tuple[int, int]) -> None:
     meta = torch.device("meta")
     native = native_rope({"max_position_embeddings": 64, "head_dim": 16, "rope_theta": 5e5})
     tables = RopeTables(native, PAGE_SIZE, 256, meta)
-    slot = tables.slot(SCALED)
-    spans = [Span([0] * count, 5, [0], slot, range(count)) for count in lengths]
+    table_id = tables.id_of(SCALED)
+    spans = [Span([0] * count, 5, [0], table_id, range(count)) for count in lengths]
     batch = build_batch(spans, PAGE_SIZE, meta)
     query_1HTD, key_1KTD = (
         torch.empty(1, count, sum(lengths), 16, device=meta) for count in (4, 2)

@@ -28,7 +28,7 @@ def test_every_token_is_where_its_sequence_has_it() -> None:
     assert batch.page_table_SN.tolist() == rows
     assert batch.cu_seqlens_S1.tolist() == [0, 5, 8, 9]
     assert batch.first_position_S.tolist() == [0, 6, 20]
-    assert batch.table_slot_S.tolist() == [2, 0, 1]
+    assert batch.table_id_S.tolist() == [2, 0, 1]
     assert batch.logit_rows_R.tolist() == [4, 8]
     assert batch.single_B.tolist() == [2]
     assert batch.places_S == ((0, 5, 0, 2), (5, 3, 6, 0), (8, 1, 20, 1))

@@ -54,7 +54,7 @@ class SharedForwards:
 
     def _note(self, spans: Sequence[Span], _: Tensor) -> None:
         self.num_sequences_per_call.append(len(spans))
-        self.profiles_per_call.append(len({span.table_slot for span in spans}))
+        self.profiles_per_call.append(len({span.table_id for span in spans}))
 
 
 def mixed_requests(checkpoint: Checkpoint, vocabulary: int, seed: int) -> list[Request]:

@@ -36,7 +36,7 @@ class Case:
         self.page_size = page_size
         self.contexts = [(1, 1), (200, 1), (70, 33), (129, 129)]  # (context, queries)
         tables = RopeTables(self.native, page_size, 256, CPU)
-        self.slots = [tables.slot(profile) for profile in self.profiles]
+        self.table_ids = [tables.id_of(profile) for profile in self.profiles]
         self.tables: LayerTables = tables.layer("all")
         pages = 256 // page_size
         ids = torch.randperm(len(self.contexts) * pages).tolist()
@@ -45,7 +45,7 @@ class Case:
                 [0] * queries,
                 context - queries,
                 ids[index * pages : (index + 1) * pages],
-                self.slots[index % 3],
+                self.table_ids[index % 3],
                 range(0),
             )
             for index, (context, queries) in enumerate(self.contexts)
@@ -161,7 +161,7 @@ def test_a_layer_without_rotation_ignores_the_profile() -> None:
     case = Case()
     tables = RopeTables(case.native, 16, 256, CPU)
     for profile in case.profiles:
-        tables.slot(profile)
+        tables.id_of(profile)
     case.tables = tables.layer(None)
     case.profiles = [Profile(Unscaled())] * 3
     got = CpuAttention(case.batch).read(case.read())

@@ -47,7 +47,7 @@ class Sequence:
         native = native_rope({"max_position_embeddings": 32, "head_dim": key_dim})
         tables = RopeTables(native, page_size, 512, CPU)
         scaling = Yarn(factor=4.0, original_max_position_embeddings=32)
-        self.slot = tables.slot(Profile(scaling))
+        self.table_id = tables.id_of(Profile(scaling))
         self.page_size, self.window, self.tables = page_size, window, tables.layer("all")
         self.pages = torch.randperm(-(-CONTEXT // page_size)).tolist()
         self.keys = torch.randn(len(self.pages), 2, key_dim, page_size).to(dtype)
@@ -56,7 +56,7 @@ class Sequence:
 
     def read(self, first: int, end: int, backend: Any = CpuAttention) -> Tensor:
         """The rows of tokens first ... end - 1, as one chunk."""
-        span = Span([0] * (end - first), first, self.pages, self.slot, range(0))
+        span = Span([0] * (end - first), first, self.pages, self.table_id, range(0))
         read = LayerRead(
             self.query[first:end],
             self.keys,

@@ -68,9 +68,10 @@ def test_in_pairs_every_row_is_as_close_as_bfloat16_allows(name: str) -> None:
     """Keys, queries and probabilities are each rounded once, and nothing is left out.
 
     A rounding is by 2^-9 of the number, root mean square. Products of D random numbers, scaled by
-    D^-0.5, have a deviation of 1, times that of log-n and attention factors, s: 2.5 at most here. A
-    logit is off by 2^-9 * s * sqrt(2), a probability by that and its own 2^-9. A sum of random values
-    is off by the same part of its length: 0.7 percent at most. One row may be five times worse.
+    D^-0.5, have a deviation of 1, times that of log-n and attention factors, s: 2.5 at most here.
+    A logit is off by 2^-9 * s * sqrt(2), a probability by that and its own 2^-9. A sum of random
+    values is off by the same part of its length: 0.7 percent at most. One row may be five times
+    worse.
     """
     case = laid(CASES[name])
     got, expected = answer(case), case.expected()

@@ -178,7 +178,7 @@ def test_the_largest_step_uses_all_that_the_limits_allow(
         assert span.logit_rows[-1] == len(span.token_ids) - 1
         assert len(span.pages) == -(-context // 16)
         assert max(span.token_ids) < 7
-        assert span.table_slot == 3
+        assert span.table_id == 3
 
 
 def test_no_step_of_an_engine_is_larger(

@@ -32,9 +32,9 @@ def answers(model: nn.Module, plans: dict[int, LayerPlan], native: NativeRope) -
     store = new_store(plans, 4, 16, torch.float32, torch.device("cpu"))
     tables = RopeTables(native, 16, 64, torch.device("cpu"))
     runner = ModelRunner(model, plans, store, tables, 16)
-    slot = tables.slot(Profile(native.tables[native.scaled_layer_type].scaling))
-    spans = [Span(list(range(PROMPT)), 0, range(4), slot, range(PROMPT))]
-    spans += [Span([7], PROMPT + step, range(4), slot, range(1)) for step in range(2)]
+    table_id = tables.id_of(Profile(native.tables[native.scaled_layer_type].scaling))
+    spans = [Span(list(range(PROMPT)), 0, range(4), table_id, range(PROMPT))]
+    spans += [Span([7], PROMPT + step, range(4), table_id, range(1)) for step in range(2)]
     return [runner.run([span]) for span in spans]
 
 

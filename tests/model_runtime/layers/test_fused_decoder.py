@@ -50,21 +50,21 @@ def forward_of(checkpoint: Checkpoint) -> Any:
     return vars(checkpoint.model).get("forward")
 
 
-def native_slot(runner: ModelRunner, checkpoint: Checkpoint) -> int:
-    """The slot of the table that the checkpoint was trained with."""
+def native_table(runner: ModelRunner, checkpoint: Checkpoint) -> int:
+    """The table_id of the table that the checkpoint was trained with."""
     native = checkpoint.native
-    return runner.table_slot(Profile(native.tables[native.scaled_layer_type].scaling))
+    return runner.table_id(Profile(native.tables[native.scaled_layer_type].scaling))
 
 
 def answers(checkpoint: Checkpoint) -> list[Tensor]:
     """Logits of steps of many kinds: chunks, several sequences, few rows, two tables."""
     runner = build_runner(checkpoint, CONFIG)
     yarn = Yarn(factor=4.0, original_max_position_embeddings=64)
-    slots = [native_slot(runner, checkpoint), runner.table_slot(Profile(yarn))]
+    table_ids = [native_table(runner, checkpoint), runner.table_id(Profile(yarn))]
 
     def span(first: int, behind: int, rows: Sequence[int], at: int = 0) -> Span:
         ids = [(7 * place + 3 * at) % VOCAB_SIZE for place in range(first, behind)]
-        return Span(ids, first, range(20 * at, 20 * at + 20), slots[at % 2], rows)
+        return Span(ids, first, range(20 * at, 20 * at + 20), table_ids[at % 2], rows)
 
     steps = [
         [span(0, 70, range(70))],
@@ -168,8 +168,8 @@ def test_another_reading_of_the_cache_is_not_passed_over() -> None:
     """If a runner's plans are replaced, then the logits must follow the new plans."""
     checkpoint = plain("llama")
     runner = build_runner(checkpoint, CONFIG)
-    slot = native_slot(runner, checkpoint)
-    spans = [Span(list(range(40)), 0, range(3), slot, range(40))]
+    table_id = native_table(runner, checkpoint)
+    spans = [Span(list(range(40)), 0, range(3), table_id, range(40))]
     rotated_RV = runner.run(spans)
     runner._plans = {
         index: replace(plan, layer_type=None) for index, plan in checkpoint.plans.items()
@@ -204,7 +204,7 @@ def test_a_decode_step_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fused_decoder, "runner_for", lambda *_: counted)
     runner: ModelRunner = build_runner(checkpoint, CONFIG)
-    slot = native_slot(runner, checkpoint)
+    table_id = native_table(runner, checkpoint)
     for num_rows in (1, MOST_ROWS, MOST_ROWS + 1):
-        runner.run([Span([5], 0, [at], slot, range(1)) for at in range(num_rows)])
+        runner.run([Span([5], 0, [at], table_id, range(1)) for at in range(num_rows)])
     assert calls == [(0, 1, 1), (0, 1, MOST_ROWS)]

@@ -37,11 +37,11 @@ def span(token_ids: list[int], first: int, pages: Sequence[int], rows: range) ->
 
 
 def runner_of(checkpoint: Checkpoint, make: type[ModelRunner] = ModelRunner) -> ModelRunner:
-    """A runner over a cache of its own; the slot of its only table is 0."""
+    """A runner over a cache of its own; the table_id of its only table is 0."""
     runner = build_runner(checkpoint, CONFIG, make=make)
     native = checkpoint.native
     scaling = native.tables[native.scaled_layer_type].scaling
-    assert runner.table_slot(Profile(scaling)) == 0
+    assert runner.table_id(Profile(scaling)) == 0
     return runner
 
 

@@ -76,7 +76,7 @@ def test_the_plain_forward_of_the_long_prompt_runs_once(monkeypatch: pytest.Monk
 
     def counted(runner: ModelRunner, spans: Sequence[Span], *rest: Any) -> Tensor:
         if len(spans) == 1 and len(spans[0].logit_rows) == 48:
-            wholes.append((spans[0].table_slot, "forward" in vars(runner._model)))
+            wholes.append((spans[0].table_id, "forward" in vars(runner._model)))
         return original(runner, spans, *rest)
 
     monkeypatch.setattr(ModelRunner, "run", counted)

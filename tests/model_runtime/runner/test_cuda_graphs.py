@@ -100,8 +100,10 @@ class Conversations:
             for index, count in num_tokens.items():
                 first = self.lens[index]
                 tokens = self.tokens[index][first : first + count]
-                slot = runner.table_slot(self.profiles[index])
-                spans.append(Span(tokens, first, self.pages[index], slot, range(count - 1, count)))
+                table_id = runner.table_id(self.profiles[index])
+                spans.append(
+                    Span(tokens, first, self.pages[index], table_id, range(count - 1, count))
+                )
             answers.append(runner.run(spans).clone())
         for index, count in num_tokens.items():
             self.lens[index] += count
@@ -159,7 +161,7 @@ def test_a_table_made_later_is_found(checkpoint: Checkpoint) -> None:
 def test_what_kernels_read_is_kept(checkpoint: Checkpoint) -> None:
     """A CUDA graph knows only addresses, so every tensor of its batch must live as long."""
     tables = RopeTables(checkpoint.native, 16, 256, torch.device("cpu"))
-    tables.slot(profiles_of(deployment_of(checkpoint))[0])
+    tables.id_of(profiles_of(deployment_of(checkpoint))[0])
     kept: list[weakref.ref[Tensor]] = []
 
     def forward(batch: Batch) -> Tensor:
@@ -191,7 +193,7 @@ def test_what_cannot_be_recorded_is_queued(
     (profile, *_) = profiles_of(deployment_of(checkpoint))
     runner = build_runner(checkpoint, CONFIG, [profile] if are_tables_known else [])
     runner.capture_graphs(CONFIG.max_model_len, CONFIG.max_num_seqs, 0, never)
-    one = Span([1], 0, [0], runner.table_slot(profile), range(1))
+    one = Span([1], 0, [0], runner.table_id(profile), range(1))
     for _ in range(2):
         assert runner.run([one]).isfinite().all()
     assert runner._graphs is None
@@ -202,10 +204,10 @@ def test_other_steps_are_not_replayed(checkpoint: Checkpoint) -> None:
     record = Again()
     profiles = profiles_of(deployment_of(checkpoint))
     runner = runner_of(checkpoint, record, profiles)
-    slot = runner.table_slot(profiles[0])
-    one = Span([1], 0, [0], slot, range(1))
+    table_id = runner.table_id(profiles[0])
+    one = Span([1], 0, [0], table_id, range(1))
     for spans in (
-        [one, Span([2, 3], 0, [1], slot, range(1, 2))],
+        [one, Span([2, 3], 0, [1], table_id, range(1, 2))],
         [one, one._replace(logit_rows=range(0))],
         [one._replace(pages=[page]) for page in range(CONFIG.max_num_seqs + 1)],
     ):
