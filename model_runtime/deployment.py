@@ -4,9 +4,10 @@ Several deployments share one set of weights and one cache. All tables of a depl
 when it is created, so clients cannot increase the number of tables and cache keys.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model_runtime.errors import ContextLengthError, RequestError
 from rope import POLICIES, Policy, Tier, choose_tier, longest
@@ -41,6 +42,23 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerReserve:
+    """The positions that a tier must leave to an answer without max_tokens."""
+
+    num_tokens: int  # at least these
+    has_share: bool  # whether a tier must also leave a share of what the next one would leave
+
+    def is_left(self, num_prompt_tokens: int, end: int, next_end: int) -> bool:
+        """Return whether a tier leaves enough. `end`, `next_end`: of the tier, and of the next."""
+        left = end - num_prompt_tokens
+        if left < self.num_tokens:
+            return False
+        # A short prompt stays on its tier, however far apart the tiers are.
+        is_short = num_prompt_tokens * 3 <= end * 2
+        return not self.has_share or is_short or left * 4 >= next_end - num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Deployment:
     """One served name. Made by `make_deployment` (its own file)."""
 
@@ -51,9 +69,10 @@ class Deployment:
     native_len: int  # L
     original_len: int  # factors are multiples of it: L, or less if scaling is trained in
     max_rope_factor: float
-    max_len: int  # positions of the longest request on any tier
+    max_len: int  # positions of the longest request on any tier; advertised as max_model_len
     overridable: bool  # whether requests may choose a policy
-    answer_reserve: int  # tokens reserved for an answer without max_tokens
+    reserve: AnswerReserve  # for an answer without max_tokens
+    is_cache_limited: bool = False  # whether max_len is what the KV cache holds
 
     @property
     def own_tiers(self) -> tuple[Tier, ...]:
@@ -61,47 +80,67 @@ class Deployment:
         tiers = self.tiers[self.rope_type]
         return tiers[-1:] if self.policy == "fixed" else tiers
 
+    @property
+    def serves_default_within_native(self) -> bool:
+        """Return whether requests may name `default`, but within L only.
+
+        Every deployment whose first tier is the native table reports `default` in short answers. A
+        client may send that back, even if `allowed_rope_types` lacks it.
+        """
+        first = self.tiers[self.rope_type][0]
+        return "default" not in self.tiers and first.profile.scaling.rope_type == "default"
+
+    def within_cache(self, num_positions: int) -> "Deployment":
+        """Return the deployment with requests no longer than the KV cache.
+
+        One limit then decides, so a client never has to know what the limit comes from.
+        """
+        if num_positions >= self.max_len:
+            return self
+        return replace(self, max_len=num_positions, is_cache_limited=True)
+
     def place(self, asked: RopeRequest, num_prompt_tokens: int, max_tokens: int) -> Placement:
         """Return the tier a request starts on, and the tiers it may grow to.
 
         Raises RequestError if the `rope` object is not allowed, ContextLengthError if the request
         does not fit.
         """
-        policy = self._policy(asked)
-        tiers = self._tiers(asked)
-        at_least = self._factor(asked, tiers)
-        if policy == "fixed":
-            tiers = self._one_tier(tiers, at_least, asked)
+        policy, tiers, at_least = self._asked(asked)
         num_covered = num_prompt_tokens + max(0, max_tokens - 1)
         if num_covered > self.max_len:
             raise self._too_long(tiers, asked, num_prompt_tokens, max_tokens)
         tier = choose_tier(tiers, policy, num_covered, num_prompt_tokens, at_least)
         if tier is None:
+            if self._is_native_only(asked):
+                raise self._beyond_native(num_covered)
             raise self._too_long(tiers, asked, num_prompt_tokens, max_tokens)
         higher = tuple(each for each in tiers if each.ceiling > tier.ceiling)
         return Placement(self.name, tier, higher, policy, asked.factor, self.original_len)
 
-    def open_max_tokens(
-        self, asked: RopeRequest, num_prompt_tokens: int, num_positions: int
-    ) -> int:
+    def open_max_tokens(self, asked: RopeRequest, num_prompt_tokens: int) -> int:
         """Return the default max_tokens of a request: its answer may run to the end of its tier.
 
-        That is the smallest tier that covers prompt and reserve. For a growing request it is the
-        last one. `num_positions`: the server's limit for one sequence on any tier.
-        Raises RequestError as `place` does, but leaves ContextLengthError to `place`.
+        That is the smallest tier that leaves the answer its reserve. For a growing request it is
+        the last one. Raises RequestError as `place` does, but leaves ContextLengthError to `place`.
         """
+        policy, tiers, at_least = self._asked(asked)
+        ends = [min(tier.ceiling, self.max_len) for tier in tiers if tier.factor >= at_least]
+        end = ends[-1]
+        if policy == "pinned":
+            for tier_end, next_end in itertools.pairwise(ends):
+                if self.reserve.is_left(num_prompt_tokens, tier_end, next_end):
+                    end = tier_end
+                    break
+        # The last token is never read back, so it needs no position.
+        return max(1, end - num_prompt_tokens + 1)
+
+    def _asked(self, asked: RopeRequest) -> tuple[Policy, tuple[Tier, ...], float]:
+        """Return the policy, the tiers and the least factor of a request. Raises RequestError."""
         policy, tiers = self._policy(asked), self._tiers(asked)
         at_least = self._factor(asked, tiers)
         if policy == "fixed":
             tiers = self._one_tier(tiers, at_least, asked)
-        most = min(longest(tiers), self.max_len, num_positions)
-        wanted = min(num_prompt_tokens + self.answer_reserve, most)
-        end = most
-        if policy == "pinned":
-            tier = choose_tier(tiers, policy, wanted, num_prompt_tokens, at_least)
-            end = most if tier is None else min(tier.ceiling, most)
-        # The last token is never read back, so it needs no position.
-        return max(1, end - num_prompt_tokens + 1)
+        return policy, tiers, at_least
 
     def _policy(self, asked: RopeRequest) -> Policy:
         if asked.policy is None:
@@ -118,6 +157,8 @@ class Deployment:
     def _tiers(self, asked: RopeRequest) -> tuple[Tier, ...]:
         rope_type = asked.rope_type or self.rope_type
         tiers = self.tiers.get(rope_type)
+        if self._is_native_only(asked):
+            return self.tiers[self.rope_type][:1]
         if tiers is None:
             raise RequestError(
                 f"`rope.rope_type` must be one of {', '.join(sorted(self.tiers))}. "
@@ -125,6 +166,9 @@ class Deployment:
                 param="rope.rope_type",
             )
         return tiers
+
+    def _is_native_only(self, asked: RopeRequest) -> bool:
+        return asked.rope_type == "default" and self.serves_default_within_native
 
     def _factor(self, asked: RopeRequest, tiers: Sequence[Tier]) -> float:
         if asked.factor is None:
@@ -143,16 +187,31 @@ class Deployment:
             return tiers[-1:]
         return tuple(tier for tier in tiers if tier.factor >= at_least)[:1]
 
+    def _beyond_native(self, num_covered: int) -> RequestError:
+        """Build the error of a request that names `default` and is longer than L."""
+        native = self.tiers[self.rope_type][0].ceiling
+        return RequestError(
+            f"`rope.rope_type` default is served within the native length ({native} tokens) only, "
+            "because the operator does not allow it beyond (allowed_rope_types). Your request is "
+            f"{num_covered} positions. Beyond, the field must be one of "
+            f"{', '.join(sorted(self.tiers))}.",
+            param="rope.rope_type",
+        )
+
     def _too_long(
         self, tiers: Sequence[Tier], asked: RopeRequest, num_prompt_tokens: int, max_tokens: int
     ) -> ContextLengthError:
         """Build the error with the numbers, the limit, and the factor that would fit."""
+        own = self.tiers[self.rope_type]
+        if self._is_native_only(asked):
+            tiers = own  # the request is too long for these, too
         num_covered = num_prompt_tokens + max(0, max_tokens - 1)
         limit = min(longest(tiers), self.max_len)
         fits = math.ceil(num_covered / self.original_len)
-        own = self.tiers[self.rope_type]
-        if longest(tiers) < longest(own):
+        if limit < self.max_len:
             reason, who = f"the requested factor {tiers[-1].factor:g}", "asked for"
+        elif self.is_cache_limited:
+            reason, who = "what the KV cache holds", "configured with a larger KV cache"
         elif self.max_len < longest(own):
             reason, who = "max_model_len", "configured with a larger max_model_len"
         else:

@@ -3,8 +3,8 @@
 RopewalkError
 |-- ModelError               a checkpoint cannot be served: the process ends with code 2
 |-- RequestError             the caller's mistake; names field, limit and value
-|   |-- ContextLengthError   more positions than the longest tier covers
-|   |-- CacheCapacityError   more positions than the whole cache holds
+|   |-- ContextLengthError   more positions than max_model_len or the longest tier covers
+|   |-- CacheCapacityError   more positions than the whole cache holds, within max_model_len
 |   `-- UnknownModelError    no deployment of that name
 |-- QueueFullError           try again later
 |-- EngineStoppedError       the engine ended, or a step of it failed
@@ -40,11 +40,11 @@ class RequestError(RopewalkError):
 
 
 class ContextLengthError(RequestError):
-    """Prompt and max_tokens do not fit the longest tier."""
+    """Prompt and max_tokens do not fit max_model_len, or the tiers that the request names."""
 
 
 class CacheCapacityError(RequestError):
-    """Prompt and max_tokens do not fit the whole cache."""
+    """Prompt and max_tokens fit max_model_len, but not the whole cache."""
 
 
 class UnknownModelError(RequestError):

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from model_runtime.deployment import Deployment
+from model_runtime.deployment import AnswerReserve, Deployment
 from rope import (
     ROPE_TYPES,
     LongRope,
@@ -40,7 +40,7 @@ class DeploymentOptions:
     allowed_rope_types: Sequence[str] | None = None  # that a request may name; None: all possible
     max_rope_factor: float | None = None  # that a request may ask for; at least 1
     max_model_len: int | None = None  # tokens; at most the longest tier
-    answer_reserve_tokens: int | None = None  # for an answer without max_tokens; None: L / 8
+    answer_reserve_tokens: int | None = None  # for an answer without max_tokens; None: by tier
 
 
 _DEFAULTS = DeploymentOptions()
@@ -70,6 +70,7 @@ def make_deployment(
         choice = _choose_by_block(native, rope_scaling, options)
     rope_type = choice.method.scaling.rope_type
     own = choice.tiers[rope_type]
+    _check_allowed_types(name, rope_type, options.allowed_rope_types)
     return Deployment(
         name,
         rope_type,
@@ -77,10 +78,10 @@ def make_deployment(
         choice.tiers,
         choice.native_len,
         choice.method.native_len,
-        _max_factor(options.max_rope_factor, own),
+        _max_factor(name, options.max_rope_factor, own),
         _max_len(options.max_model_len, own),
         overridable=not native.carries_scaling,
-        answer_reserve=_answer_reserve(options.answer_reserve_tokens, choice.native_len),
+        reserve=_answer_reserve(options.answer_reserve_tokens, choice.native_len),
     )
 
 
@@ -232,15 +233,38 @@ def _allowed_tiers(
     return tiers
 
 
-def _answer_reserve(answer_reserve_tokens: int | None, native_len: int) -> int:
-    """Return the answer reserve; default: an eighth of L (design, section 2)."""
-    return native_len // 8 if answer_reserve_tokens is None else answer_reserve_tokens
+def _check_allowed_types(
+    name: str, rope_type: str, allowed_rope_types: Sequence[str] | None
+) -> None:
+    """Raise if the list lacks the deployment's own method, which every request gets."""
+    if allowed_rope_types is not None and rope_type not in allowed_rope_types:
+        given = ", ".join(allowed_rope_types) or "nothing"
+        raise RopeConfigError(
+            "allowed_rope_types",
+            f"must contain {rope_type}, the method of the deployment {name}; got {given}",
+        )
 
 
-def _max_factor(max_rope_factor: float | None, tiers: Sequence[Tier]) -> float:
-    if max_rope_factor is not None and max_rope_factor < 1:
+def _answer_reserve(answer_reserve_tokens: int | None, native_len: int) -> AnswerReserve:
+    """Return the answer reserve; a number of the operator is obeyed as it is."""
+    if answer_reserve_tokens is None:
+        return AnswerReserve(native_len // 8, has_share=True)
+    return AnswerReserve(answer_reserve_tokens, has_share=False)
+
+
+def _max_factor(name: str, max_rope_factor: float | None, tiers: Sequence[Tier]) -> float:
+    highest = tiers[-1].factor
+    if max_rope_factor is None:
+        return highest
+    if max_rope_factor < 1:
         raise RopeConfigError("max_rope_factor", f"must be >= 1, got {max_rope_factor:g}")
-    return tiers[-1].factor if max_rope_factor is None else max_rope_factor
+    if max_rope_factor > highest:
+        raise RopeConfigError(
+            "max_rope_factor",
+            f"must be <= {highest:g}, the factor of the longest tier of the deployment {name}; got "
+            f"{max_rope_factor:g}",
+        )
+    return max_rope_factor
 
 
 def _max_len(max_model_len: int | None, tiers: Sequence[Tier]) -> int:

@@ -26,7 +26,7 @@ def model_router(service: Service) -> APIRouter:
         return Model(
             id=deployment.name,
             created=service.created,
-            max_model_len=service.max_model_len(deployment),
+            max_model_len=deployment.max_len,
         )
 
     @router.get("/v1/models")
@@ -42,7 +42,7 @@ def model_router(service: Service) -> APIRouter:
         deployment = service.deployment(body.model)
         tokens = await service.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
         return TokenizeResponse(
-            count=len(tokens), max_model_len=service.max_model_len(deployment), tokens=list(tokens)
+            count=len(tokens), max_model_len=deployment.max_len, tokens=list(tokens)
         )
 
     @router.post("/detokenize")

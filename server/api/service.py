@@ -60,10 +60,6 @@ class Service:
             )
         return self.deployments[name]
 
-    def max_model_len(self, deployment: Deployment) -> int:
-        """Return the positions of the deployment's longest sequence that the cache can hold."""
-        return min(deployment.max_len, self.max_len)
-
     @asynccontextmanager
     async def reserve(
         self, body: GenerationRequest, extra_stop: Sequence[str] = ()
@@ -84,7 +80,7 @@ class Service:
             for token_id in body.stop_token_ids or ():
                 self.check_token_id(token_id, "stop_token_ids")
             with self.engine.reserve(body.num_prompts * body.num_answers) as places:
-                grammar = await self._grammar(body.schema_asked)
+                grammar = await self._grammar(body.schema_asked, body.whitespace_asked)
                 yield Reservation(self, body, deployment, sampling, grammar, places, arrived)
 
     async def tokenize(
@@ -136,7 +132,9 @@ class Service:
                     f"`{param}` must be at most {limit} {unit}. Given: {given}", param=param
                 )
 
-    async def _grammar(self, schema: Mapping[str, Any] | None) -> Grammar | None:
+    async def _grammar(
+        self, schema: Mapping[str, Any] | None, whitespace: str | None
+    ) -> Grammar | None:
         """Compile the grammar of a schema off the event loop.
 
         Raises RequestError or QueueFullError.
@@ -144,7 +142,7 @@ class Service:
         if schema is None:
             return None
         text = await asyncio.to_thread(self.grammars.text_of, schema)
-        return await asyncio.wrap_future(self.grammars.compile(text))
+        return await asyncio.wrap_future(self.grammars.compile(text, whitespace))
 
     @contextmanager
     def _rejections_counted(self, body: GenerationRequest) -> Iterator[None]:
@@ -187,13 +185,14 @@ class Reservation:
         rope = body.rope.request() if body.rope is not None else RopeRequest()
         max_tokens = body.asked_max_tokens
         if max_tokens is None:
-            max_tokens = deployment.open_max_tokens(rope, len(prompt), self.service.max_len)
+            max_tokens = deployment.open_max_tokens(rope, len(prompt))
+        # Placed first, so that a prompt which is too long is refused for its length.
+        placement = deployment.place(rope, len(prompt), max_tokens)
         if (body.min_tokens or 0) > max_tokens:
             raise RequestError(
                 f"`min_tokens` must be <= `max_tokens` ({max_tokens}). Given: {body.min_tokens}",
                 param="min_tokens",
             )
-        placement = deployment.place(rope, len(prompt), max_tokens)
         return [
             Request(
                 f"{body.id_prefix}-{uuid.uuid4().hex}",

@@ -98,13 +98,14 @@ class DeploymentSettings(Section):
     )
     allowed_rope_types: Names | None = setting(
         None,
-        f"Methods that a request may ask for: {', '.join(ROPE_TYPES)}. Default: all that the model "
-        "supports.",
+        f"Methods that a request may ask for: {', '.join(ROPE_TYPES)}. The deployment's own method "
+        "must be one of them. Default: all that the model supports.",
         unit="names",
     )
     max_rope_factor: float | None = setting(
         None,
-        "Largest factor that a request may ask for. Default: the factor of the longest tier.",
+        "Largest factor that a request may ask for, at most that of the longest tier. Default: the "
+        "factor of the longest tier.",
         unit="factor",
         ge=1,
         allow_inf_nan=False,
@@ -119,7 +120,8 @@ class DeploymentSettings(Section):
     answer_reserve_tokens: int | None = setting(
         None,
         "Room for the answer to a chat request without max_tokens. Its tier covers the prompt"
-        " and this many tokens. Default: an eighth of the trained length.",
+        " and this many tokens. Default: an eighth of the trained length, and a quarter of what "
+        "the next tier would leave.",
         unit="tokens",
         ge=1,
     )

@@ -85,7 +85,13 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
     bounds = settings.context_buckets
     if bounds is None:
         bounds = default_context_buckets(facts.native.native_len, config.max_model_len)
-    return ServingPlan(deployments, config, bounds, facts.token_bytes, memory)
+    return ServingPlan(
+        tuple(each.within_cache(capacity) for each in deployments),
+        config,
+        bounds,
+        facts.token_bytes,
+        memory,
+    )
 
 
 def profiles_of(deployments: Iterable[Deployment]) -> tuple[Profile, ...]:
@@ -97,15 +103,20 @@ def describe(plan: ServingPlan) -> list[str]:
     """Return the lines that an operator should read before the first request."""
     lines = []
     for deployment in plan.deployments:
-        longest = min(deployment.max_len, plan.capacity)
-        limited = " (what the KV cache holds)" if longest < deployment.max_len else ""
+        limited = ""
+        if deployment.is_cache_limited:
+            limited = " (what the KV cache holds)"
+        elif deployment.max_len < deployment.own_tiers[-1].ceiling:
+            limited = " (max_model_len)"
         tiers = " ".join(f"{tier.ceiling}:{tier.factor:g}x" for tier in deployment.own_tiers)
         lines += [
             f"  deployment       {deployment.name}",
             f"    native length  {deployment.native_len} tokens",
             f"    scaling        {deployment.rope_type}, {deployment.policy}",
             f"    tiers          {tiers}",
-            f"    longest        {longest} tokens{limited}",
+            f"    longest        {deployment.max_len} tokens{limited}",
+            f"    requests       {_may_ask(deployment)}",
+            f"    reserve        {_reserve(deployment)}",
         ]
     pages = f"{plan.config.num_pages} pages of {plan.config.page_size}"
     size = size_text(plan.cache_bytes)
@@ -113,6 +124,22 @@ def describe(plan: ServingPlan) -> list[str]:
     if plan.memory is not None:
         lines.append(f"    beside it      {_taken(plan.memory)}")
     return lines
+
+
+def _may_ask(deployment: Deployment) -> str:
+    """Describe what the `rope` object of a request may name."""
+    methods = ", ".join(sorted(deployment.tiers))
+    if deployment.serves_default_within_native:
+        methods += f", default (up to {deployment.native_len} tokens)"
+    policies = "any policy" if deployment.overridable else f"policy {deployment.policy} only"
+    return f"may name {methods}; factors up to {deployment.max_rope_factor:g}; {policies}"
+
+
+def _reserve(deployment: Deployment) -> str:
+    """Describe the reserve of an answer without max_tokens."""
+    reserve = deployment.reserve
+    share = ", and a quarter of what the next tier would leave" if reserve.has_share else ""
+    return f"{reserve.num_tokens} tokens{share}, for a chat without max_tokens"
 
 
 def size_text(num_bytes: int) -> str:

@@ -128,7 +128,7 @@ def test_what_may_not_be_asked_is_refused_by_field(
 
 def test_the_operator_narrows_what_may_be_asked() -> None:
     """The operator limits the rope types and the factor."""
-    deployment = plain(allowed_rope_types=["linear"], max_rope_factor=2.0)
+    deployment = plain(allowed_rope_types=["yarn", "linear"], max_rope_factor=2.0)
     assert set(deployment.tiers) == {"yarn", "linear"}
     with pytest.raises(RequestError, match="between 1 and 2"):
         deployment.place(RopeRequest(factor=4.0), 3, 2)
@@ -245,3 +245,65 @@ def test_stated_length_moves_the_tiers() -> None:
     block = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     deployment = plain(rope_scaling=block)
     assert [tier.ceiling for tier in deployment.own_tiers] == [128, 256, 512]
+
+
+def test_a_request_beyond_the_cache_is_beyond_the_context() -> None:
+    """The error has the code, the numbers and the hint of any request that is too long."""
+    deployment = plain().within_cache(512)
+    assert (deployment.max_len, plain().within_cache(2048)) == (512, plain())
+    assert deployment.place(RopeRequest(), 512, 1).tier.factor == 2
+    with pytest.raises(ContextLengthError) as caught:
+        deployment.place(RopeRequest(), 500, 100)
+    assert caught.value.code == "context_length_exceeded"
+    assert (caught.value.details["n_prompt_tokens"], caught.value.details["n_ctx"]) == (500, 512)
+    told = str(caught.value)
+    assert "maximum context length is 512 tokens (what the KV cache holds)" in told
+    assert told.endswith("configured with a larger KV cache. max_tokens may be at most 13.")
+    deployment.place(RopeRequest(), 500, 13)
+    with pytest.raises(ContextLengthError, match=r"256 tokens \(the requested factor 1\)"):
+        deployment.place(RopeRequest(policy="fixed", factor=1), 300, 1)
+
+
+def test_what_a_short_answer_reports_can_be_asked_for() -> None:
+    """Short answers report `default`, so a request may name it, but within L only."""
+    for policy in ("pinned", "grow", "grow-exact", "fixed"):
+        deployment = plain(allowed_rope_types=["yarn"], policy=policy)
+        asked = RopeRequest(rope_type="default")
+        reported = deployment.place(asked, 250, 7)
+        assert reported.tier == deployment.place(RopeRequest(policy="pinned"), 250, 7).tier
+        with pytest.raises(
+            RequestError, match=r"within the native length \(256 tokens\) only"
+        ) as no:
+            deployment.place(asked, 250, 8)
+        assert no.value.param == "rope.rope_type"
+        assert "is 257 positions. Beyond, the field must be one of yarn." in str(no.value)
+        assert deployment.open_max_tokens(asked, 250) == 7
+        with pytest.raises(ContextLengthError, match="context length is 1024 tokens"):
+            deployment.place(asked, 1024, 2)
+    block = {**YARN_BLOCK, "factor": 8.0}
+    with pytest.raises(RequestError, match=r"must be one of yarn\. Given: default"):
+        scaled(rope_scaling=block, policy="fixed").place(RopeRequest(rope_type="default"), 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"allowed_rope_types": ["default", "linear"]},
+            "^allowed_rope_types: must contain yarn, the method of the deployment m; got ",
+        ),
+        ({"allowed_rope_types": []}, "must contain yarn, .*; got nothing"),
+        (
+            {"max_rope_factor": 4.5},
+            "^max_rope_factor: must be <= 4, the factor of the longest tier of the deployment m; "
+            "got 4.5",
+        ),
+        ({"max_rope_factor": 3, "multiples": [1, 2]}, "must be <= 2"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    """The sentence names the deployment, of which there may be several."""
+    with pytest.raises(RopeConfigError, match=message):
+        plain(**options)

@@ -160,8 +160,8 @@ def test_what_is_too_long_is_told_what_would_fit(
     assert f"A rope factor of {fits:g} " in body["message"]
 
 
-def test_what_the_cache_cannot_hold_is_refused_by_its_name() -> None:
-    """The longest tier could hold the prompt, but the cache is smaller."""
+def test_what_the_cache_cannot_hold_is_longer_than_the_context() -> None:
+    """The longest tier could hold the prompt, but max_model_len is what the cache holds."""
     with running_server("--kv-cache-tokens", "512") as small:
         assert "512 tokens (what the KV cache holds)" in small.banner
         answer = httpx.post(
@@ -169,8 +169,20 @@ def test_what_the_cache_cannot_hold_is_refused_by_its_name() -> None:
         )
         assert answer.status_code == 400
         error = answer.json()["error"]
-        assert error["code"] == "kv_cache_exceeded"
-        assert "needs 513 positions, the KV cache holds 512" in error["message"]
+        assert error["code"] == "context_length_exceeded"
+        assert (error["n_prompt_tokens"], error["n_ctx"], error["max_tokens"]) == (513, 512, 1)
+        assert "context length is 512 tokens (what the KV cache holds)" in error["message"]
+        chat = {"messages": [{"role": "user", "content": "a " * 200}], "max_tokens": 500}
+        error = httpx.post(f"{small.url}/v1/chat/completions", json=chat).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+        most = 512 - error["n_prompt_tokens"] + 1
+        assert error["message"].endswith(f" max_tokens may be at most {most}.")
+        # A prompt that is too long is refused for its length, whatever else would not fit then.
+        chat = {"messages": [{"role": "user", "content": "a " * 600}], "min_tokens": 5}
+        error = httpx.post(f"{small.url}/v1/chat/completions", json=chat).json()["error"]
+        assert (error["code"], error["n_ctx"]) == ("context_length_exceeded", 512)
+        page = httpx.get(f"{small.url}/metrics").text
+        assert 'rejected_total{reason="context_length_exceeded"} 3.0' in page
         assert httpx.get(f"{small.url}/v1/models").json()["data"][0]["max_model_len"] == 512
         fits = httpx.post(
             f"{small.url}/v1/completions", json={"prompt": [5] * 512, "max_tokens": 1}, timeout=30
