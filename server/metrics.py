@@ -106,7 +106,7 @@ class Metrics(Observer):
         )
         self._next_token = by_context(
             "inter_token_latency_seconds",
-            "From one token to the next, by the sequence's length at that step.",
+            "From one token to the next, by the sequence's length with the token just made.",
             _NEXT_TOKEN_SECONDS,
         )
         self._end_to_end = by_context(

@@ -1,5 +1,6 @@
 """The growing answer of one request: text, reported logprobs and finish reason."""
 
+from collections import deque
 from collections.abc import Sequence
 
 from model_runtime.request import FinishReason, Output, Request, TokenLogprob
@@ -21,6 +22,9 @@ class Answer:
         wanted = request.sampling.prompt_logprobs is not None
         self._prompt_logprobs: list[TokenLogprob | None] = [None] if wanted else []
         self._num_generated = 0
+        self._num_sent = 0  # characters
+        # Logprobs that wait for their token's text, each with the character that it begins at.
+        self._held: deque[tuple[int, TokenLogprob]] = deque()
 
     def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
         """Add the logprobs of a prefill chunk; the next output contains them."""
@@ -36,6 +40,7 @@ class Answer:
         """Return the last output of an answer that is complete without an end token."""
         return Output(
             text=self._detokenizer.flush(),
+            logprobs=self._take_held(),
             prompt_logprobs=self._take_prompt_logprobs(),
             finish_reason=FinishReason.STOP,
         )
@@ -47,21 +52,41 @@ class Answer:
         self._num_generated += 1
         may_stop = self._num_generated >= self._params.min_tokens
         is_end = may_stop and token_id in self.end_ids
+        if logprob is not None:
+            self._held.append((self._detokenizer.num_decoded, logprob))
         text = "" if is_end else self._detokenizer.push(token_id, may_stop=may_stop)
+        is_stopped = self._detokenizer.is_stopped
         reason: FinishReason | None = None
-        if is_end or is_complete or self._detokenizer.is_stopped:
+        if is_end or is_complete or is_stopped:
             reason = FinishReason.STOP
         elif self._num_generated == self._params.max_tokens:
             reason = FinishReason.LENGTH
-        if reason is not None and not self._detokenizer.is_stopped:
+        if reason is not None and not is_stopped:
             text += self._detokenizer.flush()
+        self._num_sent += len(text)
+        # Without stop strings no text is taken back, so no logprob has to wait for it.
+        is_settled = not self._params.stop or (reason is not None and not is_stopped)
         return Output(
             text=text,
             token_ids=(token_id,),
-            logprobs=() if logprob is None else (logprob,),
+            logprobs=self._take_held() if is_settled else self._take_sent(),
+            cut_logprobs=self._take_held() if is_stopped else (),
             prompt_logprobs=self._take_prompt_logprobs(),
             finish_reason=reason,
         )
+
+    def _take_sent(self) -> tuple[TokenLogprob, ...]:
+        """Return the held logprobs of tokens whose text has begun to be sent."""
+        taken = []
+        while self._held and self._held[0][0] < self._num_sent:
+            taken.append(self._held.popleft()[1])
+        return tuple(taken)
+
+    def _take_held(self) -> tuple[TokenLogprob, ...]:
+        """Return all held logprobs."""
+        taken = tuple(logprob for _, logprob in self._held)
+        self._held.clear()
+        return taken
 
     def _take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
         taken, self._prompt_logprobs = tuple(self._prompt_logprobs), []

@@ -18,6 +18,7 @@ class Detokenizer:
             self._stream.push(token_id)
         self._stop = stop
         self._held = ""  # decoded text that may begin a stop string
+        self.num_decoded = 0  # characters of the answer so far, held ones included
         self.is_stopped = False
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
@@ -25,7 +26,9 @@ class Detokenizer:
 
         If `may_stop` is False (before min_tokens), then all text is safe to send.
         """
-        self._held += self._stream.push(token_id)
+        decoded = self._stream.push(token_id)
+        self.num_decoded += len(decoded)
+        self._held += decoded
         if not may_stop or not self._stop:
             return self.flush()
         found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]

@@ -23,6 +23,7 @@ from model_runtime.errors import GrammarError, QueueFullError, RequestError
 from model_runtime.text.grammar_trial import matcher_of, problem_of
 from model_runtime.text.schema_keywords import refuse_unsupported
 from model_runtime.text.tokenizer import Tokenizer
+from model_runtime.text.whitespace import ONE_SPACE
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}  # for response_format `json_object`
 _TRIAL = Path(__file__).with_name("grammar_trial.py")
@@ -106,15 +107,24 @@ def _faults() -> Iterator[None]:
 class GrammarCompiler:
     """A compiler of schemas to grammars over one tokenizer. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, max_bytes: int = 65_536, seconds: float = 5.0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_bytes: int = 65_536,
+        seconds: float = 5.0,
+        whitespace: str = ONE_SPACE,
+    ) -> None:
+        """Take the limits of a schema, and the whitespace of requests that ask for no other."""
         self._tokenizer = tokenizer
+        self._whitespace = whitespace
         self._max_bytes = max_bytes
         self._seconds = seconds
         self._pool = ThreadPoolExecutor(_NUM_COMPILERS, "grammar")
         self._vocabulary: LLTokenizer | None = None  # built at first use; may take a second
         self._vocabulary_lock = threading.Lock()
         self._lock = threading.Lock()  # guards the two below; held only for short times
-        self._kept: OrderedDict[str, Grammar] = OrderedDict()  # the most recently used is last
+        # By schema and whitespace; the most recently used is last.
+        self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
         self._num_waiting = 0
 
     def text_of(self, schema: Mapping[str, Any]) -> str:
@@ -132,21 +142,23 @@ class GrammarCompiler:
         refuse_unsupported(schema)
         return text
 
-    def compile(self, text: str) -> Future[Grammar]:
+    def compile(self, text: str, whitespace: str | None = None) -> Future[Grammar]:
         """Compile the text from `text_of`; the future may raise RequestError.
 
-        Raises QueueFullError if too many schemas wait.
+        `whitespace` is a checked pattern; None: the compiler's own. Raises QueueFullError if too
+        many schemas wait.
         """
+        key = text, self._whitespace if whitespace is None else whitespace
         with self._lock:
-            if text in self._kept:
-                self._kept.move_to_end(text)
+            if key in self._kept:
+                self._kept.move_to_end(key)
                 done: Future[Grammar] = Future()
-                done.set_result(self._kept[text])
+                done.set_result(self._kept[key])
                 return done
             if self._num_waiting >= _MAX_WAITING:
                 raise QueueFullError(f"{_MAX_WAITING} schemas wait to be compiled; at most so many")
             self._num_waiting += 1
-        compiling = self._pool.submit(self._compile, text)
+        compiling = self._pool.submit(self._compile, *key)
         compiling.add_done_callback(self._count_done)
         return compiling
 
@@ -154,22 +166,27 @@ class GrammarCompiler:
         with self._lock:
             self._num_waiting -= 1
 
-    def _compile(self, text: str) -> Grammar:
-        self._try(text)
+    def _compile(self, text: str, whitespace: str) -> Grammar:
+        self._try(text, whitespace)
         vocabulary = self._own_vocabulary()
-        matcher = matcher_of(text, vocabulary)
+        matcher = matcher_of(text, whitespace, vocabulary)
         if problem := problem_of(matcher):
             raise _refused(problem)
         grammar = Grammar(matcher, vocabulary.eos_token)
         with self._lock:
-            self._kept[text] = grammar
+            self._kept[text, whitespace] = grammar
             while len(self._kept) > _NUM_KEPT:
                 self._kept.popitem(last=False)
         return grammar
 
-    def _try(self, text: str) -> None:
+    def _try(self, text: str, whitespace: str) -> None:
         """Compile in a separate process with a time limit. Raises RequestError."""
-        asked = {"schema": text, "seconds": self._seconds, "max_bytes": _MAX_TRIAL_BYTES}
+        asked = {
+            "schema": text,
+            "whitespace": whitespace,
+            "seconds": self._seconds,
+            "max_bytes": _MAX_TRIAL_BYTES,
+        }
         try:
             ended = subprocess.run(  # noqa: S603  # our own file, in this interpreter
                 [sys.executable, "-P", str(_TRIAL)],

@@ -4,8 +4,9 @@ Compilation is one call into a library. In the server, nothing could stop a sche
 gigabytes or the whole stack. In this process, the kernel stops it, even if the server has died.
 The file imports no module of this project, so the process starts in about 70 ms.
 
-Standard input: a JSON object of `schema` (text), `seconds` and `max_bytes`. Standard output: the
-problem of the schema, empty if it is valid. An exit code other than 0: it exceeded a limit.
+Standard input: a JSON object of `schema` (text), `whitespace` (a pattern), `seconds` and
+`max_bytes`. Standard output: the problem of the schema, empty if it is valid. An exit code other
+than 0: it exceeded a limit.
 """
 
 import json
@@ -34,16 +35,18 @@ _STACK_BYTES = 512 * 1024  # less than the stack of a server thread
 _LONGEST_PROBLEM = 300  # characters
 
 
-def matcher_of(schema: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """Compile a schema and compute its first mask; `problem_of` returns its problem, if any."""
+def matcher_of(schema: str, whitespace: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """Compile a schema and compute its first mask; `problem_of` returns its problem, if any.
+
+    `whitespace` is a pattern of the whitespace in one place (`whitespace.py`).
+    """
     grammar = LLMatcher.grammar_from_json_schema(
         schema,
         # Applied after the schema's own `x-guidance`, which therefore cannot weaken them.
         overrides={
             "item_separator": ",",
             "key_separator": ":",
-            # JSON's whitespace with a length limit, so that a model cannot repeat it forever.
-            "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}",
+            "whitespace_pattern": whitespace,
             "coerce_one_of": False,
             "lenient": False,
             # No \u: an escaped key could pass as an additional property.
@@ -65,9 +68,9 @@ def problem_of(matcher: LLMatcher) -> str:
     return " ".join(text.partition("\n<state>")[0].split())[:_LONGEST_PROBLEM]
 
 
-def _problem_of_schema(schema: str, tokenizer: LLTokenizer) -> str:
+def _problem_of_schema(schema: str, whitespace: str, tokenizer: LLTokenizer) -> str:
     try:
-        return problem_of(matcher_of(schema, tokenizer))
+        return problem_of(matcher_of(schema, whitespace, tokenizer))
     except ValueError as error:  # not a schema, or too deep
         return str(error)[:_LONGEST_PROBLEM]
 
@@ -104,7 +107,9 @@ def main() -> None:
     threading.stack_size(_STACK_BYTES)
     _limit(asked["seconds"], asked["max_bytes"])
     compiling = threading.Thread(
-        target=lambda: problems.append(_problem_of_schema(asked["schema"], tokenizer))
+        target=lambda: problems.append(
+            _problem_of_schema(asked["schema"], asked["whitespace"], tokenizer)
+        )
     )
     compiling.start()
     compiling.join()

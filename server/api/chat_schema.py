@@ -9,15 +9,12 @@ from model_runtime.request import MAX_LOGPROBS
 from server.api.generation_schema import (
     INT64,
     NEUTRAL,
-    Body,
     GenerationRequest,
     PromptProgressAnswer,
     RopeAnswer,
     Usage,
-    few,
-    is_none,
-    unusable,
 )
+from server.api.strict_body import Body, few, is_none, unusable
 
 Role = Literal["system", "developer", "user", "assistant"]
 

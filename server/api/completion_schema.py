@@ -10,15 +10,13 @@ from server.api.generation_schema import (
     INT64,
     MAX_N,
     NEUTRAL,
-    Body,
     GenerationRequest,
     PromptProgressAnswer,
     RopeAnswer,
     TokenId,
     Usage,
-    is_none,
-    unusable,
 )
+from server.api.strict_body import Body, is_none, unusable
 
 _MAX_PROMPTS = 1024
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default

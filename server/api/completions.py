@@ -122,7 +122,7 @@ class _CompletionAnswer(HttpAnswer[CompletionRequest]):
         prompt_ids = self.choices[index].request.prompt_ids if output.prompt_logprobs else ()
         entries = [
             *zip(prompt_ids, output.prompt_logprobs, strict=True),
-            *zip(output.token_ids, output.logprobs, strict=True),
+            *((scored.token_id, scored) for scored in output.logprobs),
         ]
         pieces = self._pieces.get(index)
         if pieces is None:
@@ -150,4 +150,6 @@ class _CompletionAnswer(HttpAnswer[CompletionRequest]):
 
 
 def _mean_logprob(output: Output) -> float:
-    return sum(entry.logprob for entry in output.logprobs) / len(output.logprobs)
+    """Return the mean over all generated tokens, those of a stop string included."""
+    generated = (*output.logprobs, *output.cut_logprobs)
+    return sum(entry.logprob for entry in generated) / len(generated)

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from fastapi import Response
 from pydantic import BaseModel
@@ -92,8 +92,13 @@ class HttpAnswer(ABC, Generic[BodyT]):
 
     def rope(self, index: int, output: Output) -> RopeAnswer:
         """Return the scaling applied to one choice so far."""
-        placement = self.choices[index].request.placement
-        return RopeAnswer.of(placement, output.tier or placement.tier, output.num_rescales)
+        request = self.choices[index].request
+        placement = request.placement
+        tier = output.tier or placement.tier
+        ended_by: Literal["tier", "max_model_len"] | None = None
+        if self.body.asked_max_tokens is None and output.finish_reason is FinishReason.LENGTH:
+            ended_by = "tier" if request.num_positions >= tier.ceiling else "max_model_len"
+        return RopeAnswer.of(placement, tier, output.num_rescales, ended_by)
 
     async def whole(self) -> Response:
         """Return the whole answer at once, in the order of the prompts."""
@@ -218,6 +223,7 @@ def _joined(outputs: Sequence[Output]) -> Output:
         text="".join(each.text for each in outputs),
         token_ids=tuple(token_id for each in outputs for token_id in each.token_ids),
         logprobs=tuple(entry for each in outputs for entry in each.logprobs),
+        cut_logprobs=last.cut_logprobs,
         prompt_logprobs=tuple(entry for each in outputs for entry in each.prompt_logprobs),
         finish_reason=last.finish_reason,
         tier=last.tier,

@@ -1,74 +1,19 @@
-"""Shared parts of all bodies: strictness, the fields of generating requests, usage and rope.
+"""Shared parts of the bodies that generate: their fields, usage and rope."""
 
-The bodies are strict: a number in quotes is not a number. NaN and Infinity are refused everywhere.
-A field is used or refused, never ignored.
-"""
-
-import difflib
 import secrets
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from model_runtime.deployment import Placement, RopeRequest
 from model_runtime.request import PromptProgress, SamplingParams
-from model_runtime.text.grammar import ANY_OBJECT
 from rope import Tier
+from server.api.strict_body import Body, few, is_none, unusable
+from server.api.structured_schema import ResponseFormat, StructuredOutputs
 
 INT64 = 2**63 - 1
-_MAX_NAME = 64  # characters of an unknown field's name in the error message
-
-
-def unusable(param: str, problem: str) -> PydanticCustomError:
-    """Build an error of one field that only a check of the whole body can find."""
-    # A client's name may be invalid Unicode, which pydantic cannot store.
-    told = param.encode("utf-8", "backslashreplace").decode()
-    return PydanticCustomError("unusable", problem, {"param": told})
-
-
-class Body(BaseModel):
-    """A strict, frozen JSON object."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-    # OpenAI's fields that are accepted only with values that have no effect.
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_unknown_field_is_enough(cls, value: Any) -> Any:
-        """Report the first one only: an error for each of a million would block the event loop."""
-        if isinstance(value, dict):
-            known = {field.alias or name for name, field in cls.model_fields.items()}
-            unknown = next((name for name in value if name not in known), None)
-            if unknown is not None:
-                name = str(unknown)[:_MAX_NAME]
-                meant = "".join(difflib.get_close_matches(name, known, 1))
-                hint = f"; `{meant}` is one" if meant else ""
-                raise unusable(name, f"is not a field of this body, remove it{hint}")
-        return value
-
-    @model_validator(mode="after")
-    def _only_neutral_values(self) -> Self:
-        for name, values in self.neutral.items():
-            if getattr(self, name) not in values:
-                raise unusable(name, "is not supported, remove it")
-        return self
-
-
-def few(most: int) -> BeforeValidator:
-    """Build a validator that refuses an object of more than `most` fields unread."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > most:
-            raise PydanticCustomError(
-                "too_many", "must have at most {most} entries", {"most": most, "given": len(value)}
-            )
-        return value
-
-    return BeforeValidator(check)
 
 
 class RopeField(Body):
@@ -81,35 +26,6 @@ class RopeField(Body):
     def request(self) -> RopeRequest:
         """Return it in the runtime's format."""
         return RopeRequest(self.rope_type, self.factor, self.policy)
-
-
-class JsonSchemaField(Body):
-    """OpenAI's `json_schema`. Name and description change nothing; every schema is strict here."""
-
-    name: str = Field(min_length=1, max_length=64)
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-    description: str | None = Field(None, max_length=4096)
-
-
-class ResponseFormat(Body):
-    """OpenAI's `response_format`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaField | None = None
-
-    @model_validator(mode="after")
-    def _refuse_half(self) -> Self:
-        if (self.json_schema is None) == (self.type == "json_schema"):
-            raise unusable("json_schema", "belongs to `type` json_schema")
-        return self
-
-    @property
-    def schema_asked(self) -> Mapping[str, Any] | None:
-        """Return the schema that the answer has to satisfy, or None."""
-        if self.json_schema is not None:
-            return self.json_schema.schema_
-        return ANY_OBJECT if self.type == "json_object" else None
 
 
 class StreamOptions(Body):
@@ -126,12 +42,6 @@ TokenIdKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,17})$")]  # JSON's k
 StopString = Annotated[str, Field(min_length=1, max_length=4096)]
 # The schema's bounds are those of the settings; the allowed values are the operator's settings.
 MAX_N = 128
-
-
-def is_none(value: object) -> bool:
-    """Return whether a field has no value and is left out of the body."""
-    return value is None
-
 
 # Neutral in every generating request; a route adds its own.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -175,6 +85,7 @@ class GenerationRequest(Body):
     service_tier: str | None = None
     cache_salt: str | None = Field(None, max_length=128)
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     rope: RopeField | None = None
 
     @model_validator(mode="after")
@@ -184,6 +95,8 @@ class GenerationRequest(Body):
                 raise unusable(name, "needs `stream`: true")
         if self.ignore_eos and self.schema_asked is not None:
             raise unusable("ignore_eos", "and `response_format` contradict")
+        if self.structured_outputs is not None and self.schema_asked is None:
+            raise unusable("structured_outputs", "needs a `response_format` of JSON")
         return self
 
     @property
@@ -225,6 +138,12 @@ class GenerationRequest(Body):
     def schema_asked(self) -> Mapping[str, Any] | None:
         """Return the JSON schema that each answer has to satisfy; None: any text is valid."""
         return None if self.response_format is None else self.response_format.schema_asked
+
+    @property
+    def whitespace_asked(self) -> str | None:
+        """Return the whitespace pattern of structured answers; None: the server's own."""
+        given = self.structured_outputs
+        return None if given is None else given.whitespace_asked
 
     @property
     def includes_usage(self) -> bool:
@@ -280,9 +199,17 @@ class RopeAnswer(Body):
     original_max_position_embeddings: int
     policy: str
     rescaled: int  # how often the table changed while the request ran
+    # Of an answer without max_tokens that had no more room.
+    ended_by: Literal["tier", "max_model_len"] | None = Field(None, exclude_if=is_none)
 
     @classmethod
-    def of(cls, placement: Placement, tier: Tier, num_rescales: int) -> Self:
+    def of(
+        cls,
+        placement: Placement,
+        tier: Tier,
+        num_rescales: int,
+        ended_by: Literal["tier", "max_model_len"] | None = None,
+    ) -> Self:
         """Build it from the decisions at admission and the tier in force now."""
         return cls(
             rope_type=tier.profile.scaling.rope_type,
@@ -291,6 +218,7 @@ class RopeAnswer(Body):
             original_max_position_embeddings=placement.original_len,
             policy=placement.policy,
             rescaled=num_rescales,
+            ended_by=ended_by,
         )
 
 

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from server.api.generation_schema import Body, TokenId
+from server.api.generation_schema import TokenId
+from server.api.strict_body import Body
 
 
 class Model(Body):

@@ -1,8 +1,12 @@
 """Settings for requests to the port: HTTP, access, request limits and grammars."""
 
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from model_runtime.request import MAX_LOGPROBS
+from model_runtime.text.whitespace import ONE_SPACE, checked_whitespace
 from server.settings.fields import (
     MAX_CONTEXT_BUCKETS,
     Integers,
@@ -156,4 +160,10 @@ class GrammarSettings(Section):
         ge=0.1,
         le=600,
         allow_inf_nan=False,
+    )
+    whitespace_pattern: Annotated[str, AfterValidator(checked_whitespace)] = setting(
+        ONE_SPACE,
+        "Whitespace that a structured answer may contain in one place, as a regular expression of "
+        "spaces, tabs and line breaks. Empty: none. A request may set another.",
+        unit="pattern",
     )

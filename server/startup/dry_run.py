@@ -8,6 +8,7 @@ from model_runtime.loading.checkpoint import EMBEDDED_MODEL, expected_products
 from model_runtime.loading.model_config import ModelConfig, read_model_config
 from model_runtime.loading.pretrained import load_tokenizer
 from server.settings.load import ServeSettings, SettingsError
+from server.startup.limit_lines import limit_lines
 from server.startup.load_service import chat_template_of, computing_line
 from server.startup.serving_plan import ModelFacts, ServingPlan, describe, plan_serving, size_text
 
@@ -72,6 +73,7 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         f"  model            {settings.model or 'the embedded one'}: {outline.architecture}, "
         f"{outline.device}, {dtype}",
         *describe(plan),
+        *limit_lines(settings),
         computing_line(
             expected_products(outline.device, outline.dtype), outline.device, "the self-check tells"
         ),

@@ -13,6 +13,7 @@ from server.errors import rejection_reasons
 from server.metrics import MetricFactory, Metrics
 from server.middleware.http_metrics import HttpMetrics
 from server.settings.load import ServeSettings, SettingsError
+from server.startup.limit_lines import limit_lines
 from server.startup.load_model import load_model
 from server.startup.model_facts import facts_of
 from server.startup.serving_plan import ServingPlan, describe, plan_serving, profiles_of
@@ -40,10 +41,13 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
         max_len=plan.config.max_model_len,
         chat_template=chat_template,
         grammars=GrammarCompiler(
-            checkpoint.tokenizer, settings.max_schema_bytes, settings.grammar_compile_seconds
+            checkpoint.tokenizer,
+            settings.max_schema_bytes,
+            settings.grammar_compile_seconds,
+            settings.whitespace_pattern,
         ),
     )
-    return service, _banner(checkpoint, plan)
+    return service, _banner(checkpoint, plan, settings)
 
 
 def chat_template_of(settings: ServeSettings, tokenizer: Tokenizer) -> ChatTemplate:
@@ -83,7 +87,7 @@ def _metrics(factory: MetricFactory, plan: ServingPlan) -> Metrics:
     return Metrics(factory, plan.context_bounds, plan.config, applicable, rejection_reasons())
 
 
-def _banner(checkpoint: Checkpoint, plan: ServingPlan) -> str:
+def _banner(checkpoint: Checkpoint, plan: ServingPlan, settings: ServeSettings) -> str:
     """Return the banner, with the facts an operator needs before the first request."""
     exact = "to the bit" if checkpoint.report.bitwise else "within rounding"
     bits = "same in any batch" if checkpoint.report.bitwise else "depend on the batch"
@@ -94,6 +98,7 @@ def _banner(checkpoint: Checkpoint, plan: ServingPlan) -> str:
         [
             f"  model            {type(checkpoint.model).__name__}, {where}",
             *describe(plan),
+            *limit_lines(settings),
             computing_line(checkpoint.products, checkpoint.device, bits),
             f"  self-check       passed; answers are the same in any batch {exact}",
         ]

@@ -307,7 +307,7 @@ def test_a_schema_is_compiled_once(
     with monkeypatch.context() as patched:
         patched.setattr(compiler, "_pool", None)
         assert compiled(compiler, {"const": "kept"}) is kept
-    monkeypatch.setattr(compiler, "_try", lambda _: None)
+    monkeypatch.setattr(compiler, "_try", lambda *_: None)
     _fill(compiler, range(grammar_module._NUM_KEPT))
     assert len(compiler._kept) == grammar_module._NUM_KEPT
     assert compiled(compiler, {"const": "kept"}) is not kept

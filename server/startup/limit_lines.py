@@ -1,0 +1,41 @@
+"""The banner's lines about access and limits, which hold for all deployments."""
+
+from server.settings.load import ServeSettings
+from server.settings.request_sections import GrammarSettings, LimitSettings
+
+# Beside the sections of limits: what fills the queue, and what a chat may set.
+_NAMES = (
+    *("max_num_seqs", "max_queued_requests", "max_queued_prompt_tokens"),
+    *LimitSettings.model_fields,
+    *GrammarSettings.model_fields,
+    "allowed_chat_template_kwargs",
+)
+
+
+def limit_lines(settings: ServeSettings) -> list[str]:
+    """Return who may ask, and the limits that differ from their defaults."""
+    changed = [
+        f"{name} {_text(getattr(settings, name))}"
+        for name in _NAMES
+        if getattr(settings, name) != ServeSettings.model_fields[name].default
+    ]
+    return [
+        f"  access           {_access(settings)}",
+        f"  limits           {'; '.join(changed) or 'all at their defaults'}",
+    ]
+
+
+def _access(settings: ServeSettings) -> str:
+    """Describe keys and origins. The keys themselves are secrets."""
+    with_key = bool(settings.api_key) or settings.api_key_file is not None
+    who = "clients with a key" if with_key else "every client that reaches the port, without a key"
+    if with_key and settings.open_metrics:
+        who += " (/metrics without)"
+    origins = ", ".join(settings.allowed_origins)
+    return f"{who}; web pages of {origins}" if origins else who
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value) or "none"
+    return repr(value) if isinstance(value, str) else str(value)
