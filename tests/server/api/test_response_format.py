@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import re
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ import openai
 import pydantic
 import pytest
 
-from server.settings.load import load_settings
+from server.settings.load import SettingsError, load_settings
 from server.startup.load_service import load_service
 from tests.processes import Server
 from tests.schemas import HOSTILE
@@ -147,6 +148,24 @@ def test_parse_returns_the_model(openai_client: openai.OpenAI) -> None:
         ({"response_format": asked({"uniqueItems": True})}, "response_format", "'uniqueItems'"),
         ({"response_format": asked({"title": "é" * 40_000})}, "response_format", "Given: 80013"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "contra"),
+        ({"structured_outputs": {}}, "structured_outputs", "needs a `response_format` of JSON"),
+        (
+            {
+                "response_format": {"type": "json_object"},
+                "structured_outputs": {"whitespace_pattern": ".*"},
+            },
+            "structured_outputs.whitespace_pattern",
+            "may hold spaces",
+        ),
+        (
+            {
+                "response_format": {"type": "json_object"},
+                "structured_outputs": {"whitespace_pattern": "", "disable_any_whitespace": False},
+            },
+            "structured_outputs.disable_any_whitespace",
+            "exclude each other",
+        ),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs.json", "is not a field"),
     ],
 )
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
@@ -160,6 +179,34 @@ def test_what_cannot_be_done_is_refused_by_name(
     error = answer.json()["error"]
     assert error["param"] == param
     assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("asked_whitespace", "widest"),
+    [
+        (None, 1),
+        ({"disable_any_whitespace": True}, 0),
+        ({"disable_any_whitespace": False}, 32),
+        ({"whitespace_pattern": r"\n? {0,2}"}, 3),
+    ],
+)
+def test_a_request_chooses_its_whitespace(
+    server: Server, asked_whitespace: dict[str, Any] | None, widest: int
+) -> None:
+    """Answers are compact by default, and vLLM's field allows more or less."""
+    wide = {"prompt": "\n  \n    ", "add_special_tokens": False}
+    tokens = httpx.post(f"{server.url}/tokenize", json=wide).json()["tokens"]
+    body: dict[str, Any] = {
+        "prompt": "import json", "max_tokens": 200, "temperature": 0,
+        "logit_bias": {str(token): 50 for token in tokens},
+        "response_format": asked({**SHORT, "properties": {"colour": {"const": 3}}}),
+    }  # fmt: skip
+    if asked_whitespace is not None:
+        body["structured_outputs"] = asked_whitespace
+    found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).json()["choices"][0]
+    assert (found["finish_reason"], json.loads(found["text"])) == ("stop", {"colour": 3})
+    lengths = [len(run) for run in re.findall(r"\s+", found["text"])]
+    assert max(lengths, default=0) == widest
 
 
 def test_text_is_any_text(server: Server) -> None:
@@ -194,9 +241,14 @@ def test_hostile_schemas_do_not_keep_others_waiting(server: Server) -> None:
 
 
 def test_the_limits_are_the_operators() -> None:
-    """Both settings of the operator reach the compiler."""
-    flags = {"max_schema_bytes": "100", "grammar_compile_seconds": "0.5"}
+    """All settings of the operator reach the compiler."""
+    flags = {
+        "max_schema_bytes": "100", "grammar_compile_seconds": "0.5", "whitespace_pattern": " {0,2}",
+    }  # fmt: skip
     service, _ = load_service(load_settings(flags))
     with pytest.raises(Exception, match="at most 100 bytes"):
         service.grammars.text_of({"title": "a" * 100})
     assert service.grammars._seconds == 0.5
+    assert service.grammars._whitespace == " {0,2}"
+    with pytest.raises(SettingsError, match=r"whitespace_pattern: may hold spaces.*got '\.\*'"):
+        load_settings({"whitespace_pattern": ".*"})

@@ -1,0 +1,100 @@
+"""The banner and `config check` tell who may ask for what."""
+
+from typing import Any
+
+import pytest
+
+from model_runtime.loading.checkpoint import Checkpoint
+from server.settings.load import SettingsError, load_settings
+from server.startup.dry_run import outlook_lines, outlook_of
+from server.startup.limit_lines import limit_lines
+from server.startup.serving_plan import ModelFacts, describe, plan_serving
+
+TWO = """[
+    {"name": "a", "allowed_rope_types": ["yarn", "linear"], "max_rope_factor": 2},
+    {"name": "b", "rope_policy": "fixed", "max_model_len": 500, "answer_reserve_tokens": 9}
+]"""
+
+
+def plan_lines(embedded: Checkpoint, **flags: str) -> list[str]:
+    """The banner's lines about the deployments."""
+    settings = load_settings({"kv_cache_tokens": "65536", **flags})
+    return describe(plan_serving(settings, ModelFacts(embedded.native, 8192, 0)))
+
+
+def test_each_deployment_tells_its_own_rules(embedded: Checkpoint) -> None:
+    """The default deployment reserves a share of the next tier."""
+    assert plan_lines(embedded)[4:7] == [
+        "    longest        2048 tokens",
+        "    requests       may name default, dynamic, linear, llama3, ntk, yarn; factors up to 8; "
+        "any policy",
+        "    reserve        32 tokens, and a quarter of what the next tier would leave, for a chat "
+        "without max_tokens",
+    ]
+    lines = "\n".join(plan_lines(embedded, deployments=TWO))
+    assert "may name linear, yarn, default (up to 256 tokens); factors up to 2; any policy" in lines
+    assert "    reserve        9 tokens, for a chat without max_tokens" in lines
+    assert "    longest        500 tokens (max_model_len)" in lines
+    small = plan_lines(embedded, kv_cache_tokens="512")
+    assert "    longest        512 tokens (what the KV cache holds)" in small
+
+
+def test_changed_limits_and_access_are_told_without_secrets() -> None:
+    """A key never appears in a banner, which ends up in logs."""
+    assert limit_lines(load_settings({})) == [
+        "  access           every client that reaches the port, without a key",
+        "  limits           all at their defaults",
+    ]
+    settings = load_settings(
+        {
+            "api_key": "secret-1,secret-2",
+            "open_metrics": True,
+            "allowed_origins": "https://a.example",
+            "max_prompt_chars": "500",
+            "max_queued_requests": "3",
+            "allowed_chat_template_kwargs": "",
+            "whitespace_pattern": " {0,2}",
+        }
+    )
+    assert limit_lines(settings) == [
+        "  access           clients with a key (/metrics without); web pages of https://a.example",
+        "  limits           max_queued_requests 3; max_prompt_chars 500; whitespace_pattern "
+        "' {0,2}'; allowed_chat_template_kwargs none",
+    ]
+    assert "secret" not in "".join(limit_lines(settings))
+
+
+def test_config_check_tells_the_same_as_serve() -> None:
+    """`config check` prints the lines before anything is loaded."""
+    settings = load_settings({"max_n": "2", "device": "cpu"})
+    lines = outlook_lines(settings, outlook_of(settings))
+    assert "  limits           max_n 2" in lines
+    assert any(line.startswith("    requests       may name default, ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"allowed_rope_types": "linear"},
+            "^allowed_rope_types: must contain yarn, the method of the deployment ropewalk-demo; "
+            "got linear$",
+        ),
+        (
+            {"max_rope_factor": "16"},
+            "^max_rope_factor: must be <= 8, the factor of the longest tier of the deployment "
+            "ropewalk-demo; got 16$",
+        ),
+        (
+            {"deployments": '[{"name": "a"}, {"name": "b", "max_rope_factor": 9}]'},
+            "^deployments: b: max_rope_factor: must be <= 8, the factor of the longest tier of the "
+            "deployment b; got 9$",
+        ),
+    ],
+)
+def test_contradictions_name_their_deployment(
+    embedded: Checkpoint, flags: dict[str, Any], message: str
+) -> None:
+    """Requests could otherwise name nothing, or less than the settings promise."""
+    with pytest.raises(SettingsError, match=message):
+        plan_lines(embedded, **flags)
