@@ -84,7 +84,7 @@ class Deployment:
     def serves_default_within_native(self) -> bool:
         """Return whether requests may name `default`, but within L only.
 
-        Every deployment whose first tier is the native table reports `default` in short answers. A
+        A deployment whose first tier is the native table reports `default` in short answers. A
         client may send that back, even if `allowed_rope_types` lacks it.
         """
         first = self.tiers[self.rope_type][0]

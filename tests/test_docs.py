@@ -19,6 +19,7 @@ from server.api.model_schema import (
     TokenizerInfo,
 )
 from server.api.service import Service
+from server.api.structured_schema import StructuredOutputs
 from server.app import create_app
 from server.settings.fields import Section
 from server.settings.load import load_settings
@@ -91,7 +92,7 @@ def test_every_field_and_error_code_is_documented() -> None:
     bodies = (
         *(CompletionRequest, ChatRequest, Message, RopeField, RopeAnswer, TokenLogprobs),
         *(PromptProgressAnswer, TokenizeRequest, TokenizeResponse, DetokenizeRequest),
-        *(DetokenizeResponse, TokenizerInfo),
+        *(DetokenizeResponse, TokenizerInfo, StructuredOutputs),
     )
     for model in bodies:
         for name in model.model_fields:

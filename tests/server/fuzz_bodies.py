@@ -14,8 +14,9 @@ from pydantic import BaseModel
 
 from server.api.chat_schema import ChatRequest, Message, TextPart
 from server.api.completion_schema import CompletionRequest
-from server.api.generation_schema import ResponseFormat, RopeField, StreamOptions
+from server.api.generation_schema import RopeField, StreamOptions
 from server.api.model_schema import DetokenizeRequest, TokenizeRequest
+from server.api.structured_schema import ResponseFormat, StructuredOutputs
 
 # path -> (model, a body that is answered at once)
 ROUTES: Mapping[str, tuple[type[BaseModel], Mapping[str, str]]] = {
@@ -32,6 +33,7 @@ INNER: Mapping[str, tuple[type[BaseModel], Mapping[str, str], str]] = {
     "rope": (RopeField, {"rope_type": '"yarn"'}, "{}"),
     "stream_options": (StreamOptions, {}, "{}"),
     "response_format": (ResponseFormat, {"type": '"text"'}, "{}"),
+    "structured_outputs": (StructuredOutputs, {"whitespace_pattern": '" ?"'}, "{}"),
     "messages": (Message, {"role": '"user"', "content": '"a"'}, "[{}]"),
     "content": (TextPart, {"type": '"text"', "text": '"a"'}, "[{}]"),
 }
