@@ -2,17 +2,28 @@
 
 numba keeps machine code beside the file of a function, and compiles again if that file changes. A
 kernel is inlined from several files, so here a change of any of them makes the code stale.
+
+The cache is an optimisation: a full disk, a read-only folder or a damaged file costs time, and a
+warning, but never a start.
 """
 
 import hashlib
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
+import structlog
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
 from numba.extending import _Intrinsic
+
+_COST = "each start compiles the kernels, which takes half a minute or more"
+_REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written and has 20 MB free"
+
+_log = structlog.get_logger(__name__)
+_told: set[str] = set()  # warnings of this process, because every kernel has the same problem
 
 SOURCES = sorted(path for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py")
 
@@ -49,8 +60,101 @@ def _described(thing: Any) -> str:
     raise TypeError(f"a kernel takes {thing!r} from around it, which has no name for the cache")
 
 
+def _warn_once(event: str, **facts: str) -> None:
+    if event not in _told:
+        _told.add(event)
+        _log.warning(event, **facts)
+
+
+class _DamagedError(Exception):
+    """A file of machine code that is not what its writer wrote."""
+
+
+class _KeptFiles(IndexDataCacheFile):  # type: ignore[misc]
+    """The files of one function: an index, and machine code under a seal for each signature.
+
+    The seal is a hash of code, key and fingerprint. A disk that fills up between the two writes
+    leaves a new index beside an old file of code. Without a seal, the next start would run it.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        """Write code, and the index if the key is new. Raises OSError."""
+        self._mark = self._mark_of(key)
+        super().save(key, data)
+
+    def load(self, key: Any) -> Any:
+        """Return what was saved, or None. Raises errors of any type for a damaged file."""
+        self._mark = self._mark_of(key)
+        return super().load(key)
+
+    def _mark_of(self, key: Any) -> bytes:
+        return repr((self._source_stamp, self._version, key)).encode()
+
+    def _seal(self, code: bytes) -> bytes:
+        return hashlib.sha256(self._mark + code).digest()
+
+    def _load_index(self) -> Any:
+        """Return the index. It is empty if its file is damaged, so that the next save renews it."""
+        try:
+            return super()._load_index()
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001  # unpickling raises any type
+            _warn_damaged(self._index_path, error)
+            return {}
+
+    def _save_data(self, name: str, data: Any) -> None:
+        code = self._dump(data)
+        with self._open_for_write(self._data_path(name)) as file:
+            file.write(code + self._seal(code))
+
+    def _load_data(self, name: str) -> Any:
+        kept = Path(self._data_path(name)).read_bytes()
+        size = len(kept) - hashlib.sha256().digest_size
+        if size < 0 or kept[size:] != self._seal(kept[:size]):
+            raise _DamagedError(f"{name} is not what was written")
+        return super()._load_data(name)  # unpickling ends before the seal
+
+
+def _warn_damaged(where: str, error: Exception) -> None:
+    _warn_once(
+        "kernel_cache_damaged",
+        where=where,
+        reason=f"{type(error).__name__}: {error}",
+        consequence="the kernel is compiled again",
+    )
+
+
 class KeptCode(FunctionCache):  # type: ignore[misc]
-    """numba's cache of a function, stale when any source of the kernels has changed."""
+    """numba's cache of a function, stale when any source of the kernels has changed.
+
+    A fault of the cache is a warning. The kernel is then compiled.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file = _KeptFiles(self.cache_path, self._impl.filename_base, _FINGERPRINT)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the kept code; None if there is none, or if it cannot be used."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:  # noqa: BLE001  # unpickling and LLVM raise any type
+            _warn_damaged(self.cache_path, error)
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep code for the next start, if the folder takes it."""
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _warn_once(
+                "kernels_not_kept",
+                folder=self.cache_path,
+                reason=str(error.strerror),
+                consequence=_COST,
+                remedy=_REMEDY,
+            )
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         """Return the key, with the function's own code for a function outside SOURCES.
@@ -60,11 +164,42 @@ class KeptCode(FunctionCache):  # type: ignore[misc]
         code = hashlib.sha256(self._py_func.__code__.co_code).hexdigest()
         return sig, codegen.magic_tuple(), code
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self._cache_file = IndexDataCacheFile(
-            self.cache_path, self._impl.filename_base, _FINGERPRINT
+
+def _cache_of(function: Callable[..., Any]) -> KeptCode | None:
+    """Return the function's cache; None if numba finds no folder that it can write."""
+    try:
+        made = KeptCode(function)
+    except RuntimeError as error:
+        # numba's words for this: "cannot cache function ...: no locator available for file ...".
+        if "locator" not in str(error):
+            raise
+        _warn_once(
+            "kernels_not_kept",
+            folder=numba.config.CACHE_DIR or "__pycache__",
+            reason="no folder can be written",
+            consequence=_COST,
+            remedy=_REMEDY,
         )
+        return None
+    wanted = numba.config.CACHE_DIR
+    if wanted and not Path(made.cache_path).is_relative_to(wanted):
+        _warn_once(
+            "kernel_cache_elsewhere",
+            NUMBA_CACHE_DIR=wanted,
+            reason=_why_not(Path(wanted)),
+            folder=made.cache_path,
+        )
+    return made
+
+
+def _why_not(folder: Path) -> str:
+    """Return why numba does not use a folder, in the system's words."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return str(error.strerror)
+    return "it could not be written"
 
 
 def jit(*, inline: bool = False, borrows: bool = False) -> Callable[[Function], Function]:
@@ -89,7 +224,9 @@ def jit(*, inline: bool = False, borrows: bool = False) -> Callable[[Function], 
             forceinline=inline,
             _nrt=not borrows,
         )(function)
-        made._cache = KeptCode(made.py_func)  # noqa: SLF001  # as its enable_caching does
+        kept = _cache_of(made.py_func)
+        if kept is not None:
+            made._cache = kept  # noqa: SLF001  # as its enable_caching does
         result: Function = made
         return result
 
