@@ -5,7 +5,6 @@ seconds, and `--help`, `bench` and a wrong setting do not need it.
 """
 # ruff: noqa: PLC0415
 
-import logging
 import os
 import socket
 import sys
@@ -16,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import structlog
 
 from model_runtime.errors import ModelError
 from server.bench.command import bench
 from server.evaluation.command import evaluate
+from server.log_lines import log_to_stderr
 from server.settings.flags import SettingsCommand, given, with_flags
 from server.settings.load import TRACEBACK_VARIABLE, ServeSettings, SettingsError, load_settings
 from server.settings.sections import SECTIONS, DeploymentSettings, ModelSettings, SourceSettings
@@ -33,6 +32,7 @@ _USAGE_ERROR, _DIED = 2, 1
 @click.version_option(own_version(), prog_name="ropewalk")
 def ropewalk() -> None:
     """Serve language models past their trained length, each request on the rotation that fits."""
+    log_to_stderr()
 
 
 ropewalk.add_command(bench)
@@ -49,7 +49,6 @@ def serve(**flags: Any) -> None:
     variable, named in brackets, and a key of the YAML file; MODEL is ROPEWALK_MODEL and `model`.
     Flags beat the environment, which beats the file.
     """
-    _log_to_stderr()
     with _sentences(), ExitStack() as stack:
         settings = load_settings(given(flags))
         from server.startup.gate import access_policy_of
@@ -130,7 +129,6 @@ def inspect(
     scaling. Loads weights for --heads only. Deployments come from the same flags, variables and
     file as in `serve`.
     """
-    _log_to_stderr()
     with _sentences():
         settings = load_settings(given(flags))
         from server.inspection.heads import heads_options
@@ -211,16 +209,3 @@ def _bound_socket(settings: ServeSettings) -> socket.socket:
             f"cannot listen on host {settings.host}, port {settings.port}: {error.strerror}"
         ) from error
     return listener
-
-
-def _log_to_stderr() -> None:
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )

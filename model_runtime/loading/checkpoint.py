@@ -29,6 +29,7 @@ from model_runtime.layers.probe import text_config
 from model_runtime.layers.way_trial import choose_way
 from model_runtime.loading.choose_forward import choose_forward
 from model_runtime.loading.load_faults import faults_of
+from model_runtime.loading.load_progress import logged_progress
 from model_runtime.loading.model_config import read_model_config
 from model_runtime.loading.patch_model import patch_model, read_native_rope
 from model_runtime.loading.pretrained import from_pretrained, load_tokenizer
@@ -159,14 +160,15 @@ def _leave_file(model: nn.Module) -> None:
 
 
 def _load_model(source: str | Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
-    model, info = from_pretrained(
-        AutoModelForCausalLM,
-        source,
-        dtype=dtype,
-        use_safetensors=True,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-    )
+    with logged_progress():
+        model, info = from_pretrained(
+            AutoModelForCausalLM,
+            source,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{source} lacks {len(missing)} weights, the first is {missing[0]}")

@@ -65,8 +65,8 @@ class ModelConfig:
         shape = KVShape(num_key_heads, head_dim, head_dim)
         return dict.fromkeys(range(self._number("num_hidden_layers")), shape)
 
-    def num_weight_bytes(self) -> int | None:
-        """Return the bytes of the weights in the served dtype; None for a hub id."""
+    def num_parameters(self) -> int | None:
+        """Return the number of parameters in the weight files; None for a hub id."""
         folder = Path(self.source)
         if not folder.is_dir():
             return None
@@ -75,14 +75,25 @@ class ModelConfig:
             with safe_open(path, framework="pt") as weights:
                 shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118
             num_parameters += sum(math.prod(shape) for shape in shapes)
-        if self.config.get_text_config().tie_word_embeddings and self._packs_linears:
-            # The head gets a packed copy, and the embedding keeps the original.
-            num_parameters += self._number("vocab_size") * self._number("hidden_size")
-        return num_parameters * self.dtype.itemsize
+        return num_parameters
 
-    @property
-    def _packs_linears(self) -> bool:
-        return self.device.type == "cpu"
+    def num_weight_bytes(self) -> int | None:
+        """Return the bytes that loaded weights hold in the served dtype; None for a hub id."""
+        num_parameters = self.num_parameters()
+        if num_parameters is None:
+            return None
+        return num_parameters * self.dtype.itemsize + self.num_tied_head_bytes()
+
+    def num_tied_head_bytes(self) -> int:
+        """Return the bytes of the packed copy of a tied head; 0 without one.
+
+        On a CPU each linear is packed. A tied head shares its weight with the embedding, which
+        looks up rows and keeps the original, so the head's packed weight is a copy.
+        """
+        packs_linears = self.device.type == "cpu"
+        if not (packs_linears and self._text_config.tie_word_embeddings):
+            return 0
+        return self._number("vocab_size") * self._number("hidden_size") * self.dtype.itemsize
 
     def _number(self, name: str) -> int:
         value = getattr(self._text_config, name, None)

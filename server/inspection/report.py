@@ -62,7 +62,10 @@ class Costs:
     """The memory that a context takes."""
 
     kv_bytes_per_token: int
-    weight_bytes: int | None
+    num_parameters: int | None  # None: a hub id; its weights are not looked up
+    parameter_bytes: int | None  # in the served dtype
+    tied_head_bytes: int  # of the packed copy of a tied head
+    weight_bytes: int | None  # held once loaded: parameters, and the copy
     longest_context: int  # tokens, of any deployment
     memory_gib: float | None  # the size to report on
     memory_holds_tokens: int | None  # of cache, beside the weights
@@ -206,7 +209,7 @@ def _costs(
     memory_gib: float | None,
 ) -> Costs:
     token_bytes = bytes_per_token(outline.layers(), outline.dtype)
-    weight_bytes = outline.num_weight_bytes()
+    num_parameters, weight_bytes = outline.num_parameters(), outline.num_weight_bytes()
     longest = max(deployment.max_len for deployment in deployments)
     holds: int | None = None
     if memory_gib is not None and weight_bytes is not None:
@@ -214,6 +217,9 @@ def _costs(
         holds = max(0, left // token_bytes // page_size * page_size)
     return Costs(
         token_bytes,
+        num_parameters,
+        None if num_parameters is None else num_parameters * outline.dtype.itemsize,
+        outline.num_tied_head_bytes(),
         weight_bytes,
         longest,
         memory_gib,
@@ -239,13 +245,22 @@ def _model_lines(outline: ModelConfig, native: NativeRope, costs: Costs) -> list
     return lines
 
 
+def _weight_lines(costs: Costs) -> list[str]:
+    """Return the size of the parameters, and the memory that they take once loaded."""
+    if costs.num_parameters is None or costs.parameter_bytes is None or costs.weight_bytes is None:
+        return ["parameters       unknown until loaded"]
+    held = f"held in memory   {size_text(costs.weight_bytes)}"
+    if costs.tied_head_bytes:
+        copy = size_text(costs.tied_head_bytes)
+        held += f": the parameters, and a packed copy of the tied head ({copy})"
+    millions = f"{costs.num_parameters / 1e6:,.4g} million"
+    return [f"parameters       {millions}, {size_text(costs.parameter_bytes)}", held]
+
+
 def _cost_lines(costs: Costs) -> list[str]:
-    weights = "unknown until loaded"
-    if costs.weight_bytes is not None:
-        weights = size_text(costs.weight_bytes)
     longest = size_text(costs.longest_context * costs.kv_bytes_per_token)
     lines = [
-        f"weights          {weights}",
+        *_weight_lines(costs),
         f"longest context  {costs.longest_context} tokens, {longest} of cache for one sequence",
     ]
     if costs.memory_gib is not None and costs.memory_holds_tokens is None:

@@ -31,6 +31,11 @@ class AvailabilityGate:
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
+    @property
+    def num_running(self) -> int:
+        """Return the number of in-flight requests, health checks and metrics not counted."""
+        return self._num_inside
+
     def open(self, app: ASGIApp) -> None:
         """Pass requests to `app` from now on."""
         self._app = app

@@ -6,11 +6,14 @@ once.
 """
 
 import asyncio
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 
+import structlog
 import uvicorn
 from fastapi import FastAPI
 
@@ -23,6 +26,8 @@ from server.startup.gate import access_policy_of
 from server.startup.load_service import load_service
 
 _FAREWELL_S = 5.0  # for the error events of requests that did not finish
+
+_log = structlog.get_logger(__name__)
 
 
 class GracefulServer(uvicorn.Server):
@@ -42,6 +47,7 @@ class GracefulServer(uvicorn.Server):
         self._service: Service | None = None
         self._is_ending = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._signalled_s: float | None = None  # time.monotonic() of the first signal
         self._draining: asyncio.Task[None] | None = None
         self._loader: threading.Thread | None = None
 
@@ -65,7 +71,16 @@ class GracefulServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self._is_ending = True
-        self._loop.call_soon_threadsafe(self._begin_to_end)
+        # Logging from the signal's handler could interrupt another line.
+        self._loop.call_soon_threadsafe(self._begin_to_end, signal.Signals(sig).name)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the connections, then stop the engine and log how long the end took."""
+        await super().shutdown(sockets)
+        self.stop_engine()
+        if self._signalled_s is not None:
+            seconds = round(time.monotonic() - self._signalled_s, 2)
+            _log.info("ended", after_s=seconds, unfinished=self.door.num_running)
 
     def stop_engine(self) -> None:
         """End every request with an error. Has no effect if the engine has ended."""
@@ -94,7 +109,14 @@ class GracefulServer(uvicorn.Server):
         self.has_died = True
         self.should_exit = True
 
-    def _begin_to_end(self) -> None:
+    def _begin_to_end(self, name: str) -> None:
+        self._signalled_s = time.monotonic()
+        _log.info(
+            "shutdown",
+            signal=name,
+            running=self.door.num_running,
+            limit_s=self._settings.shutdown_timeout_seconds,
+        )
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from transformers import PretrainedConfig
 
 from model_runtime.cache.kv_cache import bytes_per_token
 from model_runtime.errors import ModelError
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint
+from model_runtime.layers.merged_linear import MergedPart
+from model_runtime.layers.packed_product import PackedProduct
+from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
 from model_runtime.loading.model_config import ModelConfig, read_model_config
 from tests.engines import tiny_checkpoint
 from tests.models_page import SERVED
@@ -37,6 +40,41 @@ def test_the_embedded_model(embedded: Checkpoint) -> None:
     assert (
         read_model_config(EMBEDDED_MODEL, dtype="bfloat16").num_weight_bytes() == 2 * num_parameters
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loaded_model_holds_the_stated_bytes(dtype: str) -> None:
+    """The loaded memory is what torch and the packed products hold; panels are padded a little.
+
+    The embedding keeps its weight, and the tied head has a packed copy of it.
+    """
+    outline = read_model_config(EMBEDDED_MODEL, dtype=dtype)
+    model = load_checkpoint(EMBEDDED_MODEL, dtype=dtype).model
+    modules = list(model.modules())
+    found = [
+        vars(module).get(name) for module in modules for name in ("product", "gate_up", "down")
+    ]
+    found += [module.product for module in modules if isinstance(module, MergedPart)]
+    products = {id(each): each for each in found if isinstance(each, PackedProduct)}
+    head: Any = model.get_submodule("lm_head")
+    assert id(head.product) in products
+    packed = [each._panels for each in products.values() if each._panels is not None]
+    assert len(packed) == len(products)
+    held = sum(each.packed_Q.nbytes for each in packed)
+    held += sum(each.nbytes for each in model.parameters() if each.device.type != "meta")
+    stated = outline.num_weight_bytes()
+    assert stated is not None
+    assert stated <= held < 1.01 * stated
+    assert outline.num_tied_head_bytes() == pytest.approx(head.product._panels.packed_Q.nbytes)
+
+
+def test_a_head_is_copied_only_on_a_cpu_and_only_if_it_is_tied() -> None:
+    """Elsewhere the head and the embedding are one tensor; an untied head is a parameter."""
+    outline = read_model_config(EMBEDDED_MODEL)
+    assert replace(outline, device=torch.device("cuda")).num_tied_head_bytes() == 0
+    outline.config.tie_word_embeddings = False
+    assert outline.num_tied_head_bytes() == 0
+    assert outline.num_weight_bytes() == 4 * (outline.num_parameters() or 0)
 
 
 @pytest.mark.parametrize("architecture", SERVED)

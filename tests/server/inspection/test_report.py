@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from model_runtime.loading.checkpoint import EMBEDDED_MODEL
 from server.settings.load import SettingsError, load_settings
 from server.startup.dry_run import outlook_of
 from server.startup.load_service import load_service
+from server.startup.serving_plan import size_text
 from tests.processes import Server, run_here, run_to_end
 from tests.tiny_models import tiny_model
 
@@ -79,6 +81,19 @@ def test_costs_are_those_of_the_config() -> None:
     tight = inspect("--memory-gib", "0.016")["costs"]
     assert 0 < tight["longest_context_in_memory"] == tight["memory_holds_tokens"] < 2048
     assert inspect("--memory-gib", "0.001")["costs"]["longest_context_in_memory"] == 0
+
+
+def test_parameters_and_held_memory_are_two_facts() -> None:
+    """The held memory has a packed copy of the tied head beside the parameters."""
+    costs = inspect()["costs"]
+    assert costs["parameter_bytes"] == 4 * costs["num_parameters"]
+    assert costs["weight_bytes"] == costs["parameter_bytes"] + costs["tied_head_bytes"]
+    assert costs["tied_head_bytes"] > 0
+    shown = run_here("inspect").stdout
+    parameters, held = (size_text(costs[name]) for name in ("parameter_bytes", "weight_bytes"))
+    assert re.search(rf"^parameters       3\.\d+ million, {parameters}$", shown, re.MULTILINE)
+    copy = f"a packed copy of the tied head ({size_text(costs['tied_head_bytes'])})"
+    assert f"\nheld in memory   {held}: the parameters, and {copy}\n" in shown
 
 
 def test_text_has_a_row_per_pair_and_a_column_per_tier() -> None:
