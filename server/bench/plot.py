@@ -4,7 +4,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.bench.report import LengthSummary, Report, Spread
-from server.plotting import COLOURS, tidy
+from server.plotting import (
+    COLOURS,
+    label_logarithmic,
+    length_ticks,
+    milliseconds_text,
+    tidy,
+    use_log_scale,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,21 +26,27 @@ def plot(report: Report, path: Path) -> None:
     assert measured
     # Optional, and slow to import.
     from matplotlib.figure import Figure  # noqa: PLC0415
-    from matplotlib.ticker import LogLocator  # noqa: PLC0415
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
 
     figure = Figure(figsize=(8, 7), layout="constrained")
     first, between = figure.subplots(2, 1, sharex=True)
-    _draw(first, measured, [each.time_to_first_token_s for each in measured])
-    _draw(between, measured, [each.inter_token_s for each in measured])
-    first.set_yscale("log")
-    first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    first.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    first.minorticks_off()
-    first.set_ylabel("time to first token (ms)")
+    times = _draw(first, measured, [each.time_to_first_token_s for each in measured])
+    gaps = _draw(between, measured, [each.inter_token_s for each in measured])
+    use_log_scale([first], times, milliseconds_text)
+    first.set_ylabel("time to first token (log scale)")
     first.legend(frameon=False, loc="upper left")
-    between.set_ylabel("inter-token latency (ms)")
-    between.set_ylim(bottom=0)
-    between.set_xlabel("context length (tokens in the prompt)")
+    between.set_ylabel("inter-token latency (linear scale)")
+    between.yaxis.set_major_locator(MaxNLocator(nbins=7, min_n_ticks=4))
+    between.yaxis.set_major_formatter(lambda value, _: milliseconds_text(value))
+    if gaps:
+        between.set_ylim(0, 1.1 * max(gaps))
+    else:
+        between.set_yticks([])
+        between.annotate(
+            "no answer has a second token", (0.5, 0.5), xycoords="axes fraction", ha="center",
+            color="0.4",
+        )  # fmt: skip
+    between.set_xlabel("context length (tokens in the prompt, log scale)")
     figure.align_ylabels()
     plan = report.plan
     figure.suptitle(
@@ -45,8 +58,8 @@ def plot(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _draw(axes: "Axes", measured: list[LengthSummary], spreads: list[Spread | None]) -> None:
-    """Draw p50 and p95 of one quantity, in milliseconds."""
+def _draw(axes: "Axes", measured: list[LengthSummary], spreads: list[Spread | None]) -> list[float]:
+    """Draw p50 and p95 of one quantity, in milliseconds; return all of them."""
     points = [
         (_len_of(summary), 1000 * each.p50, 1000 * each.p95)
         for summary, each in zip(measured, spreads, strict=True)
@@ -58,9 +71,10 @@ def _draw(axes: "Axes", measured: list[LengthSummary], spreads: list[Spread | No
     axes.plot(lens, p95, "s--", color=COLOURS[1], label="p95", markersize=5)
     axes.plot(lens, p50, "o-", color=COLOURS[0], label="p50", markersize=5)
     axes.set_xscale("log", base=2)
-    ticks = [_len_of(each) for each in measured]
-    axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+    ticks = length_ticks([_len_of(each) for each in measured])
+    label_logarithmic(axes.xaxis, ticks, [f"{tick:,.0f}" for tick in ticks])
     tidy(axes)
+    return [*p50, *p95]
 
 
 def _len_of(summary: LengthSummary) -> float:

@@ -118,6 +118,6 @@ def _finish(axes: "Axes", drawn: DrawnDeployment, title: str) -> None:
     ticks = powers[:: max(1, -(-len(powers) // _TICKS))]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.axvline(drawn.deployment.native_len, color="0.4", linestyle=":", linewidth=1)
-    axes.set_xlabel("distance (tokens); dotted: native length")
+    axes.set_xlabel("distance (tokens, log scale); dotted: native length")
     axes.set_title(title, fontsize="small")
     tidy(axes)

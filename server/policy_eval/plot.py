@@ -1,10 +1,12 @@
 """Plots of perplexity, retrieval and time by the number of tier changes."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.intervals import Estimate
+from server.plotting import milliseconds_text, use_log_scale
 from server.policy_eval.measure import CROSSING_POLICIES
 from server.policy_eval.report import CrossingReport, CrossingRow, rows_of
 
@@ -21,7 +23,6 @@ def plot(report: CrossingReport, path: Path) -> None:
     """Draw a column of three panels for each method; needs matplotlib."""
     # Optional, and slow to import.
     from matplotlib.figure import Figure  # noqa: PLC0415
-    from matplotlib.ticker import LogLocator  # noqa: PLC0415
 
     rows = rows_of(report.outcomes)
     methods = list(dict.fromkeys(each.method for each in rows))
@@ -35,17 +36,14 @@ def plot(report: CrossingReport, path: Path) -> None:
         _draw(retrieval, own, lambda row: row.retrieval)
         _draw(gap, own, _longest_gap)
         retrieval.set_ylim(-0.05, 1.05)
-        for axes in (perplexity, gap):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.minorticks_off()
         crossings = sorted({each.num_crossings for each in own})
         gap.set_xticks(crossings, [_reach(each, report.native_len) for each in crossings])
         gap.set_xlabel("tiers crossed while decoding")
-    panels[0, 0].set_ylabel("perplexity after the last crossing")
-    panels[1, 0].set_ylabel("needles found across it (share)")
-    panels[2, 0].set_ylabel("time of the token at it (ms)")
+    use_log_scale(panels[0], _edges(panels[0]), lambda value: f"{value:g}")
+    use_log_scale(panels[2], _edges(panels[2]), milliseconds_text)
+    panels[0, 0].set_ylabel("perplexity after the\nlast crossing (log scale)")
+    panels[1, 0].set_ylabel("needles found\nacross it (share)")
+    panels[2, 0].set_ylabel("time of the token\nat it (log scale)")
     panels[0, 0].legend(frameon=False, loc="upper left")
     figure.align_ylabels()
     figure.suptitle(
@@ -54,6 +52,12 @@ def plot(report: CrossingReport, path: Path) -> None:
         fontsize="medium",
     )
     figure.savefig(path, dpi=150)
+
+
+def _edges(row: Sequence["Axes"]) -> list[float]:
+    """Return the lowest and highest value that each panel of a row draws, as a log scale can."""
+    edges = [float(edge) for axes in row for edge in axes.dataLim.intervaly]
+    return [edge for edge in edges if 0 < edge < math.inf]
 
 
 def _reach(num_crossings: int, native_len: int) -> str:

@@ -1,0 +1,123 @@
+"""The axes of the plot of `ropewalk bench`, for few lengths and for many."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from server.bench import plot as drawing
+from server.bench.report import LengthSummary, spread
+
+SIX = (64, 128, 256, 512, 1024, 2032)
+
+
+def report_of(lens: Sequence[int], first_s: float, growth: float, gap_s: float | None) -> Any:
+    """A report with made-up times: the first token after `first_s`, longer with each length."""
+    rows = []
+    for number, length in enumerate(lens):
+        first = first_s * growth**number
+        rows.append(
+            LengthSummary(
+                *(length, 3, 0, {}, 3, float(length), 30, 0),
+                spread([first, 1.1 * first, 1.3 * first]),
+                None if gap_s is None else spread([gap_s, 1.2 * gap_s]),
+                *(None, None, None),
+            )
+        )
+    plan = SimpleNamespace(num_requests=3, concurrency=1, output_tokens=10)
+    return SimpleNamespace(
+        summaries=lambda: rows,
+        plan=plan,
+        target=SimpleNamespace(model="ropewalk-demo"),
+        started_at="2026-11-22T00:00:00",
+    )
+
+
+def drawn(report: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
+    """The figure that is written."""
+    figures = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *arguments: Any, **options: Any) -> None:
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    drawing.plot(report, path)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    return figures[0]
+
+
+def visible(axis: Axis) -> list[str]:
+    """The labels of the ticks within the limits."""
+    low, high = axis.get_view_interval()
+    labels = [text.get_text() for text in axis.get_ticklabels()]
+    places = axis.get_ticklocs()
+    near = 1e-9 * high
+    return [
+        text
+        for text, at in zip(labels, places, strict=True)
+        if text and low - near <= at <= high + near
+    ]
+
+
+@pytest.mark.parametrize("lens", [(300,), (64, 300), SIX])
+@pytest.mark.parametrize(("first_s", "growth"), [(0.031, 1.8), (0.052, 1.0), (0.4, 3.0)])
+def test_each_axis_has_a_label_its_scale_and_three_ticks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lens: Sequence[int], first_s: float,
+    growth: float,
+) -> None:  # fmt: skip
+    """The lowest time has a tick at or below it, and no label is cut off."""
+    report = report_of(lens, first_s, growth, 0.0123)
+    figure = drawn(report, tmp_path / "out.png", monkeypatch)
+    first, between = figure.axes
+    assert (first.get_yscale(), between.get_yscale(), between.get_xscale()) == (
+        *("log", "linear", "log"),
+    )
+    assert first.get_ylabel() == "time to first token (log scale)"
+    assert between.get_ylabel() == "inter-token latency (linear scale)"
+    assert between.get_xlabel() == "context length (tokens in the prompt, log scale)"
+    for axis in (first.yaxis, between.yaxis, between.xaxis):
+        assert len(visible(axis)) >= 3, visible(axis)
+    for axis in (first.yaxis, between.yaxis):
+        assert all(text.endswith((" ms", " s")) for text in visible(axis))
+    assert {f"{each:,}" for each in lens} <= set(visible(between.xaxis))
+    low, high = first.get_ylim()
+    ticks = first.get_yticks()
+    assert ticks[0] == pytest.approx(low, rel=0.05)
+    assert ticks[-1] == pytest.approx(high, rel=0.05)
+    assert low <= 1000 * first_s
+    _fits(figure)
+
+
+def test_one_token_each_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no gap between tokens, so the panel has words instead of a scale."""
+    figure = drawn(report_of((64, 300), 0.05, 2.0, None), tmp_path / "out.png", monkeypatch)
+    between = figure.axes[1]
+    assert [text.get_text() for text in between.texts] == ["no answer has a second token"]
+    assert not visible(between.yaxis)
+
+
+def _fits(figure: Figure) -> None:
+    """Check that the labels of the axes are within the picture, and their ticks do not overlap."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    width, height = figure.bbox.width, figure.bbox.height
+    for axes in figure.axes:
+        for label in (axes.xaxis.label, axes.yaxis.label):
+            box = label.get_window_extent(renderer)
+            assert box.x0 >= 0
+            assert box.y0 >= 0
+            assert box.x1 <= width
+            assert box.y1 <= height
+        boxes = [
+            text.get_window_extent(renderer)
+            for text in axes.yaxis.get_ticklabels()
+            if text.get_text()
+        ]
+        assert all(lower.y1 <= upper.y0 for lower, upper in pairwise(boxes))
