@@ -5,7 +5,7 @@
 
 from server.settings.fields import Section, unit_of
 from server.settings.flags import default_text
-from server.settings.load import variable_of
+from server.settings.problems import variable_of
 from server.settings.sections import SECTIONS
 
 

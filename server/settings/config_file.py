@@ -40,7 +40,7 @@ class _StrictLoader(yaml.SafeLoader):
                 continue  # PyYAML's own error follows
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} stands twice", key_node.start_mark
+                    None, None, f"{key!r} is given twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from typing import Annotated, Any
 
 from pydantic import (
@@ -28,6 +29,16 @@ def unit_of(field: Any) -> str:
     return str((field.json_schema_extra or {}).get("unit", ""))
 
 
+class _Switch:
+    """A boolean where no switch stands: no type accepts it, and messages show it as YAML does."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        self._is_on = is_on
+
+    def __repr__(self) -> str:
+        return "true" if self._is_on else "false"
+
+
 class Section(BaseModel):
     """Settings that belong together; its docstring is their heading."""
 
@@ -37,10 +48,11 @@ class Section(BaseModel):
     @classmethod
     def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse a boolean for a number, because Python treats true and false as numbers."""
-        is_switch = cls.model_fields[str(info.field_name)].annotation is bool
-        if isinstance(value, bool) and not is_switch:
-            raise ValueError("is a switch's value")
-        return value
+        if cls.model_fields[str(info.field_name)].annotation is bool:
+            return value
+        if isinstance(value, list):
+            return [_Switch(is_on=item) if isinstance(item, bool) else item for item in value]
+        return _Switch(is_on=value) if isinstance(value, bool) else value
 
 
 def _split(value: Any) -> Any:
@@ -54,9 +66,25 @@ def _from_json(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return json.loads(value, object_pairs_hook=_without_equal_keys)
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error}") from error
+        raise ValueError(f"must be JSON (the mistake is at character {error.pos + 1})") from error
+
+
+def _without_equal_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object, which must have each key once, as in the YAML file."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"must have each key once ({twice!r} is given twice)")
+    return found
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch("auto|cpu|cuda(:[0-9]+)?", value):
+        raise ValueError("must be auto, cpu, cuda or cuda:N")
+    return value
 
 
 def _rising(values: tuple[float, ...]) -> tuple[float, ...]:
@@ -74,4 +102,5 @@ Numbers = Annotated[
 ]
 Integers = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_split), AfterValidator(_rising)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Device = Annotated[str, AfterValidator(_device)]
 JsonObject = Annotated[dict[str, Any], NoDecode, FromJson]

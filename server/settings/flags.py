@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from server.settings.fields import Section, unit_of
-from server.settings.load import variable_of
+from server.settings.problems import variable_of
 
 
 class SettingOption(click.Option):

@@ -4,9 +4,8 @@ The command line overrides the environment (`ROPEWALK_<NAME>`). The environment 
 and the file overrides the default.
 """
 
-import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,13 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from server.settings.config_file import ConfigFileError, read_config_file
+from server.settings.problems import (
+    ENV_PREFIX,
+    Sources,
+    unknown_setting,
+    value_problems,
+    variable_of,
+)
 from server.settings.request_sections import (
     AccessSettings,
     GrammarSettings,
@@ -27,8 +33,7 @@ from server.settings.sections import (
     SourceSettings,
 )
 
-_ENV_PREFIX = "ROPEWALK_"
-TRACEBACK_VARIABLE = f"{_ENV_PREFIX}TRACEBACK"  # not a setting; it is read when an error is printed
+TRACEBACK_VARIABLE = f"{ENV_PREFIX}TRACEBACK"  # not a setting; it is read when an error is printed
 
 
 class SettingsError(ValueError):
@@ -48,58 +53,64 @@ class ServeSettings(
 ):
     """The settings of `ropewalk serve`."""
 
-    model_config = SettingsConfigDict(env_prefix=_ENV_PREFIX, extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
 
 _CACHE_SIZES = {"kv_cache_gib", "kv_cache_tokens"}
 
 
-def variable_of(name: str) -> str:
-    """Return the environment variable of a setting."""
-    return f"{_ENV_PREFIX}{name.upper()}"
-
-
 def load_settings(flags: Mapping[str, Any]) -> ServeSettings:
     """Load settings from given flags, environment and file. Raises SettingsError."""
-    _refuse_unknown_variables()
+    problems = _unknown_variables()
     path = flags.get("config") or os.environ.get(variable_of("config"))
     in_file = {} if path is None else _file_values(Path(path))
+    problems += _unknown_in_file(in_file, path)
     stated = set(flags) | {name for name in in_file if variable_of(name) in os.environ}
     if any(name in stated or variable_of(name) in os.environ for name in _CACHE_SIZES):
         stated |= _CACHE_SIZES  # either one overrides both values of the file
-    unstated = {name: value for name, value in in_file.items() if name not in stated}
+    unstated = {
+        name: value
+        for name, value in in_file.items()
+        if name in ServeSettings.model_fields and name not in stated
+    }
     try:
         settings = ServeSettings(**{**unstated, **flags})
     except ValidationError as error:
-        raise SettingsError(_sentences(error, flags, path)) from error
+        problems += value_problems(error, Sources(flags, in_file, path))
+    if problems:
+        raise SettingsError("\n".join(problems))
     _refuse_contradictions(settings)
     return settings
 
 
 def _file_values(path: Path) -> dict[str, Any]:
     try:
-        found = read_config_file(path)
+        return read_config_file(path)
     except ConfigFileError as error:
         raise SettingsError(str(error)) from error
+
+
+def _unknown_in_file(in_file: Mapping[str, Any], path: object) -> list[str]:
+    """Return a sentence per key of the file that is no setting for a file."""
     known = set(ServeSettings.model_fields) - {"config"}
-    for name in found:
-        if name not in known:
-            raise SettingsError(f"{name} in {path} is no setting of ropewalk{_like(name, known)}")
-    return found
+    problems = [
+        unknown_setting(name, path, known)
+        for name in in_file
+        if name not in known and name != "config"
+    ]
+    if "config" in in_file:
+        problems.append(f"config in {path} must be removed: a file cannot name another one")
+    return problems
 
 
-def _refuse_unknown_variables() -> None:
+def _unknown_variables() -> list[str]:
+    """Return a sentence per variable with our prefix that is no setting."""
     known = {variable_of(name) for name in ServeSettings.model_fields} | {TRACEBACK_VARIABLE}
-    for name in sorted(os.environ):
-        if name.upper().startswith(_ENV_PREFIX) and name not in known:
-            raise SettingsError(
-                f"{name} in the environment is no setting of ropewalk{_like(name, known)}"
-            )
-
-
-def _like(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), 1)
-    return f"; {close[0]} is" if close else ""
+    return [
+        unknown_setting(name, "the environment", known)
+        for name in sorted(os.environ)
+        if name.upper().startswith(ENV_PREFIX) and name not in known
+    ]
 
 
 def _refuse_contradictions(settings: ServeSettings) -> None:
@@ -125,21 +136,3 @@ def _refuse_contradictions(settings: ServeSettings) -> None:
     for name in names:
         if names.count(name) > 1:
             raise SettingsError(f"deployments: name must be given once, got {name!r} twice")
-
-
-def _sentences(error: ValidationError, flags: Mapping[str, Any], path: object) -> str:
-    """Return a line per invalid setting: its name, the accepted values, its value and source."""
-    lines = []
-    for each in error.errors(include_url=False):
-        top = str(each["loc"][0])
-        name = ".".join(str(part) for part in each["loc"])
-        problem = each["msg"].removeprefix("Value error, ")
-        problem = problem[0].lower() + problem[1:]
-        variable = variable_of(top)
-        origin = str(path)
-        if top in flags:
-            origin = "the command line"
-        elif variable in os.environ:
-            origin = variable
-        lines.append(f"{name}: {problem}, got {each['input']!r} (from {origin})")
-    return "\n".join(lines)

@@ -8,6 +8,7 @@ from pydantic_settings import NoDecode
 
 from rope import POLICIES, ROPE_TYPES, Policy
 from server.settings.fields import (
+    Device,
     FromJson,
     JsonObject,
     Names,
@@ -44,11 +45,8 @@ class ModelSettings(Section):
         "float32 on a CPU and the checkpoint's own type elsewhere.",
         unit="name",
     )
-    device: str = setting(
-        "auto",
-        "Device to compute on: auto, cpu, cuda or cuda:N.",
-        unit="name",
-        pattern="^(auto|cpu|cuda(:[0-9]+)?)$",
+    device: Device = setting(
+        "auto", "Device to compute on: auto, cpu, cuda or cuda:N.", unit="name"
     )
     threads: int | None = setting(
         None,

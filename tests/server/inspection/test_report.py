@@ -157,9 +157,9 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("port: x", "port: input should be a valid integer"),
-        ("port: true", "port: is a switch's value, got True"),
-        ("served_model_name: 2024-13-01\nport: x", "port: input should be a valid integer"),
+        ("port: x", "port: must be an integer, got 'x'"),
+        ("port: true", "port: must be an integer, got true"),
+        ("served_model_name: 2024-13-01\nport: x", "port: must be an integer"),
         ("chat_template: ./none.jinja", "chat_template: cannot read none.jinja"),
         ("allowed_chat_template_kwargs: [messages]", "messages is the rendering's own"),
         ("model: ./none", "there is no folder ./none"),

@@ -1,0 +1,92 @@
+"""Sentences about wrong settings: the setting, what is accepted, the value and its source."""
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from server.settings.sections import DeploymentEntry
+from server.wording import accepted, choices, did_you_mean
+
+ENV_PREFIX = "ROPEWALK_"
+_MAX_SHOWN = 200  # characters of a value
+_NO_VALUE_TO_SHOW = {"missing", "extra_forbidden"}  # pydantic's input is then something else
+
+
+def variable_of(name: str) -> str:
+    """Return the environment variable of a setting."""
+    return f"{ENV_PREFIX}{name.upper()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The values that were given, by source; earlier ones win."""
+
+    flags: Mapping[str, Any]
+    in_file: Mapping[str, Any]
+    path: object  # of the file, or None
+
+    def value(self, name: str) -> Any:
+        """Return a setting's value as it was given."""
+        if name in self.flags:
+            return self.flags[name]
+        return os.environ.get(variable_of(name), self.in_file.get(name))
+
+    def origin(self, name: str) -> str:
+        """Return the source of a setting's value in words."""
+        if name in self.flags:
+            return "the command line"
+        return variable_of(name) if variable_of(name) in os.environ else str(self.path)
+
+
+def unknown_setting(name: str, place: object, known: Collection[str]) -> str:
+    """Return the sentence about a name that is no setting."""
+    hint = did_you_mean(name, known) or " `ropewalk serve --help` lists the settings."
+    return f"{name} in {place} is not a setting of ropewalk.{hint}"
+
+
+def value_problems(error: ValidationError, sources: Sources) -> list[str]:
+    """Return a sentence per problem that pydantic found."""
+    return [_sentence(each, sources) for each in error.errors(include_url=False)]
+
+
+def _sentence(problem: Mapping[str, Any], sources: Sources) -> str:
+    loc = problem["loc"]
+    origin = f"(from {sources.origin(str(loc[0]))})"
+    if problem["type"] == "extra_forbidden":
+        known = list(DeploymentEntry.model_fields)
+        hint = did_you_mean(loc[-1], known) or f" It has {', '.join(known)}."
+        where = "".join(f"{part}: " for part in _place(loc[:-1], sources))
+        return f"{where}{loc[-1]} is not a setting of a deployment {origin}.{hint}"
+    where = "".join(f"{part}: " for part in _place(loc, sources))
+    given = "" if problem["type"] in _NO_VALUE_TO_SHOW else f", got {shown(problem['input'])}"
+    hint = did_you_mean(problem["input"], choices(problem))
+    return f"{where}{accepted(problem)}{given} {origin}{'.' if hint else ''}{hint}"
+
+
+def _place(loc: Sequence[int | str], sources: Sources) -> list[str]:
+    """Return a location in words, where a deployment has its name."""
+    parts = [f"item {part + 1}" if isinstance(part, int) else part for part in loc]
+    if loc[0] == "deployments" and len(loc) > 1:
+        assert isinstance(loc[1], int)
+        parts[1] = _deployment_name(sources.value("deployments"), loc[1]) or parts[1]
+    return parts
+
+
+def _deployment_name(deployments: Any, index: int) -> str | None:
+    """Return the name in one entry of the list as it was given; None if it has none."""
+    listed = json.loads(deployments) if isinstance(deployments, str) else deployments
+    entry = listed[index]
+    name = entry.get("name") if isinstance(entry, Mapping) else None
+    return name if isinstance(name, str) and name else None
+
+
+def shown(value: Any) -> str:
+    """Return a value as a user would write it, so without Python's None and True."""
+    if value is None:
+        return "no value"
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

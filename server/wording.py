@@ -1,0 +1,85 @@
+"""Texts of errors about names and values, in one voice for settings and for fields of requests.
+
+A text states what is accepted. The caller puts the name in front and the given value behind.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+_MAX_NAME = 64  # characters of a misspelt name that are compared; a client may send a long one
+_QUOTED = re.compile(r"'([^']*)'")
+
+# pydantic's error type -> our text, where it depends on nothing
+_PLAIN = {
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "finite_number": "must be a finite number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "int_from_float": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_parsing_size": "must be an integer of at most 4300 digits",
+    "int_type": "must be an integer",
+    "list_type": "must be a list",
+    "missing": "is missing",
+    "model_attributes_type": "must be an object",
+    "model_type": "must be an object",
+    "path_type": "must be a path",
+    "string_type": "must be a string",
+    "string_unicode": "must be valid Unicode text",
+    "tuple_type": "must be a list",
+}
+# pydantic's error type -> our text of its context
+_LIMITS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "greater_than": lambda limit: f"must be above {_number(limit['gt'])}",
+    "greater_than_equal": lambda limit: f"must be at least {_number(limit['ge'])}",
+    "less_than": lambda limit: f"must be below {_number(limit['lt'])}",
+    "less_than_equal": lambda limit: f"must be at most {_number(limit['le'])}",
+    "literal_error": lambda limit: "must be " + limit["expected"].replace("'", ""),
+    "string_pattern_mismatch": lambda limit: f"must match the pattern {limit['pattern']}",
+    "string_too_long": lambda limit: (
+        f"must have at most {_count(limit['max_length'], 'character')}"
+    ),
+    "string_too_short": lambda limit: (
+        f"must have at least {_count(limit['min_length'], 'character')}"
+    ),
+    "too_long": lambda limit: f"must have at most {_count(limit['max_length'], 'item')}",
+    "too_short": lambda limit: f"must have at least {_count(limit['min_length'], 'item')}",
+}
+
+
+def accepted(problem: Mapping[str, Any]) -> str:
+    """Return what a field accepts, for one entry of pydantic's `ValidationError.errors()`."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if kind in _LIMITS:
+        return _LIMITS[kind](context)
+    # Our own validators' texts, or a type that pydantic has added.
+    return str(problem["msg"]).removeprefix("Value error, ").replace("Input should", "must")
+
+
+def choices(problem: Mapping[str, Any]) -> list[str]:
+    """Return the accepted words of a problem with a fixed set of them, else an empty list."""
+    if problem["type"] != "literal_error":
+        return []
+    return _QUOTED.findall(problem["ctx"]["expected"])
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return a sentence with the nearest known name, with a space before it; empty if none is."""
+    if not isinstance(name, str):
+        return ""
+    close = difflib.get_close_matches(name[:_MAX_NAME], list(known), 1)
+    return f" Did you mean `{close[0]}`?" if close else ""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else f"{value:g}"
