@@ -150,7 +150,7 @@ class Deployment:
             if asked.policy == policy:
                 return policy
         raise RequestError(
-            f"`rope.policy` must be one of {', '.join(accepted)}. Given: {asked.policy}",
+            f"`rope.policy` must be {_one_of(accepted)}. Given: {asked.policy}",
             param="rope.policy",
         )
 
@@ -161,8 +161,7 @@ class Deployment:
             return self.tiers[self.rope_type][:1]
         if tiers is None:
             raise RequestError(
-                f"`rope.rope_type` must be one of {', '.join(sorted(self.tiers))}. "
-                f"Given: {rope_type}",
+                f"`rope.rope_type` must be {_one_of(sorted(self.tiers))}. Given: {rope_type}",
                 param="rope.rope_type",
             )
         return tiers
@@ -175,8 +174,13 @@ class Deployment:
             return 1.0
         highest = min(self.max_rope_factor, tiers[-1].factor)
         if not 1.0 <= asked.factor <= highest:
+            accepted = f"between 1 and {highest:g}"
+            if tiers[-1].factor == 1:
+                accepted = f"1 under `rope_type` {asked.rope_type or self.rope_type}"
+            elif highest == 1:
+                accepted = "1 (max_rope_factor)"
             raise RequestError(
-                f"`rope.factor` must be between 1 and {highest:g}. Given: {asked.factor:g}",
+                f"`rope.factor` must be {accepted}. Given: {asked.factor:g}",
                 param="rope.factor",
             )
         return asked.factor
@@ -237,3 +241,7 @@ class Deployment:
         return ContextLengthError(
             message, param="prompt", code="context_length_exceeded", details=details
         )
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"one of {', '.join(names)}"

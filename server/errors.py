@@ -17,12 +17,14 @@ from model_runtime.errors import (
     RopewalkError,
     UnknownModelError,
 )
+from server.wording import accepted, choices, did_you_mean
 
 _log = structlog.get_logger(__name__)
 
 _MAX_ERRORS = 10  # in one answer; a long invalid list must not make a long answer
 _MAX_MESSAGE = 500  # characters of one of them
 _MAX_NAME = 64  # characters of a field's name, which a client may have chosen
+_MAX_GIVEN = 64  # characters of a string that a message repeats
 
 # runtime error -> (status, type, code, seconds to wait before a retry); first match wins
 _STATUS: tuple[tuple[type[RopewalkError], int, str, str | None, int | None], ...] = (
@@ -35,10 +37,23 @@ _STATUS: tuple[tuple[type[RopewalkError], int, str, str | None, int | None], ...
 
 # Fields that may have one of several shapes.
 _SHAPES = {
-    "prompt": "Must be a string, a list of strings, a list of token ids, or a list of such lists",
-    "stop": "Must be a string or a list of strings",
-    "content": "Must be a string or a list of text parts",
+    "prompt": "must be a string, a list of strings, a list of token ids, or a list of such lists",
+    "stop": "must be a string or a list of strings",
+    "content": "must be a string or a list of text parts",
+    "chat_template_kwargs": "must be an object of strings, numbers, booleans and nulls",
 }
+# Their `input` is the object around the field, or the message states what is given.
+_WITHOUT_VALUE = {"missing", "other_kind", "shape", "unusable"}
+# What FastAPI says if Python cannot read a body: it is no Unicode, or a number is too long.
+_UNREADABLE = "There was an error parsing the body"
+
+
+class BodyError(HTTPException):
+    """A body that cannot be taken as JSON, though it is."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(400, message)
+        self.param = param
 
 
 def envelope(
@@ -98,7 +113,7 @@ def install(app: FastAPI, on_rejected: Callable[[str], None]) -> None:
         assert isinstance(error, HTTPException)
         if error.status_code == 400 and request.url.path.startswith("/v1/"):
             on_rejected("invalid")  # JSON that Python cannot read
-        return _http_answer(error)
+        return _http_answer(request, error)
 
     app.add_exception_handler(RopewalkError, _on_ropewalk_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)
@@ -138,21 +153,36 @@ def _merged(problems: Sequence[Any]) -> list[dict[str, Any]]:
     merged: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for each in problems:
         loc = tuple(each["loc"])
+        if "param" in each.get("ctx", {}):
+            loc = (*loc, each["ctx"]["param"])  # these have the location of the object around
         shaped = next((at for at, part in enumerate(loc) if part in _SHAPES), len(loc))
         merged.setdefault(loc[: shaped + 1], []).append(each)
     found: list[dict[str, Any]] = []
     for loc, of_field in merged.items():
         limits = [each for each in of_field if not each["type"].endswith("_type")]
-        if loc[-1] not in _SHAPES or limits:
-            found.append((limits or of_field)[0])
+        if loc[-1] not in _SHAPES:
+            found += of_field
+        elif limits:
+            shape = limits[0]["loc"][: len(loc) + 1]
+            found += [each for each in limits if each["loc"][: len(loc) + 1] == shape]
         else:
             found.append({"type": "shape", "loc": loc, "msg": _SHAPES[loc[-1]]})
     return found
 
 
-def _http_answer(error: HTTPException) -> JSONResponse:
+def _http_answer(request: Request, error: HTTPException) -> JSONResponse:
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return JSONResponse(envelope(str(error.detail), kind), error.status_code, error.headers)
+    message, param, path = str(error.detail), None, request.url.path[:_MAX_NAME]
+    if isinstance(error, BodyError):
+        param = error.param
+    elif message == _UNREADABLE:
+        message = "The body must be JSON in UTF-8, with numbers of at most 4300 digits."
+    elif error.status_code == 404:
+        message = f"The server has no route {path!a}. /docs lists them."
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"The route {path} accepts {allowed}, not {request.method[:_MAX_NAME]}."
+    return JSONResponse(envelope(message, kind, param=param), error.status_code, error.headers)
 
 
 async def _on_bug(_: Request, error: Exception) -> JSONResponse:
@@ -175,21 +205,33 @@ def _is_union_branch(part: Any) -> bool:
 
 
 def _problem(problem: dict[str, Any]) -> str:
-    """Format a problem as "`field`: accepted values. Given: value", the value only if a number."""
+    """Format a problem: the field, what it accepts, the value, and the word that was meant."""
     if problem["type"] == "json_invalid":
         return f"The body is not valid JSON, at character {problem['loc'][-1]}."
     if problem["loc"] == ("body",) and problem["type"].startswith(("model_", "missing")):
         return "The body must be a JSON object, sent with Content-Type: application/json."
-    name, text = _field(problem), problem["msg"][:_MAX_MESSAGE]
-    if problem["type"] in ("model_type", "model_attributes_type"):
-        text = "Must be a JSON object"  # pydantic names our class
-    given = problem.get("input")
-    if isinstance(given, bool | int | float):
-        text = f"{text}. Given: {_short(given)}"
-    return f"`{name}`: {text}"
+    text = accepted(problem)
+    if problem["type"] == "string_pattern_mismatch" and problem["loc"][-1] == "[key]":
+        text = "must be named by a token id"  # the only keys with a pattern
+    text = text[:_MAX_MESSAGE]
+    if problem["type"] not in _WITHOUT_VALUE:
+        hint = did_you_mean(problem["input"], choices(problem))
+        text = f"{text}. Given: {_given(problem)}{'.' if hint else ''}{hint}"
+    return f"`{_field(problem)}` {text}"
 
 
-def _short(value: float) -> str:
+def _given(problem: dict[str, Any]) -> str:
+    """Return the value in JSON, or its length if that is the problem; long ones are shortened."""
+    value, context = problem["input"], problem.get("ctx", {})
+    if problem["type"] == "string_too_long":
+        return str(len(value))
+    if problem["type"] in ("too_long", "too_many"):
+        return str(context.get("actual_length") or context.get("given") or len(value))
+    if isinstance(value, list | dict):
+        return ("a list" if isinstance(value, list) else "an object") if value else str(value)
+    if isinstance(value, str):
+        more = "..." if len(value) > _MAX_GIVEN else ""
+        return json.dumps(value[:_MAX_GIVEN]) + more
     # An integer may have thousands of digits, which Python refuses to print.
     if isinstance(value, int) and abs(value) >= 10**20:
         return "an integer of more than 20 digits"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 _MAX_NAME = 64  # characters of a misspelt name that are compared; a client may send a long one
+_MIN_LIKENESS = 0.7  # of two names, as difflib measures it; less suggests `rope` for `prompt`
 _QUOTED = re.compile(r"'([^']*)'")
 
 # pydantic's error type -> our text, where it depends on nothing
@@ -73,7 +74,10 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return a sentence with the nearest known name, with a space before it; empty if none is."""
     if not isinstance(name, str):
         return ""
-    close = difflib.get_close_matches(name[:_MAX_NAME], list(known), 1)
+    names = sorted(known)
+    close = difflib.get_close_matches(name[:_MAX_NAME], names, 1, _MIN_LIKENESS)
+    # `type` for `rope_type`
+    close += [each for each in names if each.count("_") == 1 and name in each.split("_")]
     return f" Did you mean `{close[0]}`?" if close else ""
 
 

@@ -22,13 +22,14 @@ from server.api.chat_schema import (
 )
 from server.api.generation_response import HttpAnswer, finish_reason, finite, respond
 from server.api.generation_schema import PromptProgressAnswer, Usage
+from server.api.json_body import JsonBodyRoute
 from server.api.output_queue import Submission
 from server.api.service import Service
 
 
 def chat_router(service: Service) -> APIRouter:
     """Build a router with the route over one service."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonBodyRoute)
 
     @router.post("/v1/chat/completions", response_model=ChatResponse)
     async def chat(body: ChatRequest, http: Request) -> Response:

@@ -1,7 +1,7 @@
 """Bodies of POST /v1/chat/completions."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -14,7 +14,7 @@ from server.api.generation_schema import (
     RopeAnswer,
     Usage,
 )
-from server.api.strict_body import Body, few, is_none, unusable
+from server.api.strict_body import Body, few, is_none, other_kind
 
 Role = Literal["system", "developer", "user", "assistant"]
 
@@ -32,7 +32,7 @@ class TextPart(Body):
     def _refuse_other_parts(cls, value: Any) -> Any:
         """Refuse other types before a field that only they have is reported as unknown."""
         if isinstance(value, dict) and value.get("type", "text") != "text":
-            raise unusable("type", "must be text; images, sound and files are not supported")
+            raise other_kind("type", "must be text; images, sound and files are not supported")
         return value
 
 
@@ -64,7 +64,7 @@ class Message(Body):
         roles = get_args(Role)
         if isinstance(value, dict) and "role" in value and value["role"] not in roles:
             told = f"must be one of {', '.join(roles)}; tools and functions are not supported"
-            raise unusable("role", told)
+            raise other_kind("role", told)
         return value
 
     def for_template(self) -> dict[str, str]:
@@ -113,18 +113,18 @@ class ChatRequest(GenerationRequest):
     functions: list[Any] | None = None
     function_call: Any = None
 
-    @model_validator(mode="after")
-    def _refuse_contradictions(self) -> Self:
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield a field and its problem for each conflict."""
+        yield from super().conflicts()
         if self.top_logprobs and not self.logprobs:
-            raise unusable("top_logprobs", "needs `logprobs`: true")
+            yield ("top_logprobs", "needs `logprobs`: true")
         two = self.max_tokens, self.max_completion_tokens
         if None not in two and two[0] != two[1]:
-            raise unusable("max_tokens", "differs from `max_completion_tokens`: give one")
+            yield ("max_tokens", "differs from `max_completion_tokens`: give one")
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise unusable("continue_final_message", "needs a last message of the assistant")
+            yield ("continue_final_message", "needs a last message of the assistant")
         if self.continue_final_message and self.add_generation_prompt:
-            raise unusable("add_generation_prompt", "contradicts `continue_final_message`")
-        return self
+            yield ("add_generation_prompt", "cannot be true together with `continue_final_message`")
 
     @property
     def opens_answer(self) -> bool:

@@ -1,9 +1,9 @@
 """Bodies of POST /v1/completions."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from model_runtime.request import MAX_LOGPROBS
 from server.api.generation_schema import (
@@ -16,7 +16,7 @@ from server.api.generation_schema import (
     TokenId,
     Usage,
 )
-from server.api.strict_body import Body, is_none, unusable
+from server.api.strict_body import Body, is_none
 
 _MAX_PROMPTS = 1024
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default
@@ -43,17 +43,17 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = Field(None, ge=1, le=MAX_N)
     suffix: str | None = None
 
-    @model_validator(mode="after")
-    def _refuse_contradictions(self) -> Self:
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield a field and its problem for each conflict."""
+        yield from super().conflicts()
         if self.max_tokens == 0 and not self.echo:
-            raise unusable("max_tokens", "0 needs `echo`: true, or there is nothing to answer")
+            yield ("max_tokens", "of 0 needs `echo`: true, or there is nothing to answer")
         if self.num_answers < (self.n or 1):
-            raise unusable("best_of", f"must be >= `n` ({self.n})")
+            yield ("best_of", f"must be >= `n` ({self.n})")
         if self.picks_best and self.stream:
-            raise unusable("best_of", "cannot be streamed: which answer is best shows at the end")
+            yield ("best_of", "cannot be streamed: which answer is best shows at the end")
         if self.picks_best and self.max_tokens == 0:
-            raise unusable("best_of", "needs `max_tokens` >= 1")
-        return self
+            yield ("best_of", "needs `max_tokens` >= 1")
 
     @property
     def asked_max_tokens(self) -> int:

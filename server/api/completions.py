@@ -11,13 +11,14 @@ from model_runtime.text.tokenizer import TokenStream
 from server.api.completion_schema import Choice, CompletionRequest, CompletionResponse, Logprobs
 from server.api.generation_response import HttpAnswer, finish_reason, finite, respond
 from server.api.generation_schema import PromptProgressAnswer, Usage
+from server.api.json_body import JsonBodyRoute
 from server.api.output_queue import Submission
 from server.api.service import Service
 
 
 def completions_router(service: Service) -> APIRouter:
     """Build a router with the route over one service."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonBodyRoute)
 
     @router.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, http: Request) -> Response:

@@ -2,15 +2,15 @@
 
 import secrets
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from model_runtime.deployment import Placement, RopeRequest
 from model_runtime.request import PromptProgress, SamplingParams
 from rope import Tier
-from server.api.strict_body import Body, few, is_none, unusable
+from server.api.strict_body import Body, few, is_none
 from server.api.structured_schema import ResponseFormat, StructuredOutputs
 
 INT64 = 2**63 - 1
@@ -88,16 +88,15 @@ class GenerationRequest(Body):
     structured_outputs: StructuredOutputs | None = None
     rope: RopeField | None = None
 
-    @model_validator(mode="after")
-    def _refuse_unusable(self) -> Self:
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield a field and its problem for each conflict between fields of both routes."""
         for name in ("stream_options", "return_progress"):
             if getattr(self, name) and not self.stream:
-                raise unusable(name, "needs `stream`: true")
+                yield name, "needs `stream`: true"
         if self.ignore_eos and self.schema_asked is not None:
-            raise unusable("ignore_eos", "and `response_format` contradict")
+            yield "ignore_eos", "cannot be true together with a `response_format` of JSON"
         if self.structured_outputs is not None and self.schema_asked is None:
-            raise unusable("structured_outputs", "needs a `response_format` of JSON")
-        return self
+            yield "structured_outputs", "needs a `response_format` of JSON"
 
     @property
     @abstractmethod

@@ -6,6 +6,7 @@ from functools import partial
 from fastapi import APIRouter
 
 from model_runtime.deployment import Deployment
+from server.api.json_body import JsonBodyRoute
 from server.api.model_schema import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -20,7 +21,7 @@ from server.api.service import Service
 
 def model_router(service: Service) -> APIRouter:
     """Build a router with the routes over one service."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonBodyRoute)
 
     def model_of(deployment: Deployment) -> Model:
         return Model(

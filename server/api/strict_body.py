@@ -1,24 +1,46 @@
-"""The strict JSON object that every body is, and checks of single fields.
+"""A strict JSON body, which reports all of its problems at once.
 
-The bodies are strict: a number in quotes is not a number. NaN and Infinity are refused everywhere.
-A field is used or refused, never ignored.
+A number in quotes is not a number. NaN and Infinity are refused everywhere. A field is used or
+refused, never ignored.
 """
 
-import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from server.wording import did_you_mean
+
+# Unknown fields, or entries of an object, that are reported: a million of errors take seconds.
+_MAX_NAMES = 10
 _MAX_NAME = 64  # characters of an unknown field's name in the error message
+_OTHER_KIND = "other_kind"
 
 
 def unusable(param: str, problem: str) -> PydanticCustomError:
     """Build an error of one field that only a check of the whole body can find."""
+    return _of_field("unusable", param, problem)
+
+
+def other_kind(param: str, problem: str) -> PydanticCustomError:
+    """Build an error of an object of another kind, whose other fields are then not looked at."""
+    return _of_field(_OTHER_KIND, param, problem)
+
+
+def _of_field(kind: str, param: str, problem: str) -> PydanticCustomError:
     # A client's name may be invalid Unicode, which pydantic cannot store.
     told = param.encode("utf-8", "backslashreplace").decode()
-    return PydanticCustomError("unusable", problem, {"param": told})
+    return PydanticCustomError(kind, problem, {"param": told})
 
 
 class Body(BaseModel):
@@ -27,40 +49,97 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     # OpenAI's fields that are accepted only with values that have no effect.
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    known: ClassVar[frozenset[str]] = frozenset()  # names of the fields in JSON
 
-    @model_validator(mode="before")
     @classmethod
-    def _one_unknown_field_is_enough(cls, value: Any) -> Any:
-        """Report the first one only: an error for each of a million would block the event loop."""
-        if isinstance(value, dict):
-            known = {field.alias or name for name, field in cls.model_fields.items()}
-            unknown = next((name for name in value if name not in known), None)
-            if unknown is not None:
-                name = str(unknown)[:_MAX_NAME]
-                meant = "".join(difflib.get_close_matches(name, known, 1))
-                hint = f"; `{meant}` is one" if meant else ""
-                raise unusable(name, f"is not a field of this body, remove it{hint}")
-        return value
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Keep the names of the fields, which every body is compared with."""
+        cls.known = frozenset(field.alias or name for name, field in cls.model_fields.items())
 
-    @model_validator(mode="after")
-    def _only_neutral_values(self) -> Self:
-        for name, values in self.neutral.items():
-            if getattr(self, name) not in values:
-                raise unusable(name, "is not supported, remove it")
-        return self
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield a field and its problem for each conflict between valid fields."""
+        yield from ()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _report_all_problems(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Report unknown fields and wrong values together, which pydantic would do more slowly."""
+        problems: list[tuple[str, str]] = []
+        if isinstance(value, dict) and (cls.neutral or not value.keys() <= cls.known):
+            problems += cls._problems_of_names(value)
+            if problems:
+                refused = {name for name, _ in problems}
+                kept = cls.known - refused
+                value = {name: value[name] for name in kept & value.keys()}
+        try:
+            body = handler(value)
+        except ValidationError as error:
+            if not problems or any(each["type"] == _OTHER_KIND for each in error.errors()):
+                raise
+            raise _joined(cls.__name__, error, problems) from None
+        problems += body.conflicts()
+        if problems:
+            raise _joined(cls.__name__, None, problems)
+        return body
+
+    @classmethod
+    def _problems_of_names(cls, value: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield the fields that are neutral with another value, then some that are unknown."""
+        for name, values in cls.neutral.items():
+            if name in value and value[name] not in values:
+                yield name, "is not supported, remove it"
+        if not value.keys() <= cls.known:
+            for name in islice((name for name in value if name not in cls.known), _MAX_NAMES):
+                hint = did_you_mean(name, cls.known)
+                yield (
+                    name[:_MAX_NAME],
+                    f"is not a field of this body, remove it{hint and '.'}{hint}",
+                )
 
 
-def few(most: int) -> BeforeValidator:
-    """Build a validator that refuses an object of more than `most` fields unread."""
+def _joined(
+    title: str, error: ValidationError | None, problems: list[tuple[str, str]]
+) -> ValidationError:
+    """Return an error with pydantic's problems and our own."""
+    found = [] if error is None else error.errors(include_url=False)
+    lines = [
+        InitErrorDetails(
+            type=PydanticCustomError(each["type"], each["msg"], each.get("ctx")),
+            loc=each["loc"],
+            input=each["input"],
+        )
+        for each in found
+    ]
+    lines += [InitErrorDetails(type=unusable(*each), input=None) for each in problems]
+    return ValidationError.from_exception_data(title, lines)
 
-    def check(value: Any) -> Any:
+
+def few(most: int) -> WrapValidator:
+    """Build a validator of an object with up to `most` entries that reports few of its mistakes."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         if isinstance(value, dict) and len(value) > most:
             raise PydanticCustomError(
                 "too_many", "must have at most {most} entries", {"most": most, "given": len(value)}
             )
-        return value
+        try:
+            return handler(value)
+        except ValidationError:
+            if not isinstance(value, dict):
+                raise
+            wrong = (item for item in value.items() if _is_refused(dict([item]), handler))
+            handler(dict(islice(wrong, _MAX_NAMES)))
+            raise
 
-    return BeforeValidator(check)
+    return WrapValidator(check)
+
+
+def _is_refused(value: Mapping[str, Any], handler: ValidatorFunctionWrapHandler) -> bool:
+    try:
+        handler(value)
+    except ValidationError:
+        return True
+    return False
 
 
 def is_none(value: object) -> bool:

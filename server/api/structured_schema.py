@@ -1,13 +1,13 @@
 """The fields of structured answers: the format, its schema and its whitespace."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from model_runtime.text.grammar import ANY_OBJECT
 from model_runtime.text.whitespace import ANY, NONE, checked_whitespace
-from server.api.strict_body import Body, unusable
+from server.api.strict_body import Body
 
 
 class JsonSchemaField(Body):
@@ -25,11 +25,12 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaField | None = None
 
-    @model_validator(mode="after")
-    def _refuse_half(self) -> Self:
-        if (self.json_schema is None) == (self.type == "json_schema"):
-            raise unusable("json_schema", "belongs to `type` json_schema")
-        return self
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield the schema's problem if it is there without its type, or the other way round."""
+        if self.json_schema is None and self.type == "json_schema":
+            yield "json_schema", "is missing: `type` is json_schema"
+        if self.json_schema is not None and self.type != "json_schema":
+            yield "json_schema", f"needs `type` json_schema. Given: {self.type}"
 
     @property
     def schema_asked(self) -> Mapping[str, Any] | None:
@@ -45,11 +46,10 @@ class StructuredOutputs(Body):
     whitespace_pattern: Annotated[str, AfterValidator(checked_whitespace)] | None = None
     disable_any_whitespace: bool | None = None
 
-    @model_validator(mode="after")
-    def _refuse_both(self) -> Self:
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield the conflict of both fields."""
         if self.whitespace_pattern is not None and self.disable_any_whitespace is not None:
-            raise unusable("disable_any_whitespace", "and `whitespace_pattern` exclude each other")
-        return self
+            yield "disable_any_whitespace", "and `whitespace_pattern` exclude each other"
 
     @property
     def whitespace_asked(self) -> str | None:

@@ -113,7 +113,11 @@ def test_other_methods_have_the_same_ceilings() -> None:
         (RopeRequest(rope_type="magic"), "rope.rope_type", "must be one of default, dynamic"),
         (RopeRequest(rope_type="longrope"), "rope.rope_type", "must be one of"),
         (RopeRequest(factor=4.5), "rope.factor", "between 1 and 4. Given: 4.5"),
-        (RopeRequest(rope_type="default", factor=2.0), "rope.factor", "between 1 and 1"),
+        (
+            RopeRequest(rope_type="default", factor=2.0),
+            "rope.factor",
+            "must be 1 under `rope_type` default. Given: 2",
+        ),
         (RopeRequest(policy="shrink"), "rope.policy", "grow, grow-exact. Given: shrink"),
     ],
 )

@@ -1,5 +1,6 @@
 """Bad input is answered with 400 in OpenAI's envelope and the field's name; never 422 or 5xx."""
 
+import json
 from typing import Any
 
 import httpx
@@ -24,19 +25,19 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
         (
             '{"prompt": "a", "temperature": 2.5}',
             "temperature",
-            "less than or equal to 2. Given: 2.5",
+            "must be at most 2. Given: 2.5",
         ),
-        ('{"prompt": "a", "top_p": 0}', "top_p", "greater than 0. Given: 0"),
-        ('{"prompt": "a", "max_tokens": "5"}', "max_tokens", "valid integer"),
+        ('{"prompt": "a", "top_p": 0}', "top_p", "must be above 0. Given: 0"),
+        ('{"prompt": "a", "max_tokens": "5"}', "max_tokens", 'must be an integer. Given: "5"'),
         (
             '{"prompt": "a", "max_tokens": -1}',
             "max_tokens",
-            "greater than or equal to 0. Given: -1",
+            "must be at least 0. Given: -1",
         ),
-        ('{"prompt": "a", "max_tokens": true}', "max_tokens", "valid integer"),
-        ('{"prompt": "a", "max_tokens": 0}', "max_tokens", "needs `echo`"),
+        ('{"prompt": "a", "max_tokens": true}', "max_tokens", "must be an integer. Given: true"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens", "`max_tokens` of 0 needs `echo`"),
         ('{"prompt": "a", "seed": ' + "9" * 100 + "}", "seed", "more than 20 digits"),
-        ('{"prompt": "a", "logprobs": 21}', "logprobs", "less than or equal to 20. Given: 21"),
+        ('{"prompt": "a", "logprobs": 21}', "logprobs", "must be at most 20. Given: 21"),
         (
             '{"prompt": "a", "stop": ["a", "b", "c", "d", "e"]}',
             "stop",
@@ -46,8 +47,8 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
         ('{"prompt": "a", "stop_token_ids": [' + "1," * 128 + "1]}", "stop_token_ids", "most 128"),
         ('{"prompt": "a", "stop": ""}', "stop", "at least 1"),
         ('{"prompt": "a", "stream_options": {}}', "stream_options", "needs `stream`"),
-        ('{"prompt": "a", "stop": 5}', "stop", "Must be a string or a list of strings"),
-        ('{"prompt": "a", "n": 0}', "n", "greater than or equal to 1. Given: 0"),
+        ('{"prompt": "a", "stop": 5}', "stop", "must be a string or a list of strings"),
+        ('{"prompt": "a", "n": 0}', "n", "must be at least 1. Given: 0"),
         ('{"prompt": "a", "n": 17}', "n", "must be at most 16 answers. Given: 17"),
         ('{"prompt": "a", "best_of": 17}', "best_of", "must be at most 16 answers. Given: 17"),
         ('{"prompt": "a", "n": 3, "best_of": 2}', "best_of", "must be >= `n` (3)"),
@@ -55,37 +56,68 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
         ('{"prompt": "a", "best_of": 2, "echo": true, "max_tokens": 0}', "best_of", "needs `max_t"),
         ('{"prompt": "a", "return_progress": true}', "return_progress", "needs `stream`"),
         ('{"prompt": "a", "suffix": "b"}', "suffix", "not supported, remove it"),
-        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias", "match pattern"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias", "must be named by a token id"),
         ('{"prompt": "a", "logit_bias": {"9999": 1}}', "logit_bias", "must be < 2048"),
-        ('{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias", "100. Given: 101"),
+        (
+            '{"prompt": "a", "logit_bias": {"5": 101}}',
+            "logit_bias",
+            "must be at most 100. Given: 101",
+        ),
         ('{"prompt": "a", "stop_token_ids": [4000]}', "stop_token_ids", "must be < 2048"),
-        ('{"prompt": "a", "presence_penalty": 2.5}', "presence_penalty", "to 2. Given: 2.5"),
-        ('{"prompt": "a", "repetition_penalty": 0}', "repetition_penalty", "to 0.01. Given: 0"),
+        (
+            '{"prompt": "a", "presence_penalty": 2.5}',
+            "presence_penalty",
+            "must be at most 2. Given: 2.5",
+        ),
+        (
+            '{"prompt": "a", "repetition_penalty": 0}',
+            "repetition_penalty",
+            "must be at least 0.01. Given: 0",
+        ),
         ('{"prompt": "a", "min_tokens": 17}', "min_tokens", "must be <= `max_tokens`"),
-        ('{"prompt": "a", "min_p": 1.5}', "min_p", "to 1. Given: 1.5"),
+        ('{"prompt": "a", "min_p": 1.5}', "min_p", "must be at most 1. Given: 1.5"),
         ('{"prompt": "a", "guided_json": {}}', "guided_json", "is not a field of this body"),
         ('{"prompt": []}', "prompt", "at least 1"),
-        ('{"prompt": [1, -2]}', "prompt", "greater than or equal to 0. Given: -2"),
+        ('{"prompt": [1, -2]}', "prompt", "must be at least 0. Given: -2"),
         ('{"prompt": [1, 2048]}', "prompt", "must be < 2048. Given: 2048"),
-        ('{"prompt": ["a", 5]}', "prompt", "Must be a string, a list of strings, a list of"),
-        ('{"prompt": {"a": 1}}', "prompt", "Must be a string, a list of strings, a list of"),
+        ('{"prompt": ["a", 5]}', "prompt", "must be a string, a list of strings, a list of"),
+        ('{"prompt": {"a": 1}}', "prompt", "must be a string, a list of strings, a list of"),
         (
             '{"prompt": [' + '"a", ' * 64 + '"a"]}',
             "prompt",
             "must be at most 64 prompts. Given: 65",
         ),
         ('{"prompt": "\\ud800"}', "prompt", "Unicode"),
-        ('{"max_tokens": 3}', "prompt", "Field required"),
+        ('{"max_tokens": 3}', "prompt", "`prompt` is missing"),
         ('{"prompt": "a", "rope": {"kind": "yarn"}}', "rope.kind", "is not a field"),
         (
             '{"prompt": "a", "rope": {"type": "yarn"}}',
             "rope.type",
-            "is not a field of this body, remove it; `rope_type` is one",
+            "`rope.type` is not a field of this body, remove it. Did you mean `rope_type`?",
         ),
-        ('{"prompt": "a", "rope": "yarn"}', "rope", "Must be a JSON object"),
+        ('{"prompt": "a", "rope": "yarn"}', "rope", 'must be an object. Given: "yarn"'),
         ('{"prompt": "a", "rope": {"beta_fast": 32}}', "rope.beta_fast", "is not a field"),
         ('{"prompt": "a", "rope": {"rope_type": "magic"}}', "rope.rope_type", "Given: magic"),
-        ('{"prompt": "a", "rope": {"factor": 0.5}}', "rope.factor", "to 1. Given: 0.5"),
+        (
+            '{"prompt": "a", "rope": {"factor": 0.5}}',
+            "rope.factor",
+            "must be at least 1. Given: 0.5",
+        ),
+        (
+            '{"prompt": "a", "rope": {"rope_type": "default", "factor": 2}}',
+            "rope.factor",
+            "must be 1 under `rope_type` default. Given: 2",
+        ),
+        (
+            '{"prompt": "a", "ignore_eos": true, "response_format": {"type": "json_object"}}',
+            "ignore_eos",
+            "`ignore_eos` cannot be true together with a `response_format` of JSON",
+        ),
+        (
+            '{"prompt": "a", "response_format": {"type": "json_objct"}}',
+            "response_format.type",
+            'or json_schema. Given: "json_objct". Did you mean `json_object`?',
+        ),
         ('{"prompt": "a", "rope": {"factor": 9}}', "rope.factor", "between 1 and 8. Given: 9"),
         ('{"prompt": "a", "rope": {"factor": NaN}}', "rope.factor", "finite number"),
         (
@@ -96,7 +128,7 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
         ('{"prompt": "a"', None, "not valid JSON, at character 14"),
         ("[1, 2]", None, "must be a JSON object"),
         ("", None, "must be a JSON object"),
-        ('{"prompt": ' + "9" * 5000 + "}", None, "parsing the body"),
+        ('{"prompt": ' + "9" * 5000 + "}", None, "JSON in UTF-8, with numbers of at most 4300"),
         ('{"prompt": ' + "[" * 100_000, None, "nested at most 64 deep (max_json_depth)"),
     ],
 )
@@ -112,6 +144,77 @@ def test_refusals_name_the_field(
     assert named[: len((param or "").split("."))] == (param or "").split(".")
     assert message in error["message"]
     assert len(answer.content) < 10_000
+
+
+def test_all_problems_are_reported_at_once(server: Server) -> None:
+    """Unknown and unsupported fields are named beside wrong values and conflicts."""
+    error = post(server, '{"temperature": "x", "top_p": "x", "foo": 1}').json()["error"]
+    assert error["message"].split("; ") == [
+        '`temperature` must be a number. Given: "x"',
+        '`top_p` must be a number. Given: "x"',
+        "`prompt` is missing",
+        "`foo` is not a field of this body, remove it",
+    ]
+    body = """{"prompt": "a", "suffix": "b", "temprature": 1, "rope": {"type": "yarn", "factor": 0},
+        "ignore_eos": true, "return_progress": true}"""
+    error = post(server, body).json()["error"]
+    assert error["message"].split("; ") == [
+        "`rope.factor` must be at least 1. Given: 0",
+        "`rope.type` is not a field of this body, remove it. Did you mean `rope_type`?",
+        "`suffix` is not supported, remove it",
+        "`temprature` is not a field of this body, remove it. Did you mean `temperature`?",
+    ]
+    body = """{"prompt": "a", "foo": 1, "ignore_eos": true, "return_progress": true,
+        "response_format": {"type": "json_object"}}"""
+    error = post(server, body).json()["error"]
+    assert error["message"].split("; ") == [
+        "`foo` is not a field of this body, remove it",
+        "`return_progress` needs `stream`: true",
+        "`ignore_eos` cannot be true together with a `response_format` of JSON",
+    ]
+
+
+def test_at_most_ten_problems_are_reported(server: Server) -> None:
+    """Ten unknown fields leave room for a wrong value, which comes first."""
+    body = {"prompt": "a", "top_p": 2, **{f"field{at}": 1 for at in range(30)}}
+    told = post(server, json.dumps(body)).json()["error"]["message"].split("; ")
+    assert len(told) == 10
+    assert told[0] == "`top_p` must be at most 1. Given: 2"
+    assert told[-1] == "`field8` is not a field of this body, remove it"
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "key"),
+    [
+        ("v1/completions", '{"prompt": "a", "prompt": "b"}', "prompt"),
+        ("v1/completions", '{"prompt": "a", "\\u0070rompt": "a"}', "prompt"),
+        ("v1/completions", '{"prompt": "a", "rope": {"factor": 2, "factor": 4}}', "factor"),
+        ("v1/chat/completions", '{"messages": [{"role": "user", "role": "user"}]}', "role"),
+        ("tokenize", '{"prompt": "a", "prompt": "a"}', "prompt"),
+        ("detokenize", '{"tokens": [1], "tokens": [2]}', "tokens"),
+        ("v1/completions", '{"\\ud800": 1, "\\ud800": 1}', "\\ud800"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(
+    server: Server, route: str, body: str, key: str
+) -> None:
+    """One of the two values would be lost in silence."""
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/{route}", content=body, headers=headers)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == key
+    assert error["message"] == f"`{key}` is given twice in the same object, remove one"
+
+
+def test_the_check_for_equal_keys_reads_all_that_json_may_be(server: Server) -> None:
+    """The encodings of JSON work as before, and equal keys in different objects are fine."""
+    body = '{"model": null, "prompt": "ä", "rope": {"factor": null}, "max_tokens": 1}'
+    for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32"):
+        assert post(server, body.encode(encoding)).status_code == 200, encoding
+    answer = post(server, b'{"prompt": "\xff"}')
+    assert answer.status_code == 400
+    assert "JSON in UTF-8" in answer.json()["error"]["message"]
 
 
 def test_a_long_bad_list_makes_a_short_answer(server: Server) -> None:
@@ -136,8 +239,11 @@ def test_unknown_models_routes_and_methods(server: Server) -> None:
     assert answer.json()["error"]["code"] == "model_not_found"
     assert "Served: ropewalk-demo" in answer.json()["error"]["message"]
     answer = httpx.get(f"{server.url}/v1/nothing")
-    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "Not Found")
-    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+    told = "The server has no route '/v1/nothing'. /docs lists them."
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, told)
+    answer = httpx.get(f"{server.url}/v1/completions")
+    told = "The route /v1/completions accepts POST, not GET."
+    assert (answer.status_code, answer.json()["error"]["message"]) == (405, told)
 
 
 @pytest.mark.parametrize(
@@ -197,10 +303,11 @@ def test_what_the_cache_cannot_hold_is_longer_than_the_context() -> None:
         ("v1/completions", {"prompt": [1.5] * 300_000}),
         ("v1/completions", {f"field{at}": 1 for at in range(200_000)}),
         ("v1/completions", {"prompt": "a", "logit_bias": {f"x{at}": 1 for at in range(200_000)}}),
+        ("v1/completions", {"logit_bias": {f"x{at}": 1 for at in range(60_000)}, "foo": 1}),
         ("v1/chat/completions", {"messages": [{"role": "user", "content": [5] * 300_000}]}),
         ("v1/chat/completions", {"messages": [5] * 300_000}),
     ],
-    ids=["tokens", "prompt", "fields", "logit_bias", "parts", "messages"],
+    ids=["tokens", "prompt", "fields", "logit_bias", "keys", "parts", "messages"],
 )
 def test_a_million_mistakes_are_told_like_one(
     server: Server, route: str, body: dict[str, Any]

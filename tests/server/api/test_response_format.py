@@ -128,17 +128,17 @@ def test_parse_returns_the_model(openai_client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("change", "param", "message"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format.type", "'json_schema'"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "belongs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "or json_schema. G"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
         (
             {"response_format": {**asked({}), "type": "json_object"}},
             "response_format.json_schema",
-            "belongs to `type` json_schema",
+            "needs `type` json_schema. Given: text",
         ),
         (
             {"response_format": asked([])},
             "response_format.json_schema.schema",
-            "should be a valid dictionary",
+            "must be an object. Given: []",
         ),
         (
             {"response_format": asked({}, strikt=True)},
@@ -147,7 +147,11 @@ def test_parse_returns_the_model(openai_client: openai.OpenAI) -> None:
         ),
         ({"response_format": asked({"uniqueItems": True})}, "response_format", "'uniqueItems'"),
         ({"response_format": asked({"title": "é" * 40_000})}, "response_format", "Given: 80013"),
-        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "contra"),
+        (
+            {"response_format": {"type": "json_object"}, "ignore_eos": True},
+            "ignore_eos",
+            "together",
+        ),
         ({"structured_outputs": {}}, "structured_outputs", "needs a `response_format` of JSON"),
         (
             {
