@@ -46,8 +46,8 @@ def serve(**flags: Any) -> None:
     """Serve MODEL, a folder or a hub id; without one, the embedded demonstration model.
 
     OpenAI's routes are under /v1, metrics under /metrics. Every flag is also an environment
-    variable, named in brackets, and a key of the YAML file; MODEL is ROPEWALK_MODEL and `model`.
-    Flags beat the environment, which beats the file.
+    variable, named in brackets, and a key of the YAML file. For MODEL they are ROPEWALK_MODEL and
+    `model`. A flag overrides the variable, and a variable overrides the file.
     """
     with _sentences(), ExitStack() as stack:
         settings = load_settings(given(flags))
@@ -82,35 +82,37 @@ def serve(**flags: Any) -> None:
     "--memory-gib",
     type=click.FloatRange(min=0, min_open=True),
     metavar="GIB",
-    help="Memory for weights and cache together: says the longest context that fits.",
+    help="Memory for weights and cache together. The report then states the longest context that "
+    "fits. The exit code is 2 if none does.",
 )
 @click.option(
     "--heads",
     metavar="LAYERS",
-    help="Load the weights, and say what the heads of these layers (all, or 0,5,...) make of "
-    "distance on a sample text.",
+    help="Layers whose attention heads are measured on a sample text: all, or numbers such as 0,5. "
+    "The weights are loaded for it.",
 )
 @click.option(
     "--sample-text",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The text for --heads. Default: Python's standard library, the files held out from "
-    "training.",
+    help="Sample text for --heads. Default: files of Python's standard library that the embedded "
+    "model was not trained on.",
 )
 @click.option(
     "--sample-tokens",
     type=click.IntRange(min=2),
     metavar="TOKENS",
-    help="At most so much of it.  [default: 2048]",
+    help="Most tokens of the sample text.  [default: 2048]",
 )
 @click.option(
     "--plot",
     "plot_path",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw attention against distance there, .png or .svg; needs matplotlib, the extra `plot`.",
+    help="File for a plot of attention against distance, .png or .svg. Needs matplotlib: "
+    "pip install 'ropewalk[plot]'.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @with_flags(SourceSettings, ModelSettings, DeploymentSettings)
 def inspect(
     memory_gib: float | None,
@@ -124,10 +126,10 @@ def inspect(
 ) -> None:
     """Show MODEL's tables tier by tier, what a context costs, and attention by distance.
 
-    For each pair of dimensions: its wavelength in tokens, and whether a tier keeps it, blends it
-    or interpolates it. Then the upper bound of attention against distance, with and without
-    scaling. Loads weights for --heads only. Deployments come from the same flags, variables and
-    file as in `serve`.
+    A tier is a context length with a rotation table of its own. The report has a row for each pair
+    of rotated dimensions: its wavelength in tokens, and whether the tier keeps, blends or
+    interpolates it. An upper bound of attention against distance follows, with and without scaling.
+    The weights are loaded for --heads only. The settings are those of `serve`.
     """
     with _sentences():
         settings = load_settings(given(flags))
@@ -136,7 +138,10 @@ def inspect(
 
         wanted = heads_options(heads, sample_text, sample_tokens)
         options = InspectOptions(memory_gib, wanted, plot_path, as_json)
-        click.echo(inspect_model(settings, options))
+        report = inspect_model(settings, options)
+        click.echo(report.text)
+        if report.problem is not None:
+            raise SettingsError(report.problem)
 
 
 @ropewalk.group()
@@ -144,13 +149,14 @@ def config() -> None:
     """Look at a configuration file."""
 
 
-@config.command()
+@config.command(cls=SettingsCommand)
 @click.argument("file")
 def check(file: str) -> None:
-    """Say what `ropewalk serve --config FILE` would serve here; loads no weights.
+    """Show what `ropewalk serve --config FILE` would serve here, without loading weights.
 
-    Deployments, tiers, longest context and memory, with the environment's settings on top of the
-    file's. Ends with code 2 and a sentence where it would refuse to start.
+    The output lists deployments, tiers, the longest context and memory. Variables of the
+    environment override the file. If the server would refuse to start, the exit code is 2, and a
+    sentence gives the reason.
     """
     with _sentences():
         settings = load_settings({"config": file})

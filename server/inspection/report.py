@@ -93,7 +93,15 @@ class InspectOptions:
     as_json: bool = False
 
 
-def inspect_model(settings: ServeSettings, options: InspectOptions) -> str:
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The output of `inspect`."""
+
+    text: str  # lines, or JSON
+    problem: str | None  # why the command fails although it reports
+
+
+def inspect_model(settings: ServeSettings, options: InspectOptions) -> Report:
     """Return the report as text or JSON, and draw the plot. Raises ModelError or SettingsError.
 
     Loads weights only if heads are requested, after everything else has been checked.
@@ -115,9 +123,10 @@ def inspect_model(settings: ServeSettings, options: InspectOptions) -> str:
     if options.plot_path is not None:
         title = f"{outline.architecture}: attention against distance"
         _draw(native, found, heads, title, options.plot_path)
+    problem = _too_small(costs, settings.page_size)
     if options.as_json:
-        return json.dumps(_as_json(outline, native, costs, found, heads), indent=2)
-    return "\n".join(_lines(outline, native, costs, found, heads))
+        return Report(json.dumps(_as_json(outline, native, costs, found, heads), indent=2), problem)
+    return Report("\n".join(_lines(outline, native, costs, found, heads)), problem)
 
 
 def _lines(
@@ -228,6 +237,17 @@ def _costs(
     )
 
 
+def _too_small(costs: Costs, page_size: int) -> str | None:
+    """Return the problem if the stated memory does not hold the weights and a page of the cache."""
+    if costs.memory_holds_tokens != 0 or costs.weight_bytes is None:
+        return None
+    page_bytes = page_size * costs.kv_bytes_per_token
+    return (
+        f"--memory-gib: must hold the weights ({size_text(costs.weight_bytes)}) and a page of the "
+        f"cache ({page_size} tokens, {size_text(page_bytes)}), got {costs.memory_gib:g}"
+    )
+
+
 def _model_lines(outline: ModelConfig, native: NativeRope, costs: Costs) -> list[str]:
     layers = outline.layers()
     shape = layers[0]
@@ -267,6 +287,11 @@ def _cost_lines(costs: Costs) -> list[str]:
         lines.append(
             f"in {costs.memory_gib:g} GiB".ljust(17) + "unknown: it has to hold the weights"
         )
+    elif costs.memory_gib is not None and not costs.memory_holds_tokens:
+        lines.append(
+            f"in {costs.memory_gib:g} GiB".ljust(17)
+            + "0 tokens: the weights leave no room for a page of the cache"
+        )
     elif costs.memory_gib is not None:
         limit = "the longest tier"
         if costs.longest_context_in_memory != costs.longest_context:
@@ -275,7 +300,6 @@ def _cost_lines(costs: Costs) -> list[str]:
             f"in {costs.memory_gib:g} GiB".ljust(17)
             + f"{costs.longest_context_in_memory} tokens ({limit}); the cache holds "
             f"{costs.memory_holds_tokens} beside the weights"
-            + ("" if costs.memory_holds_tokens else ", which alone take more")
         )
     return lines
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from server.help_text import HelpCommand
 from server.settings.fields import Section, unit_of
 from server.settings.problems import variable_of
 
@@ -17,7 +18,7 @@ class SettingOption(click.Option):
         self.heading = heading
 
 
-class SettingsCommand(click.Command):
+class SettingsCommand(HelpCommand):
     """A command whose help has its flags under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -59,7 +60,7 @@ def default_text(field: Any) -> str:
     if field.default is None:
         return ""
     if isinstance(field.default, tuple):
-        return ",".join(field.default)
+        return ", ".join(field.default)
     return str(field.default).lower() if isinstance(field.default, bool) else f"{field.default}"
 
 

@@ -133,7 +133,7 @@ def test_parse_returns_the_model(openai_client: openai.OpenAI) -> None:
         (
             {"response_format": {**asked({}), "type": "json_object"}},
             "response_format.json_schema",
-            "needs `type` json_schema. Given: text",
+            "needs `type` json_schema. Given: json_object",
         ),
         (
             {"response_format": asked([])},

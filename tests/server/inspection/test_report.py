@@ -80,7 +80,20 @@ def test_costs_are_those_of_the_config() -> None:
     assert costs["longest_context_in_memory"] == min(2048, costs["memory_holds_tokens"])
     tight = inspect("--memory-gib", "0.016")["costs"]
     assert 0 < tight["longest_context_in_memory"] == tight["memory_holds_tokens"] < 2048
-    assert inspect("--memory-gib", "0.001")["costs"]["longest_context_in_memory"] == 0
+
+
+@pytest.mark.parametrize("memory_gib", ["0.001", "0.015"])
+def test_a_memory_in_which_nothing_fits_ends_with_code_2(memory_gib: str) -> None:
+    """The report is still printed. The larger memory holds the weights, but no page beside them."""
+    ended = run_here("inspect", "--json", "--memory-gib", memory_gib)
+    costs = json.loads(ended.stdout)["costs"]
+    assert costs["longest_context_in_memory"] == 0
+    assert (float(memory_gib) * 2**30 > costs["weight_bytes"]) == (memory_gib == "0.015")
+    assert ended.returncode == 2
+    assert "ropewalk: --memory-gib: must hold the weights (" in ended.stderr
+    assert f"and a page of the cache (64 tokens, 256 KiB), got {memory_gib}" in ended.stderr
+    text = run_here("inspect", "--memory-gib", memory_gib).stdout
+    assert "0 tokens: the weights leave no room for a page of the cache" in text
 
 
 def test_parameters_and_held_memory_are_two_facts() -> None:

@@ -1,0 +1,45 @@
+"""Help texts: whole words at every width, and no words that only this project knows."""
+
+import pytest
+from click.testing import CliRunner
+
+from server.cli import ropewalk
+
+COMMANDS = (["serve"], ["inspect"], ["bench"], ["eval"], ["config", "check"])
+
+
+def help_of(command: list[str], width: int) -> str:
+    """The help of a command in a terminal of some width."""
+    result = CliRunner().invoke(ropewalk, [*command, "--help"], terminal_width=width)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_no_word_is_cut_at_any_width(command: list[str]) -> None:
+    """The words of a narrow terminal are those of a wide one, in the same order."""
+    wide = help_of(command, 200).split()
+    for width in (30, 50, 62, 80, 100):
+        assert help_of(command, width).split() == wide, width
+
+
+def test_lines_are_as_long_as_the_terminal_or_hold_one_word() -> None:
+    """A variable that is longer than a line stands alone, so that it can be copied."""
+    for width in (50, 80):
+        for line in help_of(["serve"], width).splitlines():
+            assert len(line) <= width or len(line.split()) == 1, line
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_lists_have_spaces_after_their_commas(command: list[str]) -> None:
+    """A list of names without spaces is one word, which no line has room for."""
+    for word in help_of(command, 100).split():
+        assert sum(part.isalpha() and part.islower() for part in word.split(",")) < 3, word
+
+
+@pytest.mark.parametrize("command", [["serve"], ["inspect"], ["bench"], ["config", "check"]])
+def test_help_needs_no_glossary(command: list[str]) -> None:
+    """These phrases were met without an explanation."""
+    text = " ".join(help_of(command, 100).split())
+    for phrase in ("Left out:", "so long", "so much of it", "Those below", "L in tokens", "Ends w"):
+        assert phrase not in text
