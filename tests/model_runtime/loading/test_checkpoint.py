@@ -132,8 +132,8 @@ def test_sampling_defaults_come_from_generation_config(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({**stated, "max_length": 99}))
     defaults = load_checkpoint(folder).sampling_defaults
     assert defaults == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
-    silent = CompletionRequest(prompt="a").sampling(16, defaults, ())[0]
+    silent = CompletionRequest(prompt="a").sampling(defaults, ())
     assert (silent.temperature, silent.top_k, silent.repetition_penalty) == (0.6, 20, 1.1)
     body = CompletionRequest(prompt="a", temperature=0.0, top_k=-1)
-    spoken = body.sampling(16, defaults, ())[0]
+    spoken = body.sampling(defaults, ())
     assert (spoken.temperature, spoken.top_k, spoken.top_p) == (0.0, 0, 1.0)
