@@ -17,7 +17,7 @@ def main() -> None:
     wait_briefly()
     from server.cli import ropewalk  # noqa: PLC0415  # not before the check
 
-    ropewalk()
+    ropewalk(prog_name="ropewalk")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from model_runtime.errors import (
     RopewalkError,
     UnknownModelError,
 )
+from server.envelope import envelope
 
 _log = structlog.get_logger(__name__)
 
@@ -39,33 +40,6 @@ _SHAPES = {
     "stop": "Must be a string or a list of strings",
     "content": "Must be a string or a list of text parts",
 }
-
-
-def envelope(
-    message: str,
-    kind: str,
-    *,
-    param: str | None = None,
-    code: str | None = None,
-    details: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Build OpenAI's error body.
-
-    Names from a client may contain lone surrogates, which JSON cannot encode, so they are escaped.
-    """
-    return {
-        "error": {
-            "message": _encodable(message),
-            "type": kind,
-            "param": None if param is None else _encodable(param),
-            "code": code,
-            **(details or {}),
-        }
-    }
-
-
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def rejection_reasons() -> list[str]:

@@ -3,7 +3,7 @@
 Weights come from safetensors only. Code from the checkpoint runs only if trust_remote_code is set.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
 # Fields of generation_config that replace parameters absent from a request (as in vLLM).
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
+# Called with the name of each phase of a load when it begins.
+OnPhase = Callable[[str], None]
+
 _BY_TORCH = "torch"  # products, if no compiled kernels serve the device
 
 _log = structlog.get_logger(__name__)
@@ -62,18 +65,24 @@ class Checkpoint:
     products: str  # layout of the weights and kernel of their products
 
 
+def no_phases(_: str) -> None:
+    """Ignore the phases of a load."""
+
+
 def load_checkpoint(
     source: str | Path,
     *,
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
+    on_phase: OnPhase = no_phases,
 ) -> Checkpoint:
     """Load, patch and check a model. Raises ModelError with a sentence that names the problem."""
     model_config = read_model_config(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
     where = model_config.device
+    on_phase("loading weights")
     _log.info(
         "loading_weights", model=str(source), dtype=str(model_config.dtype), device=str(where)
     )
@@ -91,6 +100,7 @@ def load_checkpoint(
                 for name in SAMPLING_DEFAULTS
                 if generation.get(name) is not None
             },
+            on_phase,
         )
 
 
@@ -99,10 +109,12 @@ def prepare_model(
     tokenizer: Tokenizer,
     eos_token_ids: frozenset[int],
     sampling_defaults: Mapping[str, float],
+    on_phase: OnPhase = no_phases,
 ) -> Checkpoint:
     """Patch a loaded model in place and check it. Raises ModelError."""
     parameter = next(model.parameters())
     native = read_native_rope(model)
+    on_phase("checking the model")
     _log.info("self_check", model=type(model).__name__)
     expected = untouched_answers(model, native)
     plans = patch_model(model, native)

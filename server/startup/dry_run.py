@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from model_runtime.cache.kv_cache import bytes_per_token
-from model_runtime.engine.build_engine import affordable_bytes, total_memory
+from model_runtime.cache.token_bytes import bytes_per_token
+from model_runtime.engine.cache_size import affordable_bytes, total_memory
 from model_runtime.loading.checkpoint import EMBEDDED_MODEL, expected_products
 from model_runtime.loading.model_config import ModelConfig, read_model_config
 from model_runtime.loading.pretrained import load_tokenizer

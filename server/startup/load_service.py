@@ -4,7 +4,7 @@ import torch
 
 from model_runtime.attention.backends import described
 from model_runtime.engine.build_engine import build_engine
-from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.loading.checkpoint import Checkpoint, OnPhase, no_phases
 from model_runtime.text.chat_template import RESERVED, ChatTemplate
 from model_runtime.text.grammar import GrammarCompiler
 from model_runtime.text.tokenizer import Tokenizer
@@ -18,14 +18,15 @@ from server.startup.model_facts import facts_of
 from server.startup.serving_plan import ServingPlan, describe, plan_serving, profiles_of
 
 
-def load_service(settings: ServeSettings) -> tuple[Service, str]:
-    """Load the model, and return the service and its banner.
+def load_service(settings: ServeSettings, on_phase: OnPhase = no_phases) -> tuple[Service, str]:
+    """Load the model, and return the service and its banner. `on_phase` hears of each phase.
 
     Raises model_runtime's ModelError, or SettingsError; the message is a sentence.
     """
-    checkpoint = load_model(settings)
+    checkpoint = load_model(settings, on_phase)
     chat_template = chat_template_of(settings, checkpoint.tokenizer)
     plan = plan_serving(settings, facts_of(checkpoint, settings))
+    on_phase("allocating the cache")
     factory = MetricFactory()
     metrics = _metrics(factory, plan)
     service = Service(

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from model_runtime.config import EngineConfig, SamplingLimits
 from model_runtime.deployment import Deployment
-from model_runtime.engine.build_engine import sized
-from model_runtime.engine.memory_profile import MemoryProfile
+from model_runtime.engine.cache_size import MemoryProfile, sized
 from model_runtime.make_deployment import DeploymentOptions, make_deployment
 from model_runtime.text.chat_template import MAX_TEMPLATE_STOPS
 from rope import NativeRope, Profile, RopeConfigError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from model_runtime.cache.kv_cache import bytes_per_token
+from model_runtime.cache.token_bytes import bytes_per_token
 from model_runtime.errors import ModelError
 from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint
 from model_runtime.loading.model_config import ModelConfig, read_model_config
