@@ -3,7 +3,7 @@
 Weights come from safetensors only. Code from the checkpoint runs only if trust_remote_code is set.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,14 @@ from model_runtime.layers.way_trial import choose_way
 from model_runtime.loading.load_faults import faults_of
 from model_runtime.loading.model_config import read_model_config
 from model_runtime.loading.patch_model import patch_model, read_native_rope
+from model_runtime.loading.phases import OnPhase, no_phases
 from model_runtime.loading.pretrained import from_pretrained, load_tokenizer
 from model_runtime.loading.self_check import Report, check, untouched_answers
 from model_runtime.text.tokenizer import Tokenizer
 from rope import NativeRope
 
-EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
 # Fields of generation_config that replace parameters absent from a request (as in vLLM).
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-# Called with the name of each phase of a load when it begins.
-OnPhase = Callable[[str], None]
 
 _BY_TORCH = "torch"  # products, if no compiled kernels serve the device
 
@@ -65,10 +62,6 @@ class Checkpoint:
     products: str  # layout of the weights and kernel of their products
 
 
-def no_phases(_: str) -> None:
-    """Ignore the phases of a load."""
-
-
 def load_checkpoint(
     source: str | Path,
     *,
@@ -81,13 +74,15 @@ def load_checkpoint(
     model_config = read_model_config(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
-    where = model_config.device
+    where, number_type = model_config.device, model_config.dtype
+    assert isinstance(where, torch.device)
+    assert isinstance(number_type, torch.dtype)
     on_phase("loading weights")
     _log.info(
         "loading_weights", model=str(source), dtype=str(model_config.dtype), device=str(where)
     )
-    with faults_of(str(source), model_config.dtype, where):
-        model = _load_model(source, model_config.dtype, trust_remote_code=trust_remote_code)
+    with faults_of(str(source), number_type, where):
+        model = _load_model(source, number_type, trust_remote_code=trust_remote_code)
         model = model.to(where).eval()
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         generation = _generation_defaults(source, model_config.config)

@@ -4,18 +4,24 @@ import torch
 
 from model_runtime.attention.backends import described
 from model_runtime.engine.build_engine import build_engine
-from model_runtime.loading.checkpoint import Checkpoint, OnPhase, no_phases
-from model_runtime.text.chat_template import RESERVED, ChatTemplate
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.loading.phases import OnPhase, no_phases
 from model_runtime.text.grammar import GrammarCompiler
-from model_runtime.text.tokenizer import Tokenizer
 from server.api.service import Service
 from server.errors import rejection_reasons
 from server.metrics import MetricFactory, Metrics
 from server.middleware.http_metrics import HttpMetrics
-from server.settings.load import ServeSettings, SettingsError
+from server.settings.load import ServeSettings
 from server.startup.load_model import load_model
 from server.startup.model_facts import facts_of
-from server.startup.serving_plan import ServingPlan, describe, plan_serving, profiles_of
+from server.startup.serving_plan import (
+    ServingPlan,
+    chat_template_of,
+    computing_line,
+    describe,
+    plan_serving,
+    profiles_of,
+)
 
 
 def load_service(settings: ServeSettings, on_phase: OnPhase = no_phases) -> tuple[Service, str]:
@@ -47,29 +53,6 @@ def load_service(settings: ServeSettings, on_phase: OnPhase = no_phases) -> tupl
     return service, _banner(checkpoint, plan)
 
 
-def chat_template_of(settings: ServeSettings, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the operator's chat template, or the tokenizer's own.
-
-    Raises ModelError or SettingsError.
-    """
-    for name in settings.allowed_chat_template_kwargs:
-        if name in RESERVED:
-            raise SettingsError(
-                f"allowed_chat_template_kwargs: {name} is the rendering's own, remove it"
-            )
-    if settings.chat_template is None:
-        return tokenizer.chat_template()
-    try:
-        return tokenizer.chat_template(settings.chat_template.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"chat_template: cannot read {settings.chat_template}") from error
-
-
-def computing_line(products: str, device: torch.device, bits: str) -> str:
-    """Return the banner's line about products, attention and bits; the dry run prints it, too."""
-    return f"  products         {products}; attention: {described(device)}; bits: {bits}"
-
-
 def _metrics(factory: MetricFactory, plan: ServingPlan) -> Metrics:
     applicable = {
         deployment.name: sorted(
@@ -95,7 +78,7 @@ def _banner(checkpoint: Checkpoint, plan: ServingPlan) -> str:
         [
             f"  model            {type(checkpoint.model).__name__}, {where}",
             *describe(plan),
-            computing_line(checkpoint.products, checkpoint.device, bits),
+            computing_line(checkpoint.products, described(checkpoint.device), bits),
             f"  self-check       passed; answers are the same in any batch {exact}",
         ]
     )

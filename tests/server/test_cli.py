@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL
+from model_runtime.loading.model_config import EMBEDDED_MODEL
 from server.settings.load import ServeSettings, SettingsError, load_settings
 from server.startup.listener import bound_socket
 from server.startup.load_service import load_service
