@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 # transformers reads the configs of these types as they are written. The tests compare both ways.
-PLAIN_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "granite"})
+PLAIN_TYPES = frozenset(
+    {"apertus", "arcee", "ernie4_5", "granite", "llama", "mistral", "olmo2"}
+    | {"qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2"}
+)
 # These may have defaults of their own, so a config must state them.
 _NEEDED = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
@@ -72,18 +75,32 @@ def plain_config(folder: Path) -> PlainConfig | None:
         return None
     if not all(type(values.get(name)) is int for name in _NEEDED):
         return None
-    block = values.get("rope_parameters")
-    if not isinstance(block, Mapping) or "rope_theta" not in block or "rope_type" not in block:
-        return None  # the form of transformers 4, which it converts
+    block = _rope_block(values)
+    if block is None:
+        return None
     is_plain = (
         isinstance(values.get("architectures"), list)
         and isinstance(values.get("tie_word_embeddings"), bool)
         and values.get("quantization_config") is None
         and "auto_map" not in values
         and type(values.get("head_dim", 1)) is int
-        and "partial_rotary_factor" not in block
+        and "partial_rotary_factor" not in {*block, *values}
     )
     return PlainConfig(values) if is_plain else None
+
+
+def _rope_block(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return a stated rope block of transformers 5 or 4; None if it is neither or lacks a part."""
+    block = values.get("rope_parameters")
+    if block is None and isinstance(values.get("rope_theta"), int | float):
+        if values.get("rope_scaling") is None:
+            return {}
+        if not isinstance(values["rope_scaling"], Mapping):
+            return None
+        block = {"rope_theta": values["rope_theta"], **values["rope_scaling"]}
+    if not isinstance(block, Mapping) or not {"rope_theta", "rope_type"} <= set(block):
+        return None
+    return block
 
 
 def plain_number_type(name: str) -> PlainNumberType | None:

@@ -1,4 +1,4 @@
-"""What the process does until it serves: the phase, its seconds and the kernels compiled so far.
+"""The progress of a start: the phase, its seconds, and the kernels compiled so far.
 
 One thread loads and writes, another one answers and reads. This module imports nothing heavy.
 """
