@@ -10,6 +10,7 @@ import json
 import socket
 import ssl
 import threading
+import time
 from contextlib import suppress
 
 from server.envelope import envelope
@@ -20,6 +21,8 @@ _RETRY_S = 5
 _LINGER_S = 2.0  # for a client to read the answer; closing earlier resets one that still sends
 _LAST_S = 30.0  # for connections that were accepted before the model was loaded
 _BACKLOG = 2048  # uvicorn's
+_AT_ONCE = 64  # connections that are accepted before one is answered
+_SHORT_OF_FILES_S = 0.05
 
 
 class EarlyAnswers:
@@ -34,11 +37,12 @@ class EarlyAnswers:
     ) -> None:
         """Listen on a bound socket. The caller keeps it and closes it."""
         listener.listen(_BACKLOG)
+        listener.setblocking(False)  # noqa: FBT003  # its only argument
         self._listener = listener
         self._progress = progress
         self._tls = tls
         self._limits = settings
-        self._num_open = 0
+        self._tasks: set[asyncio.Task[None]] = set()
         self._accepts, self._has_stopped = threading.Event(), threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_over: asyncio.Event | None = None
@@ -64,28 +68,44 @@ class EarlyAnswers:
 
     async def _serve(self) -> None:
         self._is_over = asyncio.Event()
-        server = await asyncio.start_server(
-            self._answer,
-            # Closing the copy ends the accepting here and leaves the socket listening.
-            sock=self._listener.dup(),
-            limit=self._limits.max_header_bytes,
-            backlog=_BACKLOG,
-            ssl=self._tls,
-        )
         self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._listener, self._accept)
         self._accepts.set()
         await self._is_over.wait()
-        server.close()
+        # asyncio's own server may drop a connection that it has just accepted when it is closed.
+        self._loop.remove_reader(self._listener)
         self._has_stopped.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_S):
-                while others := asyncio.all_tasks() - {asyncio.current_task()}:
-                    await asyncio.wait(others)
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_open += 1
-        try:
-            with suppress(OSError, EOFError, TimeoutError):
+    def _accept(self) -> None:
+        """Accept the connections that wait, and answer each in a task."""
+        assert self._loop is not None
+        for _ in range(_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # no file descriptor is left, or the client has gone
+                time.sleep(_SHORT_OF_FILES_S)
+                return
+            connection.setblocking(False)  # noqa: FBT003  # its only argument
+            task = self._loop.create_task(self._answer(connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, connection: socket.socket) -> None:
+        assert self._loop is not None
+        reader = asyncio.StreamReader(self._limits.max_header_bytes)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        with connection, suppress(OSError, EOFError, TimeoutError):
+            transport, _ = await self._loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=self._tls
+            )
+            writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+            try:
                 writer.write(self._response(await self._head(reader)))
                 await writer.drain()
                 if writer.can_write_eof():
@@ -93,13 +113,14 @@ class EarlyAnswers:
                 async with asyncio.timeout(_LINGER_S):
                     while await reader.read(1 << 16):
                         pass
-        finally:
-            self._num_open -= 1
-            writer.close()
+            finally:
+                writer.close()
+                with suppress(OSError):
+                    await writer.wait_closed()
 
     async def _head(self, reader: asyncio.StreamReader) -> bytes:
         """Return a request's head; empty if it is too long or too many clients wait."""
-        if self._num_open > self._limits.max_connections:
+        if len(self._tasks) > self._limits.max_connections:
             return b""
         async with asyncio.timeout(self._limits.head_timeout_seconds):
             try:
