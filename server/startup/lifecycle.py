@@ -25,13 +25,16 @@ _FAREWELL_S = 5.0  # for the error events of requests that did not finish
 
 
 def loaded_server(
-    settings: ServeSettings, progress: LoadingProgress, on_ready: Callable[[str], None]
+    settings: ServeSettings,
+    api_keys: list[str],
+    progress: LoadingProgress,
+    on_ready: Callable[[str], None],
 ) -> "GracefulServer":
     """Load the model and return a server that has not started.
 
     `on_ready` is called with the banner when it serves. Raises ModelError or SettingsError.
     """
-    policy = access_policy_of(settings)  # its errors are reported before anything is loaded
+    policy = access_policy_of(settings, api_keys)
     progress.watch_compiler()
     service, banner = load_service(settings, progress.enter)
     return GracefulServer(settings, service, policy, partial(on_ready, banner))

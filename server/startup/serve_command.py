@@ -16,6 +16,7 @@ from server.settings.flags import SettingsCommand, given, with_flags
 from server.settings.load import ServeSettings, load_settings
 from server.settings.sections import SECTIONS
 from server.startup.early_answers import EarlyAnswers
+from server.startup.gate import api_keys_of
 from server.startup.listener import bound_socket, tls_context, url_of
 from server.startup.progress import LoadingProgress
 from server.version import own_version
@@ -36,7 +37,8 @@ def serve(**flags: Any) -> None:
     """
     with sentences():
         settings = load_settings(given(flags))
-        tls = tls_context(settings)
+        # Errors of both are reported before anything is imported.
+        api_keys, tls = api_keys_of(settings), tls_context(settings)
         with bound_socket(settings) as listener, _ended_by_signals():
             url = url_of(settings, listener)
             progress = LoadingProgress(lambda line: click.echo(line, err=True))
@@ -48,8 +50,10 @@ def serve(**flags: Any) -> None:
                 click.echo(f"ropewalk {own_version()}\n{banner}", err=True)
                 click.echo(f"  listening on     {url}", err=True)
 
-            server = _loaded(settings, progress, on_ready)
-            answers.hand_over()
+            try:
+                server = _loaded(settings, api_keys, progress, on_ready)
+            finally:
+                answers.hand_over()
             server.run(sockets=[listener])
         server.stop_engine()
     if server.has_died:
@@ -57,7 +61,10 @@ def serve(**flags: Any) -> None:
 
 
 def _loaded(
-    settings: ServeSettings, progress: LoadingProgress, on_ready: Callable[[str], None]
+    settings: ServeSettings,
+    api_keys: list[str],
+    progress: LoadingProgress,
+    on_ready: Callable[[str], None],
 ) -> "GracefulServer":
     """Import and load in a thread, and return a server that can run.
 
@@ -71,7 +78,7 @@ def _loaded(
             log_to_stderr()
             from server.startup.lifecycle import loaded_server  # noqa: PLC0415
 
-            found.set_result(loaded_server(settings, progress, on_ready))
+            found.set_result(loaded_server(settings, api_keys, progress, on_ready))
         except BaseException as error:  # noqa: BLE001  # the main thread reports it
             found.set_exception(error)
 
