@@ -8,7 +8,7 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm
 # The wheel, from the sources.
 FROM ${BASE_IMAGE} AS wheel
 WORKDIR /src
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md ropewalk.py ./
 COPY rope/ rope/
 COPY model_runtime/ model_runtime/
 COPY server/ server/

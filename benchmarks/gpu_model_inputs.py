@@ -11,7 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from benchmarks.make_model import Shape, fill, llama_config
 from model_runtime.config import EngineConfig
 from model_runtime.deployment import Deployment
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, prepare_model
+from model_runtime.loading.checkpoint import Checkpoint, prepare_model
+from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.loading.pretrained import load_tokenizer
 from model_runtime.make_deployment import DeploymentOptions, make_deployment
 

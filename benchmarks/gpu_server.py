@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.gpu_engine import free_memory
 from benchmarks.gpu_model_inputs import ModelSizes, random_model
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL
+from model_runtime.loading.model_config import EMBEDDED_MODEL
 
 _START_S, _STOP_S = 180, 30
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -1,32 +1,64 @@
 """Rotary position embeddings as plain arithmetic: frequencies, tiers, angles, rotation.
 
-The package uses torch and plain values only: no models, no I/O, and no state between calls.
+The package uses torch and plain values only: no models, no I/O, and no state between calls. A name
+is imported when it is first used, because settings need its words and not torch.
 """
 
-from rope.angles import Angles, offset_angles, page_start_angles, position_angles
-from rope.decay import Moments, decay_bound, expected_score, score_spread
-from rope.errors import RopeConfigError
-from rope.frequencies import Frequencies, Rotary, Scaling, Unscaled
-from rope.from_config import ROPE_TYPES, Method, parse_method, rope_type_of
-from rope.linear import Linear
-from rope.llama3 import Llama3
-from rope.longrope import LongRope
-from rope.native import ALL_LAYERS, NativeRope, NativeTable, native_rope
-from rope.ntk import NTK, DynamicNTK
-from rope.rotate import half_split_from_interleaved, logn_scale, rotate
-from rope.tiers import (
-    POLICIES,
-    Policy,
-    Profile,
-    Tier,
-    build_tiers,
-    choose_tier,
-    default_multiples,
-    fixed_tier,
-    longest,
-    native_tier,
-)
-from rope.yarn import Yarn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rope.words import POLICIES, ROPE_TYPES, Policy
+
+if TYPE_CHECKING:
+    from rope.angles import Angles, offset_angles, page_start_angles, position_angles
+    from rope.decay import Moments, decay_bound, expected_score, score_spread
+    from rope.errors import RopeConfigError
+    from rope.frequencies import Frequencies, Rotary, Scaling, Unscaled
+    from rope.from_config import Method, parse_method, rope_type_of
+    from rope.linear import Linear
+    from rope.llama3 import Llama3
+    from rope.longrope import LongRope
+    from rope.native import ALL_LAYERS, NativeRope, NativeTable, native_rope
+    from rope.ntk import NTK, DynamicNTK
+    from rope.rotation import half_split_from_interleaved, logn_scale, rotate
+    from rope.tiers import (
+        Profile,
+        Tier,
+        build_tiers,
+        choose_tier,
+        default_multiples,
+        fixed_tier,
+        longest,
+        native_tier,
+    )
+    from rope.yarn import Yarn
+
+# module -> its public names
+_HOMES = {
+    "angles": ("Angles", "offset_angles", "page_start_angles", "position_angles"),
+    "decay": ("Moments", "decay_bound", "expected_score", "score_spread"),
+    "errors": ("RopeConfigError",),
+    "frequencies": ("Frequencies", "Rotary", "Scaling", "Unscaled"),
+    "from_config": ("Method", "parse_method", "rope_type_of"),
+    "linear": ("Linear",),
+    "llama3": ("Llama3",),
+    "longrope": ("LongRope",),
+    "native": ("ALL_LAYERS", "NativeRope", "NativeTable", "native_rope"),
+    "ntk": ("DynamicNTK", "NTK"),
+    "rotation": ("half_split_from_interleaved", "logn_scale", "rotate"),
+    "tiers": (
+        "Profile",
+        "Tier",
+        "build_tiers",
+        "choose_tier",
+        "default_multiples",
+        "fixed_tier",
+        "longest",
+        "native_tier",
+    ),
+    "yarn": ("Yarn",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "ALL_LAYERS",
@@ -70,3 +102,12 @@ __all__ = [
     "rotate",
     "score_spread",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a public name, and keep the name here."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'rope' has no attribute {name!r}")
+    value = getattr(import_module(f"rope.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value

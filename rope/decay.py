@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rope.angles import Angles
 from rope.frequencies import Frequencies
-from rope.rotate import rotate
+from rope.rotation import rotate
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,10 +4,10 @@ Shapes: P = rotated pairs, fastest first.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,13 @@ class Rotary:
         """Return P, the number of pairs that rotate."""
         return self.rotary_dim // 2
 
-    def tokens_per_radian_P(self) -> Tensor:
+    def tokens_per_radian_P(self) -> "Tensor":
         """Return the tokens in which each pair rotates by one radian, float32 [P].
 
         The expression is the one in transformers, so every table built from it has the same bits.
         """
+        import torch  # noqa: PLC0415  # planning needs no tables
+
         exponent_P = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim
         return self.rope_theta**exponent_P
 
@@ -35,7 +37,7 @@ class Rotary:
 class Frequencies:
     """One table: how fast each pair rotates, and the factor of cos and sin."""
 
-    inv_freq_P: Tensor  # float32 [P], radians per token
+    inv_freq_P: "Tensor"  # float32 [P], radians per token
     attention_factor: float  # multiplies cos and sin, so rotary logits grow by its square
 
 

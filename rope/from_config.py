@@ -15,9 +15,8 @@ from rope.linear import Linear
 from rope.llama3 import Llama3
 from rope.longrope import LongRope
 from rope.ntk import NTK, DynamicNTK
+from rope.words import ROPE_TYPES
 from rope.yarn import Yarn
-
-ROPE_TYPES = ("default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope")
 
 _MAX_FACTOR = 65_536.0  # above any practical factor; keeps ceilings and tier lists finite
 _REFUSED = {

@@ -8,8 +8,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-import torch
-
 from rope.frequencies import Frequencies, Rotary, factor_at
 
 
@@ -25,6 +23,8 @@ class Llama3:
 
     def frequencies(self, rotary: Rotary) -> Frequencies:
         """Return the table, equal to transformers' `llama3` to the bit."""
+        import torch  # noqa: PLC0415  # planning needs no tables
+
         trained = self.original_max_position_embeddings
         longest_kept = trained / self.high_freq_factor
         shortest_divided = trained / self.low_freq_factor

@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-import torch
-
 from rope.frequencies import Frequencies, Rotary
 
 
@@ -27,6 +25,8 @@ class LongRope:
 
     def frequencies(self, rotary: Rotary) -> Frequencies:
         """Return the table, equal to transformers' `longrope` for `num_tokens`, to the bit."""
+        import torch  # noqa: PLC0415  # planning needs no tables
+
         is_long = self.num_tokens > self.original_max_position_embeddings
         divisors_P = torch.tensor(self.long_factor if is_long else self.short_factor)
         inv_freq_P = 1.0 / (divisors_P * rotary.tokens_per_radian_P())

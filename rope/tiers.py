@@ -7,15 +7,12 @@ request and its policy alone, never on other requests.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from rope.errors import RopeConfigError
 from rope.frequencies import Scaling
 from rope.from_config import Method
 from rope.native import NativeRope
-
-Policy = Literal["fixed", "pinned", "grow", "grow-exact"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
+from rope.words import Policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from rope.frequencies import Frequencies, Rotary, factor_at
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _temperature(factor: float, mscale: float = 1.0) -> float:
@@ -49,7 +49,9 @@ class Yarn:
         factor = factor_at(self.factor, ceiling, native_len)
         return replace(self, factor=factor, original_max_position_embeddings=native_len)
 
-    def _ramp_P(self, rotary: Rotary) -> Tensor:
+    def _ramp_P(self, rotary: Rotary) -> "Tensor":
+        import torch  # noqa: PLC0415  # planning needs no tables
+
         low = self._pair_turning(rotary, self.beta_fast)
         high = self._pair_turning(rotary, self.beta_slow)
         if self.truncate:

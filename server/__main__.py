@@ -19,7 +19,7 @@ def main() -> None:
     from server.cli import ropewalk  # noqa: PLC0415  # not before the check
 
     try:
-        ropewalk()
+        ropewalk(prog_name="ropewalk")
     finally:
         # Else the interpreter looks through all objects of torch and transformers for garbage
         # before it ends. That took 1.4 of the 1.7 s from SIGTERM to the end of an idle server.

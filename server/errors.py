@@ -17,6 +17,7 @@ from model_runtime.errors import (
     RopewalkError,
     UnknownModelError,
 )
+from server.envelope import envelope
 from server.wording import accepted, choices, did_you_mean
 
 _log = structlog.get_logger(__name__)
@@ -54,33 +55,6 @@ class BodyError(HTTPException):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(400, message)
         self.param = param
-
-
-def envelope(
-    message: str,
-    kind: str,
-    *,
-    param: str | None = None,
-    code: str | None = None,
-    details: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Build OpenAI's error body.
-
-    Names from a client may contain lone surrogates, which JSON cannot encode, so they are escaped.
-    """
-    return {
-        "error": {
-            "message": _encodable(message),
-            "type": kind,
-            "param": None if param is None else _encodable(param),
-            "code": code,
-            **(details or {}),
-        }
-    }
-
-
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def rejection_reasons() -> list[str]:

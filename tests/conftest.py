@@ -11,7 +11,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from model_runtime.loading.model_config import EMBEDDED_MODEL
 from tests.engines import EngineFactory, tiny_checkpoint
 from tests.processes import Server, running_server
 

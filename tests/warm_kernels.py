@@ -6,7 +6,8 @@ Two workers and every server that they start would compile the same code at the 
 import sys
 import time
 
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL, load_checkpoint
+from model_runtime.loading.checkpoint import load_checkpoint
+from model_runtime.loading.model_config import EMBEDDED_MODEL
 from server.settings.sections import CacheSettings
 from tests.engines import EngineFactory, answer, deployment_of, request
 

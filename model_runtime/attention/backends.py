@@ -8,7 +8,8 @@ import torch
 from model_runtime.attention.cpu_backend import CpuAttention
 from model_runtime.attention.paged_attention import Backend
 from model_runtime.attention.torch_backend import TorchAttention
-from model_runtime.cache.kv_cache import KVCache, LayerShape
+from model_runtime.cache.kv_cache import KVCache
+from model_runtime.cache.token_bytes import LayerShape
 from model_runtime.cpu_kernels.processor import vectors
 from model_runtime.cpu_kernels.trials import kernel_fault
 

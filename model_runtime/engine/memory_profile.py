@@ -18,9 +18,10 @@ from typing import Protocol
 import torch
 
 from model_runtime.batch import Span
-from model_runtime.cache.kv_cache import bytes_per_token
+from model_runtime.cache.token_bytes import bytes_per_token
 from model_runtime.config import EngineConfig
 from model_runtime.engine.build_engine import build_runner, captures_graphs
+from model_runtime.engine.cache_size import MemoryProfile
 from model_runtime.errors import ModelError
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import MAX_LOGPROBS, SamplingParams
@@ -88,22 +89,6 @@ class CudaMeter:
             torch.cuda.memory_allocated(self._device),
             torch.cuda.max_memory_allocated(self._device),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryProfile:
-    """The uses of a device's memory, in bytes."""
-
-    total_bytes: int
-    outside_bytes: int  # see Reading.outside; measured after the step
-    weight_bytes: int  # tensors allocated before the step
-    step_bytes: int  # peak of the step's tensors, without the weights
-    graph_bytes: int  # estimate for captured decode steps; 0 if none are captured
-
-    def cache_bytes(self, utilization: float) -> int:
-        """Return the bytes left for the cache within `utilization` of the device; may be < 0."""
-        taken = self.outside_bytes + self.weight_bytes + self.step_bytes + self.graph_bytes
-        return int(self.total_bytes * utilization) - taken
 
 
 def graphs_bytes(working_bytes: int, config: EngineConfig, vocab_size: int) -> int:

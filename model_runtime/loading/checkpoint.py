@@ -32,6 +32,7 @@ from model_runtime.loading.load_faults import faults_of
 from model_runtime.loading.load_progress import logged_progress
 from model_runtime.loading.model_config import read_model_config
 from model_runtime.loading.patch_model import patch_model, read_native_rope
+from model_runtime.loading.phases import OnPhase, no_phases
 from model_runtime.loading.pretrained import from_pretrained, load_tokenizer
 from model_runtime.loading.self_check import (
     PagedPrompts,
@@ -42,7 +43,6 @@ from model_runtime.loading.self_check import (
 from model_runtime.text.tokenizer import Tokenizer
 from rope import NativeRope
 
-EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
 # Fields of generation_config that replace parameters absent from a request (as in vLLM).
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -74,17 +74,21 @@ def load_checkpoint(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
+    on_phase: OnPhase = no_phases,
 ) -> Checkpoint:
     """Load, patch and check a model. Raises ModelError with a sentence that names the problem."""
     model_config = read_model_config(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
-    where = model_config.device
+    where, number_type = model_config.device, model_config.dtype
+    assert isinstance(where, torch.device)
+    assert isinstance(number_type, torch.dtype)
+    on_phase("loading weights")
     _log.info(
         "loading_weights", model=str(source), dtype=str(model_config.dtype), device=str(where)
     )
-    with faults_of(str(source), model_config.dtype, where):
-        model = _load_model(source, model_config.dtype, trust_remote_code=trust_remote_code)
+    with faults_of(str(source), number_type, where):
+        model = _load_model(source, number_type, trust_remote_code=trust_remote_code)
         model = model.to(where).eval()
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         generation = _generation_defaults(source, model_config.config)
@@ -97,6 +101,7 @@ def load_checkpoint(
                 for name in SAMPLING_DEFAULTS
                 if generation.get(name) is not None
             },
+            on_phase,
         )
 
 
@@ -105,10 +110,12 @@ def prepare_model(
     tokenizer: Tokenizer,
     eos_token_ids: frozenset[int],
     sampling_defaults: Mapping[str, float],
+    on_phase: OnPhase = no_phases,
 ) -> Checkpoint:
     """Patch a loaded model in place and check it. Raises ModelError."""
     parameter = next(model.parameters())
     native = read_native_rope(model)
+    on_phase("checking the model")
     _log.info("self_check", model=type(model).__name__)
     original = original_logits(model, native)
     plans = patch_model(model, native)

@@ -1,21 +1,32 @@
-"""Read tables, cache shapes and sizes from a checkpoint's config, before weights are loaded."""
+"""Read tables, cache shapes and sizes from a checkpoint's config, before weights are loaded.
+
+torch and transformers are imported where a config cannot be read without them.
+"""
+# ruff: noqa: PLC0415
 
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
 
 from model_runtime.errors import ModelError
-from model_runtime.loading.pretrained import from_pretrained
+from model_runtime.loading.plain_config import (
+    PlainDevice,
+    PlainNumberType,
+    plain_config,
+    plain_device,
+    plain_number_type,
+)
 from rope import NativeRope, RopeConfigError, native_rope
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    import torch
+
+EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +43,9 @@ class ModelConfig:
     """A checkpoint that was found and can be loaded."""
 
     source: str | Path
-    config: Any  # the config object of transformers
-    dtype: torch.dtype
-    device: torch.device
+    config: Any  # the config object of transformers, or a PlainConfig
+    dtype: "torch.dtype | PlainNumberType"
+    device: "torch.device | PlainDevice"
 
     @property
     def architecture(self) -> str:
@@ -72,7 +83,7 @@ class ModelConfig:
             return None
         num_parameters = 0
         for path in weight_files(folder):
-            with safe_open(path, framework="pt") as weights:
+            with safe_open(path, framework="np") as weights:
                 shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118
             num_parameters += sum(math.prod(shape) for shape in shapes)
         return num_parameters
@@ -127,6 +138,28 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def read_outline(
+    source: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> ModelConfig:
+    """Find a checkpoint and read its config without torch and transformers if it is a plain one.
+
+    Raises ModelError that names the problem.
+    """
+    where, number_type = plain_device(device), plain_number_type(dtype)
+    if where is not None and number_type is not None and Path(source).is_dir():
+        _check_files(Path(source))
+        config = plain_config(Path(source))
+        if config is not None:
+            return ModelConfig(source, config, number_type, where)
+    return read_model_config(
+        source, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+    )
+
+
 def read_model_config(
     source: str | Path,
     *,
@@ -135,7 +168,11 @@ def read_model_config(
     trust_remote_code: bool = False,
 ) -> ModelConfig:
     """Find a checkpoint and read its config. Raises ModelError that names the problem."""
-    where = _device(device)
+    from transformers import AutoConfig
+
+    from model_runtime.loading.pretrained import from_pretrained
+
+    where = torch_device(device)
     folder = Path(source)
     if folder.is_dir():
         _check_files(folder)
@@ -144,10 +181,13 @@ def read_model_config(
     config = from_pretrained(AutoConfig, source, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{config.model_type} checkpoint is quantised, which is not supported yet")
-    return ModelConfig(source, config, _dtype(dtype, config, where), where)
+    return ModelConfig(source, config, torch_dtype(dtype, config, where), where)
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> "torch.device":
+    """Return the device of a setting's name. Raises ModelError for a GPU that is not there."""
+    import torch
+
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -155,14 +195,16 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+def torch_dtype(name: str, config: Any, device: "torch.device") -> "torch.dtype":
     """Return the dtype; `auto`: float32 on a CPU, the checkpoint's own dtype elsewhere."""
+    import torch
+
     if name == "auto":
         own: torch.dtype = getattr(config, "dtype", None) or torch.float32
         return torch.float32 if device.type == "cpu" else own
     if name == "float16" and device.type == "cpu":
         raise ModelError("dtype float16 is not served on a CPU; use float32 or bfloat16")
-    return DTYPES[name]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 def _check_files(folder: Path) -> None:
@@ -177,7 +219,7 @@ def _check_files(folder: Path) -> None:
         raise ModelError(f"{folder} has no weights in safetensors{beside}")
     for path in weight_files(folder):
         try:
-            with safe_open(path, framework="pt"):
+            with safe_open(path, framework="np"):
                 pass
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is not a whole safetensors file: {error}") from error

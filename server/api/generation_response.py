@@ -27,7 +27,7 @@ from server.api.generation_schema import (
 from server.api.output_queue import Submission
 from server.api.service import Service
 from server.api.sse import DONE, KEEP_ALIVE, OPENING, EventStream, event
-from server.errors import envelope
+from server.envelope import envelope
 
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; vLLM's number for it
 

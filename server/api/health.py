@@ -5,7 +5,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from server.api.service import Service
-from server.errors import envelope
+from server.envelope import envelope
 from server.version import own_version
 
 

@@ -1,6 +1,5 @@
 """`ropewalk eval [MODEL]`: perplexity and retrieval, against context length or across tiers."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-import structlog
 
 from model_runtime.errors import ModelError
 from server.eval_run import EvalError, write_texts
@@ -25,6 +23,7 @@ from server.evaluation.option_values import (
     parse_rope_policies,
 )
 from server.evaluation.plan import LengthOptions
+from server.log_lines import log_to_stderr
 from server.plotting import can_plot
 from server.policy_eval.options import CrossingOptions
 from server.progress import printed_progress
@@ -176,7 +175,7 @@ def evaluate(*, policies: bool, **flags: Any) -> None:
     through the server's own engine. With --policies: what becomes of a sequence whose table
     changes while it decodes. Without MODEL, the embedded demonstration model.
     """
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    log_to_stderr()
     try:
         settings = load_settings(given({name: flags[name] for name in ModelSettings.model_fields}))
         if policies:

@@ -7,7 +7,6 @@ Shapes: T = tokens, H = query heads, K = key heads, D = key dimensions, X = eith
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,31 +18,9 @@ from model_runtime.cache.rope_tables import RopeTables
 from model_runtime.errors import ModelError
 from model_runtime.loading.checkpoint import Checkpoint
 from rope import Moments, build_tiers, half_split_from_interleaved
+from server.inspection.layer_statistics import LayerStatistics
 
 _PAGE_SIZE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class LayerStatistics:
-    """Statistics of one layer's heads on the sample, and the settings of its logits."""
-
-    query: Moments  # of H heads
-    key: Moments  # of K heads
-    plan: LayerPlan
-    scaling: float  # multiplies every logit
-    sliding_window: int | None  # keys that a query sees, itself included; None: all
-
-    @property
-    def key_head_H(self) -> Tensor:
-        """Return the key head of each query head; consecutive query heads share one."""
-        num_query_heads, num_key_heads = len(self.query.mean_HD), len(self.key.mean_HD)
-        return torch.arange(num_query_heads) // (num_query_heads // num_key_heads)
-
-    @property
-    def key_by_query_head(self) -> Moments:
-        """Return the keys' moments, with a row for each query head."""
-        head_H = self.key_head_H
-        return Moments(self.key.mean_HD[head_H], self.key.covariance_HDD[head_H])
 
 
 class _Sums:

@@ -8,7 +8,7 @@ from typing import Any
 
 from model_runtime.text.tokenizer import Tokenizer
 from server.corpus.held_out import Document, library_documents
-from server.inspection.head_statistics import LayerStatistics, head_statistics, sequence_len
+from server.inspection.layer_statistics import LayerStatistics
 from server.settings.load import ServeSettings, SettingsError
 from server.startup.load_model import load_model
 
@@ -84,6 +84,9 @@ def inspect_heads(
     options: HeadsOptions,
 ) -> InspectedHeads:
     """Load the model and run the sample through it. Raises ModelError or SettingsError."""
+    # Imported here, because only --heads needs numba and transformers.
+    from server.inspection.head_statistics import head_statistics, sequence_len  # noqa: PLC0415
+
     checkpoint = load_model(settings)
     length = sequence_len(checkpoint, _SEQUENCE_TOKENS)
     sequences = _sequences(documents, checkpoint.tokenizer, length, options.sample_tokens)

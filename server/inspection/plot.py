@@ -12,7 +12,7 @@ import torch
 from model_runtime.deployment import Deployment
 from rope import NativeRope, decay_bound
 from server.inspection.decay import DeploymentTables
-from server.inspection.head_statistics import LayerStatistics
+from server.inspection.layer_statistics import LayerStatistics
 from server.inspection.scores import DeploymentScores, HeadScores, expected_curves
 from server.plotting import COLOURS, tidy
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from model_runtime.cache.kv_cache import bytes_per_token
+from model_runtime.cache.token_bytes import bytes_per_token
 from model_runtime.deployment import Deployment
 from model_runtime.loading.model_config import ModelConfig
 from rope import NativeRope, Tier

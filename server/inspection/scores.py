@@ -12,7 +12,7 @@ import torch
 from model_runtime.deployment import Deployment
 from rope import Frequencies, NativeRope, expected_score, score_spread
 from server.inspection.decay import DeploymentTables
-from server.inspection.head_statistics import LayerStatistics
+from server.inspection.layer_statistics import LayerStatistics
 
 _NOTHING_TURNS = Frequencies(torch.empty(0), 1.0)
 

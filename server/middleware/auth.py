@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import envelope
+from server.envelope import envelope
 
 # Answered without a key, because load balancers and orchestrators use them.
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/version"})

@@ -1,32 +1,26 @@
-"""The application that uvicorn runs, which also answers while the model loads or drains."""
+"""The application that uvicorn runs, which also answers while the process drains.
+
+server/startup/early_answers.py answers while the model loads.
+"""
 
 import asyncio
-import enum
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.errors import envelope
+from server.envelope import envelope
 
-_RETRY_LOADING_S, _RETRY_DRAINING_S = 5, 1
+_RETRY_DRAINING_S = 1
 # Passed to their routes during the drain, too. They are not counted as in-flight requests.
 _ALWAYS = frozenset({"/live", "/health", "/ready", "/metrics", "/version"})
-
-
-class DoorState(enum.Enum):
-    """The states of the gate; only an open one accepts every request."""
-
-    LOADING = "loading"
-    OPEN = "open"
-    DRAINING = "draining"
 
 
 class AvailabilityGate:
     """A gate before the application that counts the in-flight requests."""
 
-    def __init__(self) -> None:
-        self.state = DoorState.LOADING
-        self._app: ASGIApp | None = None
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._is_draining = False
         self._num_inside = 0
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -36,14 +30,9 @@ class AvailabilityGate:
         """Return the number of in-flight requests, health checks and metrics not counted."""
         return self._num_inside
 
-    def open(self, app: ASGIApp) -> None:
-        """Pass requests to `app` from now on."""
-        self._app = app
-        self.state = DoorState.OPEN
-
     async def drain(self, limit_s: float) -> bool:
         """Refuse new requests; return True if all in-flight ones end within `limit_s` seconds."""
-        self.state = DoorState.DRAINING
+        self._is_draining = True
         try:
             async with asyncio.timeout(limit_s):
                 await self._is_empty.wait()
@@ -56,14 +45,12 @@ class AvailabilityGate:
         if scope["type"] != "http":
             return
         path = scope["path"]
-        if self._app is None:
-            await self._while_loading(path)(scope, receive, send)
-        elif self.state is DoorState.DRAINING and path not in _ALWAYS:
+        if self._is_draining and path not in _ALWAYS:
             await _unavailable("The server is ending.", "draining", _RETRY_DRAINING_S)(
                 scope, receive, send
             )
         else:
-            scope.setdefault("state", {})["is_draining"] = self.state is DoorState.DRAINING
+            scope.setdefault("state", {})["is_draining"] = self._is_draining
             self._count(path, 1)
             try:
                 await self._app(scope, receive, send)
@@ -78,12 +65,6 @@ class AvailabilityGate:
             self._is_empty.clear()
         else:
             self._is_empty.set()
-
-    @staticmethod
-    def _while_loading(path: str) -> JSONResponse:
-        if path == "/live":
-            return JSONResponse({"status": "loading"})
-        return _unavailable("The model is loading.", "loading", _RETRY_LOADING_S)
 
 
 def _unavailable(message: str, code: str, retry_s: int) -> JSONResponse:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import envelope
+from server.envelope import envelope
 
 # Strings are skipped whole, so that a bracket inside one does not count.
 # Possessive, because the regex engine would otherwise store every character for backtracking.

@@ -1,16 +1,26 @@
 """The serving plan that `config check` prints, made without loading weights."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from model_runtime.cache.kv_cache import bytes_per_token
-from model_runtime.engine.build_engine import affordable_bytes, total_memory
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL, expected_products
-from model_runtime.loading.model_config import ModelConfig, read_model_config
-from model_runtime.loading.pretrained import load_tokenizer
+from model_runtime.cache.token_bytes import bytes_per_token
+from model_runtime.engine.cache_size import affordable_bytes, total_memory
+from model_runtime.loading.known_products import expected_computing
+from model_runtime.loading.model_config import EMBEDDED_MODEL, ModelConfig, read_outline
+from model_runtime.loading.plain_config import PlainConfig, plain_template
+from model_runtime.text.chat_template import ChatTemplate
 from server.settings.load import ServeSettings, SettingsError
 from server.startup.limit_lines import limit_lines
-from server.startup.load_service import chat_template_of, computing_line
-from server.startup.serving_plan import ModelFacts, ServingPlan, describe, plan_serving, size_text
+from server.startup.serving_plan import (
+    ModelFacts,
+    ServingPlan,
+    Templated,
+    chat_template_of,
+    computing_line,
+    describe,
+    plan_serving,
+    size_text,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +34,7 @@ class Outlook:
 
 def outline_of(settings: ServeSettings) -> ModelConfig:
     """Read the config of the settings' model, or of the embedded one. Raises ModelError."""
-    return read_model_config(
+    return read_outline(
         settings.model or EMBEDDED_MODEL,
         dtype=settings.dtype,
         device=settings.device,
@@ -38,8 +48,7 @@ def outlook_of(settings: ServeSettings) -> Outlook:
     The architecture is not checked, because only loading shows whether it is supported.
     """
     outline = outline_of(settings)
-    tokenizer = load_tokenizer(outline.source, trust_remote_code=settings.trust_remote_code)
-    chat_template_of(settings, tokenizer)
+    chat_template_of(settings, _templated(settings, outline))
     num_weight_bytes = outline.num_weight_bytes()
     facts = ModelFacts(
         outline.native(),
@@ -55,6 +64,39 @@ def outlook_of(settings: ServeSettings) -> Outlook:
                 f"{size_text(total_memory())}"
             )
     return Outlook(outline, plan, num_weight_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainTemplate:
+    """The chat template of a folder, as ChatTemplate takes it from transformers' tokenizers."""
+
+    own: str | None
+
+    def chat_template(self, override: str | None = None) -> ChatTemplate:
+        """Return the override or the folder's own template. Raises ModelError."""
+        return ChatTemplate(_Named(self.own), override)
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A tokenizer of transformers with a template and nothing else."""
+
+    chat_template: str | None
+
+    def get_chat_template(self) -> str | None:
+        """Return the template."""
+        return self.chat_template
+
+
+def _templated(settings: ServeSettings, outline: ModelConfig) -> Templated:
+    """Return the model's tokenizer, read without transformers if it is a plain one."""
+    if isinstance(outline.config, PlainConfig):
+        found = plain_template(Path(outline.source))
+        if found is not None:
+            return _PlainTemplate(found[0])
+    from model_runtime.loading.pretrained import load_tokenizer  # noqa: PLC0415  # seconds
+
+    return load_tokenizer(outline.source, trust_remote_code=settings.trust_remote_code)
 
 
 def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
@@ -74,9 +116,7 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         f"{outline.device}, {dtype}",
         *describe(plan),
         *limit_lines(settings),
-        computing_line(
-            expected_products(outline.device, outline.dtype), outline.device, "the self-check tells"
-        ),
+        computing_line(*expected_computing(outline.device, outline.dtype), "the self-check tells"),
         f"  memory           {memory}",
         f"  would listen on  {settings.host}, port {settings.port}",
         "  not checked      whether the address is free, and whether the architecture can be taken "

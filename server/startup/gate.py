@@ -1,12 +1,15 @@
 """The access policy built from the settings: API keys, key file, origins and body limits."""
 
-from server.app import AccessPolicy
-from server.middleware.body_limits import BodyLimits
+from typing import TYPE_CHECKING
+
 from server.settings.load import ServeSettings, SettingsError
 
+if TYPE_CHECKING:
+    from server.app import AccessPolicy
 
-def access_policy_of(settings: ServeSettings) -> AccessPolicy:
-    """Build the access policy from the settings.
+
+def api_keys_of(settings: ServeSettings) -> list[str]:
+    """Return the keys of the settings and of the key file.
 
     Raises SettingsError if the key file cannot be read or holds no key, or if a key is empty.
     """
@@ -23,8 +26,17 @@ def access_policy_of(settings: ServeSettings) -> AccessPolicy:
         keys += found
     if any(not key for key in keys):
         raise SettingsError("api_key: a key must not be empty")
+    return keys
+
+
+def access_policy_of(settings: ServeSettings, api_keys: list[str]) -> "AccessPolicy":
+    """Build the access policy from the settings and the keys that they name."""
+    # Imported here, because the keys are read before FastAPI is imported.
+    from server.app import AccessPolicy  # noqa: PLC0415
+    from server.middleware.body_limits import BodyLimits  # noqa: PLC0415
+
     return AccessPolicy(
-        api_keys=keys,
+        api_keys=api_keys,
         open_metrics=settings.open_metrics,
         allowed_origins=settings.allowed_origins,
         body=BodyLimits(

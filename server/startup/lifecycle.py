@@ -1,68 +1,78 @@
-"""The life of the server process: loading, serving, draining and shutdown.
+"""The life of the server process once the port answers: loading, serving, draining and shutdown.
 
-The port answers from the start, with 503 until the model has passed its self-check. On SIGTERM the
-server refuses new requests, and in-flight requests may finish. A second signal ends the process at
-once.
+On SIGTERM the server refuses new requests, and in-flight requests may finish. A second signal ends
+the process at once.
 """
 
 import asyncio
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import structlog
 import uvicorn
-from fastapi import FastAPI
 
 from server.api.service import Service
-from server.app import create_app
+from server.app import AccessPolicy, create_app
 from server.middleware.availability import AvailabilityGate
 from server.middleware.connections import ConnectionLimits, limited_protocol
 from server.settings.load import ServeSettings, SettingsError
 from server.startup.gate import access_policy_of
 from server.startup.load_service import load_service
+from server.startup.progress import LoadingProgress
 
 _FAREWELL_S = 5.0  # for the error events of requests that did not finish
 
 _log = structlog.get_logger(__name__)
 
 
+def loaded_server(
+    settings: ServeSettings,
+    api_keys: list[str],
+    progress: LoadingProgress,
+    on_ready: Callable[[str], None],
+) -> "GracefulServer":
+    """Load the model and return a server that has not started.
+
+    `on_ready` is called with the banner when it serves. Raises ModelError or SettingsError.
+    """
+    policy = access_policy_of(settings, api_keys)
+    progress.watch_compiler()
+    service, banner = load_service(settings, progress.enter)
+    return GracefulServer(settings, service, policy, partial(on_ready, banner))
+
+
 class GracefulServer(uvicorn.Server):
     """A uvicorn server with an availability gate and its own signal handling."""
 
-    def __init__(self, settings: ServeSettings, on_ready: Callable[[str], None]) -> None:
-        """Configure uvicorn. `on_ready` is called with the banner once the model is loaded.
-
-        Raises SettingsError if the TLS files cannot be loaded.
-        """
-        self.door = AvailabilityGate()
+    def __init__(
+        self,
+        settings: ServeSettings,
+        service: Service,
+        policy: AccessPolicy,
+        on_ready: Callable[[], None],
+    ) -> None:
+        """Configure uvicorn. Raises SettingsError if the TLS files cannot be loaded."""
+        self.door = AvailabilityGate(create_app(service, policy))
         super().__init__(_uvicorn_config(settings, self.door))
-        self.failure: Exception | None = None  # the error that prevented serving
         self.has_died = False  # the engine ended by itself, or a second signal came
         self._settings = settings
         self._on_ready = on_ready
-        self._service: Service | None = None
+        self._service = service
         self._is_ending = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._signalled_s: float | None = None  # time.monotonic() of the first signal
         self._draining: asyncio.Task[None] | None = None
-        self._loader: threading.Thread | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening, and load the model in a thread."""
+        """Start the engine, accept connections, and say so."""
+        self._service.engine.start(self._engine_died, self._service.output_queue.flush)
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
-        # A daemon, because loading takes minutes and a signal may arrive meanwhile.
-        self._loader = threading.Thread(target=self._load, name="loader", daemon=True)
-        self._loader.start()
-
-    @property
-    def is_loading(self) -> bool:
-        """Return whether the loader thread is still running."""
-        return self._loader is not None and self._loader.is_alive()
+        self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Handle a signal: the first one drains, a second one ends the process at once."""
@@ -84,26 +94,7 @@ class GracefulServer(uvicorn.Server):
 
     def stop_engine(self) -> None:
         """End every request with an error. Has no effect if the engine has ended."""
-        if self._service is not None:
-            self._service.engine.stop()
-
-    def _load(self) -> None:
-        assert self._loop is not None
-        try:
-            service, banner = load_service(self._settings)
-            app = create_app(service, access_policy_of(self._settings))
-        except Exception as error:  # noqa: BLE001  # the main thread reports it
-            self.failure = error
-            self.should_exit = True
-            return
-        self._service = service
-        service.engine.start(self._engine_died, service.output_queue.flush)
-        self._loop.call_soon_threadsafe(self._open, app, banner)
-
-    def _open(self, app: FastAPI, banner: str) -> None:
-        if not self._is_ending:
-            self.door.open(app)
-            self._on_ready(banner)
+        self._service.engine.stop()
 
     def _engine_died(self) -> None:
         self.has_died = True

@@ -5,28 +5,35 @@ import torch
 from model_runtime.attention.backends import described
 from model_runtime.engine.build_engine import build_engine
 from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.text.chat_template import RESERVED, ChatTemplate
+from model_runtime.loading.phases import OnPhase, no_phases
 from model_runtime.text.grammar import GrammarCompiler
-from model_runtime.text.tokenizer import Tokenizer
 from server.api.service import Service
 from server.errors import rejection_reasons
 from server.metrics import MetricFactory, Metrics
 from server.middleware.http_metrics import HttpMetrics
-from server.settings.load import ServeSettings, SettingsError
+from server.settings.load import ServeSettings
 from server.startup.limit_lines import limit_lines
 from server.startup.load_model import load_model
 from server.startup.model_facts import facts_of
-from server.startup.serving_plan import ServingPlan, describe, plan_serving, profiles_of
+from server.startup.serving_plan import (
+    ServingPlan,
+    chat_template_of,
+    computing_line,
+    describe,
+    plan_serving,
+    profiles_of,
+)
 
 
-def load_service(settings: ServeSettings) -> tuple[Service, str]:
-    """Load the model, and return the service and its banner.
+def load_service(settings: ServeSettings, on_phase: OnPhase = no_phases) -> tuple[Service, str]:
+    """Load the model, and return the service and its banner. `on_phase` hears of each phase.
 
     Raises model_runtime's ModelError, or SettingsError; the message is a sentence.
     """
-    checkpoint = load_model(settings)
+    checkpoint = load_model(settings, on_phase)
     chat_template = chat_template_of(settings, checkpoint.tokenizer)
     plan = plan_serving(settings, facts_of(checkpoint, settings))
+    on_phase("allocating the cache")
     factory = MetricFactory()
     metrics = _metrics(factory, plan)
     service = Service(
@@ -48,29 +55,6 @@ def load_service(settings: ServeSettings) -> tuple[Service, str]:
         ),
     )
     return service, _banner(checkpoint, plan, settings)
-
-
-def chat_template_of(settings: ServeSettings, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the operator's chat template, or the tokenizer's own.
-
-    Raises ModelError or SettingsError.
-    """
-    for name in settings.allowed_chat_template_kwargs:
-        if name in RESERVED:
-            raise SettingsError(
-                f"allowed_chat_template_kwargs: {name} is the rendering's own, remove it"
-            )
-    if settings.chat_template is None:
-        return tokenizer.chat_template()
-    try:
-        return tokenizer.chat_template(settings.chat_template.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"chat_template: cannot read {settings.chat_template}") from error
-
-
-def computing_line(products: str, device: torch.device, bits: str) -> str:
-    """Return the banner's line about products, attention and bits; the dry run prints it, too."""
-    return f"  products         {products}; attention: {described(device)}; bits: {bits}"
 
 
 def _metrics(factory: MetricFactory, plan: ServingPlan) -> Metrics:
@@ -99,7 +83,7 @@ def _banner(checkpoint: Checkpoint, plan: ServingPlan, settings: ServeSettings) 
             f"  model            {type(checkpoint.model).__name__}, {where}",
             *describe(plan),
             *limit_lines(settings),
-            computing_line(checkpoint.products, checkpoint.device, bits),
+            computing_line(checkpoint.products, described(checkpoint.device), bits),
             f"  self-check       passed; answers are the same in any batch {exact}",
         ]
     )

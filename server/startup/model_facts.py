@@ -5,10 +5,10 @@ On a GPU they include a function that measures the memory of a step.
 
 from collections.abc import Sequence
 
-from model_runtime.cache.kv_cache import bytes_per_token
+from model_runtime.cache.token_bytes import bytes_per_token
 from model_runtime.config import EngineConfig
-from model_runtime.engine.build_engine import affordable_bytes
-from model_runtime.engine.memory_profile import CudaMeter, MemoryProfile, profile_memory
+from model_runtime.engine.cache_size import MemoryProfile, affordable_bytes
+from model_runtime.engine.memory_profile import CudaMeter, profile_memory
 from model_runtime.loading.checkpoint import Checkpoint
 from rope import Profile
 from server.settings.load import ServeSettings

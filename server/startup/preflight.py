@@ -1,7 +1,8 @@
 """A check that `rope` and `model_runtime` are the packages beside this one.
 
 PyPI has another package called `rope` (a refactoring library that language servers pull in). If an
-environment has both, Python may import the other one. This module imports neither.
+environment has both, Python may import the other one. The installed command is safe from that
+(ropewalk.py); this check is for `python -m server`. This module imports neither.
 """
 
 import importlib.util

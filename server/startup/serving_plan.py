@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from model_runtime.config import EngineConfig, SamplingLimits
 from model_runtime.deployment import Deployment
-from model_runtime.engine.build_engine import sized
-from model_runtime.engine.memory_profile import MemoryProfile
+from model_runtime.engine.cache_size import MemoryProfile, sized
 from model_runtime.make_deployment import DeploymentOptions, make_deployment
-from model_runtime.text.chat_template import MAX_TEMPLATE_STOPS
+from model_runtime.text.chat_template import MAX_TEMPLATE_STOPS, RESERVED, ChatTemplate
 from rope import NativeRope, Profile, RopeConfigError
 from server.settings.fields import MAX_CONTEXT_BUCKETS
 from server.settings.load import ServeSettings, SettingsError
@@ -21,6 +21,13 @@ from server.settings.sections import DeploymentEntry, DeploymentSettings
 
 EMBEDDED_NAME = "ropewalk-demo"
 _EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 tokens, alive to 2,048
+
+
+class Templated(Protocol):
+    """A tokenizer, as far as its chat template goes."""
+
+    def chat_template(self, override: str | None = None) -> ChatTemplate:
+        """Return the override or the tokenizer's own template. Raises ModelError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +147,29 @@ def _reserve(deployment: Deployment) -> str:
     reserve = deployment.reserve
     share = ", and a quarter of what the next tier would leave" if reserve.has_share else ""
     return f"{reserve.num_tokens} tokens{share}, for a chat without max_tokens"
+
+
+def chat_template_of(settings: ServeSettings, tokenizer: Templated) -> ChatTemplate:
+    """Return the operator's chat template, or the tokenizer's own.
+
+    Raises ModelError or SettingsError.
+    """
+    for name in settings.allowed_chat_template_kwargs:
+        if name in RESERVED:
+            raise SettingsError(
+                f"allowed_chat_template_kwargs: {name} is the rendering's own, remove it"
+            )
+    if settings.chat_template is None:
+        return tokenizer.chat_template()
+    try:
+        return tokenizer.chat_template(settings.chat_template.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"chat_template: cannot read {settings.chat_template}") from error
+
+
+def computing_line(products: str, attention: str, bits: str) -> str:
+    """Return the banner's line about products, attention and bits; the dry run prints it, too."""
+    return f"  products         {products}; attention: {attention}; bits: {bits}"
 
 
 def size_text(num_bytes: int) -> str:

@@ -19,7 +19,8 @@ from model_runtime.attention.triton_backend import TritonAttention
 from model_runtime.config import EngineConfig
 from model_runtime.engine.build_engine import build_engine
 from model_runtime.engine.memory_profile import CudaMeter
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint, load_checkpoint
+from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.request import FinishReason
 from model_runtime.runner.cuda_graphs import recorded_sizes
 from model_runtime.runner.model_runner import ModelRunner

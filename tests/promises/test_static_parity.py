@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from model_runtime.deployment import RopeRequest
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.loading.model_config import EMBEDDED_MODEL
 from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.tiny_models import tiny_model
 

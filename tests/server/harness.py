@@ -64,7 +64,7 @@ def evaluate(folder: Path, model: str, arguments: dict[str, Any]) -> dict[str, A
 
 def main(folder: Path, url: str) -> None:
     """Run both models in this order, with the harness's names and arguments for them."""
-    from model_runtime.loading.checkpoint import EMBEDDED_MODEL
+    from model_runtime.loading.model_config import EMBEDDED_MODEL
 
     data = folder / "test.jsonl"
     data.write_text("\n".join(json.dumps(each) for each in QUESTIONS))

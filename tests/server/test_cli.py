@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL
-from server.cli import _bound_socket
+from model_runtime.loading.model_config import EMBEDDED_MODEL
 from server.settings.load import ServeSettings, SettingsError, load_settings
+from server.startup.listener import bound_socket
 from server.startup.load_service import load_service
 from tests.processes import Server, command, run_here, run_to_end
 
@@ -118,7 +118,7 @@ def test_what_a_library_refuses_while_a_model_is_loaded_is_a_sentence() -> None:
 
 def test_tokens_are_sent_without_nagles_delay() -> None:
     """Asyncio turns Nagle off only if the listening socket's protocol is TCP."""
-    listener = _bound_socket(load_settings({"port": "0"}))
+    listener = bound_socket(load_settings({"port": "0"}))
     with listener:
         assert listener.proto == socket.IPPROTO_TCP
 

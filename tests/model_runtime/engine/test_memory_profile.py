@@ -15,11 +15,11 @@ from model_runtime.batch import Span
 from model_runtime.cache.kv_cache import KVCache
 from model_runtime.config import EngineConfig
 from model_runtime.engine import build_engine, memory_profile
+from model_runtime.engine.cache_size import MemoryProfile
 from model_runtime.engine.memory_profile import (
     GRAPH_BYTES,
     WORKSPACE_BYTES,
     CudaMeter,
-    MemoryProfile,
     Reading,
     graphs_bytes,
     largest_step,

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model_runtime.errors import ModelError
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL, load_checkpoint
+from model_runtime.loading.checkpoint import load_checkpoint
+from model_runtime.loading.model_config import EMBEDDED_MODEL
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer_fast
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from model_runtime.errors import ModelError
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL
+from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.loading.pretrained import load_tokenizer
 
 TEXT = "print(PORT_4821)  # -> 93175\n    def _close(self):\r\n\treturn '12 345'\n"

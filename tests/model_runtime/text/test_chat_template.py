@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from model_runtime.errors import ModelError, RequestError
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL
+from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.text.chat_template import RESERVED, ChatTemplate
 
 # In the manner of those that come with instruction-tuned models.

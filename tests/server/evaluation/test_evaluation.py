@@ -13,7 +13,8 @@ import torch
 from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM
 
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.loading.model_config import EMBEDDED_MODEL
 from server.evaluation import run as run_module
 from server.evaluation.command import evaluate
 from server.evaluation.plan import LengthOptions, make_plan

@@ -13,7 +13,8 @@ import pytest
 import structlog
 from click.testing import CliRunner, Result
 
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL, Checkpoint
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.loading.model_config import EMBEDDED_MODEL
 from server.cli import ropewalk
 from server.corpus.held_out import Document
 from server.inspection.heads import _sequences

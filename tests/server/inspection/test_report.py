@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model_runtime.errors import ModelError
-from model_runtime.loading.checkpoint import EMBEDDED_MODEL
+from model_runtime.loading.model_config import EMBEDDED_MODEL
 from server.settings.load import SettingsError, load_settings
 from server.startup.dry_run import outlook_of
 from server.startup.load_service import load_service

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from model_runtime.config import EngineConfig
-from model_runtime.engine.build_engine import affordable_bytes, total_memory
-from model_runtime.engine.memory_profile import CudaMeter, MemoryProfile
+from model_runtime.engine.cache_size import MemoryProfile, affordable_bytes, total_memory
+from model_runtime.engine.memory_profile import CudaMeter
 from model_runtime.loading.checkpoint import Checkpoint
 from rope import Profile
 from server.settings.load import SettingsError, load_settings

@@ -1,0 +1,81 @@
+"""The products and the attention that a processor gets, remembered from an earlier trial.
+
+Trials need torch and numba, which take seconds to import. Their result depends on the processor,
+the libraries and our own sources only. It is kept beside numba's machine code.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from model_runtime.loading.plain_config import PlainDevice, PlainNumberType, read_object
+
+if TYPE_CHECKING:
+    import torch
+
+_ROOT = Path(__file__).parents[1]
+_SOURCES = ("attention", "cpu_kernels", "layers")  # what decides, and what is tried
+_VARIABLES = ("ATEN_", "DNNL_", "MKL_", "NUMBA_", "ONEDNN_")  # they may hide instructions
+_LIBRARIES = ("llvmlite", "numba", "torch", "transformers")
+
+
+def expected_computing(
+    device: "torch.device | PlainDevice", dtype: "torch.dtype | PlainNumberType"
+) -> tuple[str, str]:
+    """Return the banner's words for products and attention, before weights are loaded."""
+    if not isinstance(device, PlainDevice):
+        return _tried(device, str(dtype).removeprefix("torch."))
+    name, file = str(dtype), _file()
+    key = f"{name} {_fingerprint()}"
+    known = read_object(file) or {}
+    words = known.get(key)
+    if isinstance(words, list) and len(words) == 2 and all(isinstance(each, str) for each in words):
+        return words[0], words[1]
+    import torch  # noqa: PLC0415  # only if nobody has tried yet
+
+    found = _tried(torch.device("cpu"), name)
+    current = {other: kept for other, kept in known.items() if other.endswith(_fingerprint())}
+    with suppress(OSError):  # a folder that cannot be written costs the next run its seconds
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f"{file.name}.{os.getpid()}")
+        part.write_text(json.dumps({**current, key: found}))
+        part.replace(file)
+    return found
+
+
+def _tried(device: "torch.device", name: str) -> tuple[str, str]:
+    import torch  # noqa: PLC0415
+
+    from model_runtime.attention.backends import described  # noqa: PLC0415
+    from model_runtime.loading.checkpoint import expected_products  # noqa: PLC0415
+
+    return expected_products(device, getattr(torch, name)), described(device)
+
+
+def _file() -> Path:
+    folder = os.environ.get("NUMBA_CACHE_DIR")
+    return Path(folder or _ROOT / "cpu_kernels" / "__pycache__") / "ropewalk-products.json"
+
+
+def _fingerprint() -> str:
+    found = hashlib.sha256(f"{platform.machine()} {platform.python_version()}".encode())
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found.update(f"{name} {version(name)}\n".encode())
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(_VARIABLES):
+            found.update(f"{name}={value}\n".encode())
+    with suppress(OSError):
+        # The first processor's lines, without its clock's current rate.
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+        lines = [line for line in first.splitlines() if "MHz" not in line]
+        found.update("\n".join(lines).encode())
+    for folder in _SOURCES:
+        for path in sorted((_ROOT / folder).glob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()

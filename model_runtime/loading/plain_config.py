@@ -1,0 +1,170 @@
+"""A checkpoint's config, number type and device without torch and transformers.
+
+`config check` and `inspect` import neither where config.json states every value that they need.
+For everything else, the functions return None, and transformers reads the config.
+"""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+# transformers reads the configs of these types as they are written. The tests compare both ways.
+PLAIN_TYPES = frozenset(
+    {"apertus", "arcee", "ernie4_5", "granite", "llama", "mistral", "olmo2"}
+    | {"qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2"}
+)
+# These may have defaults of their own, so a config must state them.
+_NEEDED = (
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
+    *("max_position_embeddings", "vocab_size"),
+)
+_ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainNumberType:
+    """A number type of torch by its name."""
+
+    name: str
+    itemsize: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class PlainDevice:
+    """The CPU, where nothing of torch is needed to say so."""
+
+    type: Literal["cpu"] = "cpu"
+
+    def __str__(self) -> str:
+        return self.type
+
+
+class PlainConfig:
+    """A config.json with the attributes and methods of transformers' config that planning uses."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def get_text_config(self) -> "PlainConfig":
+        """Return itself: a config with parts is not plain."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values as they are in the file."""
+        return dict(self._values)
+
+
+def plain_config(folder: Path) -> PlainConfig | None:
+    """Read a folder's config.json; None if transformers must read it."""
+    values = read_object(folder / "config.json")
+    if values is None or values.get("model_type") not in PLAIN_TYPES:
+        return None
+    if not all(type(values.get(name)) is int for name in _NEEDED):
+        return None
+    block = _rope_block(values)
+    if block is None:
+        return None
+    is_plain = (
+        isinstance(values.get("architectures"), list)
+        and isinstance(values.get("tie_word_embeddings"), bool)
+        and values.get("quantization_config") is None
+        and "auto_map" not in values
+        and type(values.get("head_dim", 1)) is int
+        and "partial_rotary_factor" not in {*block, *values}
+    )
+    return PlainConfig(values) if is_plain else None
+
+
+def _rope_block(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return a stated rope block of transformers 5 or 4; None if it is neither or lacks a part."""
+    block = values.get("rope_parameters")
+    if block is None and isinstance(values.get("rope_theta"), int | float):
+        if values.get("rope_scaling") is None:
+            return {}
+        if not isinstance(values["rope_scaling"], Mapping):
+            return None
+        block = {"rope_theta": values["rope_theta"], **values["rope_scaling"]}
+    if not isinstance(block, Mapping) or not {"rope_theta", "rope_type"} <= set(block):
+        return None
+    return block
+
+
+def plain_number_type(name: str) -> PlainNumberType | None:
+    """Return the number type that a setting means on a CPU; None if a CPU does not serve it."""
+    name = "float32" if name == "auto" else name
+    return PlainNumberType(name, _ITEM_SIZES[name]) if name in ("float32", "bfloat16") else None
+
+
+def plain_device(name: str) -> PlainDevice | None:
+    """Return the CPU if a setting means it for sure; None if torch must look for a GPU."""
+    if name == "cpu" or (name == "auto" and not _may_have_gpu()):
+        return PlainDevice()
+    return None
+
+
+def plain_template(folder: Path) -> tuple[str | None] | None:
+    """Return the chat template of a folder's tokenizer, in a tuple; None if it is not plain.
+
+    A tokenizer without a template gives (None,).
+    """
+    config = read_object(folder / "tokenizer_config.json")
+    if config is None or "auto_map" in config or not _is_tokenizer(folder / "tokenizer.json"):
+        return None
+    if (folder / "additional_chat_templates").exists():
+        return None
+    template = config.get("chat_template")
+    file = folder / "chat_template.jinja"
+    try:
+        if file.is_file():
+            template = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return (template,) if template is None or isinstance(template, str) else None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object; None if the file is absent or holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_tokenizer(path: Path) -> bool:
+    from tokenizers import Tokenizer  # noqa: PLC0415  # `inspect` reads no tokenizer
+
+    try:
+        Tokenizer.from_file(str(path))
+    except Exception:  # noqa: BLE001  # the library raises Exception itself
+        return False
+    return True
+
+
+def _may_have_gpu() -> bool:
+    """Return whether torch might find a GPU: its build and the machine both have to allow one."""
+    if sys.platform == "linux" and not any(Path(node).exists() for node in _GPU_NODES):
+        return False
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return True
+    try:
+        lines = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return True
+    builds = [line for line in lines if line.startswith(("cuda", "hip"))]
+    return not builds or not all(line.endswith("= None") for line in builds)

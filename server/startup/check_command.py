@@ -1,0 +1,26 @@
+"""`ropewalk config check FILE`: what would be served, without weights."""
+
+import click
+
+from server.sentences import sentences
+from server.settings.flags import SettingsCommand
+from server.settings.load import load_settings
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("file")
+def check(file: str) -> None:
+    """Show what `ropewalk serve --config FILE` would serve here, without loading weights.
+
+    The output lists deployments, tiers, the longest context and memory. Variables of the
+    environment override the file. If the server would refuse to start, the exit code is 2, and a
+    sentence gives the reason.
+    """
+    with sentences():
+        settings = load_settings({"config": file})
+        # Imported here, so that a wrong key does not wait for it.
+        from server.log_lines import log_to_stderr  # noqa: PLC0415
+        from server.startup.dry_run import outlook_lines, outlook_of  # noqa: PLC0415
+
+        log_to_stderr()
+        click.echo("\n".join(outlook_lines(settings, outlook_of(settings))))

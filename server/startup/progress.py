@@ -1,0 +1,76 @@
+"""The progress of a start: the phase, its seconds, and the kernels compiled so far.
+
+One thread loads and writes, another one answers and reads. This module imports nothing heavy.
+"""
+
+import time
+from collections.abc import Callable
+
+_SECONDS_BETWEEN_LINES = 2.0
+_COMPILING = "compiling kernels"
+
+
+class LoadingProgress:
+    """The progress of one load."""
+
+    def __init__(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """`say` gets a line now and then while kernels are compiled."""
+        self._say = say
+        self._began = time.monotonic()
+        self._phase = "importing"
+        self._phase_began = self._began
+        self._kernels: tuple[str, ...] = ()  # being compiled, each one for the one before it
+        self._num_compiled = 0
+        self._said = 0.0
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, in words that an operator understands."""
+        self._phase, self._phase_began = phase, time.monotonic()
+
+    def compiling(self, kernel: str) -> None:
+        """Note that the compiler has begun a kernel."""
+        self._kernels = (*self._kernels, kernel)
+        now = time.monotonic()
+        if now - self._said < _SECONDS_BETWEEN_LINES:
+            return
+        if not self._said:
+            self._say("compiling kernels for this processor; later starts reuse them")
+        self._said = now
+        self._say(f"compiling {kernel}; {self._num_compiled} done, {self._seconds():.0f} s so far")
+
+    def compiled(self) -> None:
+        """Note that the compiler has finished the kernel that it began last."""
+        self._kernels = self._kernels[:-1]
+        self._num_compiled += 1
+
+    def watch_compiler(self) -> None:
+        """Follow numba's compiler; a kernel that is read from its cache is not compiled."""
+        from numba.core import event  # noqa: PLC0415  # the port answers before this import
+
+        progress = self
+
+        class Watching(event.Listener):  # type: ignore[misc]  # numba has no types
+            def on_start(self, event: event.Event) -> None:
+                progress.compiling(event.data["dispatcher"].py_func.__name__)
+
+            def on_end(self, event: event.Event) -> None:  # noqa: ARG002
+                progress.compiled()
+
+        event.register("numba:compile", Watching())
+
+    def as_json(self) -> dict[str, object]:
+        """Return the fields of a 503 answer."""
+        kernels = self._kernels
+        found: dict[str, object] = {
+            "phase": _COMPILING if kernels else self._phase,
+            "seconds": round(self._seconds(), 1),
+            "phase_seconds": round(time.monotonic() - self._phase_began, 1),
+        }
+        if kernels or self._num_compiled:
+            found["kernels_compiled"] = self._num_compiled
+        if kernels:
+            found["kernel"] = kernels[0]
+        return found
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began

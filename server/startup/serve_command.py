@@ -1,0 +1,107 @@
+"""`ropewalk serve [MODEL]`: the port answers first, then everything heavy is imported."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from server.sentences import DIED, sentences
+from server.settings.flags import SettingsCommand, given, with_flags
+from server.settings.load import ServeSettings, load_settings
+from server.settings.sections import SECTIONS
+from server.startup.early_answers import EarlyAnswers
+from server.startup.gate import api_keys_of
+from server.startup.listener import bound_socket, tls_context, url_of
+from server.startup.progress import LoadingProgress
+from server.version import own_version
+
+if TYPE_CHECKING:
+    from server.startup.lifecycle import GracefulServer
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("model", required=False)
+@with_flags(*SECTIONS)
+def serve(**flags: Any) -> None:
+    """Serve MODEL, a folder or a hub id; without one, the embedded demonstration model.
+
+    OpenAI's routes are under /v1, metrics under /metrics. Every flag is also an environment
+    variable, named in brackets, and a key of the YAML file. For MODEL they are ROPEWALK_MODEL and
+    `model`. A flag overrides the variable, and a variable overrides the file.
+    """
+    with sentences():
+        settings = load_settings(given(flags))
+        # Errors of both are reported before anything is imported.
+        api_keys, tls = api_keys_of(settings), tls_context(settings)
+        with bound_socket(settings) as listener, _ended_by_signals():
+            url = url_of(settings, listener)
+            progress = LoadingProgress(lambda line: click.echo(line, err=True))
+            answers = EarlyAnswers(listener, progress, settings, tls)
+            answers.start()
+            click.echo(f"loading; {url} answers 503 until the model has passed its check", err=True)
+
+            def on_ready(banner: str) -> None:
+                click.echo(f"ropewalk {own_version()}\n{banner}", err=True)
+                click.echo(f"  listening on     {url}", err=True)
+
+            try:
+                server = _loaded(settings, api_keys, progress, on_ready)
+            finally:
+                answers.hand_over()
+            server.run(sockets=[listener])
+        server.stop_engine()
+    if server.has_died:
+        sys.exit(DIED)
+
+
+def _loaded(
+    settings: ServeSettings,
+    api_keys: list[str],
+    progress: LoadingProgress,
+    on_ready: Callable[[str], None],
+) -> "GracefulServer":
+    """Import and load in a thread, and return a server that can run.
+
+    A thread, because signals are handled between two steps of the main thread only, and loading has
+    long ones. Raises what loading raises.
+    """
+    found: Future[GracefulServer] = Future()
+
+    def load() -> None:
+        try:
+            from server.log_lines import log_to_stderr  # noqa: PLC0415
+
+            log_to_stderr()
+            from server.startup.lifecycle import loaded_server  # noqa: PLC0415
+
+            found.set_result(loaded_server(settings, api_keys, progress, on_ready))
+        except BaseException as error:  # noqa: BLE001  # the main thread reports it
+            found.set_exception(error)
+
+    threading.Thread(target=load, name="loader", daemon=True).start()
+    return found.result()
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """End the process at once, with code 0, on a signal while nothing is served yet.
+
+    uvicorn handles signals while it runs.
+    """
+
+    def end(*_: object) -> None:
+        sys.stderr.flush()
+        os._exit(0)  # torch cannot be interrupted otherwise
+
+    before = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

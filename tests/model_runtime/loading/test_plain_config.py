@@ -1,0 +1,168 @@
+"""Configs read without transformers, against the same files read with it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from model_runtime.cache.token_bytes import bytes_per_token
+from model_runtime.loading import known_products
+from model_runtime.loading.known_products import expected_computing
+from model_runtime.loading.model_config import (
+    EMBEDDED_MODEL,
+    ModelConfig,
+    read_model_config,
+    read_outline,
+)
+from model_runtime.loading.plain_config import (
+    PLAIN_TYPES,
+    PlainConfig,
+    PlainDevice,
+    PlainNumberType,
+    plain_config,
+    plain_number_type,
+    plain_template,
+)
+from tests.tiny_models import tiny_model
+
+FLOAT32, CPU = PlainNumberType("float32", 4), PlainDevice()
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 131072,
+    "vocab_size": 99,
+    "tie_word_embeddings": False,
+    "rope_theta": 500000.0,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def both(folder: Path) -> tuple[ModelConfig, ModelConfig]:
+    """A folder's config, read without transformers and with it."""
+    plain = plain_config(folder)
+    assert plain is not None
+    full = AutoConfig.from_pretrained(folder)
+    return (
+        ModelConfig("x", plain, FLOAT32, CPU),
+        ModelConfig("x", full, torch.float32, torch.device("cpu")),
+    )
+
+
+def assert_equal(plain: ModelConfig, full: ModelConfig) -> None:
+    """Compare all that planning reads."""
+    assert plain.architecture == full.architecture
+    assert plain.native() == full.native()
+    assert plain.layers() == full.layers()
+    assert plain.config.tie_word_embeddings == full.config.tie_word_embeddings
+    assert bytes_per_token(plain.layers(), plain.dtype) == bytes_per_token(
+        full.layers(), full.dtype
+    )
+
+
+@pytest.mark.parametrize("model_type", sorted(PLAIN_TYPES))
+def test_a_plain_config_says_what_transformers_says(model_type: str, tmp_path: Path) -> None:
+    """The file is written by transformers itself."""
+    config = tiny_model(model_type).config
+    config.architectures = ["Any"]
+    config.save_pretrained(tmp_path)
+    assert_equal(*both(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"rope_scaling": None},
+        {"rope_scaling": LLAMA3},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+            }
+        },
+        {"head_dim": 32},
+    ],
+)
+def test_a_config_of_transformers_4_says_the_same(change: dict[str, Any], tmp_path: Path) -> None:
+    """Most checkpoints on the hub have the base beside the block."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **change}))
+    assert_equal(*both(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "gemma3_text"},
+        {"num_key_value_heads": None},
+        {"num_hidden_layers": "2"},
+        {"rope_theta": None, "rope_scaling": [1]},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"quantization_config": {"bits": 4}},
+        {"auto_map": {}},
+        {"partial_rotary_factor": 0.5},
+        {"architectures": None},
+    ],
+)
+def test_any_other_config_is_left_to_transformers(change: dict[str, Any], tmp_path: Path) -> None:
+    """A value that is absent or unusual may mean something that only transformers knows."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **change}))
+    assert plain_config(tmp_path) is None
+
+
+def test_a_broken_file_is_left_to_transformers(tmp_path: Path) -> None:
+    """transformers then says what is wrong, in the words that `serve` uses."""
+    assert plain_config(tmp_path) is None
+    (tmp_path / "config.json").write_text("[")
+    assert plain_config(tmp_path) is None
+    assert plain_template(tmp_path) is None
+    assert plain_number_type("float16") is None
+
+
+def test_the_embedded_model_is_plain() -> None:
+    """Both ways give the same sizes and the same template."""
+    plain, full = read_outline(EMBEDDED_MODEL, device="cpu"), read_model_config(EMBEDDED_MODEL)
+    assert isinstance(plain.config, PlainConfig)
+    assert_equal(plain, full)
+    assert plain.num_weight_bytes() == full.num_weight_bytes()
+    template = (EMBEDDED_MODEL / "chat_template.jinja").read_text()
+    assert plain_template(EMBEDDED_MODEL) == (template,)
+
+
+def test_what_was_tried_is_remembered_for_the_same_machine_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable that hides instructions from a library makes the memory void."""
+    tried: list[str] = []
+
+    def words(_: torch.device, name: str) -> tuple[str, str]:
+        tried.append(name)
+        return f"products of {name}", "attention"
+
+    monkeypatch.setattr(known_products, "_tried", words)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    for _ in range(2):
+        assert expected_computing(CPU, FLOAT32) == ("products of float32", "attention")
+    assert tried == ["float32"]
+    assert expected_computing(CPU, PlainNumberType("bfloat16", 2))[0] == "products of bfloat16"
+    assert expected_computing(CPU, FLOAT32)[0] == "products of float32"
+    assert tried == ["float32", "bfloat16"]
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    expected_computing(CPU, FLOAT32)
+    assert tried == ["float32", "bfloat16", "float32"]
+    (tmp_path / "ropewalk-products.json").write_text("no JSON")
+    assert expected_computing(CPU, FLOAT32)[0] == "products of float32"

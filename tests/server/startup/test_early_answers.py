@@ -1,0 +1,229 @@
+"""Answers while the model loads, and the change from them to the server."""
+
+import http.client
+import json
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.settings.load import SettingsError, load_settings
+from server.startup.early_answers import EarlyAnswers
+from server.startup.listener import bound_socket, tls_context
+from server.startup.progress import LoadingProgress
+from tests.processes import command
+
+FLAGS = {"port": "0", "max_connections": "64", "head_timeout_seconds": "2"}
+
+
+@contextmanager
+def answering(**flags: str) -> Iterator[tuple[EarlyAnswers, LoadingProgress, socket.socket]]:
+    """Early answers on a free port, which end with the block."""
+    settings = load_settings({**FLAGS, **flags})
+    progress = LoadingProgress()
+    with bound_socket(settings) as listener:
+        answers = EarlyAnswers(listener, progress, settings, tls_context(settings))
+        answers.start()
+        try:
+            yield answers, progress, listener
+        finally:
+            answers.hand_over()
+
+
+def port_of(listener: socket.socket) -> int:
+    """The port of a listening socket."""
+    port: int = listener.getsockname()[1]
+    return port
+
+
+def ask(
+    port: int, method: str = "GET", path: str = "/", body: bytes | None = None
+) -> httpx.Response:
+    """One request on a connection of its own."""
+    return httpx.request(method, f"http://127.0.0.1:{port}{path}", content=body, timeout=20)
+
+
+def test_every_path_but_live_is_loading() -> None:
+    """The envelope is OpenAI's, with the phase and its seconds."""
+    with answering() as (_, progress, listener):
+        port = port_of(listener)
+        live = ask(port, path="/live")
+        assert (live.status_code, live.json()) == (200, {"status": "loading"})
+        progress.enter("loading weights")
+        for method, path in (("GET", "/health?x=1"), ("POST", "/v1/completions")):
+            answer = ask(port, method, path)
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"] == "5"
+            assert answer.headers["connection"] == "close"
+            error = answer.json()["error"]
+            assert error.pop("seconds") >= error.pop("phase_seconds") >= 0
+            assert error == {
+                "message": "The model is loading.",
+                "type": "server_error",
+                "param": None,
+                "code": "loading",
+                "phase": "loading weights",
+            }
+        assert ask(port, "HEAD").content == b""
+
+
+def test_kernels_are_named_while_they_are_compiled() -> None:
+    """A kernel that needs others is named until all of them are compiled."""
+    said: list[str] = []
+    progress = LoadingProgress(said.append)
+    progress.enter("checking the model")
+    assert "kernel" not in progress.as_json()
+    progress.compiling("attend")
+    progress.compiling("read")
+    progress.compiled()
+    found = progress.as_json()
+    assert (found["phase"], found["kernel"]) == ("compiling kernels", "attend")
+    assert found["kernels_compiled"] == 1
+    progress.compiled()
+    found = progress.as_json()
+    assert (found["phase"], found["kernels_compiled"]) == ("checking the model", 2)
+    assert [line.partition(";")[0] for line in said] == [
+        "compiling kernels for this processor",
+        "compiling attend",
+    ]
+
+
+def test_a_large_body_is_read_away() -> None:
+    """A connection that is closed with unread bytes would be reset before the answer is read."""
+    with answering() as (_, _, listener):
+        answer = ask(port_of(listener), "POST", "/v1/completions", b"x" * 4_000_000)
+        assert answer.status_code == 503
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n", b"\x00\xff\r\n\r\n", b"x" * 200_000])
+def test_a_client_that_is_no_client_holds_nobody_up(sent: bytes) -> None:
+    """Other clients are answered meanwhile, and the connection ends."""
+    with answering() as (_, _, listener):
+        port = port_of(listener)
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as odd:
+            odd.sendall(sent)
+            assert ask(port).status_code == 503
+            try:
+                while odd.recv(65536):
+                    pass
+            except ConnectionResetError:
+                assert len(sent) > 65536  # more than a head may have
+
+
+def test_nobody_is_refused_when_the_server_takes_over() -> None:
+    """Clients connect without a pause, and each gets an answer of the one or of the other."""
+    with answering() as (answers, _, listener):
+        port, seen, failed = port_of(listener), [], []
+        is_over = threading.Event()
+
+        def client() -> None:
+            while not is_over.is_set():
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+                try:
+                    connection.request("GET", "/")
+                    seen.append(connection.getresponse().status)
+                except OSError as error:
+                    failed.append(error)
+                finally:
+                    connection.close()
+
+        clients = [threading.Thread(target=client) for _ in range(4)]
+        for each in clients:
+            each.start()
+        time.sleep(0.3)
+        idle = socket.create_connection(("127.0.0.1", port), timeout=20)
+        time.sleep(0.1)
+        answers.hand_over()
+        time.sleep(0.3)  # connections wait for whoever accepts next
+        server = threading.Thread(target=_serve, args=(listener, is_over))
+        server.start()
+        time.sleep(0.3)
+        with idle:  # accepted before, so the early answers still answer it
+            idle.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert idle.recv(12) == b"HTTP/1.1 503"
+        is_over.set()
+        for each in (*clients, server):
+            each.join(30)
+        assert not failed
+        assert set(seen) == {503, 200}
+
+
+def _serve(listener: socket.socket, is_over: threading.Event) -> None:
+    """Accept and answer 200 until the end."""
+    listener.settimeout(0.5)
+    while True:
+        try:
+            accepted, _ = listener.accept()
+        except TimeoutError:
+            if is_over.is_set():
+                return
+            continue
+        with accepted:
+            accepted.settimeout(5)
+            accepted.recv(65536)
+            accepted.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+
+
+def test_with_a_certificate_the_early_answers_speak_tls(tmp_path: Path) -> None:
+    """Plain HTTP gets no answer, and TLS the same one as without a certificate."""
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
+            *("-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    flags = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    with answering(**flags) as (_, _, listener):
+        url = f"https://localhost:{port_of(listener)}/health"
+        trusted = ssl.create_default_context(cafile=str(certificate))
+        answer = httpx.get(url, verify=trusted, timeout=20)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
+        with pytest.raises(httpx.TransportError):
+            ask(port_of(listener))
+    (tmp_path / "cert.pem").write_text("no certificate")
+    with pytest.raises(SettingsError, match="ssl_certfile, ssl_keyfile: "):
+        tls_context(load_settings(flags))
+
+
+def test_the_first_answer_comes_before_the_imports(tmp_path: Path) -> None:
+    """The phase of the first answer is the import, and a port in use is one sentence."""
+    with bound_socket(load_settings({"port": "0"})) as free:
+        port = port_of(free)
+    log = (tmp_path / "log").open("w")
+    process = subprocess.Popen(command("serve", "--port", str(port)), stderr=log)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                answer = ask(port, path="/health")
+                break
+            except httpx.ConnectError:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        assert json.loads(answer.text)["error"]["phase"] == "importing"
+        second = subprocess.run(
+            command("serve", "--port", str(port)),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert second.returncode == 2
+        assert second.stderr == (
+            f"ropewalk: cannot listen on host 127.0.0.1, port {port}: Address already in use\n"
+        )
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
