@@ -3,9 +3,7 @@
 import gc
 import sys
 
-from server.startup.preflight import foreign_package
-from server.startup.process_memory import bound_memory
-from server.startup.thread_waiting import wait_briefly
+from server.startup.preflight import bound_memory, foreign_package, wait_briefly
 
 
 def main() -> None:

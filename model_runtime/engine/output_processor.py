@@ -64,13 +64,18 @@ class Answer:
         if reason is not None and not is_stopped:
             text += self._detokenizer.flush()
         self._num_sent += len(text)
-        # Without stop strings no text is taken back, so no logprob has to wait for it.
-        is_settled = not self._params.stop or (reason is not None and not is_stopped)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        cut_logprobs: tuple[TokenLogprob, ...] = ()
+        if self._held:
+            # Without stop strings no text is taken back, so no logprob has to wait for it.
+            is_settled = not self._params.stop or (reason is not None and not is_stopped)
+            logprobs = self._take_held() if is_settled else self._take_sent()
+            cut_logprobs = self._take_held() if is_stopped else ()
         return Output(
             text=text,
             token_ids=(token_id,),
-            logprobs=self._take_held() if is_settled else self._take_sent(),
-            cut_logprobs=self._take_held() if is_stopped else (),
+            logprobs=logprobs,
+            cut_logprobs=cut_logprobs,
             prompt_logprobs=self._take_prompt_logprobs(),
             finish_reason=reason,
         )

@@ -18,8 +18,8 @@ from model_runtime.attention.cpu_backend import CpuAttention
 from model_runtime.attention.paged_attention import LayerPlan
 from model_runtime.errors import ModelError
 from model_runtime.layers import (
-    fused_decoder,
     gated_mlp,
+    match_decoder,
     merged_linear,
     packed_linear,
     rms_norm,
@@ -130,7 +130,7 @@ def prepare_model(
         merged_linear.join(model, shared_inputs(model))
     rms_norm.replace_norms(model)
     prompts = PagedPrompts(model, plans, native, original)
-    fused = fused_decoder.recognised(model, plans) if has_kernels else None
+    fused = match_decoder.match_decoder(model, plans) if has_kernels else None
     report = choose_forward(prompts, check(prompts), fused)
     vocab_size = text_config(model).vocab_size
     return Checkpoint(

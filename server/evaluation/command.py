@@ -206,6 +206,7 @@ def _compare_lengths(options: LengthOptions, settings: ServeSettings) -> None:
         text = suggestion(report, report.model, settings.model)
         write_texts(options.output, {"suggestion.yaml": f"{text}\n"})
         click.echo(f"\n{text}")
+    _tell_files(options.output)
 
 
 def _compare_policies(
@@ -220,6 +221,13 @@ def _compare_policies(
     click.echo(table(report.outcomes))
     write_files(report, options.output)
     _mention_missing_plots()
+    _tell_files(options.output)
+
+
+def _tell_files(folder: Path) -> None:
+    """Print the folder and the names of the files in it, on standard error like the progress."""
+    names = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_file()))
+    click.echo(f"files in {folder}: {names}", err=True)
 
 
 def _mention_missing_plots() -> None:

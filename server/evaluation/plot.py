@@ -127,7 +127,7 @@ def _heat_map(report: LengthReport, path: Path, lens: str) -> None:
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     bar.set_label("right answers")
     figure.supxlabel("context length (tokens)")
-    figure.supylabel("depth of the needle (0 %: the beginning)")
+    figure.supylabel("depth of the needle\n(0 %: the beginning)", fontsize="medium")
     figure.suptitle(f"{report.model}, {lens}: retrieval by depth and context length")
     figure.savefig(path, dpi=150)
 

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from model_runtime.cache.token_bytes import bytes_per_token
 from model_runtime.deployment import Deployment
 from model_runtime.loading.model_config import ModelConfig
 from rope import NativeRope, Tier
+from server.inspection.costs import Costs, cost_lines, costs_of, too_small
 from server.inspection.decay import (
     DecayBounds,
     DeploymentTables,
@@ -34,7 +34,7 @@ from server.inspection.scores import DeploymentScores, deployment_scores, score_
 from server.plotting import PlotError, check_can_plot
 from server.settings.load import ServeSettings, SettingsError
 from server.startup.dry_run import outline_of
-from server.startup.serving_plan import plan_deployments, size_text
+from server.startup.serving_plan import plan_deployments
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +55,6 @@ class TierTable:
     rope_type: str
     attention_factor: float
     pairs: tuple[PairInTier, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """The memory that a context takes."""
-
-    kv_bytes_per_token: int
-    num_parameters: int | None  # None: a hub id; its weights are not looked up
-    parameter_bytes: int | None  # in the served dtype
-    tied_head_bytes: int  # of the packed copy of a tied head
-    weight_bytes: int | None  # held once loaded: parameters, and the copy
-    longest_context: int  # tokens, of any deployment
-    memory_gib: float | None  # the size to report on
-    memory_holds_tokens: int | None  # of cache, beside the weights
-    longest_context_in_memory: int | None  # of one sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +99,7 @@ def inspect_model(settings: ServeSettings, options: InspectOptions) -> Report:
     outline = outline_of(settings)
     native = outline.native()
     deployments = plan_deployments(settings, native)
-    costs = _costs(outline, deployments, settings.page_size, options.memory_gib)
+    costs = costs_of(outline, deployments, settings.page_size, options.memory_gib)
     heads = None
     if options.heads is not None:
         layers = parse_layers(options.heads.layers, len(outline.layers()))
@@ -123,7 +108,7 @@ def inspect_model(settings: ServeSettings, options: InspectOptions) -> Report:
     if options.plot_path is not None:
         title = f"{outline.architecture}: attention against distance"
         _draw(native, found, heads, title, options.plot_path)
-    problem = _too_small(costs, settings.page_size)
+    problem = too_small(costs, settings.page_size)
     if options.as_json:
         return Report(json.dumps(_as_json(outline, native, costs, found, heads), indent=2), problem)
     return Report("\n".join(_lines(outline, native, costs, found, heads)), problem)
@@ -136,7 +121,7 @@ def _lines(
     found: Sequence[InspectedDeployment],
     heads: InspectedHeads | None,
 ) -> list[str]:
-    lines = [*_model_lines(outline, native, costs), *_cost_lines(costs)]
+    lines = [*_model_lines(outline, native, costs), *cost_lines(costs)]
     for each in found:
         lines += ["", *_table_lines(each.deployment, native, each.tiers)]
         lines += ["", *decay_lines(each.deployment, each.bounds)]
@@ -211,43 +196,6 @@ def _state(ratio: float, factor: float) -> str:
     return "interpolated" if ratio >= factor * (1 - 1e-5) else "blended"
 
 
-def _costs(
-    outline: ModelConfig,
-    deployments: Sequence[Deployment],
-    page_size: int,
-    memory_gib: float | None,
-) -> Costs:
-    token_bytes = bytes_per_token(outline.layers(), outline.dtype)
-    num_parameters, weight_bytes = outline.num_parameters(), outline.num_weight_bytes()
-    longest = max(deployment.max_len for deployment in deployments)
-    holds: int | None = None
-    if memory_gib is not None and weight_bytes is not None:
-        left = int(memory_gib * 2**30) - weight_bytes
-        holds = max(0, left // token_bytes // page_size * page_size)
-    return Costs(
-        token_bytes,
-        num_parameters,
-        None if num_parameters is None else num_parameters * outline.dtype.itemsize,
-        outline.num_tied_head_bytes(),
-        weight_bytes,
-        longest,
-        memory_gib,
-        holds,
-        None if holds is None else min(longest, holds),
-    )
-
-
-def _too_small(costs: Costs, page_size: int) -> str | None:
-    """Return the problem if the stated memory does not hold the weights and a page of the cache."""
-    if costs.memory_holds_tokens != 0 or costs.weight_bytes is None:
-        return None
-    page_bytes = page_size * costs.kv_bytes_per_token
-    return (
-        f"--memory-gib: must hold the weights ({size_text(costs.weight_bytes)}) and a page of the "
-        f"cache ({page_size} tokens, {size_text(page_bytes)}), got {costs.memory_gib:g}"
-    )
-
-
 def _model_lines(outline: ModelConfig, native: NativeRope, costs: Costs) -> list[str]:
     layers = outline.layers()
     shape = layers[0]
@@ -262,45 +210,6 @@ def _model_lines(outline: ModelConfig, native: NativeRope, costs: Costs) -> list
     others = sorted(set(native.tables) - {native.scaled_layer_type})
     if others:
         lines.append(f"not scaled       layers of type {', '.join(others)} keep their own table")
-    return lines
-
-
-def _weight_lines(costs: Costs) -> list[str]:
-    """Return the size of the parameters, and the memory that they take once loaded."""
-    if costs.num_parameters is None or costs.parameter_bytes is None or costs.weight_bytes is None:
-        return ["parameters       unknown until loaded"]
-    held = f"held in memory   {size_text(costs.weight_bytes)}"
-    if costs.tied_head_bytes:
-        copy = size_text(costs.tied_head_bytes)
-        held += f": the parameters, and a packed copy of the tied head ({copy})"
-    millions = f"{costs.num_parameters / 1e6:,.4g} million"
-    return [f"parameters       {millions}, {size_text(costs.parameter_bytes)}", held]
-
-
-def _cost_lines(costs: Costs) -> list[str]:
-    longest = size_text(costs.longest_context * costs.kv_bytes_per_token)
-    lines = [
-        *_weight_lines(costs),
-        f"longest context  {costs.longest_context} tokens, {longest} of cache for one sequence",
-    ]
-    if costs.memory_gib is not None and costs.memory_holds_tokens is None:
-        lines.append(
-            f"in {costs.memory_gib:g} GiB".ljust(17) + "unknown: it has to hold the weights"
-        )
-    elif costs.memory_gib is not None and not costs.memory_holds_tokens:
-        lines.append(
-            f"in {costs.memory_gib:g} GiB".ljust(17)
-            + "0 tokens: the weights leave no room for a page of the cache"
-        )
-    elif costs.memory_gib is not None:
-        limit = "the longest tier"
-        if costs.longest_context_in_memory != costs.longest_context:
-            limit = "what fits"
-        lines.append(
-            f"in {costs.memory_gib:g} GiB".ljust(17)
-            + f"{costs.longest_context_in_memory} tokens ({limit}); the cache holds "
-            f"{costs.memory_holds_tokens} beside the weights"
-        )
     return lines
 
 

@@ -18,6 +18,7 @@ from model_runtime.layers.packed_product import Way, Workshop
 from model_runtime.layers.way_trial import is_possible
 from model_runtime.loading import checkpoint
 from model_runtime.loading.load_faults import faults_of
+from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.make_deployment import make_deployment
 from tests.engines import EngineFactory, answer, checkpoint_of, request
 from tests.processors import OLDER
@@ -107,9 +108,7 @@ def test_the_embedded_model_says_the_same_on_every_processor(
     engines: EngineFactory, dtype: torch.dtype
 ) -> None:
     """One prompt is within the trained length, the other reaches a tier with a scaled table."""
-    loaded = checkpoint.load_checkpoint(
-        checkpoint.EMBEDDED_MODEL, dtype=str(dtype).removeprefix("torch.")
-    )
+    loaded = checkpoint.load_checkpoint(EMBEDDED_MODEL, dtype=str(dtype).removeprefix("torch."))
     deployment = make_deployment("demo", loaded.native)
     encode = loaded.tokenizer.encode
     definition = encode("PORT_4821 = 93175\n")

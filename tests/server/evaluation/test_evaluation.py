@@ -223,6 +223,15 @@ def test_a_second_run_measures_only_what_is_missing(
     assert len(again) == 2
 
 
+def test_the_run_ends_with_the_names_of_its_files(measured: Run) -> None:
+    """The names are on standard error, because standard output is the table."""
+    last = measured.ended.stderr.splitlines()[-1]
+    assert last.startswith(f"files in {measured.folder}: ")
+    named = last.partition(": ")[2].split(", ")
+    assert {"results.json", "suggestion.yaml"} <= set(named)
+    assert all((measured.folder / name).is_file() for name in named)
+
+
 def test_the_suggestion_is_a_file_that_serves(measured: Run) -> None:
     """The file is the printed one: pinned YaRN, for a length within L and one beyond."""
     path = measured.folder / "suggestion.yaml"
