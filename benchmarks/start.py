@@ -119,7 +119,7 @@ def started(module: str, environment: dict[str, str]) -> tuple[Times, Times]:
 
 
 def _status(port: int) -> int | None:
-    """Return the status of a completion of one token; None if nobody listens."""
+    """Return the status of a completion of one token; None if no server listens."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("POST", "/v1/completions", _BODY, {"Content-Type": "application/json"})

@@ -6,25 +6,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("*.md", "docs/*.md", "benchmarks/*.md")
+PACKAGES = ("rope", "model_runtime", "server", "training", "benchmarks")
 # A sentence begins with its subject: "The scheduler ...", not "What the scheduler ...".
 OPENERS = re.compile(r"(?:^|[.:;] |\| )((?:What|Where|Whoever|Of) [a-z][^?|]*)(?:[.|]|$)")
 # Threads, pages and clients are not people.
 PEOPLE = re.compile(r"\b(nobody|somebody|lets? go of|(?:is|are) told)\b", re.IGNORECASE)
 # Words that the field has another word for (docs/architecture.md, "Words").
-REPLACED = re.compile(r"\b(kernel_meeting|joined linears?|taken[ -]over models?)\b", re.IGNORECASE)
+REPLACED = re.compile(
+    r"\b(kernel_meeting|joined linears?|taken[ -]over models?|mailbox(es)?|distrusts?|kept pages?"
+    r"|table slots?|trimmed layers?|asked rows?)\b",
+    re.IGNORECASE,
+)
 
 
 def pages() -> Iterator[tuple[str, str]]:
     """Each page a user reads, without its fenced blocks."""
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+    for path in [path for each in PAGES for path in ROOT.glob(each)]:
         text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
         yield path.name, text
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """Each docstring of the three packages, its lines joined."""
+    """Each docstring of the packages and the scripts, its lines joined."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for package in ("rope", "model_runtime", "server"):
+    for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, kinds) and (text := ast.get_docstring(node)):
