@@ -116,5 +116,5 @@ def _profile(method: Method, ceiling: int) -> Profile:
 def _check_multiples(multiples: Sequence[float]) -> None:
     rising = all(low < high for low, high in itertools.pairwise(multiples))
     if not multiples or multiples[0] != 1 or not rising:
-        given = ",".join(f"{multiple:g}" for multiple in multiples)
+        given = ",".join(f"{multiple:.12g}" for multiple in multiples)
         raise RopeConfigError("rope_tiers", f"must rise strictly from 1, got {given or 'nothing'}")

@@ -6,6 +6,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from server.api.service import Service
 from server.envelope import envelope
+from server.middleware.availability import draining
 from server.version import own_version
 
 
@@ -30,12 +31,12 @@ def health_router(service: Service) -> APIRouter:
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready")
     async def ready(http: Request) -> JSONResponse:
-        return _status(problem() or _draining(http))
+        return _draining(http) or _status(problem())
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health(http: Request) -> JSONResponse:
-        return _status(problem() or _draining(http))
+        return _draining(http) or _status(problem())
 
     @router.get("/version")
     async def get_version() -> dict[str, str]:
@@ -48,8 +49,8 @@ def health_router(service: Service) -> APIRouter:
     return router
 
 
-def _draining(http: Request) -> str | None:
-    return "The server is ending." if getattr(http.state, "is_draining", False) else None
+def _draining(http: Request) -> JSONResponse | None:
+    return draining() if getattr(http.state, "is_draining", False) else None
 
 
 def _status(problem: str | None) -> JSONResponse:

@@ -6,7 +6,7 @@ server/startup/early_answers.py answers while the model loads.
 import asyncio
 
 from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.envelope import envelope
 
@@ -46,16 +46,25 @@ class AvailabilityGate:
             return
         path = scope["path"]
         if self._is_draining and path not in _ALWAYS:
-            await _unavailable("The server is ending.", "draining", _RETRY_DRAINING_S)(
-                scope, receive, send
-            )
-        else:
-            scope.setdefault("state", {})["is_draining"] = self._is_draining
-            self._count(path, 1)
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                self._count(path, -1)
+            await draining()(scope, receive, send)
+            return
+        scope.setdefault("state", {})["is_draining"] = self._is_draining
+        has_started = False
+
+        async def noting_send(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        self._count(path, 1)
+        try:
+            await self._app(scope, receive, noting_send)
+        except asyncio.CancelledError:
+            # The process ends at once (a second signal). uvicorn would log a traceback.
+            if not has_started:
+                await draining()(scope, receive, send)
+        finally:
+            self._count(path, -1)
 
     def _count(self, path: str, change: int) -> None:
         if path in _ALWAYS:
@@ -67,6 +76,8 @@ class AvailabilityGate:
             self._is_empty.set()
 
 
-def _unavailable(message: str, code: str, retry_s: int) -> JSONResponse:
-    headers = {"Retry-After": str(retry_s), "Connection": "close"}
-    return JSONResponse(envelope(message, "server_error", code=code), 503, headers)
+def draining() -> JSONResponse:
+    """Return the answer of a process that ends."""
+    headers = {"Retry-After": str(_RETRY_DRAINING_S), "Connection": "close"}
+    body = envelope("The server is ending.", "server_error", code="draining")
+    return JSONResponse(body, 503, headers)

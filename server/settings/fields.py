@@ -103,4 +103,5 @@ Numbers = Annotated[
 Integers = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_split), AfterValidator(_rising)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Device = Annotated[str, AfterValidator(_device)]
-JsonObject = Annotated[dict[str, Any], NoDecode, FromJson]
+# Around the whole union: inside of it pydantic-settings reads a variable by its own json.loads.
+JsonObject = Annotated[dict[str, Any] | None, NoDecode, FromJson]

@@ -19,7 +19,7 @@ from server.settings.fields import (
 class HttpSettings(Section):
     """HTTP and metrics"""  # noqa: D400  # a heading
 
-    host: str = setting("127.0.0.1", "Address to listen on.", unit="address")
+    host: str = setting("127.0.0.1", "Address to listen on.", unit="address", min_length=1)
     port: int = setting(8000, "Port to listen on. 0 picks a free one.", unit="port", ge=0, le=65535)
     sse_keep_alive_seconds: float = setting(
         15.0,

@@ -76,7 +76,7 @@ class ModelSettings(Section):
 class DeploymentSettings(Section):
     """Deployment"""  # noqa: D400  # a heading
 
-    rope_scaling: JsonObject | None = setting(
+    rope_scaling: JsonObject = setting(
         None,
         "Rope block in Hugging Face's format: how to rescale beyond the trained length. "
         'Default: {"rope_type": "yarn", "factor": 4.0}, or the checkpoint\'s own block.',
@@ -200,6 +200,9 @@ class CacheSettings(Section):
     )
 
 
+Entries = Annotated[tuple[DeploymentEntry, ...], Field(min_length=1, max_length=16)]
+
+
 class SourceSettings(Section):
     """Configuration"""  # noqa: D400  # a heading
 
@@ -209,13 +212,11 @@ class SourceSettings(Section):
         "the file.",
         unit="path",
     )
-    deployments: Annotated[tuple[DeploymentEntry, ...], NoDecode, FromJson] | None = setting(
+    deployments: Annotated[Entries | None, NoDecode, FromJson] = setting(
         None,
         "Several model names over one set of weights and one cache: a list of objects with a "
         "name and the settings under Deployment.",
         unit="JSON",
-        min_length=1,
-        max_length=16,
     )
 
 

@@ -5,6 +5,8 @@ import click
 from server.sentences import sentences
 from server.settings.flags import SettingsCommand
 from server.settings.load import load_settings
+from server.startup.gate import api_keys_of
+from server.startup.listener import address_of, tls_context
 
 
 @click.command(cls=SettingsCommand)
@@ -18,6 +20,8 @@ def check(file: str) -> None:
     """
     with sentences():
         settings = load_settings({"config": file})
+        # As in `serve`: the files of keys and certificates, and the address.
+        api_keys_of(settings), tls_context(settings), address_of(settings)
         # Imported here, so that a wrong key does not wait for it.
         from server.log_lines import log_to_stderr  # noqa: PLC0415
         from server.startup.dry_run import outlook_lines, outlook_of  # noqa: PLC0415

@@ -65,6 +65,7 @@ class GracefulServer(uvicorn.Server):
         self._is_ending = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._signalled_s: float | None = None  # time.monotonic() of the first signal
+        self._num_unfinished = 0  # requests that were running when the time was up
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -90,7 +91,7 @@ class GracefulServer(uvicorn.Server):
         self.stop_engine()
         if self._signalled_s is not None:
             seconds = round(time.monotonic() - self._signalled_s, 2)
-            _log.info("ended", after_s=seconds, unfinished=self.door.num_running)
+            _log.info("ended", after_s=seconds, unfinished=self._num_unfinished)
 
     def stop_engine(self) -> None:
         """End every request with an error. Has no effect if the engine has ended."""
@@ -112,6 +113,7 @@ class GracefulServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         if not await self.door.drain(self._settings.shutdown_timeout_seconds):
+            self._num_unfinished = self.door.num_running
             await asyncio.to_thread(self.stop_engine)
             await self.door.drain(_FAREWELL_S)
         self.should_exit = True

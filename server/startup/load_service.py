@@ -77,7 +77,7 @@ def _banner(checkpoint: Checkpoint, plan: ServingPlan, settings: ServeSettings) 
     bits = "same in any batch" if checkpoint.report.bitwise else "depend on the batch"
     where = f"{checkpoint.device}, {str(checkpoint.dtype).removeprefix('torch.')}"
     if checkpoint.device.type == "cpu":
-        where += f", {torch.get_num_threads()} threads"
+        where += f", {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
     return "\n".join(
         [
             f"  model            {type(checkpoint.model).__name__}, {where}",

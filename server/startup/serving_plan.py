@@ -123,8 +123,10 @@ def describe(plan: ServingPlan) -> list[str]:
             f"    tiers          {tiers}",
             f"    longest        {deployment.max_len} tokens{limited}",
             f"    requests       {_may_ask(deployment)}",
-            f"    reserve        {_reserve(deployment)}",
         ]
+        # Answers under another policy run to the last tier.
+        if deployment.policy == "pinned" or deployment.overridable:
+            lines.append(f"    reserve        {_reserve(deployment)}")
     pages = f"{plan.config.num_pages} pages of {plan.config.page_size}"
     size = size_text(plan.cache_bytes)
     lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")

@@ -296,6 +296,7 @@ def test_what_the_cache_cannot_hold_is_longer_than_the_context() -> None:
         assert fits.status_code == 200
 
 
+@pytest.mark.alone  # it is about seconds
 @pytest.mark.parametrize(
     ("route", "body"),
     [

@@ -245,3 +245,19 @@ def test_every_setting_has_a_unit_and_a_section() -> None:
     assert sorted(in_sections) == sorted(ServeSettings.model_fields)
     for name, field in ServeSettings.model_fields.items():
         assert unit_of(field), name
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ROPE_SCALING", '{"rope_type": "yarn", "factor": 2, "factor": 4}'),
+        ("DEPLOYMENTS", '[{"name": "a", "name": "b"}]'),
+    ],
+)
+def test_a_key_given_twice_in_a_variable_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    """A variable is read as strictly as a flag and the file."""
+    monkeypatch.setenv(f"ROPEWALK_{name}", text)
+    with pytest.raises(SettingsError, match="must have each key once"):
+        load_settings({})

@@ -41,6 +41,10 @@ class Process:
             time.sleep(0.02)
         return found
 
+    def log(self) -> str:
+        """Return its log so far."""
+        return self._log.read_text()
+
     def end(self) -> None:
         """Kill the process, whatever its state is."""
         self.process.kill()
@@ -191,12 +195,22 @@ def test_what_does_not_finish_in_time_ends_with_an_error_event(tmp_path: Path) -
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    """A stream is still running, and the exit code is 1."""
+    """A stream and a whole answer are still running. The exit code is 1, without a traceback."""
+    statuses: list[int] = []
+
+    def whole(url: str) -> None:
+        answer = httpx.post(f"{url}/v1/completions", json=ENDLESS, timeout=60)
+        statuses.append(answer.status_code)
+        assert answer.json()["error"]["code"] == "draining"
+
     with process(tmp_path) as started:
         started.wait_for("listening on")
         lines: list[str] = []
         reading = stream(started.url, ENDLESS, lines)
         wait_until_streaming(lines)
+        waiting = threading.Thread(target=whole, args=(started.url,))
+        waiting.start()
+        time.sleep(0.3)  # for it to be accepted
         started.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         assert started.process.poll() is None
@@ -205,3 +219,6 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         assert started.process.wait(30) == 1
         assert time.monotonic() - began < 10
         reading.join(30)
+        waiting.join(30)
+        assert statuses == [503]
+        assert "Traceback" not in started.log()
