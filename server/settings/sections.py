@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator
 from pydantic_settings import NoDecode
 
 from rope import POLICIES, ROPE_TYPES, Policy
@@ -200,7 +200,17 @@ class CacheSettings(Section):
     )
 
 
-Entries = Annotated[tuple[DeploymentEntry, ...], Field(min_length=1, max_length=16)]
+_MAX_DEPLOYMENTS = 16
+Entries = tuple[DeploymentEntry, ...]
+
+
+def _one_to_sixteen(entries: Entries | None) -> Entries | None:
+    # Field's own limits would also count an entry that is wrong as missing.
+    if entries is not None and not entries:
+        raise ValueError("must have at least 1 item")
+    if entries is not None and len(entries) > _MAX_DEPLOYMENTS:
+        raise ValueError(f"must have at most {_MAX_DEPLOYMENTS} items")
+    return entries
 
 
 class SourceSettings(Section):
@@ -212,11 +222,13 @@ class SourceSettings(Section):
         "the file.",
         unit="path",
     )
-    deployments: Annotated[Entries | None, NoDecode, FromJson] = setting(
-        None,
-        "Several model names over one set of weights and one cache: a list of objects with a "
-        "name and the settings under Deployment.",
-        unit="JSON",
+    deployments: Annotated[Entries | None, NoDecode, FromJson, AfterValidator(_one_to_sixteen)] = (
+        setting(
+            None,
+            "Several model names over one set of weights and one cache: a list of objects with a "
+            "name and the settings under Deployment.",
+            unit="JSON",
+        )
     )
 
 
