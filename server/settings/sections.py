@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 from pydantic_settings import NoDecode
 
 from rope import POLICIES, ROPE_TYPES, Policy
