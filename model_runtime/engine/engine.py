@@ -173,7 +173,8 @@ class Engine:
                 self._take_commands()
                 if self._admission.is_open:
                     self._core.step()
-                    self._admission.note_waiting(self._core.num_waiting_tokens)
+                    if self._config.max_queued_prompt_tokens is not None:
+                        self._admission.note_waiting(self._core.num_waiting_tokens)
                     self._after_step()
                     self._last_step = time.monotonic()
         except Exception:  # noqa: BLE001  # whatever it was, the waiting clients must hear of it

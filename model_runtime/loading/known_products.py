@@ -36,7 +36,7 @@ def expected_computing(
     words = known.get(key)
     if isinstance(words, list) and len(words) == 2 and all(isinstance(each, str) for each in words):
         return words[0], words[1]
-    import torch  # noqa: PLC0415  # only if nobody has tried yet
+    import torch  # noqa: PLC0415  # only for the first trial
 
     found = _tried(torch.device("cpu"), name)
     current = {other: kept for other, kept in known.items() if other.endswith(_fingerprint())}

@@ -198,7 +198,7 @@ class RopeAnswer(Body):
     original_max_position_embeddings: int
     policy: str
     rescaled: int  # how often the table changed while the request ran
-    # Of an answer without max_tokens that had no more room.
+    # Set if an answer without max_tokens had no more room.
     ended_by: Literal["tier", "max_model_len"] | None = Field(None, exclude_if=is_none)
 
     @classmethod

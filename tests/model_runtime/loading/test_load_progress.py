@@ -15,7 +15,7 @@ Counted = dict[str, Any]
 
 
 def counted(run: Callable[[], object]) -> list[Counted]:
-    """What the log says about progress while a function runs."""
+    """Return the log's progress lines of a function."""
     with structlog.testing.capture_logs() as lines, logged_progress():
         run()
     assert all(line["event"] == "load_progress" for line in lines)

@@ -38,7 +38,7 @@ def test_completions_end_everything_at_one_place(
     assert offsets is not None
     assert tokens is not None
     assert all(offset < len(choice.text) for offset in offsets)
-    # Of a token that the stop string cuts in two, the whole text is told.
+    # The logprobs have the whole text of a token that the stop string cuts in two.
     assert "".join(tokens[1 if echo else 0 :]).startswith(choice.text)
     assert not tokens or len("".join(tokens[1 if echo else 0 : -1])) < len(choice.text)
     assert answer.usage is not None
