@@ -223,6 +223,7 @@ def jit(*, inline: bool = False, borrows: bool = False) -> Callable[[Function], 
             error_model="numpy",
             forceinline=inline,
             _nrt=not borrows,
+            no_cfunc_wrapper=True,
         )(function)
         kept = _cache_of(made.py_func)
         if kept is not None:
