@@ -8,6 +8,7 @@ warning, but never a start.
 """
 
 import hashlib
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,11 @@ from numba.extending import _Intrinsic
 
 _COST = "each start compiles the kernels, which takes half a minute or more"
 _REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written and has 20 MB free"
+
+# LLVM's third level takes an eighth more time for these kernels, and they run no faster, because
+# their vectors and unrolled loops are written out. numba has a variable for it, and no argument.
+os.environ.setdefault("NUMBA_OPT", "2")
+numba.config.reload_config()
 
 _log = structlog.get_logger(__name__)
 _told: set[str] = set()  # warnings of this process, because every kernel has the same problem
