@@ -86,7 +86,8 @@ _across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
     "--forms",
     metavar="NAME,...",
     callback=parse_forms,
-    help="Forms: print, assign, assert, passkey. Default: all.",
+    help="Forms: print, assign, assert, passkey, and sentence for texts in English. "
+    "Default: all but sentence.",
 )
 @_against_length(
     "--depths",

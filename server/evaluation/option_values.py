@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import click
 
-from server.corpus.needles import FORMS, Form
+from server.corpus.needles import FORMS, SENTENCE, Form
 from server.evaluation.plan import METHODS, POLICIES
 from server.policy_eval.options import METHODS as CROSSING_METHODS
 from server.policy_eval.options import MOST_CROSSINGS
@@ -72,9 +72,12 @@ def parse_depths(_: click.Context, param: click.Parameter, text: str) -> tuple[f
 
 
 def parse_forms(_: click.Context, param: click.Parameter, text: str | None) -> tuple[Form, ...]:
-    """Parse names into forms, and None into all of them."""
-    names = _names(param, text, [form.name for form in FORMS])
-    return tuple(form for form in FORMS if form.name in names)
+    """Parse names into forms, and None into those of source files."""
+    if text is None:
+        return FORMS
+    forms = (*FORMS, SENTENCE)
+    names = _names(param, text, [form.name for form in forms])
+    return tuple(form for form in forms if form.name in names)
 
 
 def parse_rope_policies(

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from model_runtime.loading.checkpoint import Checkpoint
 from server.corpus.held_out import Document
-from server.corpus.needles import FORMS
+from server.corpus.needles import FORMS, SENTENCE
 from server.eval_run import EvalError
 from server.evaluation.haystack import Haystack, Query, choose_haystacks
 from server.evaluation.plan import LengthPlan
@@ -54,6 +55,17 @@ def test_every_form_and_depth_is_asked_for_equally_often(haystacks: list[Haystac
         for needle, depth in zip(haystack.needles, haystack.depths, strict=True)
     ]
     assert sorted(asked) == sorted((form.name, depth) for form in FORMS for depth in DEPTHS)
+
+
+def test_needles_of_the_sentence_form_are_plain_english(texts: Texts, embedded: Checkpoint) -> None:
+    """The question is the definition's beginning, and no two needles of a context share a key."""
+    plan = dataclasses.replace(PLAN, forms=(SENTENCE,))
+    for haystack in choose_haystacks(texts, plan, embedded.tokenizer):
+        assert len({needle.key for needle in haystack.needles}) == len(haystack.needles)
+        for needle in haystack.needles:
+            pattern = r"The secret number of the [a-z]+ [a-z]+ is \d{5}\.\n"
+            assert re.fullmatch(pattern, needle.definition)
+            assert needle.definition == f"{needle.question}{needle.value}.\n"
 
 
 @pytest.mark.parametrize("context_len", LENS)
