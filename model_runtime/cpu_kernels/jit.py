@@ -23,6 +23,8 @@ _COST = "each start compiles the kernels, which takes half a minute or more"
 _REMEDY = "set NUMBA_CACHE_DIR to a folder that can be written and has 20 MB free"
 
 _log = structlog.get_logger(__name__)
+_NOT_KEPT = "kernels_not_kept"
+_kept: set[str] = set()  # folders that took compiled code of this process
 _told: set[str] = set()  # warnings of this process, because every kernel has the same problem
 
 SOURCES = sorted(path for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py")
@@ -147,9 +149,10 @@ class KeptCode(FunctionCache):  # type: ignore[misc]
         """Keep code for the next start, if the folder takes it."""
         try:
             super().save_overload(sig, data)
+            _kept.add(str(self.cache_path))
         except OSError as error:
             _warn_once(
-                "kernels_not_kept",
+                _NOT_KEPT,
                 folder=self.cache_path,
                 reason=str(error.strerror),
                 consequence=_COST,
@@ -165,6 +168,11 @@ class KeptCode(FunctionCache):  # type: ignore[misc]
         return sig, codegen.magic_tuple(), code
 
 
+def are_kernels_kept() -> bool:
+    """Return whether this process has kept compiled code, and no folder has refused any."""
+    return bool(_kept) and _NOT_KEPT not in _told
+
+
 def _cache_of(function: Callable[..., Any]) -> KeptCode | None:
     """Return the function's cache; None if numba finds no folder that it can write."""
     try:
@@ -174,7 +182,7 @@ def _cache_of(function: Callable[..., Any]) -> KeptCode | None:
         if "locator" not in str(error):
             raise
         _warn_once(
-            "kernels_not_kept",
+            _NOT_KEPT,
             folder=numba.config.CACHE_DIR or "__pycache__",
             reason="no folder can be written",
             consequence=_COST,
