@@ -153,11 +153,18 @@ def _http_answer(request: Request, error: HTTPException) -> JSONResponse:
     elif message == _UNREADABLE:
         message = "The body must be JSON in UTF-8, with numbers of at most 4300 digits."
     elif error.status_code == 404:
-        message = f"The server has no route {path!a}. /docs lists them."
+        message = f"The server has no route {path!a}.{_nearest_route(request)}"
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"The route {path} accepts {allowed}, not {request.method[:_MAX_NAME]}."
     return JSONResponse(envelope(message, kind, param=param), error.status_code, error.headers)
+
+
+def _nearest_route(request: Request) -> str:
+    """Return a sentence with the route that was meant, or with the list of all."""
+    paths = {str(getattr(route, "path", "")) for route in request.app.routes}
+    fixed = {path for path in paths if "{" not in path and "oauth2" not in path}
+    return did_you_mean(request.url.path.lower(), fixed) or " /docs lists them."
 
 
 async def _on_bug(_: Request, error: Exception) -> JSONResponse:

@@ -209,6 +209,25 @@ def test_unknown_models_routes_and_methods(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/completion", "/v1/completions"),
+        ("/completions", "/v1/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/Chat/Completions", "/v1/chat/completions"),
+        ("/models", "/v1/models"),
+        ("/metric", "/metrics"),
+        ("/healthz", "/health"),
+    ],
+)
+def test_a_route_that_was_nearly_met_is_suggested(server: Server, path: str, meant: str) -> None:
+    """The suggestion stands in the envelope of any error."""
+    error = httpx.post(f"{server.url}{path}", json={}).json()["error"]
+    assert error["message"] == f"The server has no route '{path}'. Did you mean `{meant}`?"
+
+
+@pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "fits"), [(2049, 1, 9.0), (2000, 100, 9.0), (10, 9000, 36.0)]
 )
 def test_what_is_too_long_is_told_what_would_fit(
