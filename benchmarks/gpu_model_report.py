@@ -255,7 +255,7 @@ def _draw(path: Path, panels: Sequence[Sequence[_Curve]], ylabels: Sequence[str]
     # First tokens take from milliseconds to many seconds. Inter-token latencies differ less.
     firsts = [1e3 * seconds for _, points in panels[0] for _, seconds in points if seconds > 0]
     if firsts:
-        use_log_scale(all_axes[:1], firsts, milliseconds_text)
+        use_log_scale([all_axes[0]], firsts, milliseconds_text)
         all_axes[0].set_ylabel(f"{ylabels[0]}\n(log scale)")
     for axes in all_axes[1:]:
         axes.set_ylim(bottom=0)
@@ -272,8 +272,8 @@ def _draw_panel(axes: "Axes", curves: Sequence[_Curve]) -> None:
     for index, (label, points) in enumerate(curves):
         contexts = [context for context, _ in points]
         times = [1e3 * seconds for _, seconds in points]
-        style = {"color": COLOURS[index % len(COLOURS)], "marker": _MARKERS[index % len(_MARKERS)]}
-        axes.plot(contexts, times, label=label, **style)
+        colour, marker = COLOURS[index % len(COLOURS)], _MARKERS[index % len(_MARKERS)]
+        axes.plot(contexts, times, color=colour, marker=marker, label=label)
     tidy(axes)
     if len(curves) > 1:
         axes.legend(frameon=False)

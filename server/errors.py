@@ -162,9 +162,8 @@ def _http_answer(request: Request, error: HTTPException) -> JSONResponse:
 
 def _nearest_route(request: Request) -> str:
     """Return a sentence with the route that was meant, or with the list of all."""
-    paths = {str(getattr(route, "path", "")) for route in request.app.routes}
-    fixed = {path for path in paths if "{" not in path and "oauth2" not in path}
-    return did_you_mean(request.url.path.lower(), fixed) or " /docs lists them."
+    paths = request.app.openapi()["paths"]  # kept after the first call
+    return did_you_mean(request.url.path.lower(), paths) or " /docs lists them."
 
 
 async def _on_bug(_: Request, error: Exception) -> JSONResponse:

@@ -5,6 +5,7 @@ This module does not import torch, nor the libraries whose own lines it brings i
 
 import logging
 import sys
+from typing import Any
 
 import structlog
 
@@ -35,7 +36,7 @@ class _ToOurLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            facts = {"logger": record.name, "message": record.getMessage()}
+            facts: dict[str, Any] = {"logger": record.name, "message": record.getMessage()}
             if record.exc_info is not None:
                 facts["exc_info"] = record.exc_info
             structlog.get_logger(record.name).log(record.levelno, "library_message", **facts)
