@@ -6,7 +6,16 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_report import Column, Row, ceilings_line, machine_line, table
-from server.plotting import COLOURS, PlotError, check_can_plot, tidy
+from server.plotting import (
+    COLOURS,
+    PlotError,
+    check_can_plot,
+    label_logarithmic,
+    length_ticks,
+    milliseconds_text,
+    tidy,
+    use_log_scale,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -180,6 +189,8 @@ def _rotation_rows(rows: Sequence[Row]) -> list[Row]:
     return list(found.values())
 
 
+_MARKERS = "os^vD"  # of curves, which may be more than the colours
+
 # The label of a curve, and (context, seconds) of its points.
 _Curve = tuple[str, Sequence[tuple[float, float]]]
 
@@ -188,11 +199,11 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw every plot that has points, and return the paths; without matplotlib there are none."""
     drawn = []
     for name, curves, ylabels in (
-        ("gpu_first_token.png", _first_token_curves(rows), ("time to first token (ms)",)),
+        ("gpu_first_token.png", _first_token_curves(rows), ("time to first token",)),
         (
             "gpu_server.png",
             _server_curves(rows),
-            ("time to first token (ms)", "inter-token latency (ms)"),
+            ("time to first token", "inter-token latency (ms)"),
         ),
     ):
         path = folder / name
@@ -234,34 +245,35 @@ def _server_curves(rows: Sequence[Row]) -> list[list[_Curve]]:
 def _draw(path: Path, panels: Sequence[Sequence[_Curve]], ylabels: Sequence[str]) -> None:
     # matplotlib is optional, and slow to import.
     from matplotlib.figure import Figure  # noqa: PLC0415
-    from matplotlib.ticker import LogLocator  # noqa: PLC0415
 
     figure = Figure(figsize=(8, 1 + 3 * len(panels)), layout="constrained")
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    lens = sorted({context for curves in panels for _, points in curves for context, _ in points})
     for axes, curves, ylabel in zip(all_axes, panels, ylabels, strict=True):
         _draw_panel(axes, curves)
         axes.set_ylabel(ylabel)
     # First tokens take from milliseconds to many seconds. Inter-token latencies differ less.
-    all_axes[0].set_yscale("log")
-    all_axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    all_axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    all_axes[0].minorticks_off()
+    firsts = [1e3 * seconds for _, points in panels[0] for _, seconds in points if seconds > 0]
+    if firsts:
+        use_log_scale([all_axes[0]], firsts, milliseconds_text)
+        all_axes[0].set_ylabel(f"{ylabels[0]}\n(log scale)")
     for axes in all_axes[1:]:
         axes.set_ylim(bottom=0)
-    all_axes[-1].set_xlabel("context length (tokens)")
+    last = all_axes[-1]
+    last.set_xscale("log", base=2)
+    ticks = length_ticks(lens)
+    label_logarithmic(last.xaxis, ticks, [f"{tick:,.0f}" for tick in ticks])
+    last.set_xlabel("context length (tokens, log scale)")
+    figure.align_ylabels()
     figure.savefig(path, dpi=150)
 
 
 def _draw_panel(axes: "Axes", curves: Sequence[_Curve]) -> None:
-    ticks: set[float] = set()
     for index, (label, points) in enumerate(curves):
         contexts = [context for context, _ in points]
         times = [1e3 * seconds for _, seconds in points]
-        axes.plot(contexts, times, "o-", color=COLOURS[index % len(COLOURS)], label=label)
-        ticks.update(contexts)
-    axes.set_xscale("log", base=2)
-    places = sorted(ticks)
-    axes.set_xticks(places, [f"{each:,.0f}" for each in places])
+        colour, marker = COLOURS[index % len(COLOURS)], _MARKERS[index % len(_MARKERS)]
+        axes.plot(contexts, times, color=colour, marker=marker, label=label)
     tidy(axes)
     if len(curves) > 1:
         axes.legend(frameon=False)

@@ -1,5 +1,6 @@
 """The engine's limits, fixed at start."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from model_runtime.errors import RequestError
@@ -16,11 +17,11 @@ class SamplingLimits:
     max_logit_bias: int = 1024
     max_logprobs: int = 20
 
-    def check(self, params: SamplingParams) -> None:
-        """Raise RequestError, which names field, limit and value, if a limit is exceeded."""
+    def exceeded(self, params: SamplingParams) -> Iterator[tuple[str, int, str, int]]:
+        """Yield each exceeded limit: the field, the limit, its unit and the given number."""
         longest_stop = max(map(len, params.stop), default=0)
         logprobs = max(params.logprobs or 0, params.prompt_logprobs or 0)
-        for param, most, what, given in (
+        for param, most, unit, given in (
             ("stop", self.max_stop_strings, "strings", len(params.stop)),
             ("stop", self.max_stop_chars, "characters each", longest_stop),
             ("stop_token_ids", self.max_stop_token_ids, "tokens", len(params.stop_token_ids)),
@@ -28,9 +29,17 @@ class SamplingLimits:
             ("logprobs", self.max_logprobs, "alternatives", logprobs),
         ):
             if given > most:
-                raise RequestError(
-                    f"`{param}` must be at most {most} {what}. Given: {given}", param=param
-                )
+                yield param, most, unit, given
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise RequestError, which names field, limit and value, if a limit is exceeded."""
+        for exceeded in self.exceeded(params):
+            raise too_many(*exceeded)
+
+
+def too_many(param: str, most: int, unit: str, given: int) -> RequestError:
+    """Build the error of a field with more than its limit."""
+    return RequestError(f"`{param}` must be at most {most} {unit}. Given: {given}", param=param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

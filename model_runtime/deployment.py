@@ -20,6 +20,7 @@ class RopeRequest:
     rope_type: str | None = None
     factor: float | None = None  # at least this; raised to the next tier
     policy: str | None = None
+    original_len: int | None = None  # only compared: the length that factors are multiples of
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +100,30 @@ class Deployment:
             return self
         return replace(self, max_len=num_positions, is_cache_limited=True)
 
-    def place(self, asked: RopeRequest, num_prompt_tokens: int, max_tokens: int) -> Placement:
+    def place(
+        self,
+        asked: RopeRequest,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        *,
+        is_open: bool = False,
+    ) -> Placement:
         """Return the tier a request starts on, and the tiers it may grow to.
 
-        Raises RequestError if the `rope` object is not allowed, ContextLengthError if the request
-        does not fit.
+        `is_open`: max_tokens is `open_max_tokens`, so errors do not name it. Raises RequestError if
+        the `rope` object is not allowed, ContextLengthError if the request does not fit.
         """
         policy, tiers, at_least = self._asked(asked)
         num_covered = num_prompt_tokens + max(0, max_tokens - 1)
         if num_covered > self.max_len:
-            raise self._too_long(tiers, asked, num_prompt_tokens, max_tokens)
+            raise self._too_long(tiers, asked, num_prompt_tokens, max_tokens, is_open=is_open)
         tier = choose_tier(tiers, policy, num_covered, num_prompt_tokens, at_least)
         if tier is None:
             if self._is_native_only(asked):
                 raise self._beyond_native(num_covered)
-            raise self._too_long(tiers, asked, num_prompt_tokens, max_tokens)
+            raise self._too_long(tiers, asked, num_prompt_tokens, max_tokens, is_open=is_open)
+        if asked.factor is not None and not self._may_have(asked.factor, tier, policy):
+            raise self._refused_factor(asked, asked.factor, self.tiers[self._type(asked)])
         higher = tuple(each for each in tiers if each.ceiling > tier.ceiling)
         return Placement(self.name, tier, higher, policy, asked.factor, self.original_len)
 
@@ -136,6 +146,12 @@ class Deployment:
 
     def _asked(self, asked: RopeRequest) -> tuple[Policy, tuple[Tier, ...], float]:
         """Return the policy, the tiers and the least factor of a request. Raises RequestError."""
+        if asked.original_len not in (None, self.original_len):
+            raise RequestError(
+                "`rope.original_max_position_embeddings` is only reported, and must be "
+                f"{self.original_len}. Given: {asked.original_len}",
+                param="rope.original_max_position_embeddings",
+            )
         policy, tiers = self._policy(asked), self._tiers(asked)
         at_least = self._factor(asked, tiers)
         if policy == "fixed":
@@ -154,8 +170,11 @@ class Deployment:
             param="rope.policy",
         )
 
+    def _type(self, asked: RopeRequest) -> str:
+        return asked.rope_type or self.rope_type
+
     def _tiers(self, asked: RopeRequest) -> tuple[Tier, ...]:
-        rope_type = asked.rope_type or self.rope_type
+        rope_type = self._type(asked)
         tiers = self.tiers.get(rope_type)
         if self._is_native_only(asked):
             return self.tiers[self.rope_type][:1]
@@ -170,24 +189,42 @@ class Deployment:
         return asked.rope_type == "default" and self.serves_default_within_native
 
     def _factor(self, asked: RopeRequest, tiers: Sequence[Tier]) -> float:
+        """Return the least factor that a request may choose. Raises RequestError."""
         if asked.factor is None:
             return 1.0
-        highest = min(self.max_rope_factor, tiers[-1].factor)
-        if not 1.0 <= asked.factor <= highest:
-            accepted = f"between 1 and {highest:g}"
-            if tiers[-1].factor == 1:
-                accepted = f"1 under `rope_type` {asked.rope_type or self.rope_type}"
-            elif highest == 1:
-                accepted = "1 (max_rope_factor)"
-            raise RequestError(
-                f"`rope.factor` must be {accepted}. Given: {asked.factor:g}",
-                param="rope.factor",
-            )
-        return asked.factor
+        if not 1.0 <= asked.factor <= tiers[-1].factor:
+            raise self._refused_factor(asked, asked.factor, tiers)
+        # Above the operator's limit it chooses nothing, and `place` compares it with the tier.
+        return asked.factor if asked.factor <= self.max_rope_factor else 1.0
 
-    @staticmethod
-    def _one_tier(tiers: tuple[Tier, ...], at_least: float, asked: RopeRequest) -> tuple[Tier, ...]:
-        if asked.factor is None:
+    def _may_have(self, factor: float, tier: Tier, policy: Policy) -> bool:
+        """Return whether a request with a factor may have its tier.
+
+        A factor above max_rope_factor may name the tier that the request has without it, because
+        answers report that factor and clients send it back.
+        """
+        if factor <= self.max_rope_factor:
+            return True
+        return factor == tier.factor if policy == "fixed" else factor <= tier.factor
+
+    def _refused_factor(
+        self, asked: RopeRequest, factor: float, tiers: Sequence[Tier]
+    ) -> RequestError:
+        """Build the error of a factor that the request may not have."""
+        highest = min(self.max_rope_factor, tiers[-1].factor)
+        accepted = f"between 1 and {highest:g}"
+        if tiers[-1].factor == 1:
+            accepted = f"1 under `rope_type` {self._type(asked)}"
+        elif highest == 1:
+            accepted = "1 (max_rope_factor)"
+        return RequestError(
+            f"`rope.factor` must be {accepted}. Given: {factor:g}", param="rope.factor"
+        )
+
+    def _one_tier(
+        self, tiers: tuple[Tier, ...], at_least: float, asked: RopeRequest
+    ) -> tuple[Tier, ...]:
+        if asked.factor is None or asked.factor > self.max_rope_factor:
             return tiers[-1:]
         return tuple(tier for tier in tiers if tier.factor >= at_least)[:1]
 
@@ -203,44 +240,75 @@ class Deployment:
         )
 
     def _too_long(
-        self, tiers: Sequence[Tier], asked: RopeRequest, num_prompt_tokens: int, max_tokens: int
+        self,
+        tiers: Sequence[Tier],
+        asked: RopeRequest,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        *,
+        is_open: bool,
     ) -> ContextLengthError:
-        """Build the error with the numbers, the limit, and the factor that would fit."""
+        """Build the error with the numbers, the limit that was hit, and what would fit."""
         own = self.tiers[self.rope_type]
         if self._is_native_only(asked):
             tiers = own  # the request is too long for these, too
         num_covered = num_prompt_tokens + max(0, max_tokens - 1)
         limit = min(longest(tiers), self.max_len)
-        fits = math.ceil(num_covered / self.original_len)
-        if limit < self.max_len:
-            reason, who = f"the requested factor {tiers[-1].factor:g}", "asked for"
-        elif self.is_cache_limited:
-            reason, who = "what the KV cache holds", "configured with a larger KV cache"
-        elif self.max_len < longest(own):
-            reason, who = "max_model_len", "configured with a larger max_model_len"
-        else:
-            reason, who = f"the longest tier, {own[-1].factor:g} times", "configured"
+        fits = float(math.ceil(num_covered / self.original_len))
+        if num_covered <= longest(own):
+            fits = min(fits, own[-1].factor)  # the longest tier may end at a fraction of L
+        given = "" if is_open else f" and max_tokens {max_tokens}, which is {num_covered} positions"
         message = (
-            f"This model's maximum context length is {limit} tokens ({reason}). However, your "
-            f"request has {num_prompt_tokens} prompt tokens and max_tokens {max_tokens}, which is "
-            f"{num_covered} positions. A rope factor of {fits} ({fits * self.original_len} tokens) "
-            f"would fit, if it were {who}."
+            f"This model's maximum context length is {limit} tokens ({self._limit(tiers)}). "
+            f"However, your request has {num_prompt_tokens} prompt tokens{given}. "
+            f"{self._remedy(num_covered, fits)}"
         )
-        if num_prompt_tokens <= limit:
+        is_prompt_too_long = num_prompt_tokens > limit
+        if not is_prompt_too_long:
             message += f" max_tokens may be at most {limit - num_prompt_tokens + 1}."
         details = {
             "n_prompt_tokens": num_prompt_tokens,
-            "max_tokens": max_tokens,
+            "max_tokens": None if is_open else max_tokens,
             "n_ctx": limit,
             "rope": {
-                "rope_type": asked.rope_type or self.rope_type,
+                "rope_type": self._type(asked),
                 "factor": own[-1].factor if asked.factor is None else tiers[-1].factor,
-                "factor_that_fits": float(fits),
+                "factor_that_fits": fits,
             },
         }
         return ContextLengthError(
-            message, param="prompt", code="context_length_exceeded", details=details
+            message,
+            param="prompt" if is_prompt_too_long else "max_tokens",
+            code="context_length_exceeded",
+            details=details,
         )
+
+    def _limit(self, tiers: Sequence[Tier]) -> str:
+        """Return the limit on a request that may have some tiers, in words."""
+        factor = self.tiers[self.rope_type][-1].factor
+        if longest(tiers) < self.max_len:
+            return f"the requested factor {tiers[-1].factor:g}"
+        if self.is_cache_limited:
+            return "what the KV cache holds"
+        if self.max_len < longest(self.tiers[self.rope_type]):
+            return "max_model_len"
+        return "the trained length" if factor == 1 else f"the longest tier, of factor {factor:g}"
+
+    def _remedy(self, num_covered: int, fits: float) -> str:
+        """Return the sentence about the change with which a request would fit."""
+        factor = f"A rope factor of {fits:g} ({round(fits * self.original_len)} tokens) would fit"
+        if num_covered <= self.max_len:
+            allowed = fits <= self.max_rope_factor
+            return (
+                f"{factor}, if it were {'asked for' if allowed else 'allowed (max_rope_factor)'}."
+            )
+        own_len = longest(self.tiers[self.rope_type])
+        size = " with a larger KV cache" if self.is_cache_limited else ""
+        if not size and self.max_len < own_len:
+            size = " with a larger max_model_len"
+        if num_covered <= own_len:
+            return f"It would fit, if the server were configured{size}."
+        return f"{factor}, if the server were configured for it{size and ' and'}{size}."
 
 
 def _one_of(names: Sequence[str]) -> str:

@@ -162,7 +162,7 @@ def _yarn(block: Mapping[str, Any], rotary: Rotary, length: int, factor: float) 
         original_max_position_embeddings=length,
         beta_fast=beta_fast,
         beta_slow=beta_slow,
-        attention_factor=_optional(block, "attention_factor"),
+        attention_factor=_attention_factor(block),
         mscale=_optional(block, "mscale"),
         mscale_all_dim=_optional(block, "mscale_all_dim"),
         truncate=_boolean(block, "truncate", default=True),
@@ -190,7 +190,7 @@ def _longrope(block: Mapping[str, Any], rotary: Rotary, length: int, factor: flo
         long_factor=_divisors(block, "long_factor", rotary),
         factor=factor,
         original_max_position_embeddings=length,
-        attention_factor=_optional(block, "attention_factor"),
+        attention_factor=_attention_factor(block),
         num_tokens=length,
     )
 
@@ -232,6 +232,14 @@ def _optional(block: Mapping[str, Any], field: str) -> float | None:
     value = _number(block, field)
     if value is not None and value < 0:
         raise RopeConfigError(field, f"must be >= 0, got {value!r}")
+    return value
+
+
+def _attention_factor(block: Mapping[str, Any]) -> float | None:
+    """Return the stated factor. transformers accepts 0, which makes every logit 0."""
+    value = _number(block, "attention_factor")
+    if value is not None and value <= 0:
+        raise RopeConfigError("attention_factor", f"must be > 0, got {value!r}")
     return value
 
 

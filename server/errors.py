@@ -22,7 +22,7 @@ from server.wording import accepted, choices, did_you_mean
 
 _log = structlog.get_logger(__name__)
 
-_MAX_ERRORS = 10  # in one answer; a long invalid list must not make a long answer
+MAX_ERRORS = 10  # in one answer; a long invalid list must not make a long answer
 _MAX_MESSAGE = 500  # characters of one of them
 _MAX_NAME = 64  # characters of a field's name, which a client may have chosen
 _MAX_GIVEN = 64  # characters of a string that a message repeats
@@ -111,8 +111,9 @@ async def _on_ropewalk_error(request: Request, error: Exception) -> JSONResponse
 
 def _validation_answer(error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    problems = _merged(error.errors())[:_MAX_ERRORS]
-    message = "; ".join(_problem(each) for each in problems)
+    problems = _merged(error.errors())
+    told = dict.fromkeys(map(_problem, problems))  # shapes of one field may have equal limits
+    message = "; ".join(list(told)[:MAX_ERRORS])
     return JSONResponse(
         envelope(message, "invalid_request_error", param=_field(problems[0]) or None), 400
     )
@@ -152,11 +153,17 @@ def _http_answer(request: Request, error: HTTPException) -> JSONResponse:
     elif message == _UNREADABLE:
         message = "The body must be JSON in UTF-8, with numbers of at most 4300 digits."
     elif error.status_code == 404:
-        message = f"The server has no route {path!a}. /docs lists them."
+        message = f"The server has no route {path!a}.{_nearest_route(request)}"
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"The route {path} accepts {allowed}, not {request.method[:_MAX_NAME]}."
     return JSONResponse(envelope(message, kind, param=param), error.status_code, error.headers)
+
+
+def _nearest_route(request: Request) -> str:
+    """Return a sentence with the route that was meant, or with the list of all."""
+    paths = request.app.openapi()["paths"]  # kept after the first call
+    return did_you_mean(request.url.path.lower(), paths) or " /docs lists them."
 
 
 async def _on_bug(_: Request, error: Exception) -> JSONResponse:

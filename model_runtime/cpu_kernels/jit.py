@@ -29,6 +29,8 @@ os.environ.setdefault("NUMBA_OPT", "2")
 numba.config.reload_config()
 
 _log = structlog.get_logger(__name__)
+_NOT_KEPT = "kernels_not_kept"
+_kept: set[str] = set()  # folders that took compiled code of this process
 _told: set[str] = set()  # warnings of this process, because every kernel has the same problem
 
 SOURCES = sorted(path for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py")
@@ -153,9 +155,10 @@ class KeptCode(FunctionCache):  # type: ignore[misc]
         """Keep code for the next start, if the folder takes it."""
         try:
             super().save_overload(sig, data)
+            _kept.add(str(self.cache_path))
         except OSError as error:
             _warn_once(
-                "kernels_not_kept",
+                _NOT_KEPT,
                 folder=self.cache_path,
                 reason=str(error.strerror),
                 consequence=_COST,
@@ -171,6 +174,11 @@ class KeptCode(FunctionCache):  # type: ignore[misc]
         return sig, codegen.magic_tuple(), code
 
 
+def are_kernels_kept() -> bool:
+    """Return whether this process has kept compiled code, and no folder has refused any."""
+    return bool(_kept) and _NOT_KEPT not in _told
+
+
 def _cache_of(function: Callable[..., Any]) -> KeptCode | None:
     """Return the function's cache; None if numba finds no folder that it can write."""
     try:
@@ -180,7 +188,7 @@ def _cache_of(function: Callable[..., Any]) -> KeptCode | None:
         if "locator" not in str(error):
             raise
         _warn_once(
-            "kernels_not_kept",
+            _NOT_KEPT,
             folder=numba.config.CACHE_DIR or "__pycache__",
             reason="no folder can be written",
             consequence=_COST,

@@ -190,9 +190,18 @@ def torch_device(name: str) -> "torch.device":
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError("device is cuda, but torch finds no CUDA device here")
-    return torch.device(name)
+    kind, _, index = name.partition(":")
+    if kind != "cuda":
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise ModelError(f"device is {name}, but torch finds no CUDA device here")
+    if not index:
+        return torch.device(kind)
+    found = torch.cuda.device_count()
+    if int(index) >= found:
+        known = "cuda:0 only" if found == 1 else f"cuda:0 to cuda:{found - 1}"
+        raise ModelError(f"device is {name}, but torch finds {known}")
+    return torch.device(kind, int(index))
 
 
 def torch_dtype(name: str, config: Any, device: "torch.device") -> "torch.dtype":

@@ -14,7 +14,7 @@ from server.api.generation_schema import (
     RopeAnswer,
     Usage,
 )
-from server.api.strict_body import Body, few, is_none, other_kind
+from server.api.strict_body import Body, FirstMistakes, few, is_none, other_kind
 
 Role = Literal["system", "developer", "user", "assistant"]
 
@@ -48,7 +48,7 @@ class Message(Body):
     }
 
     role: Role
-    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), FirstMistakes]
     name: str | None = Field(None, max_length=256)
     # In an assistant's message that the client sends back unchanged.
     refusal: str | None = None
@@ -93,7 +93,7 @@ class ChatRequest(GenerationRequest):
     }
 
     messages: Annotated[
-        list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
+        list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True), FirstMistakes
     ]
     max_tokens: int | None = Field(None, ge=1, le=INT64)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64)
@@ -139,6 +139,11 @@ class ChatRequest(GenerationRequest):
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
+
+    @property
+    def max_tokens_field(self) -> str:
+        """Return the name under which the request has the limit."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_logprobs(self) -> int | None:

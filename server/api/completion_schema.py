@@ -16,11 +16,11 @@ from server.api.generation_schema import (
     TokenId,
     Usage,
 )
-from server.api.strict_body import Body, is_none
+from server.api.strict_body import Body, FirstMistakes, is_none
 
 _MAX_PROMPTS = 1024
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default
-TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), FirstMistakes]
 
 
 class CompletionRequest(GenerationRequest):
@@ -33,8 +33,14 @@ class CompletionRequest(GenerationRequest):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS, fail_fast=True)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=_MAX_PROMPTS, fail_fast=True)]
+        | Annotated[
+            list[str], Field(min_length=1, max_length=_MAX_PROMPTS, fail_fast=True), FirstMistakes
+        ]
+        | Annotated[
+            list[TokenIds],
+            Field(min_length=1, max_length=_MAX_PROMPTS, fail_fast=True),
+            FirstMistakes,
+        ]
     )
     add_special_tokens: bool = True
     max_tokens: int | None = Field(None, ge=0, le=INT64)

@@ -10,7 +10,7 @@ from pydantic import Field
 from model_runtime.deployment import Placement, RopeRequest
 from model_runtime.request import PromptProgress, SamplingParams
 from rope import Tier
-from server.api.strict_body import Body, few, is_none
+from server.api.strict_body import Body, FirstMistakes, few, is_none
 from server.api.structured_schema import ResponseFormat, StructuredOutputs
 
 INT64 = 2**63 - 1
@@ -22,10 +22,22 @@ class RopeField(Body):
     rope_type: str | None = Field(None, max_length=32)
     factor: float | None = Field(None, ge=1, le=1e6)
     policy: str | None = Field(None, max_length=32)
+    # Only reported. A client may send back the object of an answer unchanged.
+    requested_factor: float | None = Field(None, ge=1, le=1e6)
+    original_max_position_embeddings: int | None = Field(None, ge=1, le=INT64)
+    rescaled: int | None = Field(None, ge=0, le=INT64)
+    ended_by: Literal["tier", "max_model_len"] | None = None
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield a requested factor that the reported one would not have served."""
+        if self.requested_factor is not None and (self.factor or 0) < self.requested_factor:
+            yield "requested_factor", "is only reported, use `factor`"
 
     def request(self) -> RopeRequest:
         """Return it in the runtime's format."""
-        return RopeRequest(self.rope_type, self.factor, self.policy)
+        return RopeRequest(
+            self.rope_type, self.factor, self.policy, self.original_max_position_embeddings
+        )
 
 
 class StreamOptions(Body):
@@ -69,10 +81,14 @@ class GenerationRequest(Body):
     logit_bias: (
         Annotated[dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]], few(65536)] | None
     ) = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=64, fail_fast=True)] | None = (
-        None
-    )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=4096, fail_fast=True)] | None = None
+    stop: (
+        StopString
+        | Annotated[list[StopString], Field(max_length=64, fail_fast=True), FirstMistakes]
+        | None
+    ) = None
+    stop_token_ids: (
+        Annotated[list[TokenId], Field(max_length=4096, fail_fast=True), FirstMistakes] | None
+    ) = None
     ignore_eos: bool = False
     min_tokens: int | None = Field(None, ge=0, le=INT64)
     n: int | None = Field(None, ge=1, le=MAX_N)
@@ -102,6 +118,17 @@ class GenerationRequest(Body):
     @abstractmethod
     def asked_max_tokens(self) -> int | None:
         """Return the max number of tokens of an answer; None: to the end of the tier."""
+
+    @property
+    def max_tokens_field(self) -> str:
+        """Return the name under which the request has the limit."""
+        return "max_tokens"
+
+    def own_name(self, param: str | None) -> str | None:
+        """Return this body's name of a field, which the runtime calls by one name in all bodies."""
+        return {"prompt": self.prompt_field, "max_tokens": self.max_tokens_field}.get(
+            param or "", param
+        )
 
     @property
     @abstractmethod

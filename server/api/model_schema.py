@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from server.api.generation_schema import TokenId
-from server.api.strict_body import Body
+from server.api.strict_body import Body, FirstMistakes
 
 
 class Model(Body):
@@ -45,7 +45,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = Field(None, max_length=256)
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True), FirstMistakes]
     skip_special_tokens: bool = False
 
 

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from model_runtime.config import too_many
 from model_runtime.deployment import Deployment, RopeRequest
 from model_runtime.engine.admission import Places
 from model_runtime.engine.engine import Engine
@@ -25,7 +26,7 @@ from model_runtime.text.grammar import Grammar, GrammarCompiler
 from model_runtime.text.tokenizer import Tokenizer
 from server.api.generation_schema import GenerationRequest
 from server.api.output_queue import OutputQueue, Submission
-from server.errors import rejection_reason
+from server.errors import MAX_ERRORS, rejection_reason
 from server.metrics import Metrics
 from server.middleware.http_metrics import HttpMetrics
 from server.settings.load import ServeSettings
@@ -72,13 +73,8 @@ class Service:
         arrived = time.monotonic()
         with self._rejections_counted(body):
             deployment = self.deployment(body.model)
-            self._check_counts(body)
             sampling = body.sampling(self.sampling_defaults, extra_stop)
-            self.engine.config.limits.check(sampling)
-            for token_id, _ in body.logit_bias_pairs():
-                self.check_token_id(token_id, "logit_bias")
-            for token_id in body.stop_token_ids or ():
-                self.check_token_id(token_id, "stop_token_ids")
+            self._check_limits(body, sampling)
             with self.engine.reserve(body.num_prompts * body.num_answers) as places:
                 grammar = await self._grammar(body.schema_asked, body.whitespace_asked)
                 yield Reservation(self, body, deployment, sampling, grammar, places, arrived)
@@ -115,22 +111,33 @@ class Service:
     def check_token_id(self, token_id: int, param: str) -> None:
         """Refuse an id outside the vocabulary. Raises RequestError."""
         if token_id >= self.vocab_size:
-            raise RequestError(
-                f"`{param}` token ids must be < {self.vocab_size}. Given: {token_id}", param=param
-            )
+            raise self._unknown_token(token_id, param)
 
-    def _check_counts(self, body: GenerationRequest) -> None:
-        """Check the operator's limits on counts. Raises RequestError."""
-        settings = self.settings
-        for param, limit, unit, given in (
+    def _check_limits(self, body: GenerationRequest, sampling: SamplingParams) -> None:
+        """Check the operator's limits and the token ids. Raises RequestError of all mistakes."""
+        settings, found = self.settings, dict[tuple[str, str], RequestError]()
+        counts = (
             (body.prompt_field, settings.max_prompts, "prompts", body.num_prompts),
             (body.answers_field, settings.max_n, "answers", body.num_answers),
             ("stop", settings.max_stop_strings, "strings", body.num_stop_strings),
-        ):
-            if given > limit:
-                raise RequestError(
-                    f"`{param}` must be at most {limit} {unit}. Given: {given}", param=param
-                )
+        )
+        exceeded = [each for each in counts if each[3] > each[1]]
+        for param, most, unit, given in (*exceeded, *self.engine.config.limits.exceeded(sampling)):
+            # The engine's limit on stop strings has room for the template's own.
+            found.setdefault((param, unit), too_many(param, most, unit, given))
+        biased = (token_id for token_id, _ in body.logit_bias_pairs())
+        for param, ids in (("logit_bias", biased), ("stop_token_ids", body.stop_token_ids or ())):
+            for token_id in ids:
+                if token_id >= self.vocab_size:
+                    found[param, str(token_id)] = self._unknown_token(token_id, param)
+        if found:
+            errors = list(found.values())[:MAX_ERRORS]
+            raise RequestError("; ".join(map(str, errors)), param=errors[0].param)
+
+    def _unknown_token(self, token_id: int, param: str) -> RequestError:
+        return RequestError(
+            f"`{param}` token ids must be < {self.vocab_size}. Given: {token_id}", param=param
+        )
 
     async def _grammar(
         self, schema: Mapping[str, Any] | None, whitespace: str | None
@@ -151,8 +158,8 @@ class Service:
             yield
         except RopewalkError as error:
             self.metrics.rejected(rejection_reason(error))
-            if isinstance(error, RequestError) and error.param == "prompt":
-                error.param = body.prompt_field  # the runtime does not know the field's name
+            if isinstance(error, RequestError):
+                error.param = body.own_name(error.param)
             raise
 
 
@@ -183,14 +190,15 @@ class Reservation:
         """Build one engine request for each answer to a prompt."""
         body, deployment = self.body, self.deployment
         rope = body.rope.request() if body.rope is not None else RopeRequest()
-        max_tokens = body.asked_max_tokens
+        max_tokens, is_open = body.asked_max_tokens, body.asked_max_tokens is None
         if max_tokens is None:
             max_tokens = deployment.open_max_tokens(rope, len(prompt))
         # Placed first, so that a prompt which is too long is refused for its length.
-        placement = deployment.place(rope, len(prompt), max_tokens)
+        placement = deployment.place(rope, len(prompt), max_tokens, is_open=is_open)
         if (body.min_tokens or 0) > max_tokens:
+            most = "the answer's room in its tier" if is_open else f"`{body.max_tokens_field}`"
             raise RequestError(
-                f"`min_tokens` must be <= `max_tokens` ({max_tokens}). Given: {body.min_tokens}",
+                f"`min_tokens` must be <= {most} ({max_tokens}). Given: {body.min_tokens}",
                 param="min_tokens",
             )
         return [

@@ -74,7 +74,11 @@ class Body(BaseModel):
         try:
             body = handler(value)
         except ValidationError as error:
-            if not problems or any(each["type"] == _OTHER_KIND for each in error.errors()):
+            # Of this body itself. That of a part says nothing about the other fields.
+            is_other = any(
+                each["type"] == _OTHER_KIND and not each["loc"] for each in error.errors()
+            )
+            if not problems or is_other:
                 raise
             raise _joined(cls.__name__, error, problems) from None
         problems += body.conflicts()
@@ -101,17 +105,54 @@ def _joined(
     title: str, error: ValidationError | None, problems: list[tuple[str, str]]
 ) -> ValidationError:
     """Return an error with pydantic's problems and our own."""
-    found = [] if error is None else error.errors(include_url=False)
-    lines = [
+    lines = [] if error is None else _details(error)
+    lines += [InitErrorDetails(type=unusable(*each), input=None) for each in problems]
+    return ValidationError.from_exception_data(title, lines)
+
+
+def _details(error: ValidationError) -> list[InitErrorDetails]:
+    """Return pydantic's problems in the format that makes another error of them."""
+    return [
         InitErrorDetails(
             type=PydanticCustomError(each["type"], each["msg"], each.get("ctx")),
             loc=each["loc"],
             input=each["input"],
         )
-        for each in found
+        for each in error.errors(include_url=False)
     ]
-    lines += [InitErrorDetails(type=unusable(*each), input=None) for each in problems]
-    return ValidationError.from_exception_data(title, lines)
+
+
+def _first_mistakes(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Report the mistakes of a list's first wrong items, where `handler` stops at each of them."""
+    try:
+        return handler(value)
+    except ValidationError as error:
+        if not isinstance(value, list) or not all(each["loc"] for each in error.errors()):
+            raise
+        lines, start = _shifted(error, 0)
+        title = error.title
+    while len(lines) < _MAX_NAMES and start < len(value):
+        try:
+            handler(value[start:])
+            break
+        except ValidationError as error:
+            if not all(each["loc"] for each in error.errors()):
+                break  # a limit of the whole list, which its rest does not tell
+            more, start = _shifted(error, start)
+            lines += more
+    raise ValidationError.from_exception_data(title, lines)
+
+
+def _shifted(error: ValidationError, start: int) -> tuple[list[InitErrorDetails], int]:
+    """Return the problems of one item of a list without its first items, and the next index."""
+    lines = _details(error)
+    for line in lines:
+        line["loc"] = (start + int(line["loc"][0]), *line["loc"][1:])
+    return lines, int(lines[0]["loc"][0]) + 1
+
+
+# Beside `fail_fast`: a list whose mistakes are told together, as far as there are few.
+FirstMistakes = WrapValidator(_first_mistakes)
 
 
 def few(most: int) -> WrapValidator:

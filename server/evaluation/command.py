@@ -45,7 +45,7 @@ _across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
     "--context-lens",
     metavar="N,N,...",
     callback=parse_lens,
-    help="Context lengths in tokens. Default: L/2, L, 2L, 4L, 8L of the trained length L.",
+    help="Context lengths in tokens. Default: 1/2, 1, 2, 4 and 8 times the trained length.",
 )
 @click.option(
     "--methods",
@@ -65,29 +65,33 @@ _across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
     "--windows",
     "num_windows",
     type=click.IntRange(min=0),
+    metavar="N",
     callback=choose_num_windows,
-    help="Spans of text whose perplexity is measured, the same at every length; 0: none. "
+    help="Spans of text whose perplexity is measured, the same at every length. 0: none. "
     "Default: 6; with --policies 32.",
 )
 @_against_length(
     "--target-tokens",
     type=click.IntRange(min=1),
+    metavar="TOKENS",
     help="Tokens of each span. Default: half of the shortest length, at most 128.",
 )
 @_against_length(
     "--queries",
     "num_queries",
     type=click.IntRange(min=0),
+    metavar="N",
     default=32,
     show_default=True,
-    help="Questions about needles per length, about four a context; 0: none.",
+    help="Questions per context length, about four in each context. The answer to each is a needle "
+    "hidden in the text. 0: none.",
 )
 @_against_length(
     "--forms",
     metavar="NAME,...",
     callback=parse_forms,
-    help="Forms: print, assign, assert, passkey, and sentence for texts in English. "
-    "Default: all but sentence.",
+    help="Forms of the needles: print, assign, assert, passkey, and sentence for texts in "
+    "English. Default: all but sentence.",
 )
 @_against_length(
     "--depths",
@@ -98,7 +102,12 @@ _across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
     help="Depths of the needles, in percent of the text; 0 is its beginning.",
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Chooses windows, contexts, needles."
+    "--seed",
+    type=int,
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="Seed of the choice of spans, contexts and needles.",
 )
 @click.option(
     "--text",
@@ -106,16 +115,16 @@ _across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
     type=click.Path(path_type=Path),
     multiple=True,
     metavar="PATH",
-    help="Text file, or folder of such; may be given several times. Default: sources of Python's "
-    "standard library that the embedded model was not trained on.",
+    help="Text file, or folder of text files. May be given several times. Default: sources of "
+    "Python's standard library that the embedded model was not trained on.",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
     callback=choose_output,
-    help="Folder for the numbers, the table and the plots. A run that was stopped goes on from "
-    "what is there. Default: ropewalk-eval; with --policies ropewalk-crossings.",
+    help="Folder for the numbers, the table and the plots. A run continues from the numbers of an "
+    "earlier run in the folder. Default: ropewalk-eval; with --policies ropewalk-crossings.",
 )
 @click.option(
     "--no-resume", "resumes", flag_value=False, default=True, help="Measure everything anew."
@@ -124,14 +133,14 @@ _across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
     "--suggest",
     metavar="N,N,...",
     callback=parse_lens,
-    help="Context lengths to suggest a deployment for: ends with its YAML.",
+    help="Context lengths to suggest a deployment for. It is printed as YAML.",
 )
 @click.option(
     "--policies",
     is_flag=True,
     is_eager=True,  # the values of other options depend on it
-    help="Compare policies for sequences that outgrow tiers while they decode, instead: stale "
-    "keys, grow, grow-exact, pinned. Those below are for this.",
+    help="Compare policies instead, for sequences that become longer than a tier while they "
+    "decode: stale keys, grow, grow-exact, pinned. The options that follow need it.",
 )
 @_across_tiers(
     "--crossings",
@@ -145,20 +154,23 @@ _across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
 @_across_tiers(
     "--windows-together",
     type=_COUNT,
+    metavar="N",
     default=16,
     show_default=True,
-    help="Sequences in a batch; times are those of a request in such company.",
+    help="Sequences in a batch. Times are those of a request in a batch of this size.",
 )
 @_across_tiers(
     "--scored-tokens",
     type=_COUNT,
+    metavar="TOKENS",
     default=64,
     show_default=True,
-    help="Tokens after the last crossing whose likelihood counts.",
+    help="Tokens after the last crossing whose perplexity is measured.",
 )
 @_across_tiers(
     "--lead-tokens",
     type=_COUNT,
+    metavar="TOKENS",
     default=16,
     show_default=True,
     help="Tokens decoded before the first crossing.",
@@ -166,15 +178,18 @@ _across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
 @_across_tiers(
     "--native-len",
     type=_COUNT,
-    help="L in tokens, at most the checkpoint's. Default: the checkpoint's.",
+    metavar="TOKENS",
+    help="Length of the first tier, at most the checkpoint's trained length. Default: the trained "
+    "length.",
 )
 @with_flags(ModelSettings)
 def evaluate(*, policies: bool, **flags: Any) -> None:
     """Measure what MODEL knows at each context length, by method and policy.
 
-    Perplexity of the same text under more and more context, and retrieval of needles hidden in it,
-    through the server's own engine. With --policies: what becomes of a sequence whose table
-    changes while it decodes. Without MODEL, the embedded demonstration model.
+    The command measures the perplexity of the same text under more and more context. It also
+    measures how many needles the model finds. A needle is a fact hidden in a long text. Both run
+    through the server's own engine. With --policies, it measures sequences whose table changes
+    while they decode. Without MODEL, it measures the embedded demonstration model.
     """
     log_to_stderr()
     try:

@@ -88,11 +88,13 @@ def _lines(
         axes.axvline(report.plan.native_len, color="0.6", linewidth=1)
         axes.annotate(
             "trained length", (report.plan.native_len, 1), xycoords=("data", "axes fraction"),
-            xytext=(3, -4), textcoords="offset points", va="top", fontsize="small", color="0.4",
+            xytext=(0, 2), textcoords="offset points", va="bottom", ha="center", fontsize="small",
+            color="0.4",
         )  # fmt: skip
     axes.set_xlabel("context length (tokens)")
     axes.set_ylabel(quantity)
-    axes.set_title(title, fontsize="medium")
+    # The pad is for "trained length", which a line of 100 % would cross inside of the panel.
+    axes.set_title(title, fontsize="medium", pad=18)
     axes.grid(visible=True, color="0.92")
     axes.set_axisbelow(True)
     for side in ("top", "right"):

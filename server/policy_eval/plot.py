@@ -26,7 +26,7 @@ def plot(report: CrossingReport, path: Path) -> None:
 
     rows = rows_of(report.outcomes)
     methods = list(dict.fromkeys(each.method for each in rows))
-    figure = Figure(figsize=(1.5 + 4.5 * len(methods), 9.5), layout="constrained")
+    figure = Figure(figsize=(2.5 + 4.5 * len(methods), 9.5), layout="constrained")
     panels = figure.subplots(3, len(methods), sharex=True, sharey="row", squeeze=False)
     for column, method in enumerate(methods):
         own = [each for each in rows if each.method == method]
@@ -44,7 +44,13 @@ def plot(report: CrossingReport, path: Path) -> None:
     panels[0, 0].set_ylabel("perplexity after the\nlast crossing (log scale)")
     panels[1, 0].set_ylabel("needles found\nacross it (share)")
     panels[2, 0].set_ylabel("time of the token\nat it (log scale)")
-    panels[0, 0].legend(frameon=False, loc="upper left")
+    # Beside the panels, because bars may be anywhere inside.
+    figure.legend(
+        *panels[0, 0].get_legend_handles_labels(),
+        loc="outside right upper",
+        frameon=False,
+        title="policy",
+    )
     figure.align_ylabels()
     figure.suptitle(
         f"{report.model}: what happens to cached keys when the table changes\n"

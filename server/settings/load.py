@@ -5,7 +5,8 @@ and the file overrides the default.
 """
 
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,9 @@ def load_settings(flags: Mapping[str, Any]) -> ServeSettings:
         problems += value_problems(error, Sources(flags, in_file, path))
     if problems:
         raise SettingsError("\n".join(problems))
-    _refuse_contradictions(settings)
+    problems += _contradictions(settings)
+    if problems:
+        raise SettingsError("\n".join(problems))
     return settings
 
 
@@ -113,26 +116,26 @@ def _unknown_variables() -> list[str]:
     ]
 
 
-def _refuse_contradictions(settings: ServeSettings) -> None:
-    """Refuse contradictions between several settings. Raises SettingsError."""
+def _contradictions(settings: ServeSettings) -> Iterator[str]:
+    """Yield a sentence for each contradiction between several settings."""
     if settings.kv_cache_gib is not None and settings.kv_cache_tokens is not None:
-        raise SettingsError("kv_cache_gib and kv_cache_tokens both size the cache: give one")
+        yield "kv_cache_gib and kv_cache_tokens both size the cache: give one"
     if settings.max_num_batched_tokens < settings.max_num_seqs:
-        raise SettingsError(
+        yield (
             f"max_num_batched_tokens must be >= max_num_seqs ({settings.max_num_seqs}), got "
             f"{settings.max_num_batched_tokens}"
         )
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
-        raise SettingsError("ssl_keyfile needs ssl_certfile")
+        yield "ssl_keyfile needs ssl_certfile"
     if settings.deployments is None:
         return
     for name in ("served_model_name", *DeploymentSettings.model_fields):
         if getattr(settings, name) is not None:
-            raise SettingsError(
+            yield (
                 f"{name} and deployments exclude each other: each of the deployments has its own, "
                 f"got {getattr(settings, name)!r}"
             )
-    names = [entry.name for entry in settings.deployments]
-    for name in names:
-        if names.count(name) > 1:
-            raise SettingsError(f"deployments: name must be given once, got {name!r} twice")
+    for name, count in Counter(entry.name for entry in settings.deployments).items():
+        if count > 1:
+            times = "twice" if count == 2 else f"{count} times"
+            yield f"deployments: name must be given once, got {name!r} {times}"

@@ -128,6 +128,7 @@ def _uvicorn_config(settings: ServeSettings, door: AvailabilityGate) -> uvicorn.
         lifespan="off",
         ws="none",
         http=limited_protocol(limits),
+        log_config=None,  # its lines have the format of ours (server/log_lines.py)
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=int(_FAREWELL_S),

@@ -22,9 +22,15 @@ class LoadingProgress:
         self._kernels: tuple[str, ...] = ()  # being compiled, each one for the one before it
         self._num_compiled = 0
         self._said = 0.0
+        self._are_kept: Callable[[], bool] = lambda: False
+        self._kept_said = False
 
     def enter(self, phase: str) -> None:
         """Begin a phase, in words that an operator understands."""
+        # Only now, because the disk may refuse the last kernel of a phase.
+        if self._said and not self._kept_said and self._are_kept():
+            self._kept_said = True
+            self._say(f"compiled {self._num_compiled} kernels; later starts reuse them")
         self._phase, self._phase_began = phase, time.monotonic()
 
     def compiling(self, kernel: str) -> None:
@@ -34,7 +40,7 @@ class LoadingProgress:
         if now - self._said < _SECONDS_BETWEEN_LINES:
             return
         if not self._said:
-            self._say("compiling kernels for this processor; later starts reuse them")
+            self._say("compiling kernels for this processor")
         self._said = now
         self._say(f"compiling {kernel}; {self._num_compiled} done, {self._seconds():.0f} s so far")
 
@@ -45,9 +51,13 @@ class LoadingProgress:
 
     def watch_compiler(self) -> None:
         """Follow numba's compiler; a kernel that is read from its cache is not compiled."""
-        from numba.core import event  # noqa: PLC0415  # the port answers before this import
+        # The port answers before these imports.
+        from numba.core import event  # noqa: PLC0415
+
+        from model_runtime.cpu_kernels.jit import are_kernels_kept  # noqa: PLC0415
 
         progress = self
+        self.know_kept(are_kernels_kept)
 
         class Watching(event.Listener):  # type: ignore[misc]  # numba has no types
             def on_start(self, event: event.Event) -> None:
@@ -57,6 +67,10 @@ class LoadingProgress:
                 progress.compiled()
 
         event.register("numba:compile", Watching())
+
+    def know_kept(self, are_kept: Callable[[], bool]) -> None:
+        """Set the source of whether compiled kernels are kept for later starts."""
+        self._are_kept = are_kept
 
     def as_json(self) -> dict[str, object]:
         """Return the fields of a 503 answer."""

@@ -74,7 +74,16 @@ def model_name(settings: ServeSettings) -> str:
 
 def plan_deployments(settings: ServeSettings, native: NativeRope) -> tuple[Deployment, ...]:
     """Build the deployments, regardless of the available memory. Raises SettingsError."""
-    return tuple(_deployment(settings, entry, native) for entry in _entries(settings))
+    planned = []
+    problems = []
+    for entry in _entries(settings):
+        try:
+            planned.append(_deployment(settings, entry, native))
+        except SettingsError as error:
+            problems.append(str(error))
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return tuple(planned)
 
 
 def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
@@ -83,12 +92,14 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
     deployments = plan_deployments(settings, facts.native)
     config, memory = _config(settings, facts, deployments)
     capacity = config.num_pages * config.page_size
-    for entry in entries:
-        if entry.max_model_len is not None and entry.max_model_len > capacity:
-            raise SettingsError(
-                f"{_prefix(settings, entry)}max_model_len must be <= what the KV cache holds "
-                f"({capacity} tokens), got {entry.max_model_len}"
-            )
+    problems = [
+        f"{_prefix(settings, entry)}max_model_len must be <= what the KV cache holds "
+        f"({capacity} tokens), got {entry.max_model_len}"
+        for entry in entries
+        if entry.max_model_len is not None and entry.max_model_len > capacity
+    ]
+    if problems:
+        raise SettingsError("\n".join(problems))
     bounds = settings.context_buckets
     if bounds is None:
         bounds = default_context_buckets(facts.native.native_len, config.max_model_len)

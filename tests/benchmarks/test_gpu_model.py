@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from matplotlib.figure import Figure
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
@@ -23,7 +24,7 @@ from benchmarks.gpu_model_inputs import (
     twin,
 )
 from benchmarks.gpu_model_parts import PARTS
-from benchmarks.gpu_model_report import report
+from benchmarks.gpu_model_report import draw, report
 from benchmarks.make_model import llama_config
 
 CPU = torch.device("cpu")
@@ -181,3 +182,22 @@ def test_ratios_are_of_the_same_round() -> None:
             row = {"part": "decode", "sequences": 64, "round": number, "who": who}
             rows.append({**row, "seconds": 1.0, "tokens_s": rate})
     assert "| 64 | continuous | 3 | 10 | 3.00 |" in report(rows, [])
+
+
+def test_logarithmic_axes_say_so_and_have_ticks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two lengths and times that are close together are labelled, too."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    lens = {1024: 0.021, 4096: 0.028}
+    rows: list[dict[str, Any]] = [
+        {"part": "first_token", "context": context, "seconds": seconds, "round": 0}
+        for context, seconds in lens.items()
+    ]
+    assert draw(rows, tmp_path) == [tmp_path / "gpu_first_token.png"]
+    (axes,) = figures[0].axes
+    for axis in (axes.xaxis, axes.yaxis):
+        assert axis.get_scale() == "log"
+        assert "log scale" in axis.get_label_text()
+        assert len([text for text in axis.get_ticklabels() if text.get_text()]) >= 3

@@ -208,3 +208,12 @@ def test_every_metric_that_is_asked_for_exists() -> None:
         expressions += [rule["expr"] for rule in group["rules"]]
     asked = set(re.findall(r"ropewalk_\w+", " ".join(expressions)))
     assert asked <= there
+
+
+def test_panels_have_the_words_of_the_metrics_page() -> None:
+    """docs/metrics.md says inter-token latency and percentiles."""
+    told = " ".join(f"{panel['title']} {panel.get('description', '')}" for panel in PANELS)
+    assert "Inter-token latency, p95" in told
+    assert "95th percentile of the time from arrival to the first token" in told
+    for phrase in ("Time between tokens", "95 in 100", "Half of", "faster"):
+        assert phrase not in told

@@ -11,6 +11,7 @@ from rope import DynamicNTK, Linear, RopeConfigError, Unscaled, Yarn, native_rop
 
 CONFIG = {"max_position_embeddings": 256, "head_dim": 16}
 PLAIN = native_rope(CONFIG)
+YARN_4 = {"rope_type": "yarn", "factor": 4.0}
 YARN_BLOCK = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 SCALED = native_rope({**CONFIG, "rope_scaling": YARN_BLOCK})
 LONGROPE = native_rope(
@@ -73,7 +74,7 @@ def test_untouched_requests_say_so() -> None:
 
 def test_fixed_uses_the_configured_factor_at_every_length() -> None:
     """The policy `fixed` with yarn is static YaRN."""
-    deployment = plain(rope_scaling={"rope_type": "yarn", "factor": 4.0}, policy="fixed")
+    deployment = plain(rope_scaling=YARN_4, policy="fixed")
     placed = deployment.place(RopeRequest(), 3, 2)
     assert placed.tier.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=256)
 
@@ -139,6 +140,25 @@ def test_the_operator_narrows_what_may_be_asked() -> None:
     assert deployment.place(RopeRequest(), 1000, 2).tier.factor == 4.0
 
 
+@pytest.mark.parametrize("policy", ["fixed", "pinned"])
+def test_a_factor_that_an_answer_reports_may_be_sent_back(policy: Any) -> None:
+    """A request may name the factor that it has anyway, also above max_rope_factor."""
+    deployment = plain(policy=policy, rope_scaling=YARN_4, max_rope_factor=2.0)
+    reported = deployment.place(RopeRequest(), 600, 100).tier
+    assert reported.factor == 4
+    asked = RopeRequest("yarn", 4.0, policy, 256)
+    assert deployment.place(asked, 600, 100).tier == reported
+    assert deployment.place(asked, 600, deployment.open_max_tokens(asked, 600)).tier == reported
+    if policy == "pinned":
+        with pytest.raises(RequestError, match=r"between 1 and 2\. Given: 4"):
+            deployment.place(asked, 500, 10)
+    else:
+        with pytest.raises(RequestError, match=r"between 1 and 2\. Given: 3"):
+            deployment.place(RopeRequest(factor=3.0), 500, 10)
+    with pytest.raises(RequestError, match=r"only reported, and must be 256\. Given: 64"):
+        deployment.place(RopeRequest(original_len=64), 3, 2)
+
+
 def test_max_model_len_ends_the_last_tier_early() -> None:
     """The setting max_model_len cannot lengthen a tier."""
     deployment = plain(max_model_len=700)
@@ -159,7 +179,7 @@ def test_tiers_may_be_listed() -> None:
 
 def test_tiers_and_a_factor_must_agree() -> None:
     """A factor that differs would go unused; `dynamic` uses its factor in the formula."""
-    block = {"rope_type": "yarn", "factor": 4.0}
+    block = YARN_4
     assert plain(rope_scaling=block, multiples=[1, 3, 4]).max_len == 1024
     for last, given in ((3, "3"), (8.5, "8.5")):
         message = f"^rope_tiers: ends at {given}, but the factor of rope_scaling is 4: "
@@ -249,23 +269,6 @@ def test_stated_length_moves_the_tiers() -> None:
     block = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     deployment = plain(rope_scaling=block)
     assert [tier.ceiling for tier in deployment.own_tiers] == [128, 256, 512]
-
-
-def test_a_request_beyond_the_cache_is_beyond_the_context() -> None:
-    """The error has the code, the numbers and the hint of any request that is too long."""
-    deployment = plain().within_cache(512)
-    assert (deployment.max_len, plain().within_cache(2048)) == (512, plain())
-    assert deployment.place(RopeRequest(), 512, 1).tier.factor == 2
-    with pytest.raises(ContextLengthError) as caught:
-        deployment.place(RopeRequest(), 500, 100)
-    assert caught.value.code == "context_length_exceeded"
-    assert (caught.value.details["n_prompt_tokens"], caught.value.details["n_ctx"]) == (500, 512)
-    told = str(caught.value)
-    assert "maximum context length is 512 tokens (what the KV cache holds)" in told
-    assert told.endswith("configured with a larger KV cache. max_tokens may be at most 13.")
-    deployment.place(RopeRequest(), 500, 13)
-    with pytest.raises(ContextLengthError, match=r"256 tokens \(the requested factor 1\)"):
-        deployment.place(RopeRequest(policy="fixed", factor=1), 300, 1)
 
 
 def test_what_a_short_answer_reports_can_be_asked_for() -> None:

@@ -34,6 +34,22 @@ CONFIG = {"max_position_embeddings": 4096, "hidden_size": 64, "num_attention_hea
         ({"rope_type": "yarn", "factor": 4, "attn_factor": 1}, "attn_factor", "is not a field"),
         ({"rope_type": "linear", "factor": 4, "beta_fast": 32}, "beta_fast", "is not a field"),
         (
+            {"rope_type": "yarn", "factor": 4, "attention_factor": 0},
+            "attention_factor",
+            "must be > 0, got 0",
+        ),
+        (
+            {
+                "rope_type": "longrope",
+                "factor": 4,
+                "short_factor": [1.0] * 8,
+                "long_factor": [1.0] * 8,
+                "attention_factor": 0.0,
+            },
+            "attention_factor",
+            "must be > 0, got 0",
+        ),
+        (
             {"rope_type": "yarn", "factor": 4, "beta_fast": 1, "beta_slow": 2},
             "beta_fast",
             "must be >= beta_slow",

@@ -35,7 +35,7 @@ YARN_OPTIONS: list[dict[str, Any]] = [
     {"mscale": 0.707, "mscale_all_dim": 1.3},
     {"mscale": 1.5},
     {"truncate": False},
-    {"truncate": False, "beta_fast": 16.0, "attention_factor": 0.0},
+    {"truncate": False, "beta_fast": 16.0, "attention_factor": 0.25},
 ]
 LLAMA3_OPTIONS = [
     {"low_freq_factor": 1.0, "high_freq_factor": 4.0},

@@ -67,9 +67,7 @@ def break_on_signals() -> None:
 def log_everything() -> None:
     """Log every library's own lines too, and one for each request."""
     import uvicorn
-    import uvicorn.config
 
-    uvicorn.config.LOGGING_CONFIG["handlers"]["access"]["stream"] = "ext://sys.stderr"
     logging.basicConfig(level=logging.DEBUG, stream=sys.stderr)
     make = uvicorn.Config.__init__
 

@@ -33,6 +33,7 @@ def logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any
     """The log lines of a test whose kernels are kept in `tmp_path`."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiled, "_told", set())
+    monkeypatch.setattr(compiled, "_kept", set())
     with structlog.testing.capture_logs() as lines:
         yield lines
 
@@ -100,6 +101,7 @@ def test_a_failed_save_is_one_warning(logged: list[Any], monkeypatch: pytest.Mon
     assert (line["log_level"], line["event"]) == ("warning", "kernels_not_kept")
     assert line["reason"] == "No space left on device"
     assert "NUMBA_CACHE_DIR" in line["remedy"]
+    assert not compiled.are_kernels_kept()
 
 
 @pytest.mark.parametrize("ending", ["nbi", "nbc"])
@@ -143,6 +145,7 @@ def test_old_code_under_a_new_index_is_not_run(
         assert path.read_bytes() != content
         path.write_bytes(content)
     assert hits_of_two_kernels() == 0
+    assert compiled.are_kernels_kept()
     assert hits_of_two_kernels() == 2
 
 

@@ -15,7 +15,12 @@ from model_runtime.errors import ModelError
 from model_runtime.layers.merged_linear import MergedPart
 from model_runtime.layers.packed_product import PackedProduct
 from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from model_runtime.loading.model_config import EMBEDDED_MODEL, ModelConfig, read_model_config
+from model_runtime.loading.model_config import (
+    EMBEDDED_MODEL,
+    ModelConfig,
+    read_model_config,
+    torch_device,
+)
 from tests.engines import tiny_checkpoint
 from tests.models_page import SERVED
 
@@ -121,3 +126,19 @@ def test_a_config_without_a_number_is_a_sentence() -> None:
     config = Odd(num_attention_heads=4, num_key_value_heads=[2, 4], num_hidden_layers=2)
     with pytest.raises(ModelError, match="odd: the config's num_key_value_heads is not one number"):
         ModelConfig("x", config, torch.float32, torch.device("cpu")).layers()
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index is checked against the number of GPUs."""
+    for found, name, told in (
+        (0, "cuda:3", "^device is cuda:3, but torch finds no CUDA device here$"),
+        (0, "cuda", "^device is cuda, but"),
+        (1, "cuda:1", "^device is cuda:1, but torch finds cuda:0 only$"),
+        (2, "cuda:2", "^device is cuda:2, but torch finds cuda:0 to cuda:1$"),
+    ):
+        monkeypatch.setattr("torch.cuda.is_available", lambda found=found: found > 0)
+        monkeypatch.setattr("torch.cuda.device_count", lambda found=found: found)
+        with pytest.raises(ModelError, match=told):
+            torch_device(name)
+    assert torch_device("cuda:1") == torch.device("cuda", 1)
+    assert torch_device("auto") == torch.device("cuda")

@@ -255,7 +255,7 @@ def test_a_model_without_a_template_gets_a_transcript(bare: Server) -> None:
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may hold shout, w"),
         ({"chat_template_kwargs": {"whisper": 1}}, "chat_template_kwargs", "is not read by"),
         ({"continue_final_message": True}, "continue_final_message", "of the assistant"),
-        ({"min_tokens": 5000}, "min_tokens", "must be <= `max_tokens` ("),
+        ({"min_tokens": 5000}, "min_tokens", "must be <= the answer's room in its tier ("),
         ({"messages": [{"role": "user", "content": "a" * 10**6}]}, "messages", "characters"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"thinking": {}}, "thinking", "is not a field of this body"),

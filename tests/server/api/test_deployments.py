@@ -22,6 +22,7 @@ deployments:
   - name: demo-static-8x
     rope_scaling: {rope_type: yarn, factor: 8.0}
     rope_policy: fixed
+    max_rope_factor: 2
 """
 
 
@@ -80,6 +81,25 @@ def test_both_are_listed_and_say_what_they_apply(two: Server) -> None:
     static = post(two, "demo-static-8x", prompt="a", max_tokens=1)["choices"][0]["rope"]
     assert (pinned["rope_type"], pinned["factor"], pinned["policy"]) == ("default", 1.0, "pinned")
     assert (static["rope_type"], static["factor"], static["policy"]) == ("yarn", 8.0, "fixed")
+
+
+@pytest.mark.parametrize("model", ["demo", "demo-static-8x"])
+def test_a_reported_rope_object_may_be_sent_back_whole(two: Server, model: str) -> None:
+    """A request with the reported object has the same tier, and false numbers are refused."""
+    for words, asked in ((1200, None), (100, {"factor": 1.5})):
+        messages = [{"role": "user", "content": "a " * words}]
+        body = {"model": model, "messages": messages, "max_tokens": 2, "rope": asked}
+        told = httpx.post(f"{two.url}/v1/chat/completions", json=body, timeout=60).json()
+        told = told["choices"][0]["rope"]
+        body["rope"] = {**told, "ended_by": "tier"}
+        again = httpx.post(f"{two.url}/v1/chat/completions", json=body, timeout=60).json()
+        again = again["choices"][0]["rope"]
+        assert {**again, "requested_factor": told["requested_factor"]} == told
+    for field, value in (("original_max_position_embeddings", 64), ("requested_factor", 9)):
+        body["rope"] = {**told, field: value}
+        error = httpx.post(f"{two.url}/v1/chat/completions", json=body, timeout=60).json()["error"]
+        assert error["param"] == f"rope.{field}"
+        assert "is only reported" in error["message"]
 
 
 def test_both_answer_in_one_batch_as_alone(two: Server) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from server.corpus.held_out import library_documents
 from server.evaluation.command import evaluate
@@ -16,6 +18,7 @@ from server.intervals import bootstrap, proportion
 from server.policy_eval import run as crossing_run
 from server.policy_eval.measure import CROSSING_POLICIES, CrossingPolicy, Outcome
 from server.policy_eval.options import CrossingOptions
+from server.policy_eval.plot import plot
 from server.policy_eval.report import CrossingReport, differences_of, rows_of, table
 from server.policy_eval.run import RECORD_FILE, run_crossings
 from server.progress import Progress
@@ -74,6 +77,23 @@ def test_differences_are_taken_window_by_window() -> None:
     assert (difference.num_found_only_here, difference.num_found_only_there) == (0, 1)
     assert difference.decode_time == 2.0
     assert "+1.0000 [+1.0000, +1.0000]" in table(two_policies())
+
+
+def test_the_legend_of_the_plot_is_beside_the_panels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside a panel it would cover the interval of a policy."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    options = CrossingOptions(output=tmp_path, **OPTIONS)
+    plot(CrossingReport("demo", 256, options, two_policies()), tmp_path / "a.png")
+    (figure,) = figures
+    FigureCanvasAgg(figure).draw()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["pinned", "stale"]
+    for axes in figure.axes:
+        assert axes.get_legend() is None
+        assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
 @pytest.fixture(scope="module")

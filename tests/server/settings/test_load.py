@@ -88,8 +88,23 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         ("rope_tiers: [true, 2]", "rope_tiers: item 1: must be a number, got true .from"),
         ("dtype: floatt32", r"float16, got 'floatt32' .*\. Did you mean `float32`\?$"),
         ("port: 70000", "port: must be at most 65535, got 70000 .from .*ropewalk.yaml"),
-        ("port: 1\nport: 2", "ropewalk.yaml is not YAML: line 2, column 1: 'port' is given twice"),
+        (
+            "port: 1\nport: 2",
+            "ropewalk.yaml cannot be used: line 2, column 1: 'port' is given twice",
+        ),
         ("rope_scaling: {a: 1, a: 2}", "'a' is given twice"),
+        ("port: 010", r"line 1, column 7: 010 is another number in YAML 1\.1 than it seems"),
+        ("step_target_seconds: 12:30", "column 22: 12:30 is another number"),
+        ("port: 1:30.5", r"1:30\.5 is another number"),
+        ("{1: 2, true: 3}", "cannot be used: line 1, column 2: a name must be text, got 1$"),
+        ("rope_scaling: {yes: 3}", "line 1, column 16: a name must be text, got yes$"),
+        ("? [a]\n: 1", "a name must be text, got a list"),
+        ("a: &a {b: 1}\nc: {<<: *a}", r"line 2, column 5: merge keys \(<<\) are not supported, w"),
+        (
+            "deployments: [{name: a}, {name: b}, {name: a}, {name: b}]\nrope_policy: grow\n"
+            "max_num_seqs: 9\nmax_num_batched_tokens: 8\nssl_keyfile: a",
+            "(?s)^max_num_batched_tokens.*\nssl_keyfile.*\nrope_policy.*'a' twice\n.*'b' twice$",
+        ),
         ("port: [", "is not YAML: line 1, column"),
         ("- port", "must hold settings as `name: value`"),
         ("deployments: [{rope_policy: grow}]", "deployments: item 1: name: is missing .from"),
@@ -119,6 +134,15 @@ def test_a_wrong_file_names_file_setting_and_value(tmp_path: Path, text: str, me
     file.write_text(text)
     with pytest.raises(SettingsError, match=message):
         load_settings({"config": str(file)})
+
+
+def test_numbers_with_one_reading_are_read(tmp_path: Path) -> None:
+    """Hexadecimal and grouped digits mean the same in every version of YAML."""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text("port: 0x1f\nmax_num_batched_tokens: 1_000\ngpu_memory_utilization: 0.5")
+    found = load_settings({"config": str(file)})
+    assert (found.port, found.max_num_batched_tokens) == (31, 1000)
+    assert found.gpu_memory_utilization == 0.5
 
 
 def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:

@@ -95,6 +95,22 @@ def test_kernels_are_named_while_they_are_compiled() -> None:
     ]
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_later_starts_are_promised_only_if_the_kernels_are_kept(*, is_kept: bool) -> None:
+    """The promise comes once, after the kernels of a phase."""
+    said: list[str] = []
+    progress = LoadingProgress(said.append)
+    progress.know_kept(lambda: is_kept)
+    progress.enter("checking the model")
+    progress.compiling("attend")
+    progress.compiled()
+    assert not any("later starts" in line for line in said)
+    progress.enter("allocating the cache")
+    progress.enter("importing")
+    promised = ["compiled 1 kernels; later starts reuse them"] if is_kept else []
+    assert said[2:] == promised
+
+
 def test_a_large_body_is_read_away() -> None:
     """A connection that is closed with unread bytes would be reset before the answer is read."""
     with answering() as (_, _, listener):
