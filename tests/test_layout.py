@@ -33,6 +33,7 @@ ROOMS = {
         "layers": {"attention", "cache", "cpu_kernels"},
         "scheduling": {"cache"},
         "runner": {"layers", "attention", "cache", "cpu_kernels"},
+        "hub": {"loading"},
         "loading": {"runner", "layers", "attention", "cache", "text", "cpu_kernels"},
         "engine": {*_RUNTIME, "cpu_kernels"},
     },

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from model_runtime.hub.local_model import is_hub_id
 from server.settings.config_file import ConfigFileError, read_config_file
 from server.settings.problems import (
     ENV_PREFIX,
@@ -124,6 +125,11 @@ def _refuse_contradictions(settings: ServeSettings) -> None:
         )
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         raise SettingsError("ssl_keyfile needs ssl_certfile")
+    if settings.revision is not None and not (settings.model and is_hub_id(settings.model)):
+        named = "the embedded model" if settings.model is None else f"the path {settings.model}"
+        raise SettingsError(
+            f"revision is for a model by hub id, and {named} has none, got {settings.revision!r}"
+        )
     if settings.deployments is None:
         return
     for name in ("served_model_name", *DeploymentSettings.model_fields):

@@ -4,6 +4,7 @@ import torch
 
 from model_runtime.attention.backends import described
 from model_runtime.engine.build_engine import build_engine
+from model_runtime.hub.local_model import OnBytes, no_bytes
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.loading.phases import OnPhase, no_phases
 from model_runtime.text.grammar import GrammarCompiler
@@ -25,12 +26,16 @@ from server.startup.serving_plan import (
 )
 
 
-def load_service(settings: ServeSettings, on_phase: OnPhase = no_phases) -> tuple[Service, str]:
-    """Load the model, and return the service and its banner. `on_phase` hears of each phase.
+def load_service(
+    settings: ServeSettings, on_phase: OnPhase = no_phases, on_bytes: OnBytes = no_bytes
+) -> tuple[Service, str]:
+    """Load the model, and return the service and its banner.
+
+    `on_phase` hears of each phase, and `on_bytes` of the bytes of a download.
 
     Raises model_runtime's ModelError, or SettingsError; the message is a sentence.
     """
-    checkpoint = load_model(settings, on_phase)
+    checkpoint = load_model(settings, on_phase, on_bytes)
     chat_template = chat_template_of(settings, checkpoint.tokenizer)
     plan = plan_serving(settings, facts_of(checkpoint, settings))
     on_phase("allocating the cache")
