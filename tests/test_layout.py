@@ -44,6 +44,7 @@ ROOMS = {
         "settings": set(),
         "api": {"middleware", "settings"},
         "startup": {"api", "middleware", "settings"},
+        "doctor": {"startup", "settings"},
         "inspection": {"startup", "settings", "corpus"},
         "policy_eval": {"startup", "settings", "corpus"},
         "evaluation": {"policy_eval", "startup", "settings", "corpus"},

@@ -24,6 +24,7 @@ from server.startup.serving_plan import (
     plan_serving,
     profiles_of,
 )
+from server.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 
 
 def load_service(
@@ -76,6 +77,18 @@ def _metrics(factory: MetricFactory, plan: ServingPlan) -> Metrics:
     return Metrics(factory, plan.context_bounds, plan.config, applicable, rejection_reasons())
 
 
+def _torch_lines() -> list[str]:
+    """Return a line if the build of torch does not fit the machine's GPU, or none."""
+    build = TorchBuild(
+        torch.__version__,
+        torch.version.cuda,
+        getattr(torch.version, "hip", None),
+        torch.cuda.is_available(),
+    )
+    found = mismatch(build, has_node=has_nvidia_gpu())
+    return [] if found is None else [f"  warning          {found.text}; {found.action}"]
+
+
 def _banner(checkpoint: Checkpoint, plan: ServingPlan, settings: ServeSettings) -> str:
     """Return the banner, with the facts an operator needs before the first request."""
     exact = "to the bit" if checkpoint.report.bitwise else "within rounding"
@@ -86,6 +99,7 @@ def _banner(checkpoint: Checkpoint, plan: ServingPlan, settings: ServeSettings) 
     return "\n".join(
         [
             f"  model            {type(checkpoint.model).__name__}, {where}",
+            *_torch_lines(),
             *describe(plan),
             *limit_lines(settings),
             computing_line(checkpoint.products, described(checkpoint.device), bits),
