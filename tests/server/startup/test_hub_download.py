@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from model_runtime.hub.local_model import Wanted, local_model
 from model_runtime.loading.model_config import EMBEDDED_MODEL
 from server.settings.load import SettingsError, load_settings
 from tests.hub_server import MODEL, FakeHub, serving, use_hub
@@ -78,6 +79,24 @@ def test_config_check_downloads_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_
         checked = run_here("config", "check", str(file))
         assert checked.returncode == 2
         assert checked.stderr.startswith("ropewalk: revision v2 of owner/small does not exist")
+
+
+def test_inspect_and_doctor_take_a_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither downloads weights; `inspect` counts parameters when they are cached."""
+    with serving(FakeHub({MODEL: {"main": FILES}})) as hub:
+        use_hub(monkeypatch, hub.url, str(tmp_path), offline=False)
+        inspected = run_here("inspect", MODEL, "--device", "cpu")
+        assert inspected.returncode == 0, inspected.stderr
+        assert "32 pairs, base 10000" in inspected.stdout
+        assert "3.476 million" not in inspected.stdout
+        diagnosed = run_here("doctor", MODEL, "--device", "cpu", "--port", "0")
+        assert "small: LlamaForCausalLM, cpu, float32, weights not downloaded" in diagnosed.stdout
+        assert "model.safetensors" not in hub.fetched()
+        local_model(MODEL, Wanted(weights=True))
+        hub.requests.clear()
+        inspected = run_here("inspect", MODEL, "--device", "cpu")
+        assert "3.476 million" in inspected.stdout
+        assert not hub.fetched()
 
 
 @pytest.mark.parametrize(
