@@ -14,13 +14,15 @@ from huggingface_hub.errors import (
 
 from model_runtime.errors import ModelError
 
+_TOO_MANY_REQUESTS = 429
 _UnusableCache = NotADirectoryError | PermissionError
 
 
 def is_unreachable(error: BaseException) -> bool:
     """Return whether the hub gave no answer, or says that it cannot answer now."""
     if isinstance(error, HfHubHTTPError):
-        return error.response.status_code >= 500
+        status = error.response.status_code
+        return status >= 500 or status == _TOO_MANY_REQUESTS
     return not isinstance(error, HFValidationError | _UnusableCache)
 
 

@@ -290,9 +290,10 @@ def test_no_network_is_a_sentence_unless_the_cache_has_the_model(
     assert "cannot reach the hub at http://127.0.0.1:9 for owner/other" in sentence
     assert "check the network" in sentence
     use_hub(monkeypatch, hub.url, str(tmp_path / "cache"), offline=False)
-    hub.status = 502
-    assert local_model(MODEL, WEIGHTS) == found
-    assert "answered 502 for owner/other: try again later" in refused(model="owner/other")
+    for status in (502, 429):
+        hub.status = status
+        assert local_model(MODEL, WEIGHTS) == found
+        assert f"answered {status} for owner/other: try again later" in refused(model="owner/other")
 
 
 def test_a_revision_of_a_folder_is_refused(tmp_path: Path) -> None:
