@@ -1,4 +1,4 @@
-"""The `ropewalk` command: serve, inspect, config check, bench, eval.
+"""The `ropewalk` command: serve, inspect, config check, bench, eval, doctor.
 
 A command's module is imported when the command runs. The settings of `serve` take a third of a
 second to import and transformers takes seconds, and `--help` and `--version` need neither.
@@ -65,6 +65,11 @@ _COMMANDS = {
         "server.bench.command",
         "bench",
         "Measure latency against context length on the server at URL.",
+    ),
+    "doctor": Entry(
+        "server.doctor.command",
+        "doctor",
+        "Check whether this machine and its packages can serve MODEL, one line for each check.",
     ),
     "eval": Entry(
         "server.evaluation.command",

@@ -46,6 +46,7 @@ class ModelConfig:
     config: Any  # the config object of transformers, or a PlainConfig
     dtype: "torch.dtype | PlainNumberType"
     device: "torch.device | PlainDevice"
+    has_weights: bool = True  # False: a folder of config and tokenizer only
 
     @property
     def architecture(self) -> str:
@@ -77,9 +78,9 @@ class ModelConfig:
         return dict.fromkeys(range(self._number("num_hidden_layers")), shape)
 
     def num_parameters(self) -> int | None:
-        """Return the number of parameters in the weight files; None for a hub id."""
+        """Return the number of parameters in the weight files; None without such files."""
         folder = Path(self.source)
-        if not folder.is_dir():
+        if not self.has_weights or not folder.is_dir():
             return None
         num_parameters = 0
         for path in weight_files(folder):
@@ -89,7 +90,7 @@ class ModelConfig:
         return num_parameters
 
     def num_weight_bytes(self) -> int | None:
-        """Return the bytes that loaded weights hold in the served dtype; None for a hub id."""
+        """Return the bytes that loaded weights hold in the served dtype; None without files."""
         num_parameters = self.num_parameters()
         if num_parameters is None:
             return None
@@ -144,19 +145,26 @@ def read_outline(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
+    has_weights: bool = True,
 ) -> ModelConfig:
     """Find a checkpoint and read its config without torch and transformers if it is a plain one.
+
+    `has_weights` False means a folder without weights, which a hub id has before its download.
 
     Raises ModelError that names the problem.
     """
     where, number_type = plain_device(device), plain_number_type(dtype)
     if where is not None and number_type is not None and Path(source).is_dir():
-        _check_files(Path(source))
+        _check_files(Path(source), has_weights=has_weights)
         config = plain_config(Path(source))
         if config is not None:
-            return ModelConfig(source, config, number_type, where)
+            return ModelConfig(source, config, number_type, where, has_weights)
     return read_model_config(
-        source, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        source,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        has_weights=has_weights,
     )
 
 
@@ -166,6 +174,7 @@ def read_model_config(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
+    has_weights: bool = True,
 ) -> ModelConfig:
     """Find a checkpoint and read its config. Raises ModelError that names the problem."""
     from transformers import AutoConfig
@@ -175,13 +184,13 @@ def read_model_config(
     where = torch_device(device)
     folder = Path(source)
     if folder.is_dir():
-        _check_files(folder)
+        _check_files(folder, has_weights=has_weights)
     elif str(source).startswith((".", "/", "~")) or str(source).count("/") > 1:
         raise ModelError(f"there is no folder {source}")  # a hub id is `name` or `owner/name`
     config = from_pretrained(AutoConfig, source, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{config.model_type} checkpoint is quantised, which is not supported yet")
-    return ModelConfig(source, config, torch_dtype(dtype, config, where), where)
+    return ModelConfig(source, config, torch_dtype(dtype, config, where), where, has_weights)
 
 
 def torch_device(name: str) -> "torch.device":
@@ -216,11 +225,13 @@ def torch_dtype(name: str, config: Any, device: "torch.device") -> "torch.dtype"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def _check_files(folder: Path) -> None:
+def _check_files(folder: Path, *, has_weights: bool) -> None:
     """Raise ModelError that names a missing or broken file, before anything is loaded."""
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise ModelError(f"{folder} has no {name}")
+    if not has_weights:
+        return
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         pickled = sorted(path.name for path in folder.glob("*.bin"))

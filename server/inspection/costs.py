@@ -14,7 +14,7 @@ class Costs:
     """The memory that a context takes."""
 
     kv_bytes_per_token: int
-    num_parameters: int | None  # None: a hub id; its weights are not looked up
+    num_parameters: int | None  # None: a hub id without weights in the cache
     parameter_bytes: int | None  # in the served dtype
     tied_head_bytes: int  # of the packed copy of a tied head
     weight_bytes: int | None  # held once loaded: parameters, and the copy

@@ -1,6 +1,6 @@
 """Flags built from the settings, shown under the settings' headings."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import click
@@ -34,16 +34,18 @@ class SettingsCommand(HelpCommand):
                 formatter.write_dl(of_section)
 
 
-def with_flags(*sections: type[Section]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_flags(
+    *sections: type[Section], without: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds one flag per setting, in the order of the sections.
 
-    MODEL is an argument, not a flag.
+    MODEL is an argument, not a flag. `without` names settings that the command does not use.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         for section in reversed(sections):
             for name, field in reversed(section.model_fields.items()):
-                if name != "model":
+                if name != "model" and name not in without:
                     command = _option(name, field, str(section.__doc__))(command)
         return command
 

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from model_runtime.hub.local_model import is_hub_id
 from server.settings.config_file import ConfigFileError, read_config_file
 from server.settings.problems import (
     ENV_PREFIX,
@@ -127,6 +128,9 @@ def _contradictions(settings: ServeSettings) -> Iterator[str]:
         )
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         yield "ssl_keyfile needs ssl_certfile"
+    if settings.revision is not None and not (settings.model and is_hub_id(settings.model)):
+        named = "the embedded model" if settings.model is None else f"the path {settings.model}"
+        yield f"revision is for a model by hub id, and {named} has none, got {settings.revision!r}"
     if settings.deployments is None:
         return
     for name in ("served_model_name", *DeploymentSettings.model_fields):

@@ -33,6 +33,12 @@ class ModelSettings(Section):
         unit="path or id",
         min_length=1,
     )
+    revision: str | None = setting(
+        None,
+        "Branch, tag or commit of a hub id. Default: its default branch. Refused for a folder.",
+        unit="name",
+        min_length=1,
+    )
     served_model_name: str | None = setting(
         None,
         "Model name that clients send. Default: the last part of the folder or hub id.",

@@ -41,7 +41,7 @@ def loaded_server(
     """
     policy = access_policy_of(settings, api_keys)
     progress.watch_compiler()
-    service, banner = load_service(settings, progress.enter)
+    service, banner = load_service(settings, progress.enter, progress.downloaded)
     return GracefulServer(settings, service, policy, partial(on_ready, banner))
 
 

@@ -18,9 +18,13 @@ def bound_socket(settings: ServeSettings) -> socket.socket:
         # TCP as their protocol. With the delay, a token waits up to 40 ms for the client's
         # acknowledgement.
         listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _cannot_listen(settings, error) from error
+    try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
+        listener.close()
         raise _cannot_listen(settings, error) from error
     return listener
 

@@ -1,7 +1,15 @@
-"""Load the model that the settings name; `serve`, `inspect` and `eval` share this."""
+"""Find and load the model that the settings name; `serve`, `inspect` and `eval` share this."""
 
 from typing import TYPE_CHECKING
 
+from model_runtime.hub.local_model import (
+    LocalModel,
+    OnBytes,
+    Wanted,
+    is_hub_id,
+    local_model,
+    no_bytes,
+)
 from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.loading.phases import OnPhase, no_phases
 from server.settings.load import ServeSettings
@@ -10,8 +18,30 @@ if TYPE_CHECKING:
     from model_runtime.loading.checkpoint import Checkpoint
 
 
-def load_model(settings: ServeSettings, on_phase: OnPhase = no_phases) -> "Checkpoint":
-    """Set torch's threads, then load and check the model. Raises ModelError."""
+def find_model(
+    settings: ServeSettings,
+    *,
+    weights: bool,
+    on_phase: OnPhase = no_phases,
+    on_bytes: OnBytes = no_bytes,
+) -> LocalModel:
+    """Return the folder of the settings' model; a hub id is downloaded. Raises ModelError.
+
+    Without `weights` only the config and the tokenizer are downloaded.
+    """
+    if settings.model is None:
+        return LocalModel(EMBEDDED_MODEL, has_weights=True)
+    if is_hub_id(settings.model):
+        on_phase("downloading")
+    wanted = Wanted(weights=weights, code=settings.trust_remote_code)
+    return local_model(settings.model, wanted, settings.revision, on_bytes)
+
+
+def load_model(
+    settings: ServeSettings, on_phase: OnPhase = no_phases, on_bytes: OnBytes = no_bytes
+) -> "Checkpoint":
+    """Download a hub id, set torch's threads, then load and check the model. Raises ModelError."""
+    source = find_model(settings, weights=True, on_phase=on_phase, on_bytes=on_bytes).folder
     import torch  # noqa: PLC0415  # `inspect` loads no model without --heads
 
     from model_runtime.loading.checkpoint import load_checkpoint  # noqa: PLC0415
@@ -19,7 +49,7 @@ def load_model(settings: ServeSettings, on_phase: OnPhase = no_phases) -> "Check
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     return load_checkpoint(
-        settings.model or EMBEDDED_MODEL,
+        source,
         dtype=settings.dtype,
         device=settings.device,
         trust_remote_code=settings.trust_remote_code,

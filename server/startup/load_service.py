@@ -4,6 +4,7 @@ import torch
 
 from model_runtime.attention.backends import described
 from model_runtime.engine.build_engine import build_engine
+from model_runtime.hub.local_model import OnBytes, no_bytes
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.loading.phases import OnPhase, no_phases
 from model_runtime.text.grammar import GrammarCompiler
@@ -23,14 +24,19 @@ from server.startup.serving_plan import (
     plan_serving,
     profiles_of,
 )
+from server.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 
 
-def load_service(settings: ServeSettings, on_phase: OnPhase = no_phases) -> tuple[Service, str]:
-    """Load the model, and return the service and its banner. `on_phase` hears of each phase.
+def load_service(
+    settings: ServeSettings, on_phase: OnPhase = no_phases, on_bytes: OnBytes = no_bytes
+) -> tuple[Service, str]:
+    """Load the model, and return the service and its banner.
+
+    `on_phase` hears of each phase, and `on_bytes` of the bytes of a download.
 
     Raises model_runtime's ModelError, or SettingsError; the message is a sentence.
     """
-    checkpoint = load_model(settings, on_phase)
+    checkpoint = load_model(settings, on_phase, on_bytes)
     chat_template = chat_template_of(settings, checkpoint.tokenizer)
     plan = plan_serving(settings, facts_of(checkpoint, settings))
     on_phase("allocating the cache")
@@ -71,6 +77,18 @@ def _metrics(factory: MetricFactory, plan: ServingPlan) -> Metrics:
     return Metrics(factory, plan.context_bounds, plan.config, applicable, rejection_reasons())
 
 
+def _torch_lines() -> list[str]:
+    """Return a line if the build of torch does not fit the machine's GPU, or none."""
+    build = TorchBuild(
+        torch.__version__,
+        torch.version.cuda,
+        getattr(torch.version, "hip", None),
+        torch.cuda.is_available(),
+    )
+    found = mismatch(build, has_node=has_nvidia_gpu())
+    return [] if found is None else [f"  warning          {found.text}; {found.action}"]
+
+
 def _banner(checkpoint: Checkpoint, plan: ServingPlan, settings: ServeSettings) -> str:
     """Return the banner, with the facts an operator needs before the first request."""
     exact = "to the bit" if checkpoint.report.bitwise else "within rounding"
@@ -81,6 +99,7 @@ def _banner(checkpoint: Checkpoint, plan: ServingPlan, settings: ServeSettings) 
     return "\n".join(
         [
             f"  model            {type(checkpoint.model).__name__}, {where}",
+            *_torch_lines(),
             *describe(plan),
             *limit_lines(settings),
             computing_line(checkpoint.products, described(checkpoint.device), bits),

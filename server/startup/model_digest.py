@@ -21,11 +21,8 @@ def model_digest(settings: ServeSettings, checkpoint: Checkpoint) -> str:
 
 
 def _weights_digest(outline: ModelConfig) -> str:
-    """Return a digest of a folder's weights and config, or of a hub id's name and commit."""
+    """Return a digest of a model folder's weights and config."""
     folder = Path(outline.source)
-    if not folder.is_dir():
-        commit = getattr(outline.config, "_commit_hash", None)
-        return hashlib.sha256(f"{outline.source} {commit}".encode()).hexdigest()
     digest = hashlib.sha256()
     for path in (*sorted(weight_files(folder)), folder / "config.json"):
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The progress of a start: the phase, its seconds, and the kernels compiled so far.
+"""The progress of a start: the phase, its seconds, and the bytes or kernels so far.
 
 One thread loads and writes, another one answers and reads. This module imports nothing heavy.
 """
@@ -21,6 +21,7 @@ class LoadingProgress:
         self._phase_began = self._began
         self._kernels: tuple[str, ...] = ()  # being compiled, each one for the one before it
         self._num_compiled = 0
+        self._bytes: tuple[int, int] | None = None  # downloaded, and in total
         self._said = 0.0
         self._are_kept: Callable[[], bool] = lambda: False
         self._kept_said = False
@@ -31,7 +32,11 @@ class LoadingProgress:
         if self._said and not self._kept_said and self._are_kept():
             self._kept_said = True
             self._say(f"compiled {self._num_compiled} kernels; later starts reuse them")
-        self._phase, self._phase_began = phase, time.monotonic()
+        self._phase, self._phase_began, self._bytes = phase, time.monotonic(), None
+
+    def downloaded(self, done: int, total: int) -> None:
+        """Note how many bytes of a download are here."""
+        self._bytes = (done, total)
 
     def compiling(self, kernel: str) -> None:
         """Note that the compiler has begun a kernel."""
@@ -80,6 +85,8 @@ class LoadingProgress:
             "seconds": round(self._seconds(), 1),
             "phase_seconds": round(time.monotonic() - self._phase_began, 1),
         }
+        if (progress := self._bytes) is not None:
+            found["bytes_done"], found["bytes_total"] = progress
         if kernels or self._num_compiled:
             found["kernels_compiled"] = self._num_compiled
         if kernels:

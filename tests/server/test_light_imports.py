@@ -10,7 +10,10 @@ import pytest
 from server.cli import _COMMANDS, _CONFIG_COMMANDS, ropewalk
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "transformers", "numba", "fastapi", "uvicorn", "matplotlib", "scipy")
+HEAVY = (
+    *("torch", "transformers", "huggingface_hub", "numba"),
+    *("fastapi", "uvicorn", "matplotlib", "scipy"),
+)
 SETTINGS = ("pydantic", "pydantic_settings", "yaml", "structlog", "numpy", "asyncio")
 _PROGRAM = """
 import sys
@@ -93,7 +96,7 @@ def test_config_check_needs_neither_torch_nor_transformers(tmp_path: Path) -> No
 
 def test_inspect_needs_no_transformers() -> None:
     """The tables are computed with torch, as in the server."""
-    names = ("transformers", "numba", "fastapi", "uvicorn", "matplotlib")
+    names = ("transformers", "huggingface_hub", "numba", "fastapi", "uvicorn", "matplotlib")
     output, last = run("inspect", "--device", "cpu", names=names)
     assert "32 pairs, base 10000" in output
     assert last == "code 0 imported []"

@@ -1,0 +1,69 @@
+"""Selection of a hub repository's files that are loaded; all others stay on the hub.
+
+Repositories often hold the same weights several times: pickled (.bin, .pth), as GGUF, for ONNX, or
+as `consolidated.safetensors`.
+"""
+
+from collections.abc import Callable, Collection
+
+from model_runtime.errors import ModelError
+from model_runtime.hub.local_model import Wanted
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+REQUIRED = ("config.json", "tokenizer.json")
+# Names that transformers reads beside the weights.
+_SMALL = frozenset(
+    {*REQUIRED, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"}
+    | {"added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"}
+    | {"chat_template.jinja", "chat_template.json"}
+)
+_MORE_TEMPLATES = "additional_chat_templates/"
+_UNSAFE = (".bin", ".pth", ".pt")
+_OTHERS = (*_UNSAFE, ".gguf", ".onnx", ".h5", ".msgpack")
+
+
+def needed_files(
+    model_id: str,
+    names: Collection[str],
+    wanted: Wanted,
+    shards_of_index: Callable[[], Collection[str]],
+) -> list[str]:
+    """Return the names to download, sorted.
+
+    `shards_of_index` reads the names that the index of the weights lists. It is called only if
+    the weights are wanted and are in several files.
+
+    Raises ModelError if a file is missing without which the model cannot be loaded.
+    """
+    for name in REQUIRED:
+        if name not in names:
+            raise ModelError(f"{model_id} has no {name} on the hub, so it cannot be served")
+    found = {name for name in names if name in _SMALL or name.startswith(_MORE_TEMPLATES)}
+    if wanted.code:
+        found |= {name for name in names if name.endswith(".py")}
+    if wanted.weights:
+        found |= _weights(model_id, names, shards_of_index)
+    return sorted(found)
+
+
+def _weights(
+    model_id: str, names: Collection[str], shards_of_index: Callable[[], Collection[str]]
+) -> set[str]:
+    """Return the files that transformers would load, as `weight_files` does for a folder."""
+    if SINGLE in names:
+        return {SINGLE}
+    if INDEX in names:
+        shards = set(shards_of_index())
+        missing = sorted(shards - set(names))
+        if missing:
+            raise ModelError(f"{model_id} has no {missing[0]} on the hub, which its {INDEX} names")
+        return {INDEX, *shards}
+    found = {name for name in names if name.endswith(".safetensors") and "/" not in name}
+    if not found:
+        others = sorted(name for name in names if name.endswith(_OTHERS) and "/" not in name)
+        beside = f" (only {', '.join(others[:3])})" if others else ""
+        raise ModelError(
+            f"{model_id} has no weights in safetensors on the hub{beside}: choose a repository "
+            "or a revision that has them"
+        )
+    return found

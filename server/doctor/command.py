@@ -1,0 +1,95 @@
+"""`ropewalk doctor [MODEL]`: one line for each check, and an exit code."""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from server.doctor.finding import Finding, checked
+from server.doctor.machine import (
+    check_hub_cache,
+    check_kernel_cache,
+    check_memory,
+    check_port,
+    check_processor,
+)
+from server.doctor.packages import (
+    check_device,
+    check_packages,
+    check_python,
+    check_torch,
+    read_torch,
+)
+from server.sentences import USAGE_ERROR, sentences
+from server.settings.flags import SettingsCommand, given, with_flags
+from server.settings.load import ServeSettings, load_settings
+from server.settings.request_sections import HttpSettings
+from server.settings.sections import ModelSettings, SourceSettings
+
+_RANKS = ("ok", "warn", "fail")
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("model", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
+@with_flags(
+    *(SourceSettings, ModelSettings, HttpSettings),
+    without=("threads", "sse_keep_alive_seconds", "context_buckets"),
+)
+def doctor(*, as_json: bool, **flags: Any) -> None:
+    """Check whether this machine and its packages can serve MODEL, one line for each check.
+
+    A line is ok, warn or fail, the name of the check, the finding, and what to do. The checks are
+    Python, packages, torch, device, processor, the caches of kernels and of the hub, memory, port
+    and MODEL. No weights are loaded. The exit code is 2 if a check fails, else 0. The settings are
+    those of `serve`.
+    """
+    with sentences():
+        settings = load_settings(given(flags))
+        from server.log_lines import log_to_stderr  # noqa: PLC0415
+
+        log_to_stderr()
+        found = []
+        for each in findings(settings):
+            found.append(each)
+            if not as_json:
+                click.echo(each.line())
+        worst = max((each.status for each in found), key=_RANKS.index)
+        if as_json:
+            checks = [
+                {
+                    "status": each.status,
+                    "name": each.name,
+                    "finding": each.text,
+                    "action": each.action or None,
+                }
+                for each in found
+            ]
+            click.echo(json.dumps({"status": worst, "checks": checks}, indent=2))
+        if worst == "fail":
+            sys.exit(USAGE_ERROR)
+
+
+def findings(settings: ServeSettings) -> Iterator[Finding]:
+    """Yield the finding of each check. Never raises for something that is broken."""
+    yield checked("python", check_python)
+    yield checked("packages", check_packages)
+    torch = read_torch()
+    if isinstance(torch, Finding):
+        yield torch
+    else:
+        yield checked("torch", lambda: check_torch(torch))
+        yield checked("device", lambda: check_device(torch, settings.device))
+    yield checked("processor", check_processor)
+    yield checked("kernel cache", check_kernel_cache)
+    yield checked("memory", check_memory)
+    yield checked("hub cache", check_hub_cache)
+    yield checked("port", lambda: check_port(settings))
+    if isinstance(torch, Finding):
+        yield Finding("fail", "model", "not checked, because torch cannot be imported")
+        return
+    from server.doctor.model import check_model  # noqa: PLC0415  # needs the packages above
+
+    yield checked("model", lambda: check_model(settings))

@@ -1,0 +1,27 @@
+"""Check of the model: its config, tokenizer, weight files, and whether it fits the memory."""
+
+from model_runtime.errors import ModelError
+from server.doctor.finding import Finding
+from server.settings.load import ServeSettings, SettingsError
+from server.startup.dry_run import outlook_of
+from server.startup.serving_plan import model_name, size_text
+
+
+def check_model(settings: ServeSettings) -> Finding:
+    """Plan the model's serving as `config check` does, without weights."""
+    try:
+        outlook = outlook_of(settings)
+    except (ModelError, SettingsError) as error:
+        return Finding("fail", "model", str(error))
+    outline, plan = outlook.outline, outlook.plan
+    weights = "weights not downloaded yet"
+    if outlook.num_weight_bytes is not None:
+        weights = f"{size_text(outlook.num_weight_bytes)} of weights"
+    longest = max(each.max_len for each in plan.deployments)
+    dtype = str(outline.dtype).removeprefix("torch.")
+    return Finding(
+        "ok",
+        "model",
+        f"{model_name(settings)}: {outline.architecture}, {outline.device}, {dtype}, {weights}, "
+        f"{outline.native().native_len} tokens trained, {longest} served",
+    )

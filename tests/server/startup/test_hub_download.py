@@ -1,0 +1,108 @@
+"""`serve` and `config check` with a hub id, from a small hub on this machine."""
+
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from model_runtime.hub.local_model import Wanted, local_model
+from model_runtime.loading.model_config import EMBEDDED_MODEL
+from server.settings.load import SettingsError, load_settings
+from tests.hub_server import MODEL, FakeHub, serving, use_hub
+from tests.processes import command, run_here
+
+FILES = {path.name: path.read_bytes() for path in EMBEDDED_MODEL.iterdir() if path.is_file()}
+
+
+def next_line(process: subprocess.Popen[str], pattern: str) -> str:
+    """Read standard error up to a line with the pattern, and return its first group."""
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if found := re.search(pattern, line):
+            return found[1]
+    raise AssertionError("".join(seen))
+
+
+def test_the_port_says_how_far_the_download_is(tmp_path: Path) -> None:
+    """The 503 has the bytes so far while the model is downloaded; then it is served."""
+    hub = FakeHub({MODEL: {"v1": FILES}}, waits_at=3_000_000)
+    with serving(hub):
+        variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+        process = subprocess.Popen(
+            command("serve", MODEL, "--revision", "v1", "--port", "0"),
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **variables, "HF_HUB_OFFLINE": "0"},
+        )
+        try:
+            url = next_line(process, r"^loading; (\S+)")
+            deadline = time.monotonic() + 60
+            error: dict[str, object] = {}
+            while not error.get("bytes_done") and time.monotonic() < deadline:
+                error = httpx.get(f"{url}/ready", timeout=10).json()["error"]
+                time.sleep(0.05)
+            assert error["phase"] == "downloading"
+            total = sum(map(len, FILES.values()))
+            assert isinstance(error["bytes_done"], int)
+            assert 0 < error["bytes_done"] < total - 3_000_000
+            assert total >= error["bytes_total"] > len(FILES["model.safetensors"])
+            line = next_line(process, r"(event='downloading'.*)")
+            assert f"cache='{tmp_path / 'hub'}'" in line
+            hub.goes_on.set()
+            next_line(process, r"(listening on)")
+            assert httpx.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"] == "small"
+        finally:
+            process.terminate()
+            process.wait(30)
+            assert process.stderr is not None
+            process.stderr.close()
+    assert process.returncode == 0
+
+
+def test_config_check_downloads_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The memory of the weights is counted when they are cached."""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text(f"model: {MODEL}\nrevision: v1\ndevice: cpu\n")
+    with serving(FakeHub({MODEL: {"v1": FILES}})) as hub:
+        use_hub(monkeypatch, hub.url, str(tmp_path / "cache"), offline=False)
+        checked = run_here("config", "check", str(file))
+        assert checked.returncode == 0, checked.stderr
+        assert "weights not counted" in checked.stdout
+        assert "model.safetensors" not in hub.fetched()
+        monkeypatch.setenv("ROPEWALK_REVISION", "v2")
+        checked = run_here("config", "check", str(file))
+        assert checked.returncode == 2
+        assert checked.stderr.startswith("ropewalk: revision v2 of owner/small does not exist")
+
+
+def test_inspect_and_doctor_take_a_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither downloads weights; `inspect` counts parameters when they are cached."""
+    with serving(FakeHub({MODEL: {"main": FILES}})) as hub:
+        use_hub(monkeypatch, hub.url, str(tmp_path), offline=False)
+        inspected = run_here("inspect", MODEL, "--device", "cpu")
+        assert inspected.returncode == 0, inspected.stderr
+        assert "32 pairs, base 10000" in inspected.stdout
+        assert "3.476 million" not in inspected.stdout
+        diagnosed = run_here("doctor", MODEL, "--device", "cpu", "--port", "0")
+        assert "small: LlamaForCausalLM, cpu, float32, weights not downloaded" in diagnosed.stdout
+        assert "model.safetensors" not in hub.fetched()
+        local_model(MODEL, Wanted(weights=True))
+        hub.requests.clear()
+        inspected = run_here("inspect", MODEL, "--device", "cpu")
+        assert "3.476 million" in inspected.stdout
+        assert not hub.fetched()
+
+
+@pytest.mark.parametrize(
+    ("model", "named"), [({}, "the embedded model"), ({"model": "/models/x"}, "the path /models/x")]
+)
+def test_a_revision_needs_a_hub_id(model: dict[str, str], named: str) -> None:
+    """A flag without effect is refused when the settings are read."""
+    with pytest.raises(SettingsError, match=f"revision is for a model by hub id, and {named} has"):
+        load_settings({**model, "revision": "main"})
