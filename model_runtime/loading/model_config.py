@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from model_runtime.errors import ModelError
+from model_runtime.gguf.locate import find_gguf
 from model_runtime.loading.plain_config import (
     PlainDevice,
     PlainNumberType,
+    gguf_num_parameters,
+    gguf_plain_config,
     plain_config,
     plain_device,
     plain_number_type,
@@ -78,6 +81,8 @@ class ModelConfig:
 
     def num_parameters(self) -> int | None:
         """Return the number of parameters in the weight files; None for a hub id."""
+        if (path := find_gguf(self.source)) is not None:
+            return gguf_num_parameters(path)
         folder = Path(self.source)
         if not folder.is_dir():
             return None
@@ -150,6 +155,9 @@ def read_outline(
     Raises ModelError that names the problem.
     """
     where, number_type = plain_device(device), plain_number_type(dtype)
+    path = find_gguf(source)
+    if where is not None and number_type is not None and path is not None:
+        return ModelConfig(path, gguf_plain_config(path), number_type, where)
     if where is not None and number_type is not None and Path(source).is_dir():
         _check_files(Path(source))
         config = plain_config(Path(source))
@@ -173,6 +181,11 @@ def read_model_config(
     from model_runtime.loading.pretrained import from_pretrained
 
     where = torch_device(device)
+    if (path := find_gguf(source)) is not None:
+        from model_runtime.loading.gguf_checkpoint import gguf_config
+
+        config = gguf_config(path)
+        return ModelConfig(path, config, torch_dtype(dtype, config, where), where)
     folder = Path(source)
     if folder.is_dir():
         _check_files(folder)

@@ -6,11 +6,12 @@ from pathlib import Path
 from model_runtime.cache.token_bytes import bytes_per_token
 from model_runtime.engine.cache_size import affordable_bytes, total_memory
 from model_runtime.loading.known_products import expected_computing
-from model_runtime.loading.model_config import EMBEDDED_MODEL, ModelConfig, read_outline
+from model_runtime.loading.model_config import ModelConfig, read_outline
 from model_runtime.loading.plain_config import PlainConfig, plain_template
 from model_runtime.text.chat_template import ChatTemplate
 from server.settings.load import ServeSettings, SettingsError
 from server.startup.limit_lines import limit_lines
+from server.startup.load_model import model_source
 from server.startup.serving_plan import (
     ModelFacts,
     ServingPlan,
@@ -35,7 +36,7 @@ class Outlook:
 def outline_of(settings: ServeSettings) -> ModelConfig:
     """Read the config of the settings' model, or of the embedded one. Raises ModelError."""
     return read_outline(
-        settings.model or EMBEDDED_MODEL,
+        model_source(settings),
         dtype=settings.dtype,
         device=settings.device,
         trust_remote_code=settings.trust_remote_code,
