@@ -91,7 +91,11 @@ def config_metadata(architecture: str, config: Any) -> dict[str, Any]:
     if values.get("head_dim"):
         found[f"{architecture}.attention.key_length"] = values["head_dim"]
         found[f"{architecture}.attention.value_length"] = values["head_dim"]
+    for name in ("layer_norm_eps", "norm_epsilon"):
+        if values.get(name) is not None:
+            found[f"{architecture}.attention.layer_norm_epsilon"] = values[name]
     block = values.get("rope_parameters") or {}
+    block = block.get("full_attention", block)
     if "rope_theta" in block:
         found[f"{architecture}.rope.freq_base"] = float(block["rope_theta"])
     return found
