@@ -29,6 +29,8 @@ _SAME = 2e-5
 def rope_block(fields: Fields, head_dim: int, max_len: int) -> dict[str, Any]:
     """Return `rope_parameters` for a head of `head_dim`. Raises ModelError for what is unknown."""
     theta = fields.number("rope.freq_base", _THETA)
+    if theta <= 0:
+        raise fields.refuse("rope.freq_base", f"must be > 0, got {theta:g}")
     rotary_dim = fields.integer("rope.dimension_count", head_dim)
     block: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if rotary_dim > head_dim or rotary_dim % 2:
