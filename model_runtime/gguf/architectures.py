@@ -64,13 +64,18 @@ def _common(fields: Fields, kind: Architecture) -> Config:
         raise fields.refuse("attention.value_length", f"must be {head_dim}, got {value_dim}")
     if not fields.boolean("attention.causal", default=True):
         raise fields.refuse("attention.causal", "is false: the model writes no text")
+    num_layers = fields.integer("block_count")
+    if num_layers > len(fields.file.tensors):  # before anything is built for each of them
+        raise fields.refuse(
+            "block_count", f"is {num_layers}, and the file has {len(fields.file.tensors)} tensors"
+        )
     epsilon = "layer_norm_epsilon" if kind.epsilon in _LAYER_NORMS else "layer_norm_rms_epsilon"
     config: Config = {
         "hidden_size": hidden_size,
         "num_attention_heads": num_heads,
         "num_key_value_heads": fields.integer("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "num_hidden_layers": fields.integer("block_count"),
+        "num_hidden_layers": num_layers,
         "intermediate_size": fields.integer("feed_forward_length"),
         "max_position_embeddings": max_len,
         "vocab_size": _vocab_size(fields.file),
