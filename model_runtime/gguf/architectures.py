@@ -38,11 +38,8 @@ def architecture_of(file: GgufFile) -> Architecture:
             f"{file.path}: general.architecture {name} is not read from GGUF; read are "
             f"{', '.join(sorted(ARCHITECTURES))}"
         )
-    if name == "llama" and f"{name}.expert_count" in file.metadata:
-        return _MIXTRAL
-    if name == "olmo2" and f"{name}.attention.sliding_window" in file.metadata:
-        return _OLMO3
-    return found
+    key, other = ALTERNATIVES.get(name, ("", found))
+    return other if f"{name}.{key}" in file.metadata else found
 
 
 def config_of(file: GgufFile) -> Config:
@@ -291,8 +288,14 @@ def _exaone4(fields: Fields, config: Config) -> Config:
     return _layer_types(fields, config, period=4)
 
 
-_MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", _mixtral, are_pairs_adjacent=True)
-_OLMO3 = Architecture("olmo3", "Olmo3ForCausalLM", _olmo3)
+# architecture -> a key that only another model's files have, and that model
+ALTERNATIVES: Mapping[str, tuple[str, Architecture]] = {
+    "llama": (
+        "expert_count",
+        Architecture("mixtral", "MixtralForCausalLM", _mixtral, are_pairs_adjacent=True),
+    ),
+    "olmo2": ("attention.sliding_window", Architecture("olmo3", "Olmo3ForCausalLM", _olmo3)),
+}
 ARCHITECTURES: Mapping[str, Architecture] = {
     "arcee": Architecture("arcee", "ArceeForCausalLM", _arcee, are_pairs_adjacent=True),
     "cohere2": Architecture("cohere2", "Cohere2ForCausalLM", _cohere2, epsilon="layer_norm_eps"),

@@ -22,6 +22,15 @@ def num_parameters(file: GgufFile) -> int:
     return sum(math.prod(info.shape) for name, info in infos if name not in ROPE_TENSORS)
 
 
+def storage_of(file: GgufFile) -> tuple[int, str]:
+    """Return the size of a file in bytes, and the number types of its tensors by their values."""
+    values: dict[str, int] = {}
+    for info in file.tensors.values():
+        values[info.type_name] = values.get(info.type_name, 0) + math.prod(info.shape)
+    names = sorted(values, key=lambda name: (-values[name], name))
+    return file.num_bytes, ", ".join(names)
+
+
 def sampling_of(file: GgufFile) -> Mapping[str, float]:
     """Return the sampling parameters that the file recommends. Raises ModelError."""
     keys = {name: f"general.sampling.{key}" for key, name in _SAMPLING.items()}

@@ -112,7 +112,7 @@ def load_checkpoint(
 def _load_gguf(path: Path, model_config: ModelConfig, on_phase: OnPhase) -> Checkpoint:
     """Load, patch and check the model of a GGUF file. Raises ModelError."""
     from model_runtime.gguf.file import read_gguf  # noqa: PLC0415  # only for such a file
-    from model_runtime.gguf.sizes import sampling_of  # noqa: PLC0415
+    from model_runtime.gguf.sizes import num_parameters, sampling_of  # noqa: PLC0415
     from model_runtime.loading.gguf_checkpoint import (  # noqa: PLC0415
         load_gguf_model,
         load_gguf_tokenizer,
@@ -121,10 +121,14 @@ def _load_gguf(path: Path, model_config: ModelConfig, on_phase: OnPhase) -> Chec
     where, number_type = model_config.device, model_config.dtype
     assert isinstance(where, torch.device)
     assert isinstance(number_type, torch.dtype)
+    file = read_gguf(path)
+    stored, loaded = file.num_bytes >> 20, num_parameters(file) * number_type.itemsize >> 20
+    name = str(number_type).removeprefix("torch.")
+    on_phase(f"dequantising {stored} MiB of GGUF to {loaded} MiB of {name}")
     with faults_of(str(path), number_type, where):
         tokenizer, end_ids = load_gguf_tokenizer(path)
         model = load_gguf_model(path, model_config.config, number_type).to(where).eval()
-        return prepare_model(model, tokenizer, end_ids, sampling_of(read_gguf(path)), on_phase)
+        return prepare_model(model, tokenizer, end_ids, sampling_of(file), on_phase)
 
 
 def prepare_model(

@@ -20,6 +20,7 @@ from model_runtime.loading.plain_config import (
     PlainNumberType,
     gguf_num_parameters,
     gguf_plain_config,
+    gguf_storage,
     plain_config,
     plain_device,
     plain_number_type,
@@ -92,6 +93,11 @@ class ModelConfig:
                 shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118
             num_parameters += sum(math.prod(shape) for shape in shapes)
         return num_parameters
+
+    def gguf_storage(self) -> tuple[int, str] | None:
+        """Return a GGUF file's size in bytes and its number types; None for other weights."""
+        path = find_gguf(self.source)
+        return None if path is None else gguf_storage(path)
 
     def num_weight_bytes(self) -> int | None:
         """Return the bytes that loaded weights hold in the served dtype; None for a hub id."""

@@ -105,6 +105,14 @@ def gguf_num_parameters(path: Path) -> int:
     return num_parameters(read_gguf(path))
 
 
+def gguf_storage(path: Path) -> tuple[int, str]:
+    """Return a GGUF file's size in bytes and its number types. Raises ModelError."""
+    from model_runtime.gguf.file import read_gguf  # noqa: PLC0415
+    from model_runtime.gguf.sizes import storage_of  # noqa: PLC0415
+
+    return storage_of(read_gguf(path))
+
+
 def _rope_block(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return a stated rope block of transformers 5 or 4; None if it is neither or lacks a part."""
     block = values.get("rope_parameters")

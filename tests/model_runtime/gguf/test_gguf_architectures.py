@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from model_runtime.gguf.architectures import ARCHITECTURES
+from model_runtime.gguf.architectures import ALTERNATIVES, ARCHITECTURES
 from model_runtime.loading.checkpoint import load_checkpoint
 from model_runtime.loading.gguf_checkpoint import gguf_config, load_gguf_model
 from tests.gguf_cases import CASES, Case
 from tests.gguf_files import same_weights
+from tests.gguf_page import page
 
 IDS = [case.name for case in CASES]
 
@@ -26,6 +27,13 @@ def case_and_file(
 def test_every_architecture_of_the_table_has_a_case() -> None:
     """A new architecture needs a model that is written and read."""
     assert {case.architecture for case in CASES} == set(ARCHITECTURES)
+    kinds = [*ARCHITECTURES.values(), *(kind for _, kind in ALTERNATIVES.values())]
+    assert {case.model_type for case in CASES} == {kind.model_type for kind in kinds}
+
+
+def test_the_page_is_written_from_the_tables() -> None:
+    """`python -m tests.gguf_page > docs/gguf.md` after a change."""
+    assert (Path(__file__).parents[3] / "docs" / "gguf.md").read_text() == page()
 
 
 def test_weights_and_logits_are_those_of_the_written_model(

@@ -124,4 +124,6 @@ def test_config_check_and_inspect_read_the_metadata_only(tmp_path: Path) -> None
     embedded = run_here("inspect", "--json", "--device", "cpu")
     costs, own = json.loads(inspected.stdout)["costs"], json.loads(embedded.stdout)["costs"]
     # The embedded model has settings of its own for its longest context.
+    own |= {"file_bytes": path.stat().st_size, "file_types": "Q8_0, F32"}
     assert {**costs, "longest_context": 0} == {**own, "longest_context": 0}
+    assert "of GGUF, Q8_0, F32)" in checked.stdout
