@@ -44,7 +44,7 @@ _PAGE = """# GGUF files
 
 ## Memory
 
-Weights are dequantised when they are loaded: a 4-bit file takes as much memory as its model in `--dtype`. The log, the 503 answers of a start, `config check` and `inspect` say both sizes. One tensor at a time is read, and 16 MiB of it are held in float32. The safetensors of the same model need as much.
+Weights are dequantised when they are loaded: a 4-bit file takes as much memory as its model in `--dtype`. The log, the 503 answers of a start, `config check` and `inspect` say both sizes. One tensor at a time is read, and a piece of it is held in float32. The safetensors of the same model need as much. SmolLM2 135M in Q4_1 takes about a second on one thread.
 
 The weights that are served are the file's values, rounded once to the served number type. The self-check compares with the dequantised model, so it says nothing about what quantisation costs.
 
@@ -54,7 +54,7 @@ Rotation comes from `rope.freq_base`, `rope.dimension_count`, `rope.scaling.*` a
 
 - `rope_freqs.weight` is how Llama 3.1 and later models state their scaling. It holds a divisor for each pair. The settings that give these divisors are found, and the model then has the block of its config. The table is transformers' to the bit. Divisors that no published setting gives are refused.
 - `rope_factors_short.weight` and `rope_factors_long.weight` become a `longrope` block.
-- `rope.scaling.yarn_attn_factor` is the config's `attention_factor`, as converters write it.
+- `rope.scaling.yarn_attn_factor`, `yarn_beta_fast` and `yarn_beta_slow` are the fields of the config that converters write there. llama.cpp reads them for a few architectures only.
 
 A key `{{architecture}}.*` that is not understood is refused by name, and so is a tensor without a place. transformers' own GGUF loader drops them, and with them all scaling.
 
@@ -77,6 +77,8 @@ By hand, tokens were compared with llama.cpp's. Its ten vocabularies with expect
 | general.architecture | class | undone at load |
 |---|---|---|
 {architectures}
+
+By hand, the log-probabilities of the next token were compared with llama.cpp's server, in float32 on prompts of 37 to 60 tokens. They differ by 1e-5 at most, by 1e-3 for StarCoder 2 and by 1e-2 for Gemma, whose activation llama.cpp looks up in a table of float16. EXAONE 4 was compared without a window, because llama.cpp gives one to models of 64 layers only. The same was done for scaling. On 143 to 1,500 tokens `linear`, `yarn`, Llama 3.1's divisors and LongRoPE's long list differ by 5e-4 at most.
 
 One is added to Gemma's norms in float32 by converters, so their last bits are lost in the file.
 

@@ -80,6 +80,7 @@ def _common(fields: Fields, kind: Architecture) -> Config:
         "tie_word_embeddings": not fields.has_tensor("output.weight"),
         "rope_parameters": rope_block(fields, head_dim, max_len),
         "use_cache": True,
+        "dtype": _number_type(fields.file),
     }
     return config | _special_tokens(fields.file, config["vocab_size"])
 
@@ -89,6 +90,14 @@ def _vocab_size(file: GgufFile) -> int:
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{file.path} has no tensor token_embd.weight of two dimensions")
     return embedding.shape[0]
+
+
+def _number_type(file: GgufFile) -> str:
+    """Return the type to serve on a GPU: the matrices' own, bfloat16 for quantised ones."""
+    matrices = {info.type_name for info in file.tensors.values() if len(info.shape) > 1}
+    if matrices == {"F32"}:
+        return "float32"
+    return "float16" if matrices <= {"F16", "F32"} else "bfloat16"
 
 
 def _special_tokens(file: GgufFile, vocab_size: int) -> Config:

@@ -33,7 +33,7 @@ def gguf_config(path: Path) -> Any:
 def load_gguf_model(path: Path, config: Any, dtype: torch.dtype) -> Any:
     """Load the model in a number type. Raises ModelError.
 
-    Beside the loaded weights, a few MiB of one tensor are held in float32.
+    Beside the loaded weights, a piece of one tensor is held in float32.
     """
     file = read_gguf(path)
     _log.info(
