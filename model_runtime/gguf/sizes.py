@@ -33,5 +33,10 @@ def storage_of(file: GgufFile) -> tuple[int, str]:
 
 def sampling_of(file: GgufFile) -> Mapping[str, float]:
     """Return the sampling parameters that the file recommends. Raises ModelError."""
-    keys = {name: f"general.sampling.{key}" for key, name in _SAMPLING.items()}
-    return {name: file.number(key) for name, key in keys.items() if key in file.metadata}
+    found: dict[str, float] = {}
+    for key, name in _SAMPLING.items():
+        full = f"general.sampling.{key}"
+        if full in file.metadata:
+            is_count = name == "top_k"
+            found[name] = file.integer(full, minimum=0) if is_count else file.number(full)
+    return found

@@ -1,15 +1,19 @@
 """Tiny random models written as GGUF and read back: weights to the bit, logits, tables."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from model_runtime.gguf.architectures import ALTERNATIVES, ARCHITECTURES
 from model_runtime.loading.checkpoint import load_checkpoint
 from model_runtime.loading.gguf_checkpoint import gguf_config, load_gguf_model
+from model_runtime.loading.model_config import read_model_config, read_outline, torch_dtype
+from model_runtime.loading.plain_config import PlainConfig
 from tests.gguf_cases import CASES, Case
-from tests.gguf_files import same_weights
+from tests.gguf_files import Written, as_float32, quantised, same_weights
 from tests.gguf_page import page
 
 IDS = [case.name for case in CASES]
@@ -53,6 +57,41 @@ def test_weights_and_logits_are_those_of_the_written_model(
 def test_the_file_passes_the_self_check(case_and_file: tuple[Case, Path]) -> None:
     """The whole load gives a checkpoint that can be served."""
     case, path = case_and_file
-    checkpoint = load_checkpoint(path, device="cpu")
+    phases: list[str] = []
+    checkpoint = load_checkpoint(path, device="cpu", on_phase=phases.append)
+    assert [phase.split()[0] for phase in phases] == ["loading", "dequantising", "checking"]
+    assert re.fullmatch(r"dequantising \d MiB of GGUF to \d MiB of float32", phases[1])
     assert checkpoint.native.native_len >= case.model().config.max_position_embeddings
     assert checkpoint.eos_token_ids == {1}
+    # What is planned without transformers is what is loaded.
+    plain, full = read_outline(path, device="cpu"), read_model_config(path, device="cpu")
+    assert isinstance(plain.config, PlainConfig)
+    assert plain.native() == full.native() == checkpoint.native
+    assert plain.layers() == full.layers()
+    assert plain.num_weight_bytes() == full.num_weight_bytes()
+    shapes = {index: (plan.num_key_heads, plan.key_dim) for index, plan in checkpoint.plans.items()}
+    assert shapes == {
+        index: (each.num_key_heads, each.key_dim) for index, each in plain.layers().items()
+    }
+    assert plain.num_parameters() == sum(each.numel() for each in case.model().parameters())
+
+
+def test_the_number_type_of_a_gpu_is_the_matrices_own(tmp_path: Path) -> None:
+    """Quantised weights are served in bfloat16, whose range is float32's."""
+    case = next(case for case in CASES if case.name == "qwen2")
+    for kind, expected in (("F32", "float32"), ("F16", "float16"), ("Q8_0", "bfloat16")):
+        encode = as_float32 if kind == "F32" else quantised(GGMLQuantizationType[kind])
+        path = case.write(tmp_path / "m.gguf", Written(encode=encode))
+        config = gguf_config(path)
+        assert torch_dtype("auto", config, torch.device("cuda")) == getattr(torch, expected)
+        assert torch_dtype("auto", config, torch.device("cpu")) == torch.float32
+
+
+def test_recommended_sampling_becomes_the_default(tmp_path: Path) -> None:
+    """As `generation_config.json` of a folder."""
+    case = next(case for case in CASES if case.name == "qwen2")
+    stated = {"general.sampling.temp": 0.7, "general.sampling.top_k": 20}
+    path = case.write(tmp_path / "m.gguf", Written(metadata=stated))
+    found = load_checkpoint(path, device="cpu").sampling_defaults
+    assert found == {"temperature": 0.7, "top_k": 20}
+    assert type(found["top_k"]) is int
