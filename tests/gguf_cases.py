@@ -23,7 +23,6 @@ class Case:
     norm_offset: float = 0.0
     overrides: Mapping[str, Any] = field(default_factory=dict)  # of transformers' config
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def model(self) -> PreTrainedModel:
         """The model, with norms that stay the same when one is added and subtracted."""
@@ -46,7 +45,6 @@ class Case:
             changed,
             permuted=self.permuted,
             norm_offset=self.norm_offset,
-            renamed=self.renamed,
         )
 
 

@@ -109,15 +109,12 @@ def write_model(
     *,
     permuted: bool = False,
     norm_offset: float = 0.0,
-    renamed: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a model's weights, config and a byte vocabulary to a GGUF file."""
     written = written or Written()
     config = model.config
     metadata = config_metadata(architecture, config) | byte_vocabulary(config.vocab_size)
-    tensors = file_tensors(
-        model, architecture, renamed or {}, permuted=permuted, norm_offset=norm_offset
-    )
+    tensors = file_tensors(model, architecture, permuted=permuted, norm_offset=norm_offset)
     return write_file(
         path, {**metadata, **written.metadata}, {**tensors, **written.tensors}, written.encode
     )
@@ -126,7 +123,6 @@ def write_model(
 def file_tensors(
     model: PreTrainedModel,
     architecture: str,
-    renamed: Mapping[str, str],
     *,
     permuted: bool,
     norm_offset: float,
@@ -154,11 +150,6 @@ def file_tensors(
         module, _, suffix = name.rpartition(".")
         if suffix not in ("weight", "bias"):
             module, suffix = name, "weight"
-        own = renamed.get(module.split(".")[-1])
-        if own is not None:
-            layer = module.split(".")[2] if ".layers." in module else None
-            found[f"blk.{layer}.{own}.{suffix}" if layer else f"{own}.{suffix}"] = values
-            continue
         found[f"{names.get_name(module)}.{suffix}"] = values
     return found
 

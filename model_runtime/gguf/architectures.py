@@ -14,7 +14,8 @@ from model_runtime.gguf.file import GgufFile
 from model_runtime.gguf.rope_block import rope_block
 
 Config = dict[str, Any]
-_LAYER_NORMS = frozenset({"norm_epsilon", "layer_norm_eps", "olmo_epsilon"})
+_OLMO_EPSILON = "olmo_epsilon"  # a constant in transformers, so it is compared and dropped
+_LAYER_NORMS = frozenset({"norm_epsilon", "layer_norm_eps", _OLMO_EPSILON})
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +234,9 @@ def _starcoder2(fields: Fields, _: Config) -> Config:
     return {"use_bias": fields.has_tensor("blk.0.attn_q.bias"), "sliding_window": None}
 
 
-def _olmo(fields: Fields, _: Config) -> Config:
+def _olmo(fields: Fields, config: Config) -> Config:
+    if config.pop(_OLMO_EPSILON) != 1e-5:
+        raise fields.refuse("attention.layer_norm_epsilon", "must be 1e-05, as in transformers")
     clip = fields.number("attention.clamp_kqv", 0.0)
     return {"clip_qkv": clip or None, "attention_bias": False}
 
@@ -318,7 +321,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granite": Architecture("granite", "GraniteForCausalLM", _granite, are_pairs_adjacent=True),
     "llama": Architecture("llama", "LlamaForCausalLM", _biases, are_pairs_adjacent=True),
     "olmo": Architecture(
-        "olmo", "OlmoForCausalLM", _olmo, are_pairs_adjacent=True, epsilon="olmo_epsilon"
+        "olmo", "OlmoForCausalLM", _olmo, are_pairs_adjacent=True, epsilon=_OLMO_EPSILON
     ),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", lambda *_: {"attention_bias": False}),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3),

@@ -25,6 +25,8 @@ def find_gguf(source: str | Path, gguf_file: str | None = None) -> Path | None:
         if not (path / gguf_file).is_file():
             raise ModelError(f"{path} has no file {gguf_file} (gguf_file)")
         return _file(path / gguf_file, None)
+    if path.suffix == ".gguf" and not path.is_dir():
+        raise ModelError(f"there is no file {source}")
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
     return _only(path)

@@ -148,6 +148,14 @@ def test_a_missing_or_additional_tensor_is_named(tmp_path: Path) -> None:
         read_outline(LLAMA.write(tmp_path / "c.gguf", Written(tensors=no_embedding)), device="cpu")
 
 
+def test_another_epsilon_of_olmo_is_refused(tmp_path: Path) -> None:
+    """It is a constant in transformers."""
+    olmo = next(case for case in CASES if case.name == "olmo")
+    written = Written(metadata={"olmo.attention.layer_norm_epsilon": 1e-6})
+    with pytest.raises(ModelError, match="layer_norm_epsilon must be 1e-05"):
+        read_outline(olmo.write(tmp_path / "a.gguf", written), device="cpu")
+
+
 def test_nan_in_a_weight_is_named(tmp_path: Path) -> None:
     """The tensor's name in the file."""
     bad = np.full((64, 64), np.nan, np.float32)
@@ -238,6 +246,7 @@ def test_a_bad_choice_ends_with_code_2_and_a_sentence(tmp_path: Path) -> None:
         (str(tmp_path / "one.gguf"), "--gguf-file", "one.gguf"): "is a file already",
         ("owner/name", "--gguf-file", "one.gguf"): "is no folder here",
         (str(tmp_path / "note.txt"),): "is no GGUF file",
+        (str(tmp_path / "two.gguf"),): f"there is no file {tmp_path}/two.gguf",
     }
     for arguments, sentence in cases.items():
         ended = run_here("inspect", *arguments, "--device", "cpu")

@@ -61,7 +61,7 @@ def write_embedded(path: Path, encode: Encode) -> Path:
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
     metadata = config_metadata("llama", model.config) | embedded_tokenizer()
     metadata["llama.rope.dimension_count"] = 64
-    tensors = file_tensors(model, "llama", {}, permuted=True, norm_offset=0.0)
+    tensors = file_tensors(model, "llama", permuted=True, norm_offset=0.0)
     return write_file(path, metadata, tensors, encode)
 
 
