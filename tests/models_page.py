@@ -97,7 +97,7 @@ The last column compares a sequence alone, in a batch, in chunks and token by to
 |---|---|---|
 {refused}
 
-Quantised checkpoints of every architecture are refused.
+Quantised checkpoints are refused, except GGUF files of the architectures in [gguf.md](gguf.md).
 """  # noqa: E501  # a paragraph is a line of the page
 
 

@@ -27,6 +27,7 @@ _RUNTIME = ("engine", "loading", "runner", "scheduling", "layers", "attention", 
 ROOMS = {
     "model_runtime": {
         "cpu_kernels": set(),
+        "gguf": set(),
         "text": set(),
         "cache": {"cpu_kernels"},
         "attention": {"cache", "cpu_kernels"},
@@ -34,7 +35,7 @@ ROOMS = {
         "scheduling": {"cache"},
         "runner": {"layers", "attention", "cache", "cpu_kernels"},
         "hub": {"loading"},
-        "loading": {"runner", "layers", "attention", "cache", "text", "cpu_kernels"},
+        "loading": {"gguf", "runner", "layers", "attention", "cache", "text", "cpu_kernels"},
         "engine": {*_RUNTIME, "cpu_kernels"},
     },
     "server": {

@@ -27,7 +27,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model's folder on this machine."""
+    """A model's folder, or its GGUF file, on this machine."""
 
     folder: Path
     has_weights: bool  # False only for a hub id whose weights are neither wanted nor cached
@@ -38,7 +38,8 @@ def is_hub_id(source: str | Path) -> bool:
     text = str(source)
     if isinstance(source, Path) or Path(text).exists():
         return False
-    return not text.startswith((".", "/", "~")) and text.count("/") <= 1
+    is_path = text.startswith((".", "/", "~")) or text.endswith(".gguf")
+    return not is_path and text.count("/") <= 1
 
 
 def local_model(
@@ -47,7 +48,7 @@ def local_model(
     revision: str | None = None,
     on_bytes: OnBytes = no_bytes,
 ) -> LocalModel:
-    """Return the model's folder; the files of a hub id are downloaded unless they are cached.
+    """Return the model's folder or GGUF file; the files of a hub id are downloaded unless they are cached.
 
     `revision` is a branch, a tag or a commit of a hub id; None means the default branch.
 
@@ -60,7 +61,9 @@ def local_model(
 
         return fetch(str(source), revision, wanted, on_bytes)
     if not Path(source).exists():
-        raise ModelError(f"there is no folder {source}")
+        raise ModelError(
+            f"there is no {'file' if str(source).endswith('.gguf') else 'folder'} {source}"
+        )
     if revision is not None:
         raise ModelError(
             f"revision {revision} needs a model by hub id, and {source} is a path: remove revision"

@@ -1,6 +1,7 @@
 """Load a model id or folder into a patched and checked model that is ready to serve.
 
-Weights come from safetensors only. Code from the checkpoint runs only if trust_remote_code is set.
+Weights come from safetensors or a GGUF file. Code from the checkpoint runs only if
+trust_remote_code is set.
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from model_runtime.attention.backends import backend_for
 from model_runtime.attention.cpu_backend import CpuAttention
 from model_runtime.attention.paged_attention import LayerPlan
 from model_runtime.errors import ModelError
+from model_runtime.gguf.locate import find_gguf
 from model_runtime.layers import (
     gated_mlp,
     match_decoder,
@@ -30,7 +32,7 @@ from model_runtime.layers.way_trial import choose_way
 from model_runtime.loading.choose_forward import choose_forward
 from model_runtime.loading.load_faults import faults_of
 from model_runtime.loading.load_progress import logged_progress
-from model_runtime.loading.model_config import read_model_config
+from model_runtime.loading.model_config import ModelConfig, read_model_config
 from model_runtime.loading.patch_model import patch_model, read_native_rope
 from model_runtime.loading.phases import OnPhase, no_phases
 from model_runtime.loading.pretrained import from_pretrained, load_tokenizer
@@ -87,6 +89,8 @@ def load_checkpoint(
     _log.info(
         "loading_weights", model=str(source), dtype=str(model_config.dtype), device=str(where)
     )
+    if (path := find_gguf(source)) is not None:
+        return _load_gguf(path, model_config, on_phase)
     with faults_of(str(source), number_type, where):
         model = _load_model(source, number_type, trust_remote_code=trust_remote_code)
         model = model.to(where).eval()
@@ -103,6 +107,28 @@ def load_checkpoint(
             },
             on_phase,
         )
+
+
+def _load_gguf(path: Path, model_config: ModelConfig, on_phase: OnPhase) -> Checkpoint:
+    """Load, patch and check the model of a GGUF file. Raises ModelError."""
+    from model_runtime.gguf.file import read_gguf  # noqa: PLC0415  # only for such a file
+    from model_runtime.gguf.sizes import num_parameters, sampling_of  # noqa: PLC0415
+    from model_runtime.loading.gguf_checkpoint import (  # noqa: PLC0415
+        load_gguf_model,
+        load_gguf_tokenizer,
+    )
+
+    where, number_type = model_config.device, model_config.dtype
+    assert isinstance(where, torch.device)
+    assert isinstance(number_type, torch.dtype)
+    file = read_gguf(path)
+    stored, loaded = file.num_bytes >> 20, num_parameters(file) * number_type.itemsize >> 20
+    name = str(number_type).removeprefix("torch.")
+    on_phase(f"dequantising {stored} MiB of GGUF to {loaded} MiB of {name}")
+    with faults_of(str(path), number_type, where):
+        tokenizer, end_ids = load_gguf_tokenizer(path)
+        model = load_gguf_model(path, model_config.config, number_type).to(where).eval()
+        return prepare_model(model, tokenizer, end_ids, sampling_of(file), on_phase)
 
 
 def prepare_model(

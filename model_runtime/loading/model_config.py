@@ -14,9 +14,13 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from model_runtime.errors import ModelError
+from model_runtime.gguf.locate import find_gguf
 from model_runtime.loading.plain_config import (
     PlainDevice,
     PlainNumberType,
+    gguf_num_parameters,
+    gguf_plain_config,
+    gguf_storage,
     plain_config,
     plain_device,
     plain_number_type,
@@ -79,6 +83,8 @@ class ModelConfig:
 
     def num_parameters(self) -> int | None:
         """Return the number of parameters in the weight files; None without such files."""
+        if (path := find_gguf(self.source)) is not None:
+            return gguf_num_parameters(path)
         folder = Path(self.source)
         if not self.has_weights or not folder.is_dir():
             return None
@@ -88,6 +94,11 @@ class ModelConfig:
                 shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118
             num_parameters += sum(math.prod(shape) for shape in shapes)
         return num_parameters
+
+    def gguf_storage(self) -> tuple[int, str] | None:
+        """Return a GGUF file's size in bytes and its number types; None for other weights."""
+        path = find_gguf(self.source)
+        return None if path is None else gguf_storage(path)
 
     def num_weight_bytes(self) -> int | None:
         """Return the bytes that loaded weights hold in the served dtype; None without files."""
@@ -154,6 +165,9 @@ def read_outline(
     Raises ModelError that names the problem.
     """
     where, number_type = plain_device(device), plain_number_type(dtype)
+    path = find_gguf(source)
+    if where is not None and number_type is not None and path is not None:
+        return ModelConfig(path, gguf_plain_config(path), number_type, where)
     if where is not None and number_type is not None and Path(source).is_dir():
         _check_files(Path(source), has_weights=has_weights)
         config = plain_config(Path(source))
@@ -182,6 +196,11 @@ def read_model_config(
     from model_runtime.loading.pretrained import from_pretrained
 
     where = torch_device(device)
+    if (path := find_gguf(source)) is not None:
+        from model_runtime.loading.gguf_checkpoint import gguf_config
+
+        config = gguf_config(path)
+        return ModelConfig(path, config, torch_dtype(dtype, config, where), where)
     folder = Path(source)
     if folder.is_dir():
         _check_files(folder, has_weights=has_weights)

@@ -89,6 +89,30 @@ def plain_config(folder: Path) -> PlainConfig | None:
     return PlainConfig(values) if is_plain else None
 
 
+def gguf_plain_config(path: Path) -> PlainConfig:
+    """Return a GGUF file's config. Raises ModelError."""
+    from model_runtime.gguf.architectures import config_of  # noqa: PLC0415  # needs numpy
+    from model_runtime.gguf.file import read_gguf  # noqa: PLC0415
+
+    return PlainConfig(config_of(read_gguf(path)))
+
+
+def gguf_num_parameters(path: Path) -> int:
+    """Return the number of weights in a GGUF file. Raises ModelError."""
+    from model_runtime.gguf.file import read_gguf  # noqa: PLC0415
+    from model_runtime.gguf.sizes import num_parameters  # noqa: PLC0415
+
+    return num_parameters(read_gguf(path))
+
+
+def gguf_storage(path: Path) -> tuple[int, str]:
+    """Return a GGUF file's size in bytes and its number types. Raises ModelError."""
+    from model_runtime.gguf.file import read_gguf  # noqa: PLC0415
+    from model_runtime.gguf.sizes import storage_of  # noqa: PLC0415
+
+    return storage_of(read_gguf(path))
+
+
 def _rope_block(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return a stated rope block of transformers 5 or 4; None if it is neither or lacks a part."""
     block = values.get("rope_parameters")
@@ -119,8 +143,13 @@ def plain_device(name: str) -> PlainDevice | None:
 def plain_template(folder: Path) -> tuple[str | None] | None:
     """Return the chat template of a folder's tokenizer, in a tuple; None if it is not plain.
 
-    A tokenizer without a template gives (None,).
+    A tokenizer without a template gives (None,). `folder` may be a GGUF file.
     """
+    if folder.is_file():
+        from model_runtime.gguf.file import read_gguf  # noqa: PLC0415
+        from model_runtime.gguf.tokenizer import read_tokenizer  # noqa: PLC0415
+
+        return (read_tokenizer(read_gguf(folder)).chat_template,)
     config = read_object(folder / "tokenizer_config.json")
     if config is None or "auto_map" in config or not _is_tokenizer(folder / "tokenizer.json"):
         return None

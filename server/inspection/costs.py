@@ -17,6 +17,8 @@ class Costs:
     num_parameters: int | None  # None: a hub id without weights in the cache
     parameter_bytes: int | None  # in the served dtype
     tied_head_bytes: int  # of the packed copy of a tied head
+    file_bytes: int | None  # of a GGUF file; None: of other weights
+    file_types: str | None  # the number types in it
     weight_bytes: int | None  # held once loaded: parameters, and the copy
     longest_context: int  # tokens, of any deployment
     memory_gib: float | None  # the size to report on
@@ -33,6 +35,7 @@ def costs_of(
     """Return the costs of a model's longest context, and what a stated memory holds."""
     token_bytes = bytes_per_token(outline.layers(), outline.dtype)
     num_parameters, weight_bytes = outline.num_parameters(), outline.num_weight_bytes()
+    file_bytes, file_types = outline.gguf_storage() or (None, None)
     longest = max(deployment.max_len for deployment in deployments)
     holds: int | None = None
     if memory_gib is not None and weight_bytes is not None:
@@ -43,6 +46,8 @@ def costs_of(
         num_parameters,
         None if num_parameters is None else num_parameters * outline.dtype.itemsize,
         outline.num_tied_head_bytes(),
+        file_bytes,
+        file_types,
         weight_bytes,
         longest,
         memory_gib,
@@ -99,4 +104,8 @@ def _weight_lines(costs: Costs) -> list[str]:
         copy = size_text(costs.tied_head_bytes)
         held += f": the parameters, and a packed copy of the tied head ({copy})"
     millions = f"{costs.num_parameters / 1e6:,.4g} million"
-    return [f"parameters       {millions}, {size_text(costs.parameter_bytes)}", held]
+    lines = [f"parameters       {millions}, {size_text(costs.parameter_bytes)}", held]
+    if costs.file_bytes is not None:
+        size = size_text(costs.file_bytes)
+        lines.insert(1, f"GGUF file        {size} in {costs.file_types}, dequantised when loaded")
+    return lines

@@ -29,13 +29,19 @@ class ModelSettings(Section):
 
     model: str | None = setting(
         None,
-        "Model folder or hub id. Default: the embedded demonstration model.",
+        "Model folder, GGUF file or hub id. Default: the embedded demonstration model.",
         unit="path or id",
         min_length=1,
     )
     revision: str | None = setting(
         None,
         "Branch, tag or commit of a hub id. Default: its default branch. Refused for a folder.",
+        unit="name",
+        min_length=1,
+    )
+    gguf_file: str | None = setting(
+        None,
+        "Name of the GGUF file in the model folder, if the folder holds several or other weights.",
         unit="name",
         min_length=1,
     )

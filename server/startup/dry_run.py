@@ -112,6 +112,9 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
     weights = "weights not counted (they are not on this machine)"
     if outlook.num_weight_bytes is not None:
         weights = f"{size_text(outlook.num_weight_bytes)} weights"
+    storage = outline.gguf_storage()
+    if storage is not None:
+        weights += f" (dequantised from {size_text(storage[0])} of GGUF, {storage[1]})"
     memory = f"{weights}, {size_text(plan.cache_bytes)} cache"
     if outline.device.type == "cpu":
         memory += f", of {size_text(total_memory())}"

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from model_runtime.gguf.locate import find_gguf
 from model_runtime.hub.local_model import (
     LocalModel,
     OnBytes,
@@ -25,12 +26,16 @@ def find_model(
     on_phase: OnPhase = no_phases,
     on_bytes: OnBytes = no_bytes,
 ) -> LocalModel:
-    """Return the folder of the settings' model; a hub id is downloaded. Raises ModelError.
+    """Return the settings' model, a folder or GGUF file; a hub id is downloaded. Raises ModelError.
 
     Without `weights` only the config and the tokenizer are downloaded.
     """
     if settings.model is None:
         return LocalModel(EMBEDDED_MODEL, has_weights=True)
+    if settings.gguf_file is not None:
+        path = find_gguf(settings.model, settings.gguf_file)
+        if path is not None:
+            return LocalModel(path, has_weights=True)
     if is_hub_id(settings.model):
         on_phase("downloading")
     wanted = Wanted(weights=weights, code=settings.trust_remote_code)

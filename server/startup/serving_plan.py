@@ -69,6 +69,8 @@ def model_name(settings: ServeSettings) -> str:
     if settings.model is None:
         return EMBEDDED_NAME
     folder = Path(settings.model)
+    if folder.suffix == ".gguf":
+        return folder.stem
     return (folder.resolve() if folder.is_dir() else folder).name
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from model_runtime.gguf.rope_block import llama3_divisors_P
 from server.cli import _COMMANDS, _CONFIG_COMMANDS, ropewalk
+from tests.gguf_cases import CASES
+from tests.gguf_files import Written
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = (
@@ -92,6 +95,19 @@ def test_config_check_needs_neither_torch_nor_transformers(tmp_path: Path) -> No
     output, last = run("config", "check", str(file))
     assert last == "code 0 imported []"
     assert output.splitlines()[:-2] == first.splitlines()[:-2]
+
+
+def test_config_check_of_a_gguf_file_needs_neither(tmp_path: Path) -> None:
+    """Not even for Llama 3.1's scaling, which is found from a tensor."""
+    divisors = llama3_divisors_P(16, 10_000.0, 8.0, (8192, 1.0, 4.0)).astype("float32")
+    case = next(case for case in CASES if case.name == "llama")
+    model = case.write(tmp_path / "m.gguf", Written(tensors={"rope_freqs.weight": divisors}))
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text(f"model: {model}\nkv_cache_tokens: 2048\ndevice: cpu\n")
+    run("config", "check", str(file))  # the first check on a machine tries its products
+    output, last = run("config", "check", str(file))
+    assert "scaling        llama3" in output
+    assert last == "code 0 imported []"
 
 
 def test_inspect_needs_no_transformers() -> None:

@@ -1,0 +1,110 @@
+"""The weights of a file under the names of transformers.
+
+Shapes: H = heads, D = key dimensions, C = hidden size.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from model_runtime.errors import ModelError
+from model_runtime.gguf.architectures import architecture_of
+from model_runtime.gguf.file import GgufFile, TensorInfo
+from model_runtime.gguf.ggml import file_name_of
+from model_runtime.gguf.rope_block import ROPE_TENSORS
+from model_runtime.gguf.tensors import read_tensor
+
+if TYPE_CHECKING:
+    import torch
+
+_HEAD = "lm_head.weight"
+
+
+class Weights:
+    """The tensors of a file, for a model whose parameters have these names and shapes."""
+
+    def __init__(
+        self, file: GgufFile, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Compare names and shapes. Raises ModelError that names a tensor which does not fit."""
+        self._file, self._config = file, config
+        self._kind = architecture_of(file)
+        self._sources = self._matched(shapes)
+        used = {info.name for infos in self._sources.values() for info in infos}
+        unread = sorted(set(file.tensors) - used - ROPE_TENSORS)
+        if unread:
+            raise ModelError(
+                f"{file.path}: tensor {unread[0]} has no place in architecture "
+                f"{file.architecture} with block_count {config['num_hidden_layers']}"
+            )
+
+    def read(self, dtype: "torch.dtype") -> Iterator[tuple[str, "torch.Tensor"]]:
+        """Yield names of transformers and tensors in a number type. Raises ModelError."""
+        import torch  # noqa: PLC0415
+
+        for name, infos in self._sources.items():
+            offset = -self._kind.norm_offset if name.endswith("norm.weight") else 0.0
+            order = self._row_order(name)
+            found = [read_tensor(each, dtype, row_order=order, offset=offset) for each in infos]
+            yield name, found[0] if len(found) == 1 else torch.cat(found, dim=-2)
+
+    def _matched(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[TensorInfo, ...]]:
+        own_name = file_name_of(self._file.architecture, self._config["num_hidden_layers"])
+        found = {}
+        for name, shape in shapes.items():
+            if name == _HEAD and self._config["tie_word_embeddings"]:
+                continue
+            infos = tuple(self._info(each, name) for each in _file_names(name, own_name))
+            _check_shape(infos, name, shape)
+            found[name] = infos
+        return found
+
+    def _info(self, file_name: str, name: str) -> TensorInfo:
+        info = self._file.tensors.get(file_name)
+        if info is None:
+            raise ModelError(
+                f"{self._file.path} has no tensor {file_name}, which architecture "
+                f"{self._file.architecture} needs for {name}"
+            )
+        return info
+
+    def _row_order(self, name: str) -> "np.ndarray[Any, Any] | None":
+        """Return the row of the file for each row of q and k; None if they are the same."""
+        if not self._kind.are_pairs_adjacent:
+            return None
+        for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            if f".{part}." in name:
+                return half_split_rows(self._config[heads], self._config["head_dim"])
+        return None
+
+
+def half_split_rows(num_heads: int, head_dim: int) -> "np.ndarray[Any, Any]":
+    """Return the rows [H*D] of a file with adjacent pairs, in the order with split halves."""
+    rows_HPx2 = np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2)
+    return np.ascontiguousarray(rows_HPx2.swapaxes(1, 2)).reshape(-1)
+
+
+def _file_names(name: str, own_name: Any) -> list[str]:
+    """Return the tensors of a file that make a parameter: several are joined by rows."""
+    module, _, suffix = name.rpartition(".")
+    if suffix == "gate_up_proj" and module.endswith("experts"):
+        parts = [own_name(f"{module}.{each}") for each in ("gate_proj", "up_proj")]
+        return [f"{part}.weight" for part in parts]
+    if suffix not in ("weight", "bias"):
+        module, suffix = name, "weight"
+    found = own_name(module)
+    return [f"{found or module}.{suffix}"]
+
+
+def _check_shape(infos: tuple[TensorInfo, ...], name: str, shape: tuple[int, ...]) -> None:
+    shapes = [each.shape for each in infos]
+    joined = shapes[0]
+    if len(shapes) > 1:
+        rows = sum(each[-2] for each in shapes)
+        joined = (*shapes[0][:-2], rows, shapes[0][-1])
+    if joined != shape:
+        raise ModelError(
+            f"{infos[0].path}: tensor {infos[0].name} has shape {list(joined)}, the metadata give "
+            f"{list(shape)} for {name}"
+        )

@@ -1,0 +1,74 @@
+"""Load a GGUF file: its config, its weights in the served number type, and its tokenizer.
+
+transformers' own GGUF loader is not used. It holds all weights in float32, needs accelerate, and
+drops `rope.scaling.*`, `rope_freqs.weight` and each key that it does not know.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from model_runtime.gguf.architectures import config_of
+from model_runtime.gguf.file import read_gguf
+from model_runtime.gguf.sizes import num_parameters
+from model_runtime.gguf.tokenizer import read_tokenizer
+from model_runtime.gguf.weights import Weights
+from model_runtime.loading.load_progress import logged_progress
+from model_runtime.text.tokenizer import Tokenizer
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+_log = structlog.get_logger(__name__)
+
+
+def gguf_config(path: Path) -> Any:
+    """Return the config of transformers that a file's metadata give. Raises ModelError."""
+    return AutoConfig.for_model(**config_of(read_gguf(path)))
+
+
+def load_gguf_model(path: Path, config: Any, dtype: torch.dtype) -> Any:
+    """Load the model in a number type. Raises ModelError.
+
+    Beside the loaded weights, a piece of one tensor is held in float32.
+    """
+    file = read_gguf(path)
+    _log.info(
+        "dequantising_gguf",
+        file_bytes=file.num_bytes,
+        loaded_bytes=num_parameters(file) * dtype.itemsize,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(each.shape) for name, each in empty.state_dict().items()}
+    weights = Weights(file, config_of(file), shapes)
+    loaded: dict[str, torch.Tensor] = {}
+    told_s = time.monotonic()
+    for name, tensor in weights.read(dtype):
+        loaded[name] = tensor
+        if time.monotonic() - told_s >= _SECONDS_BETWEEN_LINES:
+            told_s = time.monotonic()
+            _log.info("load_progress", what="Dequantising", done=len(loaded), total=len(shapes))
+    with logged_progress():
+        model, info = type(empty).from_pretrained(
+            None, config=config, state_dict=loaded, dtype=dtype, output_loading_info=True
+        )
+    left = sorted(map(str, (*info["missing_keys"], *info["unexpected_keys"])))
+    assert not left, left  # `Weights` has compared all names
+    return model
+
+
+def load_gguf_tokenizer(path: Path) -> tuple[Tokenizer, frozenset[int]]:
+    """Return the file's tokenizer, and the tokens that end an answer. Raises ModelError."""
+    read = read_tokenizer(read_gguf(path))
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=read.backend,
+        chat_template=read.chat_template,
+        clean_up_tokenization_spaces=False,
+        **read.special_tokens,
+    )
+    return Tokenizer(wrapped), read.end_ids

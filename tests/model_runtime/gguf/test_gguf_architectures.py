@@ -1,0 +1,97 @@
+"""Tiny random models written as GGUF and read back: weights to the bit, logits, tables."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from model_runtime.gguf.architectures import ALTERNATIVES, ARCHITECTURES
+from model_runtime.loading.checkpoint import load_checkpoint
+from model_runtime.loading.gguf_checkpoint import gguf_config, load_gguf_model
+from model_runtime.loading.model_config import read_model_config, read_outline, torch_dtype
+from model_runtime.loading.plain_config import PlainConfig
+from tests.gguf_cases import CASES, Case
+from tests.gguf_files import Written, as_float32, quantised, same_weights
+from tests.gguf_page import page
+
+IDS = [case.name for case in CASES]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=IDS)
+def case_and_file(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Case, Path]:
+    """A case, and its model in a file."""
+    case: Case = request.param
+    return case, case.write(tmp_path_factory.mktemp("gguf") / f"{case.name}.gguf")
+
+
+def test_every_architecture_of_the_table_has_a_case() -> None:
+    """A new architecture needs a model that is written and read."""
+    assert {case.architecture for case in CASES} == set(ARCHITECTURES)
+    kinds = [*ARCHITECTURES.values(), *(kind for _, kind in ALTERNATIVES.values())]
+    assert {case.model_type for case in CASES} == {kind.model_type for kind in kinds}
+
+
+def test_the_page_is_written_from_the_tables() -> None:
+    """`python -m tests.gguf_page > docs/gguf.md` after a change."""
+    assert (Path(__file__).parents[3] / "docs" / "gguf.md").read_text() == page()
+
+
+def test_weights_and_logits_are_those_of_the_written_model(
+    case_and_file: tuple[Case, Path],
+) -> None:
+    """The file's model has the same weights and gives the same logits, to the bit."""
+    case, path = case_and_file
+    model = case.model()
+    loaded = load_gguf_model(path, gguf_config(path), torch.float32).eval()
+    assert type(loaded) is type(model)
+    assert same_weights(loaded, model)
+    ids = torch.randint(0, model.config.vocab_size, (1, 40), generator=torch.manual_seed(1))
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=0)
+
+
+def test_the_file_passes_the_self_check(case_and_file: tuple[Case, Path]) -> None:
+    """The whole load gives a checkpoint that can be served."""
+    case, path = case_and_file
+    phases: list[str] = []
+    checkpoint = load_checkpoint(path, device="cpu", on_phase=phases.append)
+    assert [phase.split()[0] for phase in phases] == ["loading", "dequantising", "checking"]
+    assert re.fullmatch(r"dequantising \d MiB of GGUF to \d MiB of float32", phases[1])
+    assert checkpoint.native.native_len >= case.model().config.max_position_embeddings
+    assert checkpoint.eos_token_ids == {1}
+    # What is planned without transformers is what is loaded.
+    plain, full = read_outline(path, device="cpu"), read_model_config(path, device="cpu")
+    assert isinstance(plain.config, PlainConfig)
+    assert plain.native() == full.native() == checkpoint.native
+    assert plain.layers() == full.layers()
+    assert plain.num_weight_bytes() == full.num_weight_bytes()
+    shapes = {index: (plan.num_key_heads, plan.key_dim) for index, plan in checkpoint.plans.items()}
+    assert shapes == {
+        index: (each.num_key_heads, each.key_dim) for index, each in plain.layers().items()
+    }
+    assert plain.num_parameters() == sum(each.numel() for each in case.model().parameters())
+
+
+def test_the_number_type_of_a_gpu_is_the_matrices_own(tmp_path: Path) -> None:
+    """Quantised weights are served in bfloat16, whose range is float32's."""
+    case = next(case for case in CASES if case.name == "qwen2")
+    for kind, expected in (("F32", "float32"), ("F16", "float16"), ("Q8_0", "bfloat16")):
+        encode = as_float32 if kind == "F32" else quantised(GGMLQuantizationType[kind])
+        path = case.write(tmp_path / "m.gguf", Written(encode=encode))
+        config = gguf_config(path)
+        assert torch_dtype("auto", config, torch.device("cuda")) == getattr(torch, expected)
+        assert torch_dtype("auto", config, torch.device("cpu")) == torch.float32
+
+
+def test_recommended_sampling_becomes_the_default(tmp_path: Path) -> None:
+    """As `generation_config.json` of a folder."""
+    case = next(case for case in CASES if case.name == "qwen2")
+    stated = {"general.sampling.temp": 0.7, "general.sampling.top_k": 20}
+    path = case.write(tmp_path / "m.gguf", Written(metadata=stated))
+    found = load_checkpoint(path, device="cpu").sampling_defaults
+    assert found == {"temperature": 0.7, "top_k": 20}
+    assert type(found["top_k"]) is int
