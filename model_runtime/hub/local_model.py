@@ -48,7 +48,7 @@ def local_model(
     revision: str | None = None,
     on_bytes: OnBytes = no_bytes,
 ) -> LocalModel:
-    """Return the model's folder or GGUF file; the files of a hub id are downloaded unless they are cached.
+    """Return the model's folder or GGUF file; a hub id's files are downloaded unless cached.
 
     `revision` is a branch, a tag or a commit of a hub id; None means the default branch.
 
