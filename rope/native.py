@@ -61,6 +61,7 @@ def native_rope(config: Mapping[str, Any]) -> NativeRope:
         raise RopeConfigError(
             "max_position_embeddings", f"must be an integer >= 1, got {max_len!r}"
         )
+    _refuse_dual_chunk(config, max_len)
     blocks = _blocks_by_layer_type(config)
     if len(blocks) > 1 and _SCALED_LAYER_TYPE not in blocks:
         raise RopeConfigError(
@@ -79,6 +80,24 @@ def native_rope(config: Mapping[str, Any]) -> NativeRope:
     native_len = max(max_len, round(methods[scaled].factor * original))
     share = _rotated_share(blocks[scaled], config)
     return NativeRope(tables, native_len, methods[scaled], share)
+
+
+def _refuse_dual_chunk(config: Mapping[str, Any], max_len: int) -> None:
+    """Refuse a config with Dual Chunk Attention (arXiv 2402.17463), as Qwen2.5-7B-Instruct-1M has.
+
+    Such a checkpoint was trained for the block's original_max_position_embeddings. It reaches
+    max_position_embeddings by positions that repeat in chunks, which plain rotation does not do.
+    """
+    block = config.get("dual_chunk_attention_config")
+    if block is None:
+        return
+    trained = block.get("original_max_position_embeddings") if isinstance(block, Mapping) else None
+    trained_for = f"the checkpoint was trained for {trained} tokens and " if trained else "it "
+    raise RopeConfigError(
+        "dual_chunk_attention_config",
+        f"is Dual Chunk Attention, which is not served yet; {trained_for}reaches its "
+        f"max_position_embeddings ({max_len}) only with that method",
+    )
 
 
 def _original_len(block: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:

@@ -154,6 +154,14 @@ def test_a_checkpoint_that_carries_scaling_is_patched_natively() -> None:
     check(PagedPrompts(model, plans, native, original))
 
 
+def test_dual_chunk_attention_is_refused_at_load() -> None:
+    """transformers ignores the block, so the model would run without it."""
+    block = {"chunk_size": 32, "original_max_position_embeddings": 32}
+    model = tiny_model("qwen2", dual_chunk_attention_config=block)
+    with pytest.raises(ModelError, match="Dual Chunk Attention, which is not served yet"):
+        read_native_rope(model)
+
+
 def test_an_unfamiliar_rope_block_is_refused_by_field() -> None:
     """An unknown field of a rope block is never ignored."""
     model = tiny_model("llama")

@@ -234,3 +234,30 @@ def test_config_check_ends_with_a_sentence_and_code_2(tmp_path: Path) -> None:
     assert ended.returncode == 2
     assert ended.stderr.startswith("ropewalk: config: cannot read ")
     assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "command", [("config", "check", "ropewalk.yaml"), ("inspect", ".")], ids=lambda each: each[0]
+)
+def test_a_checkpoint_with_dual_chunk_attention_is_refused_before_it_is_loaded(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """The embedded model's config says here what Qwen2.5-7B-Instruct-1M says in its own."""
+    for file in EMBEDDED_MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    values = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+    values["dual_chunk_attention_config"] = {
+        "chunk_size": 64,
+        "original_max_position_embeddings": 64,
+    }
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "ropewalk.yaml").write_text(f"model: {tmp_path}")
+    *words, last = command
+    ended = run_here(*words, str(tmp_path / last))
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "ropewalk: LlamaForCausalLM: dual_chunk_attention_config: is Dual Chunk Attention, which "
+        "is not served yet; the checkpoint was trained for 64 tokens and reaches its "
+        "max_position_embeddings (256) only with that method\n"
+    )
