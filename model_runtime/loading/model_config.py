@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from model_runtime.errors import ModelError
+from model_runtime.loading.config_values import refuse_unserved_attention, text_values
 from model_runtime.loading.plain_config import (
     PlainDevice,
     PlainNumberType,
@@ -55,8 +56,10 @@ class ModelConfig:
 
     def native(self) -> NativeRope:
         """Return its rotary tables. Raises ModelError."""
+        values = text_values(self.config)
+        refuse_unserved_attention(self.architecture, values)
         try:
-            return native_rope(self._text_config.to_dict())
+            return native_rope(values)
         except RopeConfigError as error:
             raise ModelError(f"{self.architecture}: {error}") from error
 
@@ -67,12 +70,12 @@ class ModelConfig:
         Another architecture may have different shapes in some layers. For it the result is wrong
         until the model is loaded.
         """
-        values = self._text_config.to_dict()
+        values = text_values(self.config)
         # Only layers that differ from the others are here (Gemma 4).
         own = {int(key): each for key, each in (values.get("per_layer_config") or {}).items()}
         return {
             index: self._shape({**values, **own.get(index, {})})
-            for index in range(self._number("num_hidden_layers"))
+            for index in range(self._number("num_hidden_layers", values))
         }
 
     def num_parameters(self) -> int | None:
