@@ -66,9 +66,9 @@ class ModelConfig:
     def layers(self) -> Mapping[int, KVShape]:
         """Return the config's cache shapes by layer index. Raises ModelError if they are absent.
 
-        Probing the loaded model finds the same shapes for every architecture in docs/models.md.
-        Another architecture may have different shapes in some layers. For it the result is wrong
-        until the model is loaded.
+        Probing the loaded model finds the same shapes for the architectures in docs/models.md, but
+        for JetMoE and MiMo V2. Another architecture may have different shapes in some layers, too.
+        For it the result is wrong until the model is loaded.
         """
         values = text_values(self.config)
         # Only layers that differ from the others are here (Gemma 4).

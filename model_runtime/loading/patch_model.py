@@ -152,7 +152,22 @@ def patch_model(model: nn.Module, native: NativeRope) -> Mapping[int, LayerPlan]
         raise ModelError(f"{type(model).__name__} cannot change its attention: {error}") from error
     plans = _probe(model, rotaries, native)
     _spare_rotation(model, plans)
+    _check_temperature(model)
     return plans
+
+
+def _check_temperature(model: nn.Module) -> None:
+    """Raise ModelError if a temperature by position is stated and the model has none."""
+    block: Any = getattr(text_config(model), "rope_parameters", None) or {}
+    beta = block.get("llama_4_scaling_beta")
+    if beta:
+        # The temperature rises at every multiple of the trained length.
+        beyond = recorded_calls(model, block["original_max_position_embeddings"])
+        if any(are_equal(call, beyond[index]) for index, call in recorded_calls(model).items()):
+            raise ModelError(
+                f"{type(model).__name__}: llama_4_scaling_beta: is {beta}, but queries are the "
+                "same at every position"
+            )
 
 
 def _probe(
