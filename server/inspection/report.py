@@ -203,7 +203,8 @@ def _model_lines(outline: ModelConfig, native: NativeRope, costs: Costs) -> list
     standing = rotary.num_pairs - rotary.num_rotating
     still = f" and {standing} that stand still" if standing else ""
     shapes = " + ".join(
-        f"{count} layers x {shape.num_key_heads} heads x ({shape.key_dim} + {shape.value_dim})"
+        f"{count} layer{'s' if count > 1 else ''} x {shape.num_key_heads} heads x "
+        f"({shape.key_dim} + {shape.value_dim})"
         for shape, count in Counter(layers.values()).items()
     )
     dtype = str(outline.dtype).removeprefix("torch.")

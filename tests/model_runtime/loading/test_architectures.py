@@ -64,17 +64,6 @@ def test_variants_of_gemma_4_answer_as_untouched(change: dict[str, Any]) -> None
     assert len({each.key_dim for _, each in plans}) == 2, "heads differ by layer type"
 
 
-def test_a_proportional_table_is_scaled_on_its_rotating_pairs() -> None:
-    """The logits under YaRN are those of transformers with the same table in its module."""
-    checkpoint = tiny_checkpoint("gemma4_text")
-    assert checkpoint.native.rotary.num_rotating == 4
-    assert checkpoint.native.rotary.num_pairs == 16
-    # The self-check compared a scaled table, too: its threshold is far below the table's effect.
-    model = tiny_model("gemma4_text")
-    original = original_logits(model, read_native_rope(model))
-    assert float((original.scaled_TV - original.long_TV).abs().max()) > 100 * original.threshold
-
-
 def test_a_temperature_by_position_is_seen_by_the_self_check() -> None:
     """Ministral 3 raises its queries at every multiple of L, which is 16 here of 48 tokens."""
     model = tiny_model("ministral3")
