@@ -11,6 +11,9 @@ import torch
 
 from model_runtime.errors import ModelError
 from model_runtime.loading.model_config import EMBEDDED_MODEL
+from model_runtime.make_deployment import make_deployment
+from rope import native_rope
+from server.inspection.report import _table_lines, _tier_table
 from server.settings.load import SettingsError, load_settings
 from server.startup.dry_run import outlook_of
 from server.startup.load_service import load_service
@@ -261,3 +264,16 @@ def test_a_checkpoint_with_dual_chunk_attention_is_refused_before_it_is_loaded(
         "is not served yet; the checkpoint was trained for 64 tokens and reaches its "
         "max_position_embeddings (256) only with that method\n"
     )
+
+
+def test_pairs_that_stand_still_have_no_row() -> None:
+    """A quarter of Gemma 4's pairs rotate; the others have no wavelength."""
+    block = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    config = {"max_position_embeddings": 256, "head_dim": 64, "rope_parameters": block}
+    native = native_rope(config)
+    deployment = make_deployment("m", native)
+    tables = [_tier_table(tier, native) for tier in deployment.own_tiers]
+    assert {len(table.pairs) for table in tables} == {8}
+    assert tables[0].pairs[7].wavelength == pytest.approx(2 * math.pi * 1e6 ** (14 / 64))
+    lines = _table_lines(deployment, native, tables)
+    assert [line.split()[0] for line in lines[3:]] == [str(pair) for pair in range(8)]
