@@ -55,7 +55,7 @@ class RotatedAtWrite(NotRotated):
     def _layer_type(self) -> str:
         """Return the type that all layers share. Raises ValueError for other models."""
         (plan,) = set(self._plans.values())
-        if plan.layer_type is None or plan.interleaved or plan.rotary_dim != plan.key_dim:
+        if plan.layer_type is None or not plan.has_cache_order or plan.rotary_dim != plan.key_dim:
             raise ValueError(f"not a model that rotates whole heads in half-split pairs: {plan}")
         return plan.layer_type
 

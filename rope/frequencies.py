@@ -16,21 +16,33 @@ class Rotary:
 
     rotary_dim: int  # dimensions that rotate, two per pair; may be fewer than the head has
     rope_theta: float  # the base; pair i rotates theta ** (-2i / rotary_dim) radians per token
+    # The first pairs rotate, and the rest stand still (`proportional`, Gemma 4); None: all rotate.
+    num_turning: int | None = None
 
     @property
     def num_pairs(self) -> int:
-        """Return P, the number of pairs that rotate."""
+        """Return P, the number of pairs in the table."""
         return self.rotary_dim // 2
+
+    @property
+    def num_rotating(self) -> int:
+        """Return the number of pairs that rotate."""
+        return self.num_pairs if self.num_turning is None else self.num_turning
 
     def tokens_per_radian_P(self) -> "Tensor":
         """Return the tokens in which each pair rotates by one radian, float32 [P].
 
-        The expression is the one in transformers, so every table built from it has the same bits.
+        A pair that stands still has infinity, so every scaling gives it the frequency 0. The
+        expression is the one in transformers, so every table built from it has the same bits.
         """
         import torch  # noqa: PLC0415  # planning needs no tables
 
-        exponent_P = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim
-        return self.rope_theta**exponent_P
+        # The power is taken of these pairs only, because a vector's end has other last bits.
+        exponents = torch.arange(0, 2 * self.num_rotating, 2, dtype=torch.float32)
+        tokens = self.rope_theta ** (exponents / self.rotary_dim)
+        if self.num_turning is None:
+            return tokens
+        return torch.cat((tokens, tokens.new_full((self.num_pairs - len(tokens),), torch.inf)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,13 +20,17 @@ from rope.yarn import Yarn
 
 _MAX_FACTOR = 65_536.0  # above any practical factor; keeps ceilings and tier lists finite
 _REFUSED = {
-    "proportional": "rope_type 'proportional' is not supported yet",
-    "mrope": "multimodal rotary embeddings ('mrope') are not supported yet",
-    "mrope_section": "multimodal rotary embeddings (mrope_section) are not supported yet",
+    "proportional": "'proportional' says which pairs of a checkpoint rotate, and is no scaling; "
+    "leave rope_type out, or name a method",
+    "mrope": "'mrope' says how a checkpoint numbers images, and is no scaling; leave rope_type "
+    "out, or name a method",
 }
 # These fields describe the model of the block, not the scaling. parse_method compares the base.
 # Callers that know the head's width compare partial_rotary_factor.
-_GENERAL_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "use_logn_attn"}
+_GENERAL_FIELDS = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "use_logn_attn"),
+    *("mrope_section", "mrope_interleaved"),
+}
 _SCALING_FIELDS: dict[str, set[str]] = {
     "default": {"original_max_position_embeddings"},
     "linear": {"factor", "original_max_position_embeddings"},
@@ -83,6 +87,7 @@ def parse_method(
     rope_type = rope_type_of(block)
     _refuse_unknown_fields(block, rope_type)
     _refuse_another_model(block, rotary)
+    _check_sections(block, rotary)
     length = _positive_int(block, "original_max_position_embeddings", native_len)
     use_logn_attn = _boolean(block, "use_logn_attn", default=False)
     if rope_type == "default":
@@ -114,8 +119,6 @@ def _refuse_unknown_fields(block: Mapping[str, Any], rope_type: str) -> None:
     for field, value in block.items():
         if field in accepted or value is None:
             continue
-        if field in _REFUSED:
-            raise RopeConfigError(field, _REFUSED[field])
         names = ", ".join(sorted(accepted))
         raise RopeConfigError(field, f"is not a field of rope_type {rope_type!r} ({names})")
 
@@ -127,6 +130,28 @@ def _refuse_another_model(block: Mapping[str, Any], rotary: Rotary) -> None:
             "rope_theta",
             f"is {theta:g}, but the model was trained with {rotary.rope_theta:g}; to stretch the "
             "base use rope_type 'ntk'",
+        )
+
+
+def _check_sections(block: Mapping[str, Any], rotary: Rotary) -> None:
+    """Check multimodal sections (Qwen2-VL, arXiv 2409.12191), which text does not need.
+
+    A section of pairs has the position of a token in time, height or width. The three are equal for
+    text, so every order of the sections is the plain rotation.
+    """
+    _boolean(block, "mrope_interleaved", default=False)
+    sections = block.get("mrope_section")
+    if sections is None:
+        return
+    counts = sections if isinstance(sections, list | tuple) else [None]
+    if not all(type(each) is int and each >= 0 for each in counts):
+        raise RopeConfigError(
+            "mrope_section", f"must be a list of numbers of pairs, got {sections!r}"
+        )
+    if sum(counts) != rotary.num_pairs:
+        raise RopeConfigError(
+            "mrope_section",
+            f"must add up to the {rotary.num_pairs} pairs of the model, got {sections!r}",
         )
 
 

@@ -15,6 +15,10 @@ from rope.from_config import Method, parse_method, rope_type_of
 ALL_LAYERS = "all"
 # If tables differ by layer type, a deployment scales these layers only (design, section 2).
 _SCALED_LAYER_TYPE = "full_attention"
+_PROPORTIONAL = "proportional"
+# These fields of a checkpoint's block describe its model. The temperature by position is computed
+# by the model itself (Ministral 3), from the positions that a step gives it.
+_MODEL_FIELDS = ("max_position_embeddings", "llama_4_scaling_beta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +65,15 @@ def native_rope(config: Mapping[str, Any]) -> NativeRope:
         raise RopeConfigError(
             "max_position_embeddings", f"must be an integer >= 1, got {max_len!r}"
         )
+    _refuse_dual_chunk(config, max_len)
     blocks = _blocks_by_layer_type(config)
-    if len(blocks) > 1 and _SCALED_LAYER_TYPE not in blocks:
+    if not {ALL_LAYERS, _SCALED_LAYER_TYPE} & set(blocks):
         raise RopeConfigError(
             "rope_parameters", f"has layer types {sorted(blocks)}, none is {_SCALED_LAYER_TYPE}"
         )
-    methods = {
-        name: _native_method(block, config, max_len, nested=len(blocks) > 1)
-        for name, block in blocks.items()
-    }
+    methods = {name: _native_method(name, block, config, max_len) for name, block in blocks.items()}
     tables = {
-        name: NativeTable(_rotary(blocks[name], config), method.scaling)
+        name: NativeTable(_rotary(name, blocks[name], config), method.scaling)
         for name, method in methods.items()
     }
     scaled = ALL_LAYERS if ALL_LAYERS in methods else _SCALED_LAYER_TYPE
@@ -81,38 +83,121 @@ def native_rope(config: Mapping[str, Any]) -> NativeRope:
     return NativeRope(tables, native_len, methods[scaled], share)
 
 
+def _refuse_dual_chunk(config: Mapping[str, Any], max_len: int) -> None:
+    """Refuse a config with Dual Chunk Attention (arXiv 2402.17463), as Qwen2.5-7B-Instruct-1M has.
+
+    Such a checkpoint was trained for the block's original_max_position_embeddings. It reaches
+    max_position_embeddings by positions that repeat in chunks, which plain rotation does not do.
+    """
+    block = config.get("dual_chunk_attention_config")
+    if block is None:
+        return
+    trained = block.get("original_max_position_embeddings") if isinstance(block, Mapping) else None
+    trained_for = f"the checkpoint was trained for {trained} tokens and " if trained else "it "
+    raise RopeConfigError(
+        "dual_chunk_attention_config",
+        f"is Dual Chunk Attention, which is not served yet; {trained_for}reaches its "
+        f"max_position_embeddings ({max_len}) only with that method",
+    )
+
+
 def _original_len(block: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
     """Return the length before scaling, if the checkpoint gives one."""
-    if rope_type_of(block) not in ("yarn", "llama3", "longrope"):
+    if _scaling_type(block) not in ("yarn", "llama3", "longrope"):
         return None  # the others act on max_position_embeddings
     # Phi-3 has it beside the block, and that value takes precedence (as in transformers).
     outside = config.get("original_max_position_embeddings")
     return outside or block.get("original_max_position_embeddings")
 
 
+def _stated_type(block: Mapping[str, Any]) -> Any:
+    """Return the type in the block, whatever it is. Raises RopeConfigError for two."""
+    names = {block[key] for key in ("rope_type", "type") if isinstance(block.get(key), str)}
+    return names.pop() if len(names) == 1 else rope_type_of(block)
+
+
+def _scaling_type(block: Mapping[str, Any]) -> str:
+    """Return the type of the block's scaling; two types of checkpoints are no scaling.
+
+    `mrope` numbers the parts of an image, and text has plain positions (transformers reads it as
+    `default`). `proportional` says which pairs rotate (`_rotary`), and may have a factor as
+    `linear` has it.
+    """
+    name = _stated_type(block)
+    if name == "mrope":
+        return "default"
+    if name == _PROPORTIONAL:
+        return "default" if block.get("factor") is None else "linear"
+    return rope_type_of(block)
+
+
 def _native_method(
-    block: Mapping[str, Any], config: Mapping[str, Any], max_len: int, *, nested: bool
+    layer_type: str, block: Mapping[str, Any], config: Mapping[str, Any], max_len: int
 ) -> Method:
-    if nested and block.get("truncate") is not None:
+    if layer_type != ALL_LAYERS and block.get("truncate") is not None:
         raise RopeConfigError(
             "truncate", "inside a per-layer-type block is ignored by transformers, so refused here"
         )
     # If a method acts on max_position_embeddings, transformers does not read the other length.
     original = _original_len(block, config)
-    block = {**block, "original_max_position_embeddings": original}
-    return parse_method(block, _rotary(block, config), max_len, served_len=max_len)
+    scaling = {**block, "original_max_position_embeddings": original, "type": None}
+    scaling["rope_type"] = _scaling_type(block)
+    for field in _MODEL_FIELDS:
+        scaling.pop(field, None)
+    _check_model_fields(block, max_len)
+    return parse_method(scaling, _rotary(layer_type, block, config), max_len, served_len=max_len)
 
 
-def _rotary(block: Mapping[str, Any], config: Mapping[str, Any]) -> Rotary:
+def _check_model_fields(block: Mapping[str, Any], max_len: int) -> None:
+    """Check the fields of a checkpoint's block that describe its model."""
+    repeated = block.get("max_position_embeddings", max_len)
+    if repeated != max_len:
+        raise RopeConfigError(
+            "max_position_embeddings", f"is {max_len} beside the block, and {repeated!r} in it"
+        )
+    beta = block.get("llama_4_scaling_beta")
+    if beta is not None and (isinstance(beta, bool) or not isinstance(beta, int | float)):
+        raise RopeConfigError("llama_4_scaling_beta", f"must be a number, got {beta!r}")
+
+
+def _rotary(layer_type: str, block: Mapping[str, Any], config: Mapping[str, Any]) -> Rotary:
     theta = block.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    head_dim = config.get("head_dim")
-    head_dim = head_dim or config["hidden_size"] // config["num_attention_heads"]
-    rotary_dim = int(head_dim * _rotated_share(block, config))
+    head_dim = _head_dim(layer_type, config)
+    share = _rotated_share(block, config)
+    if _stated_type(block) == _PROPORTIONAL:
+        rotary_dim, num_turning = head_dim, int(share * head_dim // 2)
+    else:
+        rotary_dim, num_turning = int(head_dim * share), None
     if rotary_dim < 4 or rotary_dim % 2:
         raise RopeConfigError(
             "head_dim", f"gives {rotary_dim} rotary dimensions; even, >= 4 needed"
         )
-    return Rotary(rotary_dim, float(theta))
+    if num_turning is not None and not 2 <= num_turning <= rotary_dim // 2:
+        raise RopeConfigError(
+            "partial_rotary_factor",
+            f"is {share:g}, which rotates {num_turning} of {rotary_dim // 2} pairs; at least 2 and "
+            "at most all needed",
+        )
+    return Rotary(rotary_dim, float(theta), num_turning)
+
+
+def _head_dim(layer_type: str, config: Mapping[str, Any]) -> int:
+    """Return the width of a head in the layers of a type; layers may state their own (Gemma 4)."""
+    common = config.get("head_dim")
+    common = common or config["hidden_size"] // config["num_attention_heads"]
+    of_layers = {int(key): each for key, each in (config.get("per_layer_config") or {}).items()}
+    types = config.get("layer_types") or []
+    widths = {
+        of_layers.get(index, {}).get("head_dim") or common
+        for index in (range(len(types)) if types else of_layers)
+        if layer_type == ALL_LAYERS or types[index] == layer_type
+    } or {common}
+    if len(widths) > 1:
+        raise RopeConfigError(
+            "per_layer_config", f"gives {layer_type} layers heads of {sorted(widths)} dimensions"
+        )
+    width: int = widths.pop()
+    return width
 
 
 def _rotated_share(block: Mapping[str, Any], config: Mapping[str, Any]) -> float:

@@ -15,8 +15,13 @@ def _with_base(rotary: Rotary, rope_theta: float) -> Frequencies:
 
 
 def _base_exponent(rotary: Rotary) -> float:
-    """Return d / (d - 2), which makes the slowest pair rotate exactly `factor` times slower."""
-    return rotary.rotary_dim / (rotary.rotary_dim - 2)
+    """Return the power of `factor` by which the slowest pair rotates exactly `factor` times slower.
+
+    It is d / (d - 2) if all pairs rotate, in the operations of transformers.
+    """
+    if rotary.num_turning is None:
+        return rotary.rotary_dim / (rotary.rotary_dim - 2)
+    return rotary.rotary_dim / (2 * rotary.num_turning - 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -38,6 +39,16 @@ class AttentionCall:
     sinks_H: Tensor | None  # one more logit per head, without a value
 
 
+class StepMissingError(ModelError):
+    """A layer that calls its attention without the step (see carry_step.py)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.attention = type(module)
+        super().__init__(
+            f"{self.attention.__name__} does not pass keyword arguments to its attention"
+        )
+
+
 class Step(Protocol):
     """The object in the keyword, which computes each layer's call."""
 
@@ -53,8 +64,28 @@ class LayerPlan:
     key_dim: int
     value_dim: int
     layer_type: str | None  # selects the table; None: this layer does not rotate
-    rotary_dim: int  # leading dimensions that rotate
+    rotary_dim: int  # dimensions that rotate; the first ones in the cache
     interleaved: bool  # pairs are (2i, 2i + 1) in the model, (i, i + P) in the cache
+    rotary_start: int = 0  # the first dimension that rotates in the model
+
+    @property
+    def has_cache_order(self) -> bool:
+        """Return whether the model's dimensions have the order of the cache."""
+        return not (self.interleaved or self.rotary_start)
+
+    def in_cache_order(self, x_D: Tensor) -> Tensor:
+        """Return queries or keys [..., D] in the cache's order.
+
+        The rotated dimensions are first, in half-split pairs. A score stays the same if query and
+        key are reordered in the same way.
+        """
+        if self.rotary_start:
+            end = self.rotary_start + self.rotary_dim
+            parts = (x_D[..., self.rotary_start : end], x_D[..., : self.rotary_start])
+            x_D = torch.cat((*parts, x_D[..., end:]), dim=-1)
+        if self.interleaved:
+            x_D = half_split_from_interleaved(x_D, self.rotary_dim)
+        return x_D
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +141,8 @@ class PagedStep:
         """Write this step's keys and values."""
         plan = self.plans[layer_idx]
         key_TKD = call.key_1KTD[0].transpose(0, 1)
-        if plan.interleaved:
-            key_TKD = half_split_from_interleaved(key_TKD, plan.rotary_dim)
+        if not plan.has_cache_order:
+            key_TKD = plan.in_cache_order(key_TKD)
         value_TKV = call.value_1KTV[0].transpose(0, 1)
         self.backend.write(*self.store.pages(layer_idx), key_TKD, value_TKV)
 
@@ -120,8 +151,8 @@ class PagedStep:
         self.write(layer_idx, call)
         plan = self.plans[layer_idx]
         query_THD = call.query_1HTD[0].transpose(0, 1)
-        if plan.interleaved:
-            query_THD = half_split_from_interleaved(query_THD, plan.rotary_dim)
+        if not plan.has_cache_order:
+            query_THD = plan.in_cache_order(query_THD)
         read = LayerRead(
             query_THD,
             *self.store.pages(layer_idx),
@@ -145,9 +176,7 @@ def paged_attention(
     """Compute a layer's attention, with transformers' signature, by the step in the arguments."""
     step: Step | None = arguments.get(STEP)
     if step is None:
-        raise ModelError(
-            f"{type(module).__name__} does not pass keyword arguments to its attention"
-        )
+        raise StepMissingError(module)
     scaling = arguments.get("scaling")
     call = AttentionCall(
         query,

@@ -56,12 +56,13 @@ class PrunedStep:
         """Return the attention's output, [1, T, H, V]; in the last layer [1, R, H, V]."""
         if self._is_written:
             # Checked before the cache is written, because a compiled kernel would write rows
-            # without tokens.
-            num_rows = call.query_1HTD.shape[2]
-            if layer_idx != self.last_layer or num_rows != len(self.rows_R):
+            # without tokens. Gemma 4's last layers reuse the keys of an earlier one, for all rows.
+            num_rows, num_keys = call.query_1HTD.shape[2], call.key_1KTD.shape[2]
+            expected = len(self.rows_R)
+            if layer_idx != self.last_layer or {num_rows, num_keys} != {expected}:
                 raise ModelError(
-                    f"layer {layer_idx} reads {num_rows} rows. Expected: layer "
-                    f"{self.last_layer}, {len(self.rows_R)} rows"
+                    f"layer {layer_idx} reads {num_rows} rows and writes {num_keys}. Expected: "
+                    f"layer {self.last_layer}, {expected} rows"
                 )
             return self.pruned.attend(layer_idx, call)
         if layer_idx != self.last_layer:

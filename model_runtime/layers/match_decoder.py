@@ -102,7 +102,7 @@ def _match_layer(
         and isinstance(projections[0].product, PackedProduct)
         and isinstance(output, PackedLinear)
         and isinstance(block, GatedMlp)
-        and not plan.interleaved
+        and plan.has_cache_order
         and call.sliding_window is None
         and call.softcap is None
         and call.sinks_H is None

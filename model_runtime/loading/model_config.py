@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from model_runtime.errors import ModelError
 from model_runtime.gguf.locate import find_gguf
+from model_runtime.loading.config_values import refuse_unserved_attention, text_values
 from model_runtime.loading.plain_config import (
     PlainDevice,
     PlainNumberType,
@@ -60,26 +61,27 @@ class ModelConfig:
 
     def native(self) -> NativeRope:
         """Return its rotary tables. Raises ModelError."""
+        values = text_values(self.config)
+        refuse_unserved_attention(self.architecture, values)
         try:
-            return native_rope(self._text_config.to_dict())
+            return native_rope(values)
         except RopeConfigError as error:
             raise ModelError(f"{self.architecture}: {error}") from error
 
     def layers(self) -> Mapping[int, KVShape]:
         """Return the config's cache shapes by layer index. Raises ModelError if they are absent.
 
-        Probing the loaded model finds the same shapes for every architecture in docs/models.md.
-        Another architecture may have different shapes in some layers. For it the result is wrong
-        until the model is loaded.
+        Probing the loaded model finds the same shapes for the architectures in docs/models.md, but
+        for JetMoE and MiMo V2. Another architecture may have different shapes in some layers, too.
+        For it the result is wrong until the model is loaded.
         """
-        num_heads = self._number("num_attention_heads")
-        num_key_heads = num_heads
-        if getattr(self._text_config, "num_key_value_heads", None) is not None:
-            num_key_heads = self._number("num_key_value_heads")
-        head_dim = getattr(self._text_config, "head_dim", None)
-        head_dim = head_dim or self._number("hidden_size") // num_heads
-        shape = KVShape(num_key_heads, head_dim, head_dim)
-        return dict.fromkeys(range(self._number("num_hidden_layers")), shape)
+        values = text_values(self.config)
+        # Only layers that differ from the others are here (Gemma 4).
+        own = {int(key): each for key, each in (values.get("per_layer_config") or {}).items()}
+        return {
+            index: self._shape({**values, **own.get(index, {})})
+            for index in range(self._number("num_hidden_layers", values))
+        }
 
     def num_parameters(self) -> int | None:
         """Return the number of parameters in the weight files; None without such files."""
@@ -118,8 +120,23 @@ class ModelConfig:
             return 0
         return self._number("vocab_size") * self._number("hidden_size") * self.dtype.itemsize
 
-    def _number(self, name: str) -> int:
-        value = getattr(self._text_config, name, None)
+    def _shape(self, values: Mapping[str, Any]) -> KVShape:
+        """Return the cache's shape of one layer with these values of the config."""
+        num_heads = self._number("num_attention_heads", values)
+        if values.get("kv_lora_rank"):
+            # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) is cached by its heads.
+            key_dim = self._number("qk_nope_head_dim", values)
+            key_dim += self._number("qk_rope_head_dim", values)
+            return KVShape(num_heads, key_dim, self._number("v_head_dim", values))
+        num_key_heads = num_heads
+        if values.get("num_key_value_heads") is not None:
+            num_key_heads = self._number("num_key_value_heads", values)
+        head_dim = values.get("head_dim")
+        head_dim = head_dim or self._number("hidden_size", values) // num_heads
+        return KVShape(num_key_heads, head_dim, values.get("v_head_dim") or head_dim)
+
+    def _number(self, name: str, values: Mapping[str, Any] | None = None) -> int:
+        value = getattr(self._text_config, name, None) if values is None else values.get(name)
         if not isinstance(value, int):
             raise ModelError(f"{self.architecture}: the config's {name} is not one number")
         return value

@@ -13,6 +13,7 @@ Shapes: H = query heads, K = key heads, T = tokens of the probe, D = key dimensi
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,38 +27,61 @@ from model_runtime.attention.paged_attention import (
 from model_runtime.errors import ModelError
 from model_runtime.layers.probe import are_equal, recorded_calls, text_config
 from model_runtime.layers.skip_rotation import restore_rotation, spare_rotation
-from rope import ALL_LAYERS, NativeRope, RopeConfigError, half_split_from_interleaved, native_rope
+from model_runtime.loading.carry_step import with_step_carried
+from model_runtime.loading.config_values import refuse_unserved_attention, text_values
+from rope import ALL_LAYERS, NativeRope, RopeConfigError, native_rope
 
 
 class IdentityRotary(nn.Module):
-    """A replacement for a rotary module that returns cos = 1, sin = 0 in the original shape."""
+    """A replacement for a rotary module that returns cos = 1, sin = 0 in the original shape.
+
+    A module that returns complex numbers (DeepSeek-V2) is replaced by one that returns
+    cos + i sin. Other attributes are the original's: Granite SWA asks a module for its base.
+    """
 
     def __init__(self, original: nn.Module, layer_types: tuple[str, ...], hidden_size: int) -> None:
         super().__init__()
         self.constants = dict.fromkeys(layer_types, (1.0, 0.0))  # layer type -> (cos, sin)
+        self._original = (original,)  # in a tuple, so that it is no module of the model
         example = torch.zeros(1, 1, hidden_size)
-        self._widths = {
-            name: _table_width(original, example, None if name == ALL_LAYERS else name)
+        tables = {
+            name: _example_table(original, example, None if name == ALL_LAYERS else name)
             for name in layer_types
         }
+        self._widths = {name: table.shape[-1] for name, table in tables.items()}
+        self._is_complex = any(table.is_complex() for table in tables.values())
 
     def forward(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [1, T, width], constant at all positions."""
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """Return cos and sin [1, T, width], constant at all positions; or one complex tensor."""
         name = layer_type or ALL_LAYERS
-        cos, sin = self.constants[name]
         shape = (1, position_ids.shape[-1], self._widths[name])
+        if self._is_complex:
+            number = torch.full((1, 1, 1), complex(*self.constants[name]), device=x.device)
+            return number.expand(shape)
+        cos, sin = self.constants[name]
         return x.new_full((1, 1, 1), cos).expand(shape), x.new_full((1, 1, 1), sin).expand(shape)
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_original":
+                raise
+            return getattr(self._original[0], name)
 
-def _table_width(original: nn.Module, example: Tensor, layer_type: str | None) -> int:
+
+def _example_table(original: nn.Module, example: Tensor, layer_type: str | None) -> Tensor:
+    """Return the cosines of one position, or its complex numbers."""
     arguments = () if layer_type is None else (layer_type,)
     tables = original(example, torch.zeros(1, 1, dtype=torch.long), *arguments)
+    if isinstance(tables, Tensor) and tables.is_complex():
+        return tables
     if not (isinstance(tables, tuple) and len(tables) == 2 and tables[0].shape == tables[1].shape):
         raise ModelError(f"{type(original).__name__} does not answer with a cosine and a sine")
-    width: int = tables[0].shape[-1]
-    return width
+    cosines: Tensor = tables[0]
+    return cosines
 
 
 def rotary_modules(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
@@ -84,8 +108,10 @@ def read_native_rope(model: nn.Module) -> NativeRope:
     modules = rotary_modules(model)
     if not modules:
         raise ModelError(f"{name} has no rotary position embeddings that can be patched")
+    values = text_values(model.config)
+    refuse_unserved_attention(name, values)
     try:
-        native = native_rope(text_config(model).to_dict())
+        native = native_rope(values)
     except RopeConfigError as error:
         raise ModelError(f"{name}: {error}") from error
     for module, types in modules.values():
@@ -126,13 +152,28 @@ def patch_model(model: nn.Module, native: NativeRope) -> Mapping[int, LayerPlan]
         raise ModelError(f"{type(model).__name__} cannot change its attention: {error}") from error
     plans = _probe(model, rotaries, native)
     _spare_rotation(model, plans)
+    _check_temperature(model)
     return plans
+
+
+def _check_temperature(model: nn.Module) -> None:
+    """Raise ModelError if a temperature by position is stated and the model has none."""
+    block: Any = getattr(text_config(model), "rope_parameters", None) or {}
+    beta = block.get("llama_4_scaling_beta")
+    if beta:
+        # The temperature rises at every multiple of the trained length.
+        beyond = recorded_calls(model, block["original_max_position_embeddings"])
+        if any(are_equal(call, beyond[index]) for index, call in recorded_calls(model).items()):
+            raise ModelError(
+                f"{type(model).__name__}: llama_4_scaling_beta: is {beta}, but queries are the "
+                "same at every position"
+            )
 
 
 def _probe(
     model: nn.Module, rotaries: list[IdentityRotary], native: NativeRope
 ) -> dict[int, LayerPlan]:
-    unturned = recorded_calls(model)
+    unturned = with_step_carried(model, lambda: recorded_calls(model))
     types = sorted({name for rotary in rotaries for name in rotary.constants})
     plans: dict[int, LayerPlan] = {}
     for layer_type in types:
@@ -161,41 +202,38 @@ def _plan(
     query_HTD, key_KTD = unturned.query_1HTD[0], unturned.key_1KTD[0]
     num_key_heads, _, key_dim = key_KTD.shape
     value_dim = unturned.value_1KTV.shape[-1]
-    rotary_dim = _zeroed_width(index, query_HTD, zeroed.query_1HTD[0])
-    if rotary_dim != _zeroed_width(index, key_KTD, zeroed.key_1KTD[0]):
-        raise ModelError(f"layer {index} rotates queries and keys over different widths")
+    start, rotary_dim = _zeroed_range(index, query_HTD, zeroed.query_1HTD[0])
+    if (start, rotary_dim) != _zeroed_range(index, key_KTD, zeroed.key_1KTD[0]):
+        raise ModelError(f"layer {index} rotates queries and keys over different dimensions")
     if rotary_dim == 0:
         return LayerPlan(num_key_heads, key_dim, value_dim, None, 0, interleaved=False)
+    shape = num_key_heads, key_dim, value_dim, layer_type, rotary_dim
+    pairs = (query_HTD, turned.query_1HTD[0]), (key_KTD, turned.key_1KTD[0])
     for interleaved in (False, True):
-        pairs = [
-            (query_HTD, turned.query_1HTD[0]),
-            (key_KTD, turned.key_1KTD[0]),
-        ]
-        if all(_is_quarter_turn(*pair, rotary_dim, interleaved=interleaved) for pair in pairs):
-            return LayerPlan(
-                num_key_heads, key_dim, value_dim, layer_type, rotary_dim, interleaved=interleaved
-            )
-    raise ModelError(f"layer {index} pairs its rotary dimensions in a way that is not known")
+        plan = LayerPlan(*shape, interleaved, start)
+        if all(_is_quarter_turn(*pair, plan) for pair in pairs):
+            return plan
+    raise ModelError(
+        f"layer {index} pairs its rotary dimensions in a way that is not known, or changes them "
+        "after it has rotated them"
+    )
 
 
-def _zeroed_width(index: int, plain_XTD: Tensor, zeroed_XTD: Tensor) -> int:
-    """Return the number of leading dimensions that are zero with cos = sin = 0."""
+def _zeroed_range(index: int, plain_XTD: Tensor, zeroed_XTD: Tensor) -> tuple[int, int]:
+    """Return the first dimension that is zero with cos = sin = 0, and the number of them."""
     is_zero_D = (zeroed_XTD == 0).flatten(0, 1).all(0) & (plain_XTD != 0).flatten(0, 1).any(0)
-    width = int(is_zero_D.sum())
-    if not bool(is_zero_D[:width].all()):
-        raise ModelError(f"layer {index} rotates dimensions that are not its first ones")
-    return width
+    zeroed = is_zero_D.nonzero().flatten().tolist()
+    if zeroed and zeroed[-1] - zeroed[0] + 1 != len(zeroed):
+        raise ModelError(f"layer {index} rotates dimensions that are not beside each other")
+    return (zeroed[0], len(zeroed)) if zeroed else (0, 0)
 
 
-def _is_quarter_turn(
-    plain_XTD: Tensor, turned_XTD: Tensor, rotary_dim: int, *, interleaved: bool
-) -> bool:
-    """Return whether (a, b) became (-b, a) in every pair of this pairing."""
-    if interleaved:
-        plain_XTD = half_split_from_interleaved(plain_XTD, rotary_dim)
-        turned_XTD = half_split_from_interleaved(turned_XTD, rotary_dim)
-    first, second = plain_XTD[..., :rotary_dim].chunk(2, dim=-1)
-    return torch.equal(turned_XTD[..., :rotary_dim], torch.cat((-second, first), dim=-1))
+def _is_quarter_turn(plain_XTD: Tensor, turned_XTD: Tensor, plan: LayerPlan) -> bool:
+    """Return whether (a, b) became (-b, a) in every pair of the plan."""
+    plain_XTD, turned_XTD = plan.in_cache_order(plain_XTD), plan.in_cache_order(turned_XTD)
+    first, second = plain_XTD[..., : plan.rotary_dim].chunk(2, dim=-1)
+    expected_XTD = torch.cat((-second, first), dim=-1)
+    return torch.equal(turned_XTD[..., : plan.rotary_dim], expected_XTD)
 
 
 def _check_width(plan: LayerPlan, native: NativeRope) -> None:

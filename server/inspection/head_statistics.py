@@ -17,7 +17,7 @@ from model_runtime.batch import Span, build_batch
 from model_runtime.cache.rope_tables import RopeTables
 from model_runtime.errors import ModelError
 from model_runtime.loading.checkpoint import Checkpoint
-from rope import Moments, build_tiers, half_split_from_interleaved
+from rope import Moments, build_tiers
 from server.inspection.layer_statistics import LayerStatistics
 
 _PAGE_SIZE = 16
@@ -57,10 +57,8 @@ class _Watch:
         """Add up the selected layers' queries and keys, and return the inner step's output."""
         if layer_idx in self._query:
             plan = self._plans[layer_idx]
-            query_HTD, key_KTD = call.query_1HTD[0], call.key_1KTD[0]
-            if plan.interleaved:
-                query_HTD = half_split_from_interleaved(query_HTD, plan.rotary_dim)
-                key_KTD = half_split_from_interleaved(key_KTD, plan.rotary_dim)
+            query_HTD = plan.in_cache_order(call.query_1HTD[0])
+            key_KTD = plan.in_cache_order(call.key_1KTD[0])
             self._query[layer_idx].add(query_HTD)
             self._key[layer_idx].add(key_KTD)
             self._calls[layer_idx] = call

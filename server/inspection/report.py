@@ -2,8 +2,10 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +178,8 @@ def _tier_table(tier: Tier, native: NativeRope) -> TierTable:
     untouched_P = table.frequencies().inv_freq_P.double()
     scaled = table.frequencies(tier.profile.scaling)
     pairs = []
-    for untouched, own in zip(
-        untouched_P.tolist(), scaled.inv_freq_P.double().tolist(), strict=True
-    ):
+    both_P = zip(untouched_P.tolist(), scaled.inv_freq_P.double().tolist(), strict=True)
+    for untouched, own in islice(both_P, table.rotary.num_rotating):
         ratio = untouched / own
         pairs.append(PairInTier(2 * math.pi / own, ratio, _state(ratio, tier.factor)))
     return TierTable(
@@ -198,14 +199,20 @@ def _state(ratio: float, factor: float) -> str:
 
 def _model_lines(outline: ModelConfig, native: NativeRope, costs: Costs) -> list[str]:
     layers = outline.layers()
-    shape = layers[0]
+    rotary = native.rotary
+    standing = rotary.num_pairs - rotary.num_rotating
+    still = f" and {standing} that stand still" if standing else ""
+    shapes = " + ".join(
+        f"{count} layer{'s' if count > 1 else ''} x {shape.num_key_heads} heads x "
+        f"({shape.key_dim} + {shape.value_dim})"
+        for shape, count in Counter(layers.values()).items()
+    )
     dtype = str(outline.dtype).removeprefix("torch.")
     lines = [
         f"model            {outline.architecture}, {dtype} on {outline.device}",
-        f"rotary           {native.rotary.num_pairs} pairs, base {native.rotary.rope_theta:g}, "
+        f"rotary           {rotary.num_rotating} pairs{still}, base {rotary.rope_theta:g}, "
         f"trained as {native.method.scaling.rope_type} for {native.native_len} tokens",
-        f"cache            {costs.kv_bytes_per_token} bytes a token: {len(layers)} layers x "
-        f"{shape.num_key_heads} heads x ({shape.key_dim} + {shape.value_dim}) in {dtype}",
+        f"cache            {costs.kv_bytes_per_token} bytes a token: {shapes} in {dtype}",
     ]
     others = sorted(set(native.tables) - {native.scaled_layer_type})
     if others:
@@ -231,7 +238,7 @@ def _table_lines(
         f"{'pair':>4}  {'native':>12}  {'turns in L':>10}  {head}",
         f"{'attention factor':>30}  {logit}",
     ]
-    for pair, frequency in enumerate(untouched.tolist()):
+    for pair, frequency in enumerate(untouched.tolist()[: native.rotary.num_rotating]):
         wavelength = 2 * math.pi / frequency
         cells = "  ".join(
             f"{table.pairs[pair].wavelength:.4g} {table.pairs[pair].state[0]}".rjust(width)

@@ -23,7 +23,7 @@ from model_runtime.batch import Batch
 from model_runtime.cache.rope_tables import LayerTables, RopeTables
 from model_runtime.layers.last_layer import WritingStep
 from model_runtime.runner.model_runner import ModelRunner
-from rope import Angles, half_split_from_interleaved, rotate
+from rope import Angles, rotate
 
 
 class StaleKeyRunner(ModelRunner):
@@ -97,9 +97,7 @@ def _turn(tables: LayerTables, batch: Batch) -> _Turn:
 
 def _rotated(x_1HTD: Tensor, plan: LayerPlan, turn: _Turn, scale_T11: Tensor) -> Tensor:
     """Return [1, H, T, D] rotated, in half-split order, in the input's dtype."""
-    x_THD = x_1HTD[0].transpose(0, 1).float()
-    if plan.interleaved:
-        x_THD = half_split_from_interleaved(x_THD, plan.rotary_dim)
+    x_THD = plan.in_cache_order(x_1HTD[0].transpose(0, 1).float())
     x_THD = rotate(x_THD, turn.angles_T1P)
     num_rotated = 2 * turn.angles_T1P.cos.shape[-1]
     # The factor applies to cosines and sines, so dimensions without rotation do not have it.

@@ -5,7 +5,19 @@ import math
 import pytest
 import torch
 
-from rope import NTK, Linear, Llama3, Rotary, Yarn, logn_scale, rotate
+from rope import (
+    NTK,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRope,
+    Rotary,
+    Scaling,
+    Unscaled,
+    Yarn,
+    logn_scale,
+    rotate,
+)
 from rope.angles import Angles
 
 
@@ -92,3 +104,42 @@ def test_rotation_preserves_length_and_depends_on_the_distance_only() -> None:
     scores = [rotate(query, at(m)) @ rotate(key, at(m - 7)) for m in (7, 50, 1000)]
     assert float(rotate(query, at(123)).norm()) == pytest.approx(float(query.norm()))
     assert scores[1:] == [pytest.approx(float(scores[0]))] * 2
+
+
+TRAINED = {"original_max_position_embeddings": 256}
+LISTS = {"short_factor": (1.0,) * 32, "long_factor": (1.5,) * 32}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        Linear(factor=8.0),
+        NTK(factor=8.0),
+        DynamicNTK(factor=2.0, num_tokens=1024, **TRAINED),
+        Yarn(factor=8.0, **TRAINED),
+        Llama3(factor=8.0, **TRAINED),
+        LongRope(factor=8.0, num_tokens=512, **TRAINED, **LISTS),
+    ],
+    ids=lambda each: each.rope_type,
+)
+def test_scaling_leaves_pairs_that_stand_still(scaling: Scaling) -> None:
+    """Gemma 4 rotates the first pairs of a wide head; a method stretches those alone."""
+    rotary = Rotary(64, 10_000.0, num_turning=20)
+    native_P = Unscaled().frequencies(rotary).inv_freq_P
+    whole_P = Unscaled().frequencies(Rotary(64, 10_000.0)).inv_freq_P
+    assert torch.equal(native_P[:20], whole_P[:20])
+    assert not native_P[20:].any()
+    scaled_P = scaling.frequencies(rotary).inv_freq_P
+    assert not scaled_P[20:].any()
+    assert bool((scaled_P[:20] > 0).all())
+    assert bool((scaled_P[:20] <= native_P[:20]).all())
+    assert float(scaled_P[19]) < float(native_P[19])
+
+
+def test_ntk_slows_the_slowest_pair_that_rotates_by_the_factor() -> None:
+    """The pairs behind it stand still and have no speed to divide."""
+    rotary = Rotary(512, 1e6, num_turning=64)
+    native = Unscaled().frequencies(rotary).inv_freq_P
+    scaled = NTK(factor=8.0).frequencies(rotary).inv_freq_P
+    assert scaled[0] == native[0] == 1.0
+    assert float(native[63] / scaled[63]) == pytest.approx(8.0, rel=1e-5)

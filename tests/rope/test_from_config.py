@@ -80,8 +80,12 @@ CONFIG = {"max_position_embeddings": 4096, "hidden_size": 64, "num_attention_hea
             "short_factor",
             "must have 8 numbers, one a pair; got 7",
         ),
-        ({"rope_type": "proportional"}, "rope_type", "not supported yet"),
-        ({"rope_type": "default", "mrope_section": [1, 2]}, "mrope_section", "not supported yet"),
+        ({"rope_type": "proportional"}, "rope_type", "is no scaling; leave rope_type out"),
+        ({"rope_type": "mrope"}, "rope_type", "is no scaling; leave rope_type out"),
+        ({"mrope_section": [1, 2]}, "mrope_section", r"add up to the 8 pairs.*got \[1, 2\]"),
+        ({"mrope_section": 8}, "mrope_section", "must be a list of numbers of pairs, got 8"),
+        ({"mrope_section": [True, 7]}, "mrope_section", "must be a list of numbers of pairs"),
+        ({"mrope_interleaved": 1}, "mrope_interleaved", "must be true or false, got 1"),
         (
             {"rope_type": "yarn", "factor": 4, "rope_theta": 5e5},
             "rope_theta",
@@ -117,6 +121,36 @@ def test_logn_is_a_switch_on_any_method() -> None:
     method = parse_method(block, ROTARY, 4096)
     assert method.use_logn_attn
     assert isinstance(method.scaling, DynamicNTK)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (
+            {
+                "chunk_size": 262_144,
+                "local_size": 8192,
+                "original_max_position_embeddings": 262_144,
+            },
+            r"not served yet; the checkpoint was trained for 262144 tokens and reaches its "
+            r"max_position_embeddings \(1010000\) only with that method",
+        ),
+        ({}, r"not served yet; it reaches its max_position_embeddings \(1010000\)"),
+        ([1], r"not served yet; it reaches its max_position_embeddings \(1010000\)"),
+    ],
+)
+def test_dual_chunk_attention_is_refused_with_its_trained_length(block: Any, message: str) -> None:
+    """Qwen2.5-7B-Instruct-1M declares 1,010,000 tokens, and 262,144 of them were trained."""
+    config = {
+        **CONFIG,
+        "max_position_embeddings": 1_010_000,
+        "dual_chunk_attention_config": block,
+    }
+    with pytest.raises(RopeConfigError, match=message) as caught:
+        native_rope(config)
+    assert caught.value.field == "dual_chunk_attention_config"
+    native = native_rope({**config, "dual_chunk_attention_config": None})
+    assert native.native_len == 1_010_000
 
 
 def test_v4_and_v5_configs_read_alike() -> None:
@@ -175,6 +209,79 @@ def test_phi3_keeps_its_trained_length_beside_the_block() -> None:
     assert native.native_len == 131_072
 
 
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"rope_type": "mrope", "mrope_section": [2, 3, 3]},
+        {"type": "mrope", "mrope_section": [2, 3, 3]},
+        {"rope_type": "default", "mrope_section": [3, 3, 2], "mrope_interleaved": True},
+    ],
+)
+def test_sections_of_positions_are_the_plain_rotation_for_text(block: dict[str, Any]) -> None:
+    """Qwen2-VL and Qwen 3.5 number a text's tokens alike in time, height and width."""
+    assert native_rope({**CONFIG, "rope_parameters": block}) == native_rope(CONFIG)
+
+
+def test_sections_may_stand_beside_a_scaling() -> None:
+    """Qwen 3.5's model card has this block for contexts above 262,144 tokens."""
+    block = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    sections = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    assert native_rope({**CONFIG, "rope_parameters": {**block, **sections}}) == native_rope(
+        {**CONFIG, "rope_parameters": block}
+    )
+
+
+def test_a_block_may_describe_its_model() -> None:
+    """Ministral 3 repeats its longest context, and states its temperature by position."""
+    block = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    more = {"max_position_embeddings": 4096, "llama_4_scaling_beta": 0.1}
+    plain = native_rope({**CONFIG, "rope_parameters": block})
+    assert native_rope({**CONFIG, "rope_parameters": {**block, **more}}) == plain
+    for field, value, message in (
+        ("max_position_embeddings", 8192, "is 4096 beside the block, and 8192 in it"),
+        ("llama_4_scaling_beta", "0.1", "must be a number, got '0.1'"),
+    ):
+        with pytest.raises(RopeConfigError, match=message) as caught:
+            native_rope({**CONFIG, "rope_parameters": {**block, **more, field: value}})
+        assert caught.value.field == field
+    with pytest.raises(RopeConfigError, match="is not a field of rope_type 'yarn'"):
+        parse_method({**block, "llama_4_scaling_beta": 0.1}, ROTARY, 4096)
+
+
+def test_layers_may_state_heads_of_their_own() -> None:
+    """Gemma 4's full-attention layers have wider heads than the others."""
+    config = {
+        **CONFIG,
+        "head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "per_layer_config": {"1": {"head_dim": 64}},
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }
+    native = native_rope(config)
+    assert native.rotary == Rotary(64, 1e6, num_turning=8)
+    assert native.tables["sliding_attention"].rotary == Rotary(32, 1e4)
+    assert not native.carries_scaling
+    mixed = {**config, "per_layer_config": {"0": {"head_dim": 64}}}
+    with pytest.raises(RopeConfigError, match=r"sliding_attention layers heads of \[32, 64\]"):
+        native_rope(mixed)
+
+
+@pytest.mark.parametrize(("share", "turning"), [(0.05, 0), (1.5, 12)])
+def test_a_proportion_that_no_table_has_is_refused(share: float, turning: int) -> None:
+    """One pair alone has no slowest frequency to stretch, and there are only eight."""
+    block = {"rope_type": "proportional", "partial_rotary_factor": share}
+    with pytest.raises(RopeConfigError, match=f"rotates {turning} of 8 pairs") as caught:
+        native_rope({**CONFIG, "rope_parameters": block})
+    assert caught.value.field == "partial_rotary_factor"
+
+
 def test_tables_per_layer_type() -> None:
     """Gemma 3's full-attention layers are the ones that deployments scale."""
     blocks = {
@@ -200,6 +307,7 @@ def test_tables_per_layer_type() -> None:
         ),
         ({"full_attention": {}, "sliding_attention": {}, "factor": 4.0}, "factor"),
         ({"chunked_attention": {}, "sliding_attention": {}}, "rope_parameters"),
+        ({"sliding_attention": {}, "full_attention": None}, "rope_parameters"),
     ],
 )
 def test_nested_blocks_that_would_be_misread_are_refused(

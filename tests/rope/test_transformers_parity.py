@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rope import Rotary, parse_method
+from rope import Rotary, native_rope, parse_method
 
 WIDTHS = [
     (32, 1.0),
@@ -163,3 +163,23 @@ def test_default_equals_the_module_of_a_model(head_dim: int, theta: float) -> No
 
     assert torch.equal(LlamaRotaryEmbedding(config).inv_freq, table.inv_freq_P)
     assert table.attention_factor == 1.0
+
+
+@pytest.mark.parametrize("theta", THETAS)
+@pytest.mark.parametrize("head_dim", [32, 80, 256, 512])
+def test_proportional_equals_the_reference(head_dim: int, theta: float) -> None:
+    """The first pairs have the frequencies of the whole head, and the rest stand still."""
+    for share, factor in itertools.product((0.25, 0.3, 0.5, 1.0), (None, 1.0, 4.0, 40.5)):
+        block = {"rope_type": "proportional", "rope_theta": theta}
+        block |= {} if factor is None else {"factor": factor}
+        expected_P, expected_factor = reference(block, head_dim, share, 4096, None)
+        config = {
+            "max_position_embeddings": 4096,
+            "head_dim": head_dim,
+            "rope_parameters": {**block, "partial_rotary_factor": share},
+        }
+        native = native_rope(config)
+        table = native.tables["all"].frequencies()
+        assert torch.equal(expected_P, table.inv_freq_P), (share, factor)
+        assert expected_factor == table.attention_factor
+        assert int((table.inv_freq_P > 0).sum()) == native.rotary.num_rotating

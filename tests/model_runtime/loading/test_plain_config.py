@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from model_runtime.cache.token_bytes import bytes_per_token
+from model_runtime.errors import ModelError
 from model_runtime.loading import known_products
 from model_runtime.loading.known_products import expected_computing
 from model_runtime.loading.model_config import (
@@ -102,6 +103,22 @@ def test_a_config_of_transformers_4_says_the_same(change: dict[str, Any], tmp_pa
     """Most checkpoints on the hub have the base beside the block."""
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **change}))
     assert_equal(*both(tmp_path))
+
+
+def test_dual_chunk_attention_is_refused_with_and_without_transformers(tmp_path: Path) -> None:
+    """Both readings would otherwise take 1,010,000 tokens for the trained length."""
+    block = {"chunk_size": 262_144, "original_max_position_embeddings": 262_144}
+    values = {
+        **LLAMA,
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "max_position_embeddings": 1_010_000,
+        "dual_chunk_attention_config": block,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for config in both(tmp_path):
+        with pytest.raises(ModelError, match="Qwen2ForCausalLM: dual_chunk_attention_config: is"):
+            config.native()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,9 @@ import torch
 
 from model_runtime.errors import ModelError
 from model_runtime.loading.model_config import EMBEDDED_MODEL
+from model_runtime.make_deployment import make_deployment
+from rope import native_rope
+from server.inspection.report import _table_lines, _tier_table
 from server.settings.load import SettingsError, load_settings
 from server.startup.dry_run import outlook_of
 from server.startup.load_service import load_service
@@ -234,3 +237,43 @@ def test_config_check_ends_with_a_sentence_and_code_2(tmp_path: Path) -> None:
     assert ended.returncode == 2
     assert ended.stderr.startswith("ropewalk: config: cannot read ")
     assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "command", [("config", "check", "ropewalk.yaml"), ("inspect", ".")], ids=lambda each: each[0]
+)
+def test_a_checkpoint_with_dual_chunk_attention_is_refused_before_it_is_loaded(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """The embedded model's config says here what Qwen2.5-7B-Instruct-1M says in its own."""
+    for file in EMBEDDED_MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    values = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+    values["dual_chunk_attention_config"] = {
+        "chunk_size": 64,
+        "original_max_position_embeddings": 64,
+    }
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "ropewalk.yaml").write_text(f"model: {tmp_path}")
+    *words, last = command
+    ended = run_here(*words, str(tmp_path / last))
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "ropewalk: LlamaForCausalLM: dual_chunk_attention_config: is Dual Chunk Attention, which "
+        "is not served yet; the checkpoint was trained for 64 tokens and reaches its "
+        "max_position_embeddings (256) only with that method\n"
+    )
+
+
+def test_pairs_that_stand_still_have_no_row() -> None:
+    """A quarter of Gemma 4's pairs rotate; the others have no wavelength."""
+    block = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    config = {"max_position_embeddings": 256, "head_dim": 64, "rope_parameters": block}
+    native = native_rope(config)
+    deployment = make_deployment("m", native)
+    tables = [_tier_table(tier, native) for tier in deployment.own_tiers]
+    assert {len(table.pairs) for table in tables} == {8}
+    assert tables[0].pairs[7].wavelength == pytest.approx(2 * math.pi * 1e6 ** (14 / 64))
+    lines = _table_lines(deployment, native, tables)
+    assert [line.split()[0] for line in lines[3:]] == [str(pair) for pair in range(8)]
