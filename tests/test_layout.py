@@ -28,13 +28,15 @@ ROOMS = {
     "model_runtime": {
         "cpu_kernels": set(),
         "gguf": set(),
+        "quantised": set(),
         "text": set(),
         "cache": {"cpu_kernels"},
         "attention": {"cache", "cpu_kernels"},
         "layers": {"attention", "cache", "cpu_kernels"},
         "scheduling": {"cache"},
         "runner": {"layers", "attention", "cache", "cpu_kernels"},
-        "loading": {"gguf", "runner", "layers", "attention", "cache", "text", "cpu_kernels"},
+        "loading": {"gguf", "quantised", "runner", "layers", "attention", "cache", "text"}
+        | {"cpu_kernels"},
         "engine": {*_RUNTIME, "cpu_kernels"},
     },
     "server": {
