@@ -77,7 +77,8 @@ CASES = (
     Case("w4a16-zero-points", _compressed_config("pack-quantized", _group(_INT4_ZERO)),
          compressed("pack-quantized", **_INT4_ZERO), "compressed-tensors (int4 in groups of 32)"),
     Case("w8a16-rows", _compressed_config("pack-quantized", _group(_INT8_ZERO)),
-         compressed("pack-quantized", **_INT8_ZERO), "compressed-tensors (int8 with a scale per row)"),
+         compressed("pack-quantized", **_INT8_ZERO),
+         "compressed-tensors (int8 with a scale per row)"),
     Case("w8a8", _compressed_config("int-quantized", _group(_INT8, input_activations=_TOKENS)),
          compressed("int-quantized", **_INT8), "compressed-tensors (int8 with a scale per row)"),
     Case("w8a8-zero-points", _compressed_config("int-quantized", _group(_INT8_ZERO)),
@@ -107,7 +108,8 @@ CASES = (
     Case("gptq-ordered", _gptq_config(4, 32, sym=False, desc_act=True),
          gptq(4, 32, symmetric=False, shuffled=True, version=1), "gptq (int4 in groups of 32)"),
     Case("gptq-8-bits", _gptq_config(8, -1, checkpoint_format="gptq"),
-         gptq(8, -1, symmetric=True, shuffled=False, version=1), "gptq (int8 with a scale per row)"),
+         gptq(8, -1, symmetric=True, shuffled=False, version=1),
+         "gptq (int8 with a scale per row)"),
     Case("gptq-2-bits", _gptq_config(2, 64, sym=False),
          gptq(2, 64, symmetric=False, shuffled=False, version=1), "gptq (int2 in groups of 64)"),
     Case("gptq-format-2", _gptq_config(4, 64, checkpoint_format="gptq_v2", sym=False),
@@ -116,3 +118,8 @@ CASES = (
                  "zero_point": True, "modules_to_not_convert": None},
          awq(64), "awq (int4 in groups of 64)"),
 )  # fmt: skip
+
+
+def case(name: str) -> Case:
+    """Return the case of a name."""
+    return next(each for each in CASES if each.name == name)

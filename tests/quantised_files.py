@@ -98,7 +98,9 @@ def compressed(kind: str, **weights: Any) -> Encode:
     return encode
 
 
-def _pack(values: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+def packed_words(
+    values: torch.Tensor, bits: int, order: tuple[int, ...] | None = None
+) -> torch.Tensor:
     """Pack the last dimension into words of 32 bits, a value at a time."""
     per_word = 32 // bits
     order = order or tuple(range(per_word))
@@ -139,8 +141,8 @@ def gptq(bits: int, group_size: int, *, symmetric: bool, shuffled: bool, version
             group_of = group_of[torch.randperm(columns)]
         values, zero, scale = _integers(weight, bits, group_of, symmetric=symmetric)
         tensors = {
-            "qweight": _pack(values, bits).T.contiguous(),
-            "qzeros": _pack((zero - int(version == 1)).T, bits),
+            "qweight": packed_words(values, bits).T.contiguous(),
+            "qzeros": packed_words((zero - int(version == 1)).T, bits),
             "scales": scale.T.contiguous(),
             "g_idx": group_of.to(torch.int32),
         }
@@ -158,8 +160,8 @@ def awq(group_size: int) -> Encode:
         values, zero, scale = _integers(weight, 4, group_of, symmetric=False)
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         tensors = {
-            "qweight": _pack(values.T, 4, order),
-            "qzeros": _pack(zero.T, 4, order),
+            "qweight": packed_words(values.T, 4, order),
+            "qzeros": packed_words(zero.T, 4, order),
             "scales": scale.T.contiguous(),
         }
         converter = AutoAWQConverter(group_size=group_size)
@@ -169,7 +171,7 @@ def awq(group_size: int) -> Encode:
         state = {name.removeprefix("m."): each for name, each in ours.items()}
         state["weight_scale"] = state["weight_scale"].float()
         reader = BaseCompressor.load_from_registry("pack-quantized")
-        return tensors, lambda dtype: reader.decompress(state, scheme)["weight"].to(dtype)
+        return tensors, reader.decompress(state, scheme)["weight"].to
 
     return encode
 

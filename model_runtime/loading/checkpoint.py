@@ -70,6 +70,7 @@ class Checkpoint:
     report: SelfCheckReport  # of the self-check
     products: str  # layout of the weights and kernel of their products
     stored: Scheme | None = None  # how the files store the weights, if they are quantised
+    weight_bytes: int | None = None  # of such weights, once loaded; None: a hub id
 
 
 def load_checkpoint(
@@ -106,7 +107,10 @@ def load_checkpoint(
             {name: value for name, value in sampling.items() if value is not None},
             on_phase,
         )
-        return replace(checkpoint, stored=model_config.stored)
+        if model_config.stored is None:
+            return checkpoint
+        num_bytes = model_config.num_weight_bytes()
+        return replace(checkpoint, stored=model_config.stored, weight_bytes=num_bytes)
 
 
 def _load_gguf(path: Path, model_config: ModelConfig, on_phase: OnPhase) -> Checkpoint:

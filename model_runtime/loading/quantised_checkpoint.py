@@ -48,7 +48,6 @@ def load_quantised(
         served_in=str(dtype).removeprefix("torch."),
         stored_bytes=sum(path.stat().st_size for path in paths),
         loaded_bytes=inventory.num_parameters * dtype.itemsize,
-        activations="not quantised",
     )
     loaded: dict[str, torch.Tensor] = {}
     told_s = time.monotonic()

@@ -18,6 +18,8 @@ class Costs:
     parameter_bytes: int | None  # in the served dtype
     tied_head_bytes: int  # of the packed copy of a tied head
     weight_bytes: int | None  # held once loaded: parameters, and the copy
+    stored_in: str | None  # of weights that are dequantised; None for any other checkpoint
+    stored_bytes: int | None  # of their files
     longest_context: int  # tokens, of any deployment
     memory_gib: float | None  # the size to report on
     memory_holds_tokens: int | None  # of cache, beside the weights
@@ -44,6 +46,8 @@ def costs_of(
         None if num_parameters is None else num_parameters * outline.dtype.itemsize,
         outline.num_tied_head_bytes(),
         weight_bytes,
+        None if outline.stored is None else str(outline.stored),
+        outline.num_stored_bytes(),
         longest,
         memory_gib,
         holds,
@@ -99,4 +103,8 @@ def _weight_lines(costs: Costs) -> list[str]:
         copy = size_text(costs.tied_head_bytes)
         held += f": the parameters, and a packed copy of the tied head ({copy})"
     millions = f"{costs.num_parameters / 1e6:,.4g} million"
-    return [f"parameters       {millions}, {size_text(costs.parameter_bytes)}", held]
+    lines = [f"parameters       {millions}, {size_text(costs.parameter_bytes)}", held]
+    if costs.stored_in is not None and costs.stored_bytes is not None:
+        files = f"{costs.stored_in}, {size_text(costs.stored_bytes)} in the files"
+        lines.append(f"stored in        {files}; dequantised at load")
+    return lines
