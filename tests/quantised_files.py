@@ -232,7 +232,7 @@ class Written:
     def dequantised(self, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         """Return transformers' model of the references, by way of an unquantised checkpoint."""
         folder.mkdir()
-        for name in ("config.json", "generation_config.json"):
+        for name in ("config.json", "generation_config.json", "tokenizer.json"):
             (folder / name).write_bytes((self.folder / name).read_bytes())
         change_config(folder, quantization_config=None)
         tensors = {name: each(dtype).contiguous() for name, each in self.references.items()}

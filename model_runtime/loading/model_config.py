@@ -24,7 +24,7 @@ from model_runtime.loading.plain_config import (
     plain_device,
     plain_number_type,
 )
-from model_runtime.quantised.inventory import read_inventory
+from model_runtime.quantised.inventory import read_inventory, refuse_unstated
 from model_runtime.quantised.read_scheme import read_scheme
 from model_runtime.quantised.scheme import Scheme
 from rope import NativeRope, RopeConfigError, native_rope
@@ -210,9 +210,14 @@ def read_model_config(
 
 
 def _take_scheme(config: Any, source: str | Path) -> Scheme | None:
-    """Remove `quantization_config` from a config, and return what it states. Raises ModelError."""
+    """Remove `quantization_config` from a config, and return what it states. Raises ModelError.
+
+    transformers would cast FP8 weights without their scales, so these need a statement.
+    """
     stated = getattr(config, "quantization_config", None)
     if stated is None:
+        if Path(source).is_dir():
+            refuse_unstated(weight_files(Path(source)))
         return None
     del config.quantization_config
     stated = stated if isinstance(stated, Mapping) else stated.to_dict()

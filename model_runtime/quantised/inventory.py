@@ -27,6 +27,8 @@ _PARTS = (
     *("_scale", "_scale_inv", ".scales", ".qscale_weight", ".g_idx", "_g_idx", ".qzeros"),
     *("_zero_point", "_packed", "_blocks", "_scales", "_shape", ".absmax", "_global_scale"),
 )
+# The same, certain enough to refuse a checkpoint whose config says nothing.
+_UNSTATED = (".weight_scale", ".weight_scale_inv", ".qweight", ".weight_packed", ".weight.absmax")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,18 @@ def read_inventory(paths: Iterable[Path], scheme: Scheme) -> Inventory:
     if not quantised:
         raise ModelError(f"{next(iter(paths))}: no tensor is stored in {scheme}")
     return Inventory(quantised, plain)
+
+
+def refuse_unstated(paths: Iterable[Path]) -> None:
+    """Raise ModelError if a file has a quantised weight. The config states no quantisation."""
+    for path in paths:
+        with safe_open(path, framework="np") as file:
+            for name in file.keys():  # noqa: SIM118
+                if name.endswith(_UNSTATED):
+                    raise ModelError(
+                        f"{path}: tensor {name} belongs to a quantised weight, but config.json has "
+                        "no quantization_config"
+                    )
 
 
 def _stored(paths: Iterable[Path]) -> dict[str, StoredTensor]:

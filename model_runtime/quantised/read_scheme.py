@@ -86,7 +86,7 @@ def read_scheme(values: Any, model_type: str, where: str | Path) -> Scheme:
     """
     fields = _Fields(values, str(where))
     method = fields.get("quant_method")
-    if method in _READERS:
+    if isinstance(method, str) and method in _READERS:
         return _READERS[method](fields, model_type)
     accepted = f"one of {', '.join(_READERS)}"
     package = next((each.package for each in FORMATS if each.method == method), None)

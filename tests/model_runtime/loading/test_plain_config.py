@@ -112,7 +112,6 @@ def test_a_config_of_transformers_4_says_the_same(change: dict[str, Any], tmp_pa
         {"num_hidden_layers": "2"},
         {"rope_theta": None, "rope_scaling": [1]},
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"quantization_config": {"bits": 4}},
         {"auto_map": {}},
         {"partial_rotary_factor": 0.5},
         {"architectures": None},
