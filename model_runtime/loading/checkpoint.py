@@ -94,6 +94,9 @@ def load_checkpoint(
     )
     if (path := find_gguf(source)) is not None:
         return _load_gguf(path, model_config, on_phase)
+    if model_config.stored is not None:
+        name = str(number_type).removeprefix("torch.")
+        on_phase(f"dequantising {model_config.stored} to {name}")
     with faults_of(str(source), number_type, where):
         model = _load_model(model_config, number_type, trust_remote_code=trust_remote_code)
         model = model.to(where).eval()

@@ -18,12 +18,12 @@ class Costs:
     parameter_bytes: int | None  # in the served dtype
     tied_head_bytes: int  # of the packed copy of a tied head
     weight_bytes: int | None  # held once loaded: parameters, and the copy
-    stored_in: str | None  # of weights that are dequantised; None for any other checkpoint
-    stored_bytes: int | None  # of their files
     longest_context: int  # tokens, of any deployment
     memory_gib: float | None  # the size to report on
     memory_holds_tokens: int | None  # of cache, beside the weights
     longest_context_in_memory: int | None  # of one sequence
+    stored_in: str | None = None  # of weights that are dequantised; None for any other checkpoint
+    stored_bytes: int | None = None  # of their files
 
 
 def costs_of(
@@ -46,12 +46,12 @@ def costs_of(
         None if num_parameters is None else num_parameters * outline.dtype.itemsize,
         outline.num_tied_head_bytes(),
         weight_bytes,
-        None if outline.stored is None else str(outline.stored),
-        outline.num_stored_bytes(),
         longest,
         memory_gib,
         holds,
         None if holds is None else min(longest, holds),
+        None if outline.stored is None else str(outline.stored),
+        outline.num_stored_bytes(),
     )
 
 
@@ -71,6 +71,7 @@ def cost_lines(costs: Costs) -> list[str]:
     longest = size_text(costs.longest_context * costs.kv_bytes_per_token)
     lines = [
         *_weight_lines(costs),
+        *_stored_lines(costs),
         f"longest context  {costs.longest_context} tokens, {longest} of cache for one sequence",
     ]
     if costs.memory_gib is not None and costs.memory_holds_tokens is None:
@@ -94,6 +95,14 @@ def cost_lines(costs: Costs) -> list[str]:
     return lines
 
 
+def _stored_lines(costs: Costs) -> list[str]:
+    """Return the line about weights that are dequantised; none for any other checkpoint."""
+    if costs.stored_in is None:
+        return []
+    size = "" if costs.stored_bytes is None else f", {size_text(costs.stored_bytes)} in the files"
+    return [f"stored in        {costs.stored_in}{size}; dequantised at load"]
+
+
 def _weight_lines(costs: Costs) -> list[str]:
     """Return the size of the parameters, and the memory that they take once loaded."""
     if costs.num_parameters is None or costs.parameter_bytes is None or costs.weight_bytes is None:
@@ -103,8 +112,4 @@ def _weight_lines(costs: Costs) -> list[str]:
         copy = size_text(costs.tied_head_bytes)
         held += f": the parameters, and a packed copy of the tied head ({copy})"
     millions = f"{costs.num_parameters / 1e6:,.4g} million"
-    lines = [f"parameters       {millions}, {size_text(costs.parameter_bytes)}", held]
-    if costs.stored_in is not None and costs.stored_bytes is not None:
-        files = f"{costs.stored_in}, {size_text(costs.stored_bytes)} in the files"
-        lines.append(f"stored in        {files}; dequantised at load")
-    return lines
+    return [f"parameters       {millions}, {size_text(costs.parameter_bytes)}", held]
