@@ -13,6 +13,7 @@ import structlog
 from model_runtime.attention.paged_attention import LayerPlan
 from model_runtime.errors import ModelError
 from model_runtime.loading.checkpoint import prepare_model
+from model_runtime.quantised.scheme import FORMATS, Format
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
@@ -76,7 +77,13 @@ def page(outcomes: list[Outcome]) -> str:
     """The whole page."""
     served = [each.row() for each in outcomes if not each.refusal]
     refused = [each.row() for each in outcomes if each.refusal]
-    return _PAGE.format(served="\n".join(served), refused="\n".join(refused))
+    formats = "\n".join(map(_format_row, FORMATS))
+    return _PAGE.format(served="\n".join(served), refused="\n".join(refused), formats=formats)
+
+
+def _format_row(each: Format) -> str:
+    read = "no" if each.package else "yes"
+    return f"| {each.method} | {each.packing} | {read} | {each.package} |"
 
 
 _PAGE = """# Models
@@ -97,7 +104,13 @@ The last column compares a sequence alone, in a batch, in chunks and token by to
 |---|---|---|
 {refused}
 
-Quantised checkpoints of every architecture are refused.
+## Quantised checkpoints
+
+Weights of these formats are dequantised at load into the served number type, for every architecture. The arithmetic is in float32, rounded once. Activations and the cache are not quantised, even if the checkpoint asks for it. Memory is that of the served number type. The banner, `config check` and `inspect` name both. A format, field or tensor that is not read is refused by name. No package is needed for the formats that are read.
+
+| `quant_method` | packing | read | package that would be needed |
+|---|---|---|---|
+{formats}
 """  # noqa: E501  # a paragraph is a line of the page
 
 

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils.quantization_config import QuantizationMethod
 
 from model_runtime.errors import ModelError
 from model_runtime.loading.checkpoint import load_checkpoint
 from model_runtime.loading.model_config import read_model_config, read_outline
-from model_runtime.quantised.read_scheme import read_scheme
+from model_runtime.quantised.read_scheme import _READERS, read_scheme
 from model_runtime.quantised.scheme import FORMATS
 from tests.quantised_cases import CASES, case
 from tests.quantised_files import Written, change_config
@@ -49,6 +50,13 @@ def test_a_format_that_is_not_read_names_its_package(method: str, package: str) 
     expected = f"^/m: quantization_config.quant_method {ACCEPTED} '{method}'; .*package {package},"
     with pytest.raises(ModelError, match=expected):
         read_scheme({"quant_method": method, "bits": 4}, "llama", "/m")
+
+
+def test_every_format_of_transformers_is_read_or_named() -> None:
+    """A new version of transformers may bring more; then the table grows."""
+    known = {each.value for each in QuantizationMethod} - {"gguf"}
+    assert known <= {each.method for each in FORMATS}
+    assert {each.method for each in FORMATS if not each.package} == set(_READERS)
 
 
 INT4 = {"num_bits": 4, "type": "int", "group_size": 128, "strategy": "group"}
