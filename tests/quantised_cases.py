@@ -92,7 +92,8 @@ CASES = (
     Case("naive-int8", _compressed_config("naive-quantized", _group(_INT8_TENSOR)),
          compressed("naive-quantized", **_INT8_TENSOR),
          "compressed-tensors (int8 with a scale per tensor)"),
-    Case("naive-fp8", _compressed_config("naive-quantized", _group(_FP8_TENSOR)),
+    Case("naive-fp8", _compressed_config("naive-quantized", _group(_FP8_TENSOR),
+                                         quantization_status="frozen"),
          compressed("naive-quantized", **_FP8_TENSOR),
          "compressed-tensors (fp8 with a scale per tensor)"),
     Case("mixed", _compressed_config(

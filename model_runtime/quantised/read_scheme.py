@@ -147,8 +147,11 @@ def _mxfp4(fields: _Fields, model_type: str) -> Scheme:
 
 
 def _compressed(fields: _Fields, _: str) -> Scheme:
-    """Read compressed-tensors: each group of modules has a scheme of its own."""
-    fields.one_of("quantization_status", ("compressed",), "compressed")
+    """Read compressed-tensors: each group of modules has a scheme of its own.
+
+    Published checkpoints with compressed tensors have either status.
+    """
+    fields.one_of("quantization_status", ("compressed", "frozen"), "compressed")
     fields.absent("transform_config")
     if sparsity := fields.get("sparsity_config"):
         fields.inner("sparsity_config").one_of("format", ("dense",), sparsity.get("format"))

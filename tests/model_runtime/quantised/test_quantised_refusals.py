@@ -127,8 +127,8 @@ def compressed(**changes: Any) -> dict[str, Any]:
         (compressed(group={"weights": None}), "group_0.weights must be an object"),
         (compressed(config_groups={}), "config_groups must be an object with a group, got {}"),
         (
-            compressed(quantization_status="frozen"),
-            "quantization_status must be one of compressed, got 'frozen'",
+            compressed(quantization_status="calibration"),
+            "quantization_status must be one of compressed, frozen, got 'calibration'",
         ),
         (
             compressed(sparsity_config={"format": "sparse-24-bitmask"}),
