@@ -4,7 +4,6 @@ transformers' own loaders are not used. They need accelerate or a package for ea
 keep other precision than the served number type.
 """
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,7 @@ from model_runtime.loading.model_config import weight_files
 from model_runtime.loading.pretrained import from_pretrained
 from model_runtime.quantised.inventory import read_inventory
 from model_runtime.quantised.scheme import Scheme
-from model_runtime.quantised.weights import read_weights
-
-_SECONDS_BETWEEN_LINES = 5.0
+from model_runtime.quantised.weights import open_weights
 
 _log = structlog.get_logger(__name__)
 
@@ -36,8 +33,8 @@ def load_quantised(
 ) -> tuple[Any, Mapping[str, Any]]:
     """Return the model and the loading info of transformers. Raises ModelError.
 
-    `config` has no `quantization_config`. Beside the loaded weights, a few MiB of one weight are
-    held in float32.
+    `config` has no `quantization_config`. Beside the loaded weights, each of transformers' threads
+    holds one stored weight, and a few MiB of it in float32.
     """
     folder = weight_folder(source)
     paths = weight_files(folder)
@@ -49,25 +46,18 @@ def load_quantised(
         stored_bytes=sum(path.stat().st_size for path in paths),
         loaded_bytes=inventory.num_parameters * dtype.itemsize,
     )
-    loaded: dict[str, torch.Tensor] = {}
-    told_s = time.monotonic()
-    total = len(inventory.quantised) + len(inventory.plain)
-    for name, tensor in read_weights(paths, inventory, dtype):
-        loaded[name] = tensor
-        if time.monotonic() - told_s >= _SECONDS_BETWEEN_LINES:
-            told_s = time.monotonic()
-            _log.info("load_progress", what="Dequantising", done=len(loaded), total=total)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    model, info = from_pretrained(
-        type(empty),
-        None,
-        config=config,
-        state_dict=loaded,
-        dtype=dtype,
-        output_loading_info=True,
-        described=source,
-    )
+    with open_weights(paths, inventory, dtype) as weights:
+        model, info = from_pretrained(
+            type(empty),
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=dtype,
+            output_loading_info=True,
+            described=source,
+        )
     return model, info
 
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from model_runtime.errors import ModelError
 from model_runtime.quantised.inventory import QuantisedWeight
 from model_runtime.quantised.scheme import Grid
 
-_MOST_ELEMENTS = 1 << 22  # held in float32 at a time
+_MOST_ELEMENTS = 1 << 19  # held in float32 at a time
 # AWQ's order of the eight values of a word, beginning with the lowest bits (AutoAWQ, gemm).
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 # E2M1 by its four bits (OCP Microscaling Formats 1.0, 5.3.3).
@@ -26,10 +25,7 @@ Parts = Mapping[str, torch.Tensor]
 
 
 def dequantise(weight: QuantisedWeight, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-    """Return a weight in a number type.
-
-    Raises ModelError for an order of groups with an index that no group has.
-    """
+    """Return a weight in a number type, from the stored tensors of its roles."""
     out = torch.empty(weight.shape, dtype=dtype)
     match weight.group.layout:
         case "mxfp4":
@@ -101,7 +97,7 @@ def _fill_packed(out: torch.Tensor, weight: QuantisedWeight, parts: Parts) -> No
     num_rows, num_columns = out.shape
     bits, half = weight.group.bits, 1 << (weight.group.bits - 1)
     cells = weight.grid.shape(num_rows, num_columns)
-    zero, order = parts.get("zero_point"), _order(weight, parts, cells[1])
+    zero, order = parts.get("zero_point"), _order(parts)
     if zero is not None and zero.dtype == torch.int32:  # words along the rows
         zero = unpack(zero.T.contiguous(), bits).T[: cells[0]] - half
 
@@ -128,7 +124,7 @@ def _fill_transposed(out: torch.Tensor, weight: QuantisedWeight, parts: Parts) -
     # AutoGPTQ, which writes format 1, keeps the sum to the same number of bits.
     zero_GO = (zero_GO + weight.group.zero_offset) & ((1 << bits) - 1)
     zero_OG = zero_GO.T[: scale_OG.shape[0]].to(torch.float32)
-    order = _order(weight, parts, scale_OG.shape[1])
+    order = _order(parts)
 
     def read(first: int, end: int) -> torch.Tensor:
         if is_awq:
@@ -153,26 +149,14 @@ def _fill_mxfp4(out_EIO: torch.Tensor, parts: Parts) -> None:
         out_IO.copy_(blocks_OG32.flatten(-2).T)
 
 
+def _order(parts: Parts) -> torch.Tensor | None:
+    return parts["order"].long() if "order" in parts else None
+
+
 def _awq_sorted(values: torch.Tensor) -> torch.Tensor:
     words = values.reshape(*values.shape[:-1], -1, len(_AWQ_ORDER))
     inverse = [_AWQ_ORDER.index(each) for each in range(len(_AWQ_ORDER))]
     return words[..., inverse].flatten(-2)
-
-
-def _order(weight: QuantisedWeight, parts: Parts, num_groups: int) -> torch.Tensor | None:
-    """Return the group of each input, or None if they follow each other. Raises ModelError."""
-    if "order" not in parts:
-        return None
-    order = parts["order"].long()
-    if bool((order == -1).all()):  # compressed-tensors' word for "in turn"
-        return None
-    if int(order.min()) < 0 or int(order.max()) >= num_groups:
-        stored = weight.parts["order"]
-        raise ModelError(
-            f"{stored.path}: tensor {stored.name} must have indices of {num_groups} groups, got "
-            f"{int(order.min())} to {int(order.max())}"
-        )
-    return order
 
 
 def _fill_rows(

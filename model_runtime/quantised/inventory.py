@@ -1,12 +1,15 @@
 """Match the tensors of weight files to the weights of the model, by names, types and shapes.
 
-Only the files' heads are read, without torch. A tensor that no rule knows is refused.
+Only the files' heads and small tensors of indices are read, without torch. A tensor that no rule
+knows is refused.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -14,6 +17,7 @@ from model_runtime.errors import ModelError
 from model_runtime.quantised.scheme import PER_TENSOR, Grid, Group, Scheme
 
 Shape = tuple[int, ...]
+Files = Mapping[Path, Any]  # safetensors' open files
 
 # Scales of activations and of the cache, which are served in the number type of the weights.
 _OF_ACTIVATIONS = (
@@ -67,18 +71,20 @@ class Inventory:
         return sum(math.prod(shape) for shape in shapes)
 
 
-def read_inventory(paths: Iterable[Path], scheme: Scheme) -> Inventory:
+def read_inventory(paths: Sequence[Path], scheme: Scheme) -> Inventory:
     """Match the files' tensors to weights.
 
     Raises ModelError that names the file and a tensor which is missing, unknown, or does not fit.
     """
-    left = _stored(paths)
     quantised = []
-    for name in list(left):
-        if name in left and (found := _weight(name, left, scheme)) is not None:
-            quantised.append(found)
-            for part in found.parts.values():
-                left.pop(part.name, None)
+    with ExitStack() as opened:
+        files = {path: opened.enter_context(safe_open(path, framework="np")) for path in paths}
+        left = _stored(files)
+        for name in list(left):
+            if name in left and (found := _weight(name, left, files, scheme)) is not None:
+                quantised.append(found)
+                for part in found.parts.values():
+                    left.pop(part.name, None)
     plain = []
     for tensor in left.values():
         if tensor.name.endswith(_OF_ACTIVATIONS) and scheme.has_activations:
@@ -90,7 +96,7 @@ def read_inventory(paths: Iterable[Path], scheme: Scheme) -> Inventory:
             )
         plain.append(tensor)
     if not quantised:
-        raise ModelError(f"{next(iter(paths))}: no tensor is stored in {scheme}")
+        raise ModelError(f"{paths[0]}: no tensor is stored in {scheme}")
     return Inventory(quantised, plain)
 
 
@@ -106,18 +112,17 @@ def refuse_unstated(paths: Iterable[Path]) -> None:
                     )
 
 
-def _stored(paths: Iterable[Path]) -> dict[str, StoredTensor]:
+def _stored(files: Files) -> dict[str, StoredTensor]:
     found = {}
-    for path in paths:
-        with safe_open(path, framework="np") as file:
-            for name in file.keys():  # noqa: SIM118
-                view = file.get_slice(name)
-                found[name] = StoredTensor(path, name, tuple(view.get_shape()), view.get_dtype())
+    for path, file in files.items():
+        for name in file.keys():  # noqa: SIM118
+            view = file.get_slice(name)
+            found[name] = StoredTensor(path, name, tuple(view.get_shape()), view.get_dtype())
     return found
 
 
 def _weight(
-    name: str, tensors: Mapping[str, StoredTensor], scheme: Scheme
+    name: str, tensors: Mapping[str, StoredTensor], files: Files, scheme: Scheme
 ) -> QuantisedWeight | None:
     """Return the weight that a tensor holds the values of; None if it holds none."""
     tensor = tensors[name]
@@ -135,16 +140,20 @@ def _weight(
     group = scheme.group_of(module)
     if group is None:
         raise ModelError(f"{tensor.path}: no target of config_groups is {module}, which has {last}")
-    return read(_Parts(tensors, tensor, group))
+    return read(_Parts(tensors, files, tensor, group))
 
 
 class _Parts:
     """The tensors of one weight, found by name and compared with the shapes of its scheme."""
 
     def __init__(
-        self, tensors: Mapping[str, StoredTensor], values: StoredTensor, group: Group
+        self,
+        tensors: Mapping[str, StoredTensor],
+        files: Files,
+        values: StoredTensor,
+        group: Group,
     ) -> None:
-        self._tensors, self.values, self.group = tensors, values, group
+        self._tensors, self._files, self.values, self.group = tensors, files, values, group
         self._found = {"values": values}
 
     @property
@@ -201,6 +210,30 @@ class _Parts:
                 f"whole groups of {grid.columns}"
             )
 
+    def numbers(self, tensor: StoredTensor) -> Any:
+        """Return the values of a small tensor, as an array."""
+        return self._files[tensor.path].get_tensor(tensor.name)
+
+    def check_order(self, name: str, num_columns: int, num_groups: int) -> None:
+        """Note the group of each input, if it is stated. Raises ModelError.
+
+        -1 everywhere is compressed-tensors' word for groups that follow each other.
+        """
+        order = self.find("order", name, ("I32", "I64"))
+        if order is None:
+            return
+        self.check_shape(order, (num_columns,))
+        values = self.numbers(order)
+        low, high = int(values.min()), int(values.max())
+        if low == high == -1:
+            del self._found["order"]
+            self._found["unused order"] = order
+        elif low < 0 or high >= num_groups:
+            raise ModelError(
+                f"{order.path}: tensor {order.name} must have indices of {num_groups} groups, got "
+                f"{low} to {high}"
+            )
+
     def weight(self, name: str, shape: Shape, grid: Grid) -> QuantisedWeight:
         """Return the weight of all tensors noted."""
         return QuantisedWeight(name, shape, self.group, grid, self._found)
@@ -247,7 +280,7 @@ def _packed(parts: _Parts) -> QuantisedWeight:
     scale = parts.need("scale", [f"{module}.weight_scale"], _FLOATS)
     stated = parts.need("shape", [f"{module}.weight_shape"], ("I64", "I32"))
     parts.check_shape(stated, (2,))
-    num_rows, num_columns = _numbers(stated)
+    num_rows, num_columns = (int(each) for each in parts.numbers(stated))
     parts.check_shape(values, (num_rows, math.ceil(num_columns * group.bits / 32)))
     grid = group.grids[0]
     parts.check_groups(num_columns, grid)
@@ -257,8 +290,7 @@ def _packed(parts: _Parts) -> QuantisedWeight:
         zero = parts.need("zero_point", [f"{module}.weight_zero_point"], ("I32", "I8"))
         words = (math.ceil(scales[0] * group.bits / 32), scales[1])
         parts.check_shape(zero, words if zero.kind == "I32" else scales)
-    if (order := parts.find("order", f"{module}.weight_g_idx", ("I32", "I64"))) is not None:
-        parts.check_shape(order, (num_columns,))
+    parts.check_order(f"{module}.weight_g_idx", num_columns, scales[1])
     return parts.weight(f"{module}.weight", (num_rows, num_columns), grid)
 
 
@@ -269,8 +301,8 @@ def _gptq(parts: _Parts) -> QuantisedWeight:
     parts.check_dimensions(2)
     num_columns, num_rows = values.shape[0] * 32 // bits, values.shape[1]
     _match_transposed(parts, num_rows, num_columns)
-    if (order := parts.find("order", f"{module}.g_idx", ("I32", "I64"))) is not None:
-        parts.check_shape(order, (num_columns,))
+    num_groups = parts.group.grids[0].shape(num_rows, num_columns)[1]
+    parts.check_order(f"{module}.g_idx", num_columns, num_groups)
     return parts.weight(f"{module}.weight", (num_rows, num_columns), parts.group.grids[0])
 
 
@@ -306,8 +338,3 @@ def _mxfp4(parts: _Parts) -> QuantisedWeight:
     parts.check_shape(scale, (num_experts, num_rows, num_groups))
     shape = (num_experts, num_groups * 32, num_rows)
     return parts.weight(stem, shape, parts.group.grids[0])
-
-
-def _numbers(tensor: StoredTensor) -> list[int]:
-    with safe_open(tensor.path, framework="np") as file:
-        return [int(each) for each in file.get_tensor(tensor.name)]

@@ -262,13 +262,11 @@ def test_groups_that_do_not_divide_the_inputs_are_refused(tmp_path: Path) -> Non
     assert "columns, which are no whole groups of 48" in refusal(tmp_path)
 
 
-def test_a_group_that_is_not_there_is_refused_at_load(tmp_path: Path) -> None:
+def test_a_group_that_is_not_there_is_refused(tmp_path: Path) -> None:
     """Only the values of the tensor show it."""
     written = case("gptq-ordered").write(tmp_path)
     written.store(**{f"{Q_PROJ}.g_idx": torch.full((128,), 4, dtype=torch.int32)})
-    expected = r"q_proj\.g_idx must have indices of 4 groups, got 4 to 4"
-    with pytest.raises(ModelError, match=expected):
-        load_checkpoint(tmp_path, device="cpu")
+    assert refusal(tmp_path).endswith("q_proj.g_idx must have indices of 4 groups, got 4 to 4")
 
 
 def test_a_module_without_a_target_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from model_runtime.quantised import dequantise
 from model_runtime.quantised.dequantise import unpack
 from model_runtime.quantised.inventory import read_inventory
 from model_runtime.quantised.read_scheme import read_scheme
-from model_runtime.quantised.weights import read_weights
+from model_runtime.quantised.weights import open_weights
 from tests.engines import EngineFactory, answer, deployment_of, request
 from tests.quantised_cases import CASES, case
 from tests.quantised_files import Case, Written, change_config, files_tensors, packed_words
@@ -68,8 +68,10 @@ def found_weight(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any])
         path = Path(folder) / "model.safetensors"
         save_file(dict(tensors), path)
         inventory = read_inventory([path], read_scheme(config, "llama", path))
-        ((_, weight),) = read_weights([path], inventory, torch.float32)
-        return weight
+        with open_weights([path], inventory, torch.float32) as weights:
+            ((_, weight),) = weights.items()
+            found: torch.Tensor = weight[...]
+            return found
 
 
 @pytest.mark.parametrize("each", CASES, ids=lambda each: each.name)
