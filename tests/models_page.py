@@ -13,6 +13,7 @@ import structlog
 from model_runtime.attention.paged_attention import LayerPlan
 from model_runtime.errors import ModelError
 from model_runtime.loading.checkpoint import prepare_model
+from model_runtime.quantised.scheme import FORMATS, Format
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
@@ -108,8 +109,14 @@ def page(outcomes: list[Outcome]) -> str:
         num_served=len(served),
         served="\n".join(served),
         refused="\n".join(refused),
+        formats="\n".join(map(_format_row, FORMATS)),
         not_tried="\n".join(not_tried),
     )
+
+
+def _format_row(each: Format) -> str:
+    read = "no" if each.package else "yes"
+    return f"| {each.method} | {each.packing} | {read} | {each.package} |"
 
 
 _PAGE = """# Models
@@ -144,7 +151,15 @@ Three kinds of attention are refused by fields of the config, because the self-c
 |---|---|
 {not_tried}
 
-Quantised checkpoints are refused, except GGUF files of the architectures in [gguf.md](gguf.md).
+## Quantised checkpoints
+
+Weights of these formats are dequantised at load into the served number type, for every architecture. The arithmetic is in float32, rounded once. Activations and the cache are not quantised, even if the checkpoint asks for it. Memory is that of the served number type. The banner, `config check` and `inspect` name both. A format, field or tensor that is not read is refused by name. No package is needed for the formats that are read.
+
+| `quant_method` | packing | read | package that would be needed |
+|---|---|---|---|
+{formats}
+
+GGUF files have a page of their own ([gguf.md](gguf.md)).
 """  # noqa: E501  # a paragraph is a line of the page
 
 

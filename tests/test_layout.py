@@ -28,6 +28,7 @@ ROOMS = {
     "model_runtime": {
         "cpu_kernels": set(),
         "gguf": set(),
+        "quantised": set(),
         "text": set(),
         "cache": {"cpu_kernels"},
         "attention": {"cache", "cpu_kernels"},
@@ -35,7 +36,8 @@ ROOMS = {
         "scheduling": {"cache"},
         "runner": {"layers", "attention", "cache", "cpu_kernels"},
         "hub": {"loading"},
-        "loading": {"gguf", "runner", "layers", "attention", "cache", "text", "cpu_kernels"},
+        "loading": {"gguf", "quantised", "runner", "layers", "attention", "cache", "text"}
+        | {"cpu_kernels"},
         "engine": {*_RUNTIME, "cpu_kernels"},
     },
     "server": {

@@ -1,11 +1,11 @@
 """Load a model id or folder into a patched and checked model that is ready to serve.
 
-Weights come from safetensors or a GGUF file. Code from the checkpoint runs only if
-trust_remote_code is set.
+Weights come from safetensors, quantised or not, or from a GGUF file. Code from the checkpoint runs
+only if trust_remote_code is set.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from model_runtime.loading.self_check import (
     check,
     original_logits,
 )
+from model_runtime.quantised.scheme import Scheme
 from model_runtime.text.tokenizer import Tokenizer
 from rope import NativeRope
 
@@ -68,6 +69,8 @@ class Checkpoint:
     device: torch.device
     report: SelfCheckReport  # of the self-check
     products: str  # layout of the weights and kernel of their products
+    stored: Scheme | None = None  # how the files store the weights, if they are quantised
+    weight_bytes: int | None = None  # of such weights, once loaded; None: a hub id
 
 
 def load_checkpoint(
@@ -91,22 +94,26 @@ def load_checkpoint(
     )
     if (path := find_gguf(source)) is not None:
         return _load_gguf(path, model_config, on_phase)
+    if model_config.stored is not None:
+        name = str(number_type).removeprefix("torch.")
+        on_phase(f"dequantising {model_config.stored} to {name}")
     with faults_of(str(source), number_type, where):
-        model = _load_model(source, number_type, trust_remote_code=trust_remote_code)
+        model = _load_model(model_config, number_type, trust_remote_code=trust_remote_code)
         model = model.to(where).eval()
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         generation = _generation_defaults(source, model_config.config)
-        return prepare_model(
+        sampling = {name: generation.get(name) for name in SAMPLING_DEFAULTS}
+        checkpoint = prepare_model(
             model,
             tokenizer,
             _eos_token_ids(generation, tokenizer),
-            {
-                name: generation[name]
-                for name in SAMPLING_DEFAULTS
-                if generation.get(name) is not None
-            },
+            {name: value for name, value in sampling.items() if value is not None},
             on_phase,
         )
+        if model_config.stored is None:
+            return checkpoint
+        num_bytes = model_config.num_weight_bytes()
+        return replace(checkpoint, stored=model_config.stored, weight_bytes=num_bytes)
 
 
 def _load_gguf(path: Path, model_config: ModelConfig, on_phase: OnPhase) -> Checkpoint:
@@ -192,16 +199,26 @@ def _leave_file(model: nn.Module) -> None:
             tensor.data = tensor.data.clone()
 
 
-def _load_model(source: str | Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
+def _load_model(outline: ModelConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
+    source = outline.source
     with logged_progress():
-        model, info = from_pretrained(
-            AutoModelForCausalLM,
-            source,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
+        if outline.stored is not None:
+            from model_runtime.loading.quantised_checkpoint import (  # noqa: PLC0415
+                load_quantised,  # only for such a checkpoint
+            )
+
+            model, info = load_quantised(
+                source, outline.config, outline.stored, dtype, trust_remote_code=trust_remote_code
+            )
+        else:
+            model, info = from_pretrained(
+                AutoModelForCausalLM,
+                source,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{source} lacks {len(missing)} weights, the first is {missing[0]}")

@@ -26,6 +26,9 @@ from model_runtime.loading.plain_config import (
     plain_device,
     plain_number_type,
 )
+from model_runtime.quantised.inventory import read_inventory, refuse_unstated
+from model_runtime.quantised.read_scheme import read_scheme
+from model_runtime.quantised.scheme import Scheme
 from rope import NativeRope, RopeConfigError, native_rope
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ class ModelConfig:
     dtype: "torch.dtype | PlainNumberType"
     device: "torch.device | PlainDevice"
     has_weights: bool = True  # False: a folder of config and tokenizer only
+    stored: Scheme | None = None  # how the files store the weights, if they are quantised
 
     @property
     def architecture(self) -> str:
@@ -90,6 +94,8 @@ class ModelConfig:
         folder = Path(self.source)
         if not self.has_weights or not folder.is_dir():
             return None
+        if self.stored is not None:
+            return read_inventory(weight_files(folder), self.stored).num_parameters
         num_parameters = 0
         for path in weight_files(folder):
             with safe_open(path, framework="np") as weights:
@@ -108,6 +114,13 @@ class ModelConfig:
         if num_parameters is None:
             return None
         return num_parameters * self.dtype.itemsize + self.num_tied_head_bytes()
+
+    def num_stored_bytes(self) -> int | None:
+        """Return the size of a quantised checkpoint's weight files; None for any other source."""
+        folder = Path(self.source)
+        if self.stored is None or not folder.is_dir():
+            return None
+        return sum(path.stat().st_size for path in weight_files(folder))
 
     def num_tied_head_bytes(self) -> int:
         """Return the bytes of the packed copy of a tied head; 0 without one.
@@ -189,7 +202,8 @@ def read_outline(
         _check_files(Path(source), has_weights=has_weights)
         config = plain_config(Path(source))
         if config is not None:
-            return ModelConfig(source, config, number_type, where, has_weights)
+            stored = _take_scheme(config, source)
+            return ModelConfig(source, config, number_type, where, has_weights, stored)
     return read_model_config(
         source,
         dtype=dtype,
@@ -224,9 +238,24 @@ def read_model_config(
     elif str(source).startswith((".", "/", "~")) or str(source).count("/") > 1:
         raise ModelError(f"there is no folder {source}")  # a hub id is `name` or `owner/name`
     config = from_pretrained(AutoConfig, source, trust_remote_code=trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"{config.model_type} checkpoint is quantised, which is not supported yet")
-    return ModelConfig(source, config, torch_dtype(dtype, config, where), where, has_weights)
+    stored = _take_scheme(config, source)
+    number_type = torch_dtype(dtype, config, where)
+    return ModelConfig(source, config, number_type, where, has_weights, stored)
+
+
+def _take_scheme(config: Any, source: str | Path) -> Scheme | None:
+    """Remove `quantization_config` from a config, and return what it states. Raises ModelError.
+
+    transformers would cast FP8 weights without their scales, so these need a statement.
+    """
+    stated = getattr(config, "quantization_config", None)
+    if stated is None:
+        if Path(source).is_dir():
+            refuse_unstated(weight_files(Path(source)))
+        return None
+    del config.quantization_config
+    stated = stated if isinstance(stated, Mapping) else stated.to_dict()
+    return read_scheme(stated, config.model_type, source)
 
 
 def torch_device(name: str) -> "torch.device":

@@ -59,6 +59,9 @@ class PlainConfig:
         except KeyError:
             raise AttributeError(name) from None
 
+    def __delattr__(self, name: str) -> None:
+        del self._values[name]
+
     def get_text_config(self) -> "PlainConfig":
         """Return itself: a config with parts is not plain."""
         return self
@@ -81,7 +84,6 @@ def plain_config(folder: Path) -> PlainConfig | None:
     is_plain = (
         isinstance(values.get("architectures"), list)
         and isinstance(values.get("tie_word_embeddings"), bool)
-        and values.get("quantization_config") is None
         and "auto_map" not in values
         and type(values.get("head_dim", 1)) is int
         and "partial_rotary_factor" not in {*block, *values}

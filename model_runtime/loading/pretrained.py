@@ -12,17 +12,23 @@ from model_runtime.text.tokenizer import Tokenizer
 _GENERAL_CLASS = "TokenizersBackend"  # as transformers 5 writes PreTrainedTokenizerFast
 
 
-def from_pretrained(factory: Any, source: str | Path, **options: Any) -> Any:
-    """Load with transformers. Raises ModelError with one sentence for any failure."""
+def from_pretrained(
+    factory: Any, source: str | Path | None, *, described: str | Path | None = None, **options: Any
+) -> Any:
+    """Load with transformers. Raises ModelError with one sentence for any failure.
+
+    Without a source, the sentence is about what is `described`.
+    """
     try:
         return factory.from_pretrained(source, **options)
     except Exception as error:  # transformers raises any type, depending on a file's content
         first_line = str(error).strip().partition("\n")[0]
         if not isinstance(error, OSError | ValueError):
             first_line = f"{type(error).__name__}: {first_line}"
-        if not Path(source).is_dir():
+        named = described if source is None else source
+        if source is not None and not Path(source).is_dir():
             first_line = f"there is no such folder here, and as a hub id: {first_line}"
-        raise ModelError(f"{source}: {first_line}") from error
+        raise ModelError(f"{named}: {first_line}") from error
 
 
 class _StatedTokenizer:

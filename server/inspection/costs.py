@@ -24,6 +24,8 @@ class Costs:
     memory_gib: float | None  # the size to report on
     memory_holds_tokens: int | None  # of cache, beside the weights
     longest_context_in_memory: int | None  # of one sequence
+    stored_in: str | None = None  # of weights that are dequantised; None for any other checkpoint
+    stored_bytes: int | None = None  # of their files
 
 
 def costs_of(
@@ -53,6 +55,8 @@ def costs_of(
         memory_gib,
         holds,
         None if holds is None else min(longest, holds),
+        None if outline.stored is None else str(outline.stored),
+        outline.num_stored_bytes(),
     )
 
 
@@ -72,6 +76,7 @@ def cost_lines(costs: Costs) -> list[str]:
     longest = size_text(costs.longest_context * costs.kv_bytes_per_token)
     lines = [
         *_weight_lines(costs),
+        *_stored_lines(costs),
         f"longest context  {costs.longest_context} tokens, {longest} of cache for one sequence",
     ]
     if costs.memory_gib is not None and costs.memory_holds_tokens is None:
@@ -93,6 +98,14 @@ def cost_lines(costs: Costs) -> list[str]:
             f"{costs.memory_holds_tokens} beside the weights"
         )
     return lines
+
+
+def _stored_lines(costs: Costs) -> list[str]:
+    """Return the line about weights that are dequantised; none for any other checkpoint."""
+    if costs.stored_in is None:
+        return []
+    size = "" if costs.stored_bytes is None else f", {size_text(costs.stored_bytes)} in the files"
+    return [f"stored in        {costs.stored_in}{size}; dequantised at load"]
 
 
 def _weight_lines(costs: Costs) -> list[str]:

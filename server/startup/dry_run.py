@@ -21,6 +21,7 @@ from server.startup.serving_plan import (
     describe,
     plan_serving,
     size_text,
+    stored_text,
 )
 
 
@@ -105,6 +106,15 @@ def _templated(settings: ServeSettings, outline: ModelConfig) -> Templated:
     return load_tokenizer(outline.source, trust_remote_code=settings.trust_remote_code)
 
 
+def _stored_lines(outlook: Outlook) -> list[str]:
+    """Return the line about weights that are dequantised; none for any other checkpoint."""
+    outline = outlook.outline
+    if outline.stored is None:
+        return []
+    text = stored_text(outline.stored, outline.dtype, outlook.num_weight_bytes)
+    return [f"  weights          {text}"]
+
+
 def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
     """Return the banner lines of `serve`, with the memory that it would take."""
     outline, plan = outlook.outline, outlook.plan
@@ -123,6 +133,7 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
     return [
         f"  model            {settings.model or 'the embedded one'}: {outline.architecture}, "
         f"{outline.device}, {dtype}",
+        *_stored_lines(outlook),
         *describe(plan),
         *limit_lines(settings),
         computing_line(*expected_computing(outline.device, outline.dtype), "the self-check tells"),

@@ -23,6 +23,7 @@ from server.startup.serving_plan import (
     describe,
     plan_serving,
     profiles_of,
+    stored_text,
 )
 from server.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 
@@ -96,9 +97,14 @@ def _banner(checkpoint: Checkpoint, plan: ServingPlan, settings: ServeSettings) 
     where = f"{checkpoint.device}, {str(checkpoint.dtype).removeprefix('torch.')}"
     if checkpoint.device.type == "cpu":
         where += f", {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
+    weights = []
+    if checkpoint.stored is not None:
+        text = stored_text(checkpoint.stored, checkpoint.dtype, checkpoint.weight_bytes)
+        weights = [f"  weights          {text}"]
     return "\n".join(
         [
             f"  model            {type(checkpoint.model).__name__}, {where}",
+            *weights,
             *_torch_lines(),
             *describe(plan),
             *limit_lines(settings),

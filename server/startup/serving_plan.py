@@ -13,6 +13,7 @@ from model_runtime.config import EngineConfig, SamplingLimits
 from model_runtime.deployment import Deployment
 from model_runtime.engine.cache_size import MemoryProfile, sized
 from model_runtime.make_deployment import DeploymentOptions, make_deployment
+from model_runtime.quantised.scheme import Scheme
 from model_runtime.text.chat_template import MAX_TEMPLATE_STOPS, RESERVED, ChatTemplate
 from rope import NativeRope, Profile, RopeConfigError
 from server.settings.fields import MAX_CONTEXT_BUCKETS
@@ -185,6 +186,15 @@ def chat_template_of(settings: ServeSettings, tokenizer: Templated) -> ChatTempl
 def computing_line(products: str, attention: str, bits: str) -> str:
     """Return the banner's line about products, attention and bits; the dry run prints it, too."""
     return f"  products         {products}; attention: {attention}; bits: {bits}"
+
+
+def stored_text(stored: Scheme, dtype: object, num_bytes: int | None) -> str:
+    """Describe the weights of a quantised checkpoint; `num_bytes` is what they take once loaded."""
+    served = f"served in {str(dtype).removeprefix('torch.')}"
+    if num_bytes is not None:
+        served += f", {size_text(num_bytes)}"
+    note = "; activations are not quantised" if stored.has_activations else ""
+    return f"stored in {stored}, {served}{note}"
 
 
 def size_text(num_bytes: int) -> str:

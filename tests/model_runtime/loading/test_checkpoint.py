@@ -80,15 +80,6 @@ def test_an_unknown_architecture_is_a_sentence(folder: Path) -> None:
         load_checkpoint(folder)
 
 
-def test_a_quantised_checkpoint_is_refused(folder: Path) -> None:
-    """A `quantization_config` in the config shows that a checkpoint is quantised."""
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="quantised"):
-        load_checkpoint(folder)
-
-
 def test_a_folder_that_is_not_there_is_a_sentence() -> None:
     """A name that begins with `./` cannot be the id of a model on the hub."""
     with pytest.raises(ModelError, match=r"there is no folder \./no-such-folder"):

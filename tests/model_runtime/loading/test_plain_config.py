@@ -129,7 +129,6 @@ def test_dual_chunk_attention_is_refused_with_and_without_transformers(tmp_path:
         {"num_hidden_layers": "2"},
         {"rope_theta": None, "rope_scaling": [1]},
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"quantization_config": {"bits": 4}},
         {"auto_map": {}},
         {"partial_rotary_factor": 0.5},
         {"architectures": None},

@@ -1,0 +1,77 @@
+"""Load a quantised safetensors checkpoint with its weights in the served number type.
+
+transformers' own loaders are not used. They need accelerate or a package for each format, and some
+keep other precision than the served number type.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import structlog
+import torch
+from transformers import AutoModelForCausalLM
+
+from model_runtime.errors import ModelError
+from model_runtime.loading.model_config import weight_files
+from model_runtime.loading.pretrained import from_pretrained
+from model_runtime.quantised.inventory import read_inventory
+from model_runtime.quantised.scheme import Scheme
+from model_runtime.quantised.weights import open_weights
+
+_log = structlog.get_logger(__name__)
+
+
+def load_quantised(
+    source: str | Path,
+    config: Any,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    *,
+    trust_remote_code: bool,
+) -> tuple[Any, Mapping[str, Any]]:
+    """Return the model and the loading info of transformers. Raises ModelError.
+
+    `config` has no `quantization_config`. Beside the loaded weights, each of transformers' threads
+    holds one stored weight, and a few MiB of it in float32.
+    """
+    folder = weight_folder(source)
+    paths = weight_files(folder)
+    inventory = read_inventory(paths, scheme)
+    _log.info(
+        "dequantising",
+        stored_in=str(scheme),
+        served_in=str(dtype).removeprefix("torch."),
+        stored_bytes=sum(path.stat().st_size for path in paths),
+        loaded_bytes=inventory.num_parameters * dtype.itemsize,
+    )
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    with open_weights(paths, inventory, dtype) as weights:
+        model, info = from_pretrained(
+            type(empty),
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=dtype,
+            output_loading_info=True,
+            described=source,
+        )
+    return model, info
+
+
+def weight_folder(source: str | Path) -> Path:
+    """Return the folder of a checkpoint's files; a hub id is downloaded. Raises ModelError."""
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                str(source),
+                allow_patterns=["*.safetensors", "model.safetensors.index.json"],
+                ignore_patterns=["*/*", "consolidated*"],
+            )
+        )
+    except Exception as error:  # the client raises any type, depending on the network
+        raise ModelError(f"{source}: {str(error).strip().partition(chr(10))[0]}") from error
