@@ -25,7 +25,13 @@ Tensors = dict[str, torch.Tensor]
 # Returns the tensors of a module's weight [O, I], and a function from a number type to the weight.
 Encode = Callable[[torch.Tensor], tuple[Tensors, Callable[[torch.dtype], torch.Tensor]]]
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 256}
+SIZES = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+}
 _FP8 = torch.float8_e4m3fn
 
 
