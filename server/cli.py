@@ -84,7 +84,7 @@ _COMMANDS = {
     "serve": Entry(
         "server.startup.serve_command",
         "serve",
-        "Serve MODEL, a folder or a hub id; without one, the embedded demonstration model.",
+        "Serve MODEL: a folder, a GGUF file or a hub id. Default: the embedded model.",
     ),
 }
 _CONFIG_COMMANDS = {

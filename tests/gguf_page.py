@@ -40,7 +40,7 @@ _PAGE = """# GGUF files
 
 `python -m tests.gguf_page` writes this page from the tables of `model_runtime/gguf/`.
 
-`ropewalk serve model.gguf` serves a file. A folder works if it holds one model in GGUF and no safetensors. `--gguf-file NAME` chooses a file of a folder. `config check`, `inspect` and `eval` take the same. The first part of a split file (`-00001-of-00003.gguf`) stands for all parts. Files of image encoders (`mmproj*`) are ignored in a folder.
+`ropewalk serve model.gguf` serves a file. A folder works if it holds one model in GGUF and no safetensors. `--gguf-file NAME` chooses a file of a folder. `inspect` and `eval` take the same, and the keys `model` and `gguf_file` of the YAML file that `config check` reads. The first part of a split file (`-00001-of-00003.gguf`) stands for all parts. Files of image encoders (`mmproj*`) are ignored in a folder.
 
 ## Memory
 

@@ -35,6 +35,11 @@ def needed_files(
 
     Raises ModelError if a file is missing without which the model cannot be loaded.
     """
+    if _holds_gguf_only(names):
+        raise ModelError(
+            f"{model_id} holds GGUF files and no safetensors: download one of them, and name its "
+            "path as the model"
+        )
     for name in REQUIRED:
         if name not in names:
             raise ModelError(f"{model_id} has no {name} on the hub, so it cannot be served")
@@ -44,6 +49,12 @@ def needed_files(
     if wanted.weights:
         found |= _weights(model_id, names, shards_of_index)
     return sorted(found)
+
+
+def _holds_gguf_only(names: Collection[str]) -> bool:
+    return any(name.endswith(".gguf") for name in names) and not any(
+        name.endswith(".safetensors") for name in names
+    )
 
 
 def _weights(

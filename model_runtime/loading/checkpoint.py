@@ -4,7 +4,7 @@ Weights come from safetensors, quantised or not, or from a GGUF file. Code from 
 only if trust_remote_code is set.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from model_runtime.attention.backends import backend_for
 from model_runtime.attention.cpu_backend import CpuAttention
 from model_runtime.attention.paged_attention import LayerPlan
 from model_runtime.errors import ModelError
-from model_runtime.gguf.locate import find_gguf
 from model_runtime.layers import (
     gated_mlp,
     match_decoder,
@@ -70,7 +69,8 @@ class Checkpoint:
     report: SelfCheckReport  # of the self-check
     products: str  # layout of the weights and kernel of their products
     stored: Scheme | None = None  # how the files store the weights, if they are quantised
-    weight_bytes: int | None = None  # of such weights, once loaded; None: a hub id
+    weight_bytes: int | None = None  # of such weights, once loaded
+    source: Path | None = None  # the folder or GGUF file; None if the model was not loaded from one
 
 
 def load_checkpoint(
@@ -80,20 +80,27 @@ def load_checkpoint(
     device: str = "auto",
     trust_remote_code: bool = False,
     on_phase: OnPhase = no_phases,
+    on_native: Callable[[NativeRope], object] | None = None,
 ) -> Checkpoint:
-    """Load, patch and check a model. Raises ModelError with a sentence that names the problem."""
+    """Load, patch and check a model. Raises ModelError with a sentence that names the problem.
+
+    `on_native` gets the rotary tables of the config before any weight is read, and may raise.
+    """
     model_config = read_model_config(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
     where, number_type = model_config.device, model_config.dtype
     assert isinstance(where, torch.device)
     assert isinstance(number_type, torch.dtype)
+    if on_native is not None:
+        on_native(model_config.native())
     on_phase("loading weights")
     _log.info(
         "loading_weights", model=str(source), dtype=str(model_config.dtype), device=str(where)
     )
-    if (path := find_gguf(source)) is not None:
-        return _load_gguf(path, model_config, on_phase)
+    path = Path(model_config.source)
+    if path.is_file():
+        return replace(_load_gguf(path, model_config, on_phase), source=path)
     if model_config.stored is not None:
         name = str(number_type).removeprefix("torch.")
         on_phase(f"dequantising {model_config.stored} to {name}")
@@ -110,6 +117,7 @@ def load_checkpoint(
             {name: value for name, value in sampling.items() if value is not None},
             on_phase,
         )
+        checkpoint = replace(checkpoint, source=path)
         if model_config.stored is None:
             return checkpoint
         num_bytes = model_config.num_weight_bytes()

@@ -89,9 +89,9 @@ class ModelConfig:
 
     def num_parameters(self) -> int | None:
         """Return the number of parameters in the weight files; None without such files."""
-        if (path := find_gguf(self.source)) is not None:
-            return gguf_num_parameters(path)
         folder = Path(self.source)
+        if folder.is_file():
+            return gguf_num_parameters(folder)
         if not self.has_weights or not folder.is_dir():
             return None
         if self.stored is not None:
@@ -105,8 +105,8 @@ class ModelConfig:
 
     def gguf_storage(self) -> tuple[int, str] | None:
         """Return a GGUF file's size in bytes and its number types; None for other weights."""
-        path = find_gguf(self.source)
-        return None if path is None else gguf_storage(path)
+        path = Path(self.source)
+        return gguf_storage(path) if path.is_file() else None
 
     def num_weight_bytes(self) -> int | None:
         """Return the bytes that loaded weights hold in the served dtype; None without files."""
@@ -118,7 +118,7 @@ class ModelConfig:
     def num_stored_bytes(self) -> int | None:
         """Return the size of a quantised checkpoint's weight files; None for any other source."""
         folder = Path(self.source)
-        if self.stored is None or not folder.is_dir():
+        if self.stored is None or not self.has_weights:
             return None
         return sum(path.stat().st_size for path in weight_files(folder))
 
@@ -195,14 +195,14 @@ def read_outline(
     Raises ModelError that names the problem.
     """
     where, number_type = plain_device(device), plain_number_type(dtype)
-    path = find_gguf(source)
+    path = find_gguf(source) if has_weights else None
     if where is not None and number_type is not None and path is not None:
         return ModelConfig(path, gguf_plain_config(path), number_type, where)
     if where is not None and number_type is not None and Path(source).is_dir():
         _check_files(Path(source), has_weights=has_weights)
         config = plain_config(Path(source))
         if config is not None:
-            stored = _take_scheme(config, source)
+            stored = _take_scheme(config, source, has_weights=has_weights)
             return ModelConfig(source, config, number_type, where, has_weights, stored)
     return read_model_config(
         source,
@@ -227,7 +227,7 @@ def read_model_config(
     from model_runtime.loading.pretrained import from_pretrained
 
     where = torch_device(device)
-    if (path := find_gguf(source)) is not None:
+    if has_weights and (path := find_gguf(source)) is not None:
         from model_runtime.loading.gguf_checkpoint import gguf_config
 
         config = gguf_config(path)
@@ -238,23 +238,26 @@ def read_model_config(
     elif str(source).startswith((".", "/", "~")) or str(source).count("/") > 1:
         raise ModelError(f"there is no folder {source}")  # a hub id is `name` or `owner/name`
     config = from_pretrained(AutoConfig, source, trust_remote_code=trust_remote_code)
-    stored = _take_scheme(config, source)
+    stored = _take_scheme(config, source, has_weights=has_weights)
     number_type = torch_dtype(dtype, config, where)
     return ModelConfig(source, config, number_type, where, has_weights, stored)
 
 
-def _take_scheme(config: Any, source: str | Path) -> Scheme | None:
+def _take_scheme(config: Any, source: str | Path, *, has_weights: bool) -> Scheme | None:
     """Remove `quantization_config` from a config, and return what it states. Raises ModelError.
 
     transformers would cast FP8 weights without their scales, so these need a statement.
     """
     stated = getattr(config, "quantization_config", None)
     if stated is None:
-        if Path(source).is_dir():
+        if has_weights and Path(source).is_dir():
             refuse_unstated(weight_files(Path(source)))
         return None
     del config.quantization_config
-    stated = stated if isinstance(stated, Mapping) else stated.to_dict()
+    if hasattr(stated, "to_dict"):
+        stated = stated.to_dict()
+    if not isinstance(stated, Mapping):
+        raise ModelError(f"{source}: quantization_config must be an object, got {stated!r}")
     return read_scheme(stated, config.model_type, source)
 
 

@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import structlog
 import torch
 from transformers import AutoModelForCausalLM
 
-from model_runtime.errors import ModelError
 from model_runtime.loading.model_config import weight_files
 from model_runtime.loading.pretrained import from_pretrained
 from model_runtime.quantised.inventory import read_inventory
@@ -36,8 +34,7 @@ def load_quantised(
     `config` has no `quantization_config`. Beside the loaded weights, each of transformers' threads
     holds one stored weight, and a few MiB of it in float32.
     """
-    folder = weight_folder(source)
-    paths = weight_files(folder)
+    paths = weight_files(Path(source))
     inventory = read_inventory(paths, scheme)
     _log.info(
         "dequantising",
@@ -59,19 +56,3 @@ def load_quantised(
             described=source,
         )
     return model, info
-
-
-def weight_folder(source: str | Path) -> Path:
-    """Return the folder of a checkpoint's files; a hub id is downloaded. Raises ModelError."""
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                str(source),
-                allow_patterns=["*.safetensors", "model.safetensors.index.json"],
-                ignore_patterns=["*/*", "consolidated*"],
-            )
-        )
-    except Exception as error:  # the client raises any type, depending on the network
-        raise ModelError(f"{source}: {str(error).strip().partition(chr(10))[0]}") from error

@@ -128,7 +128,7 @@ class Service:
         biased = (token_id for token_id, _ in body.logit_bias_pairs())
         for param, ids in (("logit_bias", biased), ("stop_token_ids", body.stop_token_ids or ())):
             for token_id in ids:
-                if token_id >= self.vocab_size:
+                if token_id >= self.vocab_size and len(found) < MAX_ERRORS:
                     found[param, str(token_id)] = self._unknown_token(token_id, param)
         if found:
             errors = list(found.values())[:MAX_ERRORS]

@@ -47,7 +47,7 @@ def load_subject(settings: ServeSettings, plan: LengthPlan) -> Subject:
     serving = plan_variants(plan, settings, checkpoint)
     return Subject(
         model_name(settings),
-        model_digest(settings, checkpoint),
+        model_digest(checkpoint),
         str(checkpoint.dtype).removeprefix("torch."),
         str(checkpoint.device),
         checkpoint.tokenizer,

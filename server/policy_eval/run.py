@@ -88,7 +88,7 @@ def run_crossings(
     cells = _cells(options, shapes, sources, checkpoint.tokenizer)
     # With the model's digest, everything beside the cell that affects an outcome.
     engine = (settings.page_size, settings.max_num_batched_tokens, torch.get_num_threads())
-    model = model_digest(settings, checkpoint)
+    model = model_digest(checkpoint)
     found: dict[Key, list[Outcome]] = defaultdict(list)
     progress.begin(len(cells))
     for number, cell in enumerate(cells, start=1):

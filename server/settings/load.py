@@ -117,6 +117,15 @@ def _unknown_variables() -> list[str]:
     ]
 
 
+def _model_contradictions(settings: ServeSettings) -> Iterator[str]:
+    """Yield a sentence for each contradiction between the settings that name the model."""
+    if settings.gguf_file is not None and settings.model is None:
+        yield f"gguf_file needs the folder of a model, and none is named, got {settings.gguf_file}"
+    if settings.revision is not None and not (settings.model and is_hub_id(settings.model)):
+        named = "the embedded model" if settings.model is None else f"the path {settings.model}"
+        yield f"revision is for a model by hub id, and {named} has none, got {settings.revision!r}"
+
+
 def _contradictions(settings: ServeSettings) -> Iterator[str]:
     """Yield a sentence for each contradiction between several settings."""
     if settings.kv_cache_gib is not None and settings.kv_cache_tokens is not None:
@@ -128,9 +137,7 @@ def _contradictions(settings: ServeSettings) -> Iterator[str]:
         )
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         yield "ssl_keyfile needs ssl_certfile"
-    if settings.revision is not None and not (settings.model and is_hub_id(settings.model)):
-        named = "the embedded model" if settings.model is None else f"the path {settings.model}"
-        yield f"revision is for a model by hub id, and {named} has none, got {settings.revision!r}"
+    yield from _model_contradictions(settings)
     if settings.deployments is None:
         return
     for name in ("served_model_name", *DeploymentSettings.model_fields):

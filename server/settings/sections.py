@@ -47,7 +47,8 @@ class ModelSettings(Section):
     )
     served_model_name: str | None = setting(
         None,
-        "Model name that clients send. Default: the last part of the folder or hub id.",
+        "Model name that clients send. Default: the last part of the folder or hub id, or the name "
+        "of the GGUF file.",
         unit="name",
         min_length=1,
     )

@@ -97,8 +97,9 @@ class _Named:
 
 def _templated(settings: ServeSettings, outline: ModelConfig) -> Templated:
     """Return the model's tokenizer, read without transformers if it is a plain one."""
-    if isinstance(outline.config, PlainConfig):
-        found = plain_template(Path(outline.source))
+    source = Path(outline.source)
+    if isinstance(outline.config, PlainConfig) or source.is_file():  # a file in GGUF
+        found = plain_template(source)
         if found is not None:
             return _PlainTemplate(found[0])
     from model_runtime.loading.pretrained import load_tokenizer  # noqa: PLC0415  # seconds

@@ -1,5 +1,6 @@
 """Find and load the model that the settings name; `serve`, `inspect` and `eval` share this."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from model_runtime.gguf.locate import find_gguf
@@ -13,6 +14,7 @@ from model_runtime.hub.local_model import (
 )
 from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.loading.phases import OnPhase, no_phases
+from rope import NativeRope
 from server.settings.load import ServeSettings
 
 if TYPE_CHECKING:
@@ -43,9 +45,15 @@ def find_model(
 
 
 def load_model(
-    settings: ServeSettings, on_phase: OnPhase = no_phases, on_bytes: OnBytes = no_bytes
+    settings: ServeSettings,
+    on_phase: OnPhase = no_phases,
+    on_bytes: OnBytes = no_bytes,
+    on_native: Callable[[NativeRope], object] | None = None,
 ) -> "Checkpoint":
-    """Download a hub id, set torch's threads, then load and check the model. Raises ModelError."""
+    """Download a hub id, set torch's threads, then load and check the model.
+
+    `on_native` gets the config's rotary tables before any weight is read. Raises ModelError.
+    """
     source = find_model(settings, weights=True, on_phase=on_phase, on_bytes=on_bytes).folder
     import torch  # noqa: PLC0415  # `inspect` loads no model without --heads
 
@@ -59,4 +67,5 @@ def load_model(
         device=settings.device,
         trust_remote_code=settings.trust_remote_code,
         on_phase=on_phase,
+        on_native=on_native,
     )

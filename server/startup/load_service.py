@@ -1,5 +1,7 @@
 """Builds a service that is ready to start; the only place that combines its parts."""
 
+from functools import partial
+
 import torch
 
 from model_runtime.attention.backends import described
@@ -21,6 +23,7 @@ from server.startup.serving_plan import (
     chat_template_of,
     computing_line,
     describe,
+    plan_deployments,
     plan_serving,
     profiles_of,
     stored_text,
@@ -37,7 +40,9 @@ def load_service(
 
     Raises model_runtime's ModelError, or SettingsError; the message is a sentence.
     """
-    checkpoint = load_model(settings, on_phase, on_bytes)
+    # A wrong deployment is refused before the weights are read, which may take minutes.
+    check_native = partial(plan_deployments, settings)
+    checkpoint = load_model(settings, on_phase, on_bytes, check_native)
     chat_template = chat_template_of(settings, checkpoint.tokenizer)
     plan = plan_serving(settings, facts_of(checkpoint, settings))
     on_phase("allocating the cache")

@@ -4,30 +4,29 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from model_runtime.gguf.file import read_gguf
 from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.loading.model_config import ModelConfig, weight_files
-from server.settings.load import ServeSettings
-from server.startup.dry_run import outline_of
+from model_runtime.loading.model_config import weight_files
 
 
-def model_digest(settings: ServeSettings, checkpoint: Checkpoint) -> str:
-    """Return a digest of the settings' model as it was loaded.
+def model_digest(checkpoint: Checkpoint) -> str:
+    """Return a digest of a model as it was loaded from its folder or file.
 
     Rounding differs between dtypes and device types, so the digest has both.
     """
-    weights = _weights_digest(outline_of(settings))
+    assert checkpoint.source is not None
     dtype = str(checkpoint.dtype).removeprefix("torch.")
+    weights = _files_digest(_files(checkpoint.source))
     digest = hashlib.sha256(f"{weights} {dtype} {checkpoint.device.type}".encode())
     return digest.hexdigest()[:32]
 
 
-def _weights_digest(outline: ModelConfig) -> str:
-    """Return a digest of a model folder's weights and config."""
-    folder = Path(outline.source)
-    if folder.is_file():
-        return _files_digest(read_gguf(folder).paths)
-    return _files_digest([*sorted(weight_files(folder)), folder / "config.json"])
+def _files(source: Path) -> Sequence[Path]:
+    """Return the files of the weights, and the config where it is a file of its own."""
+    if source.is_dir():
+        return [*sorted(weight_files(source)), source / "config.json"]
+    from model_runtime.gguf.file import read_gguf  # noqa: PLC0415  # only for such a file
+
+    return read_gguf(source).paths
 
 
 def _files_digest(paths: Sequence[Path]) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.argument("model", required=False)
 @with_flags(*SECTIONS)
 def serve(**flags: Any) -> None:
-    """Serve MODEL, a folder or a hub id; without one, the embedded demonstration model.
+    """Serve MODEL: a folder, a GGUF file or a hub id. Default: the embedded model.
 
     OpenAI's routes are under /v1, metrics under /metrics. Every flag is also an environment
     variable, named in brackets, and a key of the YAML file. For MODEL they are ROPEWALK_MODEL and

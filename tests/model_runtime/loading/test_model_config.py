@@ -1,5 +1,6 @@
 """The numbers that a config gives before the weights are loaded, against the loaded model."""
 
+import json
 import math
 import shutil
 from dataclasses import replace
@@ -19,6 +20,7 @@ from model_runtime.loading.model_config import (
     EMBEDDED_MODEL,
     ModelConfig,
     read_model_config,
+    read_outline,
     torch_device,
 )
 from tests.engines import tiny_checkpoint
@@ -152,3 +154,30 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
             torch_device(name)
     assert torch_device("cuda:1") == torch.device("cuda", 1)
     assert torch_device("auto") == torch.device("cuda")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_a_snapshot_without_weights_is_planned_by_its_config(tmp_path: Path, name: str) -> None:
+    """A broken download leaves an index, and another program a GGUF file in the same folder."""
+    config = {**json.loads((EMBEDDED_MODEL / "config.json").read_text()), "model_type": name}
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(EMBEDDED_MODEL / "tokenizer.json", tmp_path)
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for changes in (config, {**config, "quantization_config": None}):
+        (tmp_path / "config.json").write_text(json.dumps(changes))
+        outline = read_outline(tmp_path, device="cpu", has_weights=False)
+        assert outline.config.model_type == name
+        assert outline.num_parameters() is None
+        assert outline.num_stored_bytes() is None
+
+
+def test_a_quantisation_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    """The sentence has the value."""
+    shutil.copytree(EMBEDDED_MODEL, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": "gptq"}))
+    with pytest.raises(ModelError, match="quantization_config must be an object, got 'gptq'"):
+        read_outline(tmp_path / "model", device="cpu")

@@ -6,17 +6,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from model_runtime.loading.model_config import read_model_config
-from model_runtime.loading.quantised_checkpoint import load_quantised, weight_folder
+from model_runtime.loading.quantised_checkpoint import load_quantised
 from model_runtime.quantised import dequantise
 from model_runtime.quantised.dequantise import unpack
 from model_runtime.quantised.inventory import read_inventory
@@ -223,21 +221,3 @@ def test_tensors_may_be_in_several_files(tmp_path: Path) -> None:
     (written.folder / "model.safetensors.index.json").write_text(text)
     found = loaded(written.folder, torch.float32).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_a_hub_id_is_downloaded_without_its_other_formats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """gpt-oss has its weights twice more in folders, Mistral in a consolidated file."""
-    published = ["model-1.safetensors", "model.safetensors.index.json", "config.json"]
-    published += ["original/model.safetensors", "consolidated.safetensors", "metal/model.bin"]
-    taken: list[str] = []
-
-    def download(name: str, **patterns: Any) -> str:
-        assert name == "owner/name"
-        taken.extend(filter_repo_objects(published, **patterns))
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert weight_folder("owner/name") == tmp_path
-    assert taken == ["model-1.safetensors", "model.safetensors.index.json"]

@@ -1,11 +1,18 @@
 """`config check` refuses what `serve` would refuse before it loads a model."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from model_runtime.loading.model_config import EMBEDDED_MODEL
+from server.settings.load import SettingsError, load_settings
 from server.startup.check_command import check
+from server.startup.load_service import load_service
 
 
 @pytest.mark.parametrize(
@@ -41,6 +48,15 @@ _ENTRIES = {
 }
 
 
+def test_a_gguf_file_needs_a_model_folder(tmp_path: Path) -> None:
+    """Without a model, the setting would do nothing."""
+    path = tmp_path / "ropewalk.yaml"
+    path.write_text("gguf_file: model.gguf\n")
+    ended = CliRunner().invoke(check, [str(path)])
+    assert ended.exit_code == 2
+    assert "gguf_file needs the folder of a model" in ended.stderr
+
+
 @pytest.mark.parametrize("case", _ENTRIES)
 def test_wrong_deployments_are_reported_together(tmp_path: Path, case: str) -> None:
     """Each has a line of its own."""
@@ -53,3 +69,17 @@ def test_wrong_deployments_are_reported_together(tmp_path: Path, case: str) -> N
     assert len(lines) == len(beginnings)
     for line, beginning in zip(lines, beginnings, strict=True):
         assert line.startswith(f"ropewalk: {beginning}")
+
+
+def test_a_wrong_deployment_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    """The weights are damaged, and the sentence is about the deployment."""
+    folder = tmp_path / "model"
+    shutil.copytree(EMBEDDED_MODEL, folder)
+    weights = folder / "model.safetensors"
+    with safe_open(weights, framework="pt") as file:
+        names = list(file.keys())
+        damaged = {name: torch.full_like(file.get_tensor(name), torch.nan) for name in names}
+    save_file(damaged, weights)
+    settings = load_settings({"model": str(folder), "rope_scaling": '{"rope_type": "yarm"}'})
+    with pytest.raises(SettingsError, match="rope_scaling: rope_type: must be one of"):
+        load_service(settings)
