@@ -3,6 +3,7 @@
 Only this file handles the config's many forms (v4 and v5, flat and per layer type).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -161,7 +162,7 @@ def _check_model_fields(block: Mapping[str, Any], max_len: int) -> None:
 
 
 def _rotary(layer_type: str, block: Mapping[str, Any], config: Mapping[str, Any]) -> Rotary:
-    theta = block.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    theta = _first_number("rope_theta", 10_000.0, block, config)
     head_dim = _head_dim(layer_type, config)
     share = _rotated_share(block, config)
     if _stated_type(block) == _PROPORTIONAL:
@@ -178,7 +179,7 @@ def _rotary(layer_type: str, block: Mapping[str, Any], config: Mapping[str, Any]
             f"is {share:g}, which rotates {num_turning} of {rotary_dim // 2} pairs; at least 2 and "
             "at most all needed",
         )
-    return Rotary(rotary_dim, float(theta), num_turning)
+    return Rotary(rotary_dim, theta, num_turning)
 
 
 def _head_dim(layer_type: str, config: Mapping[str, Any]) -> int:
@@ -201,7 +202,20 @@ def _head_dim(layer_type: str, config: Mapping[str, Any]) -> int:
 
 
 def _rotated_share(block: Mapping[str, Any], config: Mapping[str, Any]) -> float:
-    return block.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    return _first_number("partial_rotary_factor", 1.0, block, config)
+
+
+def _first_number(field: str, default: float, *holders: Mapping[str, Any]) -> float:
+    """Return the first stated value of a field, or the default. Raises RopeConfigError."""
+    for holder in holders:
+        value = holder.get(field)
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise RopeConfigError(field, f"must be a finite number > 0, got {value!r}")
+        return float(value)
+    return default
 
 
 def _blocks_by_layer_type(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -317,3 +317,17 @@ def test_nested_blocks_that_would_be_misread_are_refused(
     with pytest.raises(RopeConfigError) as caught:
         native_rope({**CONFIG, "rope_parameters": blocks})
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("field", ["rope_theta", "partial_rotary_factor"])
+@pytest.mark.parametrize("value", ["half", 0, -1.0, True, [1]])
+def test_a_base_or_share_that_is_no_positive_number_is_refused(field: str, value: Any) -> None:
+    """In the block and beside it; null means that the default counts."""
+    for config in (
+        {**CONFIG, "rope_parameters": {"rope_type": "default", field: value}},
+        {**CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": None}, field: value},
+    ):
+        with pytest.raises(RopeConfigError, match="must be a finite number > 0, got ") as caught:
+            native_rope(config)
+        assert caught.value.field == field
+    native_rope({**CONFIG, "rope_parameters": {"rope_type": "default", field: None}})
