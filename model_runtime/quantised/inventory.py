@@ -5,7 +5,7 @@ knows is refused.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,15 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _SCALES = (*_FLOATS, "F8_E8M0", "U8")
 # Ends of names that say that a tensor belongs to a quantised weight.
 _PARTS = (
-    *("_scale", "_scale_inv", ".scales", ".qscale_weight", ".g_idx", "_g_idx", ".qzeros"),
-    *("_zero_point", "_packed", "_blocks", "_scales", "_shape", ".absmax", "_global_scale"),
+    *(".scales", ".qscale_weight", ".g_idx", ".qzeros", ".absmax"),
+    *("weight_scale", "weight_scale_inv", "weight_global_scale", "weight_zero_point"),
+    *("weight_packed", "weight_shape", "weight_g_idx"),
+)
+# The same behind the name of a weight. Models have parameters with such names, too: Gemma 4's
+# `router.per_expert_scale` is no scale of a `router.per_expert`.
+_PARTS_OF_NAMES = (
+    *("_scale", "_scale_inv", "_scales", "_global_scale", "_zero_point", "_packed", "_blocks"),
+    *("_shape", "_g_idx"),
 )
 # The same, certain enough to refuse a checkpoint whose config says nothing.
 _UNSTATED = (".weight_scale", ".weight_scale_inv", ".qweight", ".weight_packed", ".weight.absmax")
@@ -80,6 +87,7 @@ def read_inventory(paths: Sequence[Path], scheme: Scheme) -> Inventory:
     with ExitStack() as opened:
         files = {path: opened.enter_context(safe_open(path, framework="np")) for path in paths}
         left = _stored(files)
+        names = frozenset(left)
         for name in list(left):
             if name in left and (found := _weight(name, left, files, scheme)) is not None:
                 quantised.append(found)
@@ -89,7 +97,7 @@ def read_inventory(paths: Sequence[Path], scheme: Scheme) -> Inventory:
     for tensor in left.values():
         if tensor.name.endswith(_OF_ACTIVATIONS) and scheme.has_activations:
             continue
-        if tensor.kind not in _FLOATS or tensor.name.endswith(_PARTS):
+        if tensor.kind not in _FLOATS or _is_part(tensor.name, names):
             raise ModelError(
                 f"{tensor.path}: tensor {tensor.name} of type {tensor.kind} has no meaning in "
                 f"quantization {scheme}"
@@ -98,6 +106,14 @@ def read_inventory(paths: Sequence[Path], scheme: Scheme) -> Inventory:
     if not quantised:
         raise ModelError(f"{paths[0]}: no tensor is stored in {scheme}")
     return Inventory(quantised, plain)
+
+
+def _is_part(name: str, names: Container[str]) -> bool:
+    """Return whether a tensor's name says that it belongs to a quantised weight."""
+    if name.endswith((*_PARTS, *_OF_ACTIVATIONS)):
+        return True
+    ends = [end for end in _PARTS_OF_NAMES if name.endswith(end)]
+    return any(name.removesuffix(end) in names for end in ends)
 
 
 def refuse_unstated(paths: Iterable[Path]) -> None:
@@ -133,6 +149,8 @@ def _weight(
         read = _mxfp4 if name.endswith("_blocks") else None
     elif last == "weight_packed":
         read = _packed
+    elif name.endswith((*_OF_ACTIVATIONS, "_zero_point")):
+        read = None  # a zero point may be I8, as values are
     else:
         read = _eight_bits if tensor.kind in ("I8", "F8_E4M3") else None
     if read is None:
