@@ -5,7 +5,7 @@ knows is refused.
 """
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,32 +14,14 @@ from typing import Any
 from safetensors import safe_open
 
 from model_runtime.errors import ModelError
+from model_runtime.quantised.names import OF_ACTIVATIONS, UNSTATED, is_part
 from model_runtime.quantised.scheme import PER_TENSOR, Grid, Group, Scheme
 
 Shape = tuple[int, ...]
 Files = Mapping[Path, Any]  # safetensors' open files
 
-# Scales of activations and of the cache, which are served in the number type of the weights.
-_OF_ACTIVATIONS = (
-    *(".input_scale", ".input_zero_point", ".activation_scale", ".input_global_scale"),
-    *(".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point"),
-)
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _SCALES = (*_FLOATS, "F8_E8M0", "U8")
-# Ends of names that say that a tensor belongs to a quantised weight.
-_PARTS = (
-    *(".scales", ".qscale_weight", ".g_idx", ".qzeros", ".absmax"),
-    *("weight_scale", "weight_scale_inv", "weight_global_scale", "weight_zero_point"),
-    *("weight_packed", "weight_shape", "weight_g_idx"),
-)
-# The same behind the name of a weight. Models have parameters with such names, too: Gemma 4's
-# `router.per_expert_scale` is no scale of a `router.per_expert`.
-_PARTS_OF_NAMES = (
-    *("_scale", "_scale_inv", "_scales", "_global_scale", "_zero_point", "_packed", "_blocks"),
-    *("_shape", "_g_idx"),
-)
-# The same, certain enough to refuse a checkpoint whose config says nothing.
-_UNSTATED = (".weight_scale", ".weight_scale_inv", ".qweight", ".weight_packed", ".weight.absmax")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +77,9 @@ def read_inventory(paths: Sequence[Path], scheme: Scheme) -> Inventory:
                     left.pop(part.name, None)
     plain = []
     for tensor in left.values():
-        if tensor.name.endswith(_OF_ACTIVATIONS) and scheme.has_activations:
+        if tensor.name.endswith(OF_ACTIVATIONS) and scheme.has_activations:
             continue
-        if tensor.kind not in _FLOATS or _is_part(tensor.name, names):
+        if tensor.kind not in _FLOATS or is_part(tensor.name, names):
             raise ModelError(
                 f"{tensor.path}: tensor {tensor.name} of type {tensor.kind} has no meaning in "
                 f"quantization {scheme}"
@@ -108,20 +90,12 @@ def read_inventory(paths: Sequence[Path], scheme: Scheme) -> Inventory:
     return Inventory(quantised, plain)
 
 
-def _is_part(name: str, names: Container[str]) -> bool:
-    """Return whether a tensor's name says that it belongs to a quantised weight."""
-    if name.endswith((*_PARTS, *_OF_ACTIVATIONS)):
-        return True
-    ends = [end for end in _PARTS_OF_NAMES if name.endswith(end)]
-    return any(name.removesuffix(end) in names for end in ends)
-
-
 def refuse_unstated(paths: Iterable[Path]) -> None:
     """Raise ModelError if a file has a quantised weight. The config states no quantisation."""
     for path in paths:
         with safe_open(path, framework="np") as file:
             for name in file.keys():  # noqa: SIM118
-                if name.endswith(_UNSTATED):
+                if name.endswith(UNSTATED):
                     raise ModelError(
                         f"{path}: tensor {name} belongs to a quantised weight, but config.json has "
                         "no quantization_config"
@@ -149,7 +123,7 @@ def _weight(
         read = _mxfp4 if name.endswith("_blocks") else None
     elif last == "weight_packed":
         read = _packed
-    elif name.endswith((*_OF_ACTIVATIONS, "_zero_point")):
+    elif name.endswith((*OF_ACTIVATIONS, "_zero_point")):
         read = None  # a zero point may be I8, as values are
     else:
         read = _eight_bits if tensor.kind in ("I8", "F8_E4M3") else None
