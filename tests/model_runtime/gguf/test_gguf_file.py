@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from model_runtime.errors import ModelError
+from model_runtime.gguf import file
 from model_runtime.gguf.file import read_gguf
 from model_runtime.gguf.locate import find_gguf
 from model_runtime.loading.checkpoint import load_checkpoint
@@ -216,6 +217,31 @@ def test_all_parts_of_a_split_file_are_loaded(tmp_path: Path) -> None:
 
     loaded_model = load_gguf_model(parts[0], gguf_config(parts[0]), loaded.dtype)
     assert same_weights(loaded_model, LLAMA.model())
+
+
+def test_a_header_is_read_once_until_a_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any part may be written again, and the files' own times say so."""
+    parts = split(tmp_path)
+    read: list[Path] = []
+    read_part = file._read_part
+
+    def noted(path: Path) -> Any:
+        read.append(path)
+        return read_part(path)
+
+    monkeypatch.setattr(file, "_read_part", noted)
+    first = read_gguf(parts[0])
+    assert read_gguf(parts[0]) is first
+    assert read == parts
+    os.utime(parts[1], ns=(0, 0))
+    again = read_gguf(parts[0])
+    assert again is not first
+    assert (again.metadata, again.tensors) == (first.metadata, first.tensors)
+    parts[2].unlink()
+    with pytest.raises(ModelError, match=f"and {parts[2].name} is not beside it"):
+        read_gguf(parts[0])
 
 
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
