@@ -151,8 +151,8 @@ def _native_method(
 
 def _check_model_fields(block: Mapping[str, Any], max_len: int) -> None:
     """Check the fields of a checkpoint's block that describe its model."""
-    repeated = block.get("max_position_embeddings", max_len)
-    if repeated != max_len:
+    repeated = block.get("max_position_embeddings")
+    if repeated is not None and repeated != max_len:
         raise RopeConfigError(
             "max_position_embeddings", f"is {max_len} beside the block, and {repeated!r} in it"
         )

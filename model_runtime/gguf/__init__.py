@@ -1,5 +1,5 @@
 """Read GGUF files: metadata, RoPE, tokenizer and weights.
 
-May import: nothing of ours but rope. tests/test_layout.py checks it. Only ggml.py imports the
+May import: nothing of ours. tests/test_layout.py checks it. Only ggml.py imports the
 package `gguf`.
 """

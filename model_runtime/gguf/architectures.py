@@ -90,7 +90,14 @@ def _vocab_size(file: GgufFile) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{file.path} has no tensor token_embd.weight of two dimensions")
-    return embedding.shape[0]
+    num_rows = embedding.shape[0]
+    tokens = file.listed("tokenizer.ggml.tokens", str)
+    if tokens is not None and len(tokens) > num_rows:
+        raise ModelError(
+            f"{file.path}: tokenizer.ggml.tokens has {len(tokens)} entries, and token_embd.weight "
+            f"has {num_rows} rows"
+        )
+    return num_rows
 
 
 def _number_type(file: GgufFile) -> str:

@@ -11,7 +11,9 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from model_runtime.gguf.ggml import READ_TYPES, block_of, type_name
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 4
+_MOST_STAMPED = 1000  # parts; a name may promise 99,999
 _STRING, _ARRAY, _BOOL, _FLOAT32 = 8, 9, 7, 6
 # value type -> struct's letter
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"} | {
@@ -122,7 +125,28 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a file and of its other parts. Raises ModelError with one sentence."""
+    """Read the header of a file and of its other parts. Raises ModelError with one sentence.
+
+    A command reads a header several times, so the last one is kept while its files are the same.
+    No caller changes the lists in it.
+    """
+    match = _PART.fullmatch(path.name)
+    parts = [path] if match is None else _named_parts(path, match, int(match[3]))
+    return _read_whole(path, tuple(map(_stamp, parts[:_MOST_STAMPED])))
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return what differs if a file was written again; None if it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+@lru_cache(maxsize=1)
+def _read_whole(path: Path, _stamps: tuple[tuple[int, int, int] | None, ...]) -> GgufFile:
+    """Read all headers; the stamps are for the cache."""
     metadata, tensors = _read_part(path)
     others = _other_parts(path, metadata)
     for other in others:
@@ -134,13 +158,18 @@ def read_gguf(path: Path) -> GgufFile:
     total = metadata.get("split.tensors.count")
     if total is not None and total != len(tensors):
         raise ModelError(f"{path}: split.tensors.count is {total}, the parts hold {len(tensors)}")
-    return GgufFile(path, metadata, tensors, (path, *others))
+    return GgufFile(path, MappingProxyType(metadata), MappingProxyType(tensors), (path, *others))
 
 
 def first_part(path: Path) -> Path:
     """Return the first part of a split file, or the file itself."""
     match = _PART.fullmatch(path.name)
     return path if match is None else path.with_name(f"{match[1]}-00001-of-{match[3]}.gguf")
+
+
+def _named_parts(path: Path, match: re.Match[str], count: int) -> list[Path]:
+    numbers = range(1, count + 1)
+    return [path.with_name(f"{match[1]}-{at:05}-of-{match[3]}.gguf") for at in numbers]
 
 
 def _other_parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
@@ -153,7 +182,7 @@ def _other_parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
             f"{path} is one of {count} parts (split.count), and its name does not end in "
             f"-00001-of-{count:05}.gguf, as the tool that split it names it"
         )
-    paths = [path.with_name(f"{match[1]}-{at:05}-of-{match[3]}.gguf") for at in range(1, count + 1)]
+    paths = _named_parts(path, match, count)
     for each in paths:
         if not each.is_file():
             raise ModelError(f"{path} has {count} parts, and {each.name} is not beside it")

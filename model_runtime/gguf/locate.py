@@ -37,12 +37,19 @@ def _file(path: Path, gguf_file: str | None) -> Path:
 
     if gguf_file is not None:
         raise ModelError(f"{path} is a file already, so gguf_file must not be set")
-    if not is_gguf(path):
+    try:
+        begins_well = is_gguf(path)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not begins_well:
         raise ModelError(
             f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}; name a GGUF file or "
             "a model folder"
         )
-    return first_part(path)
+    first = first_part(path)
+    if not first.is_file():
+        raise ModelError(f"{path} is a part of a split model, and {first.name} is not beside it")
+    return first
 
 
 def _only(folder: Path) -> Path | None:
@@ -52,10 +59,10 @@ def _only(folder: Path) -> Path | None:
         return None
     from model_runtime.gguf.file import first_part  # noqa: PLC0415
 
-    models = sorted({first_part(path) for path in found})
+    models = {first_part(path): path for path in found}
     if len(models) > 1:
-        names = ", ".join(path.name for path in models[:8])
+        names = ", ".join(path.name for path in sorted(models)[:8])
         raise ModelError(
             f"{folder} holds {len(models)} GGUF models ({names}); choose one with gguf_file"
         )
-    return _file(models[0], None)
+    return _file(found[0], None)

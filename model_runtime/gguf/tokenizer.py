@@ -151,15 +151,17 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Tokenizer:
     merges = file.listed(f"{_KEY}merges", str)
     if merges is None:
         raise ModelError(f"{file.path} has no {_KEY}merges")
-    pairs = []
-    for merge in merges:
+    ids, pairs = vocabulary.ids(), []
+    for index, merge in enumerate(merges):
         first, _, second = merge[1:].partition(" ")  # a token may begin with a space
-        pairs.append((merge[0] + first, second))
-    try:
-        model = models.BPE(vocabulary.ids(), pairs, ignore_merges=pre.ignores_merges)
-    except Exception as error:  # the library raises Exception itself
-        raise ModelError(f"{file.path}: {_KEY}merges do not fit the tokens: {error}") from error
-    backend = Tokenizer(model)
+        first = merge[:1] + first
+        # The library panics at some results that are no token.
+        if not (first in ids and second in ids and first + second in ids):
+            raise ModelError(
+                f"{file.path}: {_KEY}merges do not fit the tokens: entry {index} is {merge[:60]!r}"
+            )
+        pairs.append((first, second))
+    backend = Tokenizer(models.BPE(ids, pairs, ignore_merges=pre.ignores_merges))
     splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
@@ -173,7 +175,12 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     scores = file.listed(f"{_KEY}scores", float, len(vocabulary.tokens))
     if scores is None:
         raise ModelError(f"{file.path} has no {_KEY}scores")
-    unknown = vocabulary.tokens[vocabulary.special_ids("llama")["unknown"]]
+    row = vocabulary.special_ids("llama")["unknown"]
+    unknown = vocabulary.tokens[row]
+    if unknown not in ids:  # the library fails at the first text that needs it
+        raise ModelError(
+            f"{file.path}: {_KEY}unknown_token_id is {row}, and that row holds no token"
+        )
     model = models.BPE(
         ids, merges_by_score(ids, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
     )

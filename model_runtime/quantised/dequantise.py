@@ -6,6 +6,7 @@ of int4 or int8 with scales in float16 or bfloat16 are exact in float32.
 Shapes: E = experts, O = outputs, I = inputs, G = groups of inputs, W = words of 32 bits.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -61,7 +62,10 @@ class _Cells:
     order: torch.Tensor | None = None  # the cell of each input; None: they follow each other
 
     def of_rows(self, first: int, end: int, num_columns: int) -> torch.Tensor:
-        """Return the cells of some rows, as wide as the weight or of one column."""
+        """Return the cells of some rows, as wide as the weight or of one column.
+
+        `first` is a multiple of the grid's rows.
+        """
         cells, grid = self.cells, self.grid
         if grid.rows:
             cells = cells[first // grid.rows : -(-end // grid.rows)]
@@ -90,7 +94,7 @@ def _fill_eight_bits(out: torch.Tensor, weight: QuantisedWeight, parts: Parts) -
 
         scale = _Cells(scale_GG, weight.grid)
         zero = _Cells(zero_GG, weight.grid) if "zero_point" in parts else None
-        _fill_rows(out_OI, read, scale, zero, max(1, weight.grid.rows))
+        _fill_rows(out_OI, read, scale, zero)
 
 
 def _fill_packed(out: torch.Tensor, weight: QuantisedWeight, parts: Parts) -> None:
@@ -164,10 +168,11 @@ def _fill_rows(
     read: Callable[[int, int], torch.Tensor],
     scale: _Cells,
     zero: _Cells | None,
-    multiple: int = 1,
+    rows_per_word: int = 1,
 ) -> None:
-    """Fill a weight some rows at a time, beginning at multiples of a number of rows."""
+    """Fill a weight some rows at a time. Pieces begin at whole words and at rows of cells."""
     num_rows, num_columns = out_OI.shape
+    multiple = math.lcm(rows_per_word, scale.grid.rows or 1)
     step = max(multiple, _MOST_ELEMENTS // num_columns // multiple * multiple)
     for first in range(0, num_rows, step):
         end = min(num_rows, first + step)

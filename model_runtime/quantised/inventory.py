@@ -14,25 +14,14 @@ from typing import Any
 from safetensors import safe_open
 
 from model_runtime.errors import ModelError
+from model_runtime.quantised.names import OF_ACTIVATIONS, UNSTATED, is_part
 from model_runtime.quantised.scheme import PER_TENSOR, Grid, Group, Scheme
 
 Shape = tuple[int, ...]
 Files = Mapping[Path, Any]  # safetensors' open files
 
-# Scales of activations and of the cache, which are served in the number type of the weights.
-_OF_ACTIVATIONS = (
-    *(".input_scale", ".input_zero_point", ".activation_scale", ".input_global_scale"),
-    *(".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point"),
-)
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _SCALES = (*_FLOATS, "F8_E8M0", "U8")
-# Ends of names that say that a tensor belongs to a quantised weight.
-_PARTS = (
-    *("_scale", "_scale_inv", ".scales", ".qscale_weight", ".g_idx", "_g_idx", ".qzeros"),
-    *("_zero_point", "_packed", "_blocks", "_scales", "_shape", ".absmax", "_global_scale"),
-)
-# The same, certain enough to refuse a checkpoint whose config says nothing.
-_UNSTATED = (".weight_scale", ".weight_scale_inv", ".qweight", ".weight_packed", ".weight.absmax")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +69,7 @@ def read_inventory(paths: Sequence[Path], scheme: Scheme) -> Inventory:
     with ExitStack() as opened:
         files = {path: opened.enter_context(safe_open(path, framework="np")) for path in paths}
         left = _stored(files)
+        names = frozenset(left)
         for name in list(left):
             if name in left and (found := _weight(name, left, files, scheme)) is not None:
                 quantised.append(found)
@@ -87,9 +77,9 @@ def read_inventory(paths: Sequence[Path], scheme: Scheme) -> Inventory:
                     left.pop(part.name, None)
     plain = []
     for tensor in left.values():
-        if tensor.name.endswith(_OF_ACTIVATIONS) and scheme.has_activations:
+        if tensor.name.endswith(OF_ACTIVATIONS) and scheme.has_activations:
             continue
-        if tensor.kind not in _FLOATS or tensor.name.endswith(_PARTS):
+        if tensor.kind not in _FLOATS or is_part(tensor.name, names):
             raise ModelError(
                 f"{tensor.path}: tensor {tensor.name} of type {tensor.kind} has no meaning in "
                 f"quantization {scheme}"
@@ -105,7 +95,7 @@ def refuse_unstated(paths: Iterable[Path]) -> None:
     for path in paths:
         with safe_open(path, framework="np") as file:
             for name in file.keys():  # noqa: SIM118
-                if name.endswith(_UNSTATED):
+                if name.endswith(UNSTATED):
                     raise ModelError(
                         f"{path}: tensor {name} belongs to a quantised weight, but config.json has "
                         "no quantization_config"
@@ -133,6 +123,8 @@ def _weight(
         read = _mxfp4 if name.endswith("_blocks") else None
     elif last == "weight_packed":
         read = _packed
+    elif name.endswith((*OF_ACTIVATIONS, "_zero_point")):
+        read = None  # a zero point may be I8, as values are
     else:
         read = _eight_bits if tensor.kind in ("I8", "F8_E4M3") else None
     if read is None:

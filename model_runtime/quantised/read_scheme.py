@@ -1,5 +1,6 @@
 """Read `quantization_config` of a config.json, or refuse it by the field that is not read."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from model_runtime.errors import ModelError
 from model_runtime.quantised.scheme import (
     FORMATS,
+    PATTERN,
     PER_ROW,
     PER_TENSOR,
     Grid,
@@ -187,6 +189,13 @@ def _compressed_group(own: _Fields, stored: str) -> Group:
     targets = own.get("targets")
     if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
         raise own.error("targets", "a list of names", targets)
+    for target in targets:
+        if target.startswith(PATTERN):
+            try:
+                re.compile(target.removeprefix(PATTERN))
+            except re.error as error:
+                accepted = f"a list of names, and of patterns after {PATTERN} ({error})"
+                raise own.error("targets", accepted, target) from error
     return Group(
         _LAYOUTS[stored, kind],
         bits,

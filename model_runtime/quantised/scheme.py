@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+PATTERN = "re:"  # before a target that is a regular expression
 Layout = Literal["fp8", "int8", "packed", "gptq", "awq", "mxfp4"]
 
 
@@ -52,7 +53,7 @@ class Group:
     def names_module(self, module: str) -> bool:
         """Return whether a target is a module's name or a pattern that it matches."""
         for target in self.targets:
-            pattern = target.removeprefix("re:")
+            pattern = target.removeprefix(PATTERN)
             if target == module or (pattern != target and re.match(pattern, module)):
                 return True
         return False

@@ -32,7 +32,7 @@ class StaleKeyRunner(ModelRunner):
     def _step(self, batch: Batch) -> WritingStep:
         """Return a step that rotates at the write and not at the read."""
         plans = {
-            layer_idx: replace(plan, layer_type=None, interleaved=False)
+            layer_idx: replace(plan, layer_type=None, interleaved=False, rotary_start=0)
             for layer_idx, plan in self._plans.items()
         }
         read = PagedStep(batch, self._store, self._tables, plans, self._backend)

@@ -237,6 +237,8 @@ def test_a_block_may_describe_its_model() -> None:
     more = {"max_position_embeddings": 4096, "llama_4_scaling_beta": 0.1}
     plain = native_rope({**CONFIG, "rope_parameters": block})
     assert native_rope({**CONFIG, "rope_parameters": {**block, **more}}) == plain
+    absent = dict.fromkeys(more)  # a null is an absent value
+    assert native_rope({**CONFIG, "rope_parameters": {**block, **absent}}) == plain
     for field, value, message in (
         ("max_position_embeddings", 8192, "is 4096 beside the block, and 8192 in it"),
         ("llama_4_scaling_beta", "0.1", "must be a number, got '0.1'"),

@@ -1,5 +1,7 @@
 """Damaged, foreign and unusual GGUF files, and the choice of a file in a folder."""
 
+import errno
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,13 @@ import numpy as np
 import pytest
 
 from model_runtime.errors import ModelError
+from model_runtime.gguf import file
 from model_runtime.gguf.file import read_gguf
 from model_runtime.gguf.locate import find_gguf
 from model_runtime.loading.checkpoint import load_checkpoint
 from model_runtime.loading.model_config import read_outline
 from tests.gguf_cases import CASES
-from tests.gguf_files import Written, same_weights
+from tests.gguf_files import Written, byte_vocabulary, same_weights
 from tests.processes import run_here
 
 LLAMA = next(case for case in CASES if case.name == "llama")
@@ -110,6 +113,16 @@ UNREAD = {
     "other pre": ({"tokenizer.ggml.pre": "afmoe"}, "tokenizer.ggml.pre afmoe is not read"),
     "no merges": ({"tokenizer.ggml.merges": None}, "has no tokenizer.ggml.merges"),
     "other merges": ({"tokenizer.ggml.merges": ["zz yy"]}, "merges do not fit the tokens"),
+    "empty merge": ({"tokenizer.ggml.merges": ["a b", ""]}, "merges do not .*: entry 1 is ''"),
+    "half a merge": ({"tokenizer.ggml.merges": ["a"]}, "do not fit the tokens: entry 0 is 'a'"),
+    "long merge": (
+        {"tokenizer.ggml.merges": ["a <|begin|>"]},
+        "do not fit the tokens: entry 0 is 'a <",
+    ),
+    "too many tokens": (
+        byte_vocabulary(301),
+        "tokens has 301 entries, and token_embd.weight has 300 rows",
+    ),
     "token types": ({"tokenizer.ggml.token_type": [1, 1]}, "token_type has 2 entries, 300"),
     "token id": ({"tokenizer.ggml.eos_token_id": 5000}, "eos_token_id must be < 300, got 5000"),
     "no bos": (
@@ -206,12 +219,72 @@ def test_all_parts_of_a_split_file_are_loaded(tmp_path: Path) -> None:
     assert same_weights(loaded_model, LLAMA.model())
 
 
+def test_a_header_is_read_once_until_a_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any part may be written again, and the files' own times say so."""
+    parts = split(tmp_path)
+    read: list[Path] = []
+    read_part = file._read_part
+
+    def noted(path: Path) -> Any:
+        read.append(path)
+        return read_part(path)
+
+    monkeypatch.setattr(file, "_read_part", noted)
+    first = read_gguf(parts[0])
+    assert read_gguf(parts[0]) is first
+    assert read == parts
+    os.utime(parts[1], ns=(0, 0))
+    again = read_gguf(parts[0])
+    assert again is not first
+    assert (again.metadata, again.tensors) == (first.metadata, first.tensors)
+    parts[2].unlink()
+    with pytest.raises(ModelError, match=f"and {parts[2].name} is not beside it"):
+        read_gguf(parts[0])
+
+
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
     """The sentence names the file that is not there."""
     parts = split(tmp_path)
     parts[1].unlink()
     with pytest.raises(ModelError, match=rf"and {parts[1].name} is not beside it"):
         read_outline(tmp_path, device="cpu")
+
+
+def test_a_part_without_the_first_one_is_explained(tmp_path: Path) -> None:
+    """By the folder, and by the part's own path."""
+    parts = split(tmp_path)
+    for each in (parts[0], *parts[2:]):
+        each.unlink()
+    for source in (tmp_path, parts[1]):
+        with pytest.raises(ModelError) as caught:
+            read_outline(source, device="cpu")
+        expected = f"{parts[1]} is a part of a split model, and {parts[0].name} is not beside it"
+        assert str(caught.value) == expected
+    ended = run_here("inspect", str(tmp_path), "--device", "cpu")
+    assert ended.returncode == 2
+    assert ended.stderr.strip().endswith(expected)
+
+
+def test_a_file_that_cannot_be_opened_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder with the name of a file, and a file of another user."""
+    folder = tmp_path / "folder.gguf"
+    folder.mkdir()
+    with pytest.raises(ModelError, match=r"folder\.gguf cannot be read: Is a directory"):
+        find_gguf(tmp_path)
+    folder.rmdir()
+    one = LLAMA.write(tmp_path / "one.gguf")
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "open", refuse)  # file modes do not bind the superuser
+    for source in (tmp_path, one):
+        with pytest.raises(ModelError, match=r"one\.gguf cannot be read: Permission denied"):
+            find_gguf(source)
 
 
 def test_a_renamed_part_is_explained(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from model_runtime.errors import ModelError
 from model_runtime.gguf.file import read_gguf
 from model_runtime.gguf.pre_tokenizers import PRE_TOKENIZERS
 from model_runtime.gguf.tokenizer import FileTokenizer, read_tokenizer
@@ -198,6 +199,15 @@ def test_sentencepiece_defaults_and_bytes(tmp_path: Path) -> None:
         tmp_path / "p.gguf", {**metadata, "tokenizer.ggml.add_space_prefix": False}
     )
     assert plain.backend.encode("a", add_special_tokens=False).ids == [ids["a"]]
+
+
+def test_a_sentencepiece_vocabulary_without_its_unknown_token_is_refused(tmp_path: Path) -> None:
+    """The row of the unknown token is a filler that no token uses."""
+    metadata = sentencepiece_vocabulary({"a": 0.0})
+    metadata["tokenizer.ggml.tokens"][0] = "[PAD0]"
+    metadata["tokenizer.ggml.token_type"][0] = _UNUSED
+    with pytest.raises(ModelError, match=r"t\.gguf: .*unknown_token_id is 0, and that row holds"):
+        tokenizer_of(tmp_path / "t.gguf", metadata)
 
 
 @pytest.mark.parametrize("name", ["Phi 3 Mini", "phi-3-mini", None])

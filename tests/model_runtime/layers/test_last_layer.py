@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model_runtime.attention.paged_attention import LayerPlan
 from model_runtime.batch import Span
 from model_runtime.config import EngineConfig
 from model_runtime.engine.build_engine import build_runner
@@ -115,6 +116,30 @@ def test_cached_rotated_keys_are_written_for_all_rows() -> None:
         found.append((prompt_RV[-1:], runner.run([span([5], LONG, PAGES, range(1))])))
     for few_RV, all_RV in zip(*found, strict=True):
         assert torch.equal(few_RV, all_RV)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v2", "deepseek_v3"])
+def test_cached_rotated_keys_give_the_same_logits_under_one_table(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They differ after a tier change only. What is rotated already is not reordered again."""
+    reordered = []
+    in_cache_order = LayerPlan.in_cache_order
+
+    def noted(plan: LayerPlan, x_D: Tensor) -> Tensor:
+        reordered.append(plan.layer_type)
+        return in_cache_order(plan, x_D)
+
+    monkeypatch.setattr(LayerPlan, "in_cache_order", noted)
+    checkpoint = tiny_checkpoint(architecture)
+    found = []
+    for make in (ModelRunner, StaleKeyRunner):
+        runner = runner_of(checkpoint, make)
+        prompt_RV = runner.run([span(ids(LONG, 1), 0, PAGES, range(LONG))])
+        found.append(torch.cat([prompt_RV, runner.run([span([5], LONG, PAGES, range(1))])]))
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=0)
+    assert reordered
+    assert None not in reordered
 
 
 def test_spans_are_cut_where_it_spares_something() -> None:

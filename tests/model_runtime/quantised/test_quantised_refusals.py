@@ -124,6 +124,11 @@ def compressed(**changes: Any) -> dict[str, Any]:
             "strategy must be one of tensor, channel, group, block, got 'tensor_group'",
         ),
         (compressed(group={"targets": None}), "group_0.targets must be a list of names, got None"),
+        (
+            compressed(group={"targets": ["re:*bad"]}),
+            "group_0.targets must be a list of names, and of patterns after re: (nothing to repeat "
+            "at position 0), got 're:*bad'",
+        ),
         (compressed(group={"weights": None}), "group_0.weights must be an object"),
         (compressed(config_groups={}), "config_groups must be an object with a group, got {}"),
         (
@@ -190,13 +195,15 @@ def test_a_scale_without_its_weight_is_named(fp8: Written) -> None:
         ("weight_global_scale", torch.ones(1), "F32"),
         ("weight", torch.ones(128, 128).to(torch.float8_e5m2), "F8_E5M2"),
         ("bytes", torch.ones(4, dtype=torch.uint8), "U8"),
+        ("weight_zero_point", torch.ones(1, dtype=torch.int8), "I8"),
+        ("bias_scale", torch.ones(1), "F32"),
     ],
 )
 def test_a_tensor_that_no_rule_knows_is_named(
     fp8: Written, name: str, tensor: torch.Tensor, kind: str
 ) -> None:
     """Its name or its number type says that it belongs to a quantised weight."""
-    fp8.store(**{f"{Q_PROJ}.{name}": tensor})
+    fp8.store(**{f"{Q_PROJ}.bias": torch.ones(128), f"{Q_PROJ}.{name}": tensor})
     assert f"tensor {Q_PROJ}.{name} of type {kind} has no meaning" in refusal(fp8.folder)
 
 

@@ -22,7 +22,14 @@ from model_runtime.quantised.read_scheme import read_scheme
 from model_runtime.quantised.weights import open_weights
 from tests.engines import EngineFactory, answer, deployment_of, request
 from tests.quantised_cases import CASES, case
-from tests.quantised_files import Case, Written, change_config, files_tensors, packed_words
+from tests.quantised_files import (
+    Case,
+    Written,
+    change_config,
+    compressed,
+    files_tensors,
+    packed_words,
+)
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer_fast
 
@@ -164,6 +171,25 @@ def test_a_weight_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(found, reference(torch.float32)), name
 
 
+@pytest.mark.parametrize("shape", [(512, 14336), (256, 6144)])
+def test_a_wide_packed_weight_has_the_scales_of_its_blocks(shape: tuple[int, int]) -> None:
+    """Pieces of a published width begin inside a block, unless the grid moves them."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "block", "block_structure": [128, 128]}
+    for symmetric in (True, False):
+        each = {**weights, "symmetric": symmetric}
+        # Every block has a scale of its own.
+        spread = torch.linspace(0.5, 8.0, shape[0] // 128).repeat_interleave(128)[:, None]
+        encode = compressed("pack-quantized", **each)
+        tensors, reference = encode(torch.randn(shape) * spread)
+        config = {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": each}},
+        }
+        found = found_weight({f"m.{part}": part_of for part, part_of in tensors.items()}, config)
+        assert torch.equal(found, reference(torch.float32))
+
+
 def test_groups_of_compressed_tensors_may_be_ordered() -> None:
     """`weight_g_idx` has each input's group; -1 everywhere means that they are in turn."""
     encode = case("w4a16-zero-points").encoder("q_proj")
@@ -205,6 +231,32 @@ def test_a_zero_point_of_gptqs_first_format_stays_within_its_bits() -> None:
     }
     config = {"quant_method": "gptq", "bits": 4, "group_size": 8}
     assert torch.equal(found_weight(tensors, config), torch.full((8, 8), 5.0))
+
+
+def test_parameters_named_like_scales_are_plain(tmp_path: Path) -> None:
+    """Gemma 4 has one per expert, Zaya one per layer, DeepSeek-V4 one per connection."""
+    path = tmp_path / "model.safetensors"
+    plain = ("router.per_expert_scale", "model.layers.0.residual_scale", "m.hc_scale")
+    tensors = {"m.weight": torch.randn(128, 128).to(torch.float8_e4m3fn)}
+    tensors |= {"m.weight_scale_inv": torch.ones(1, 1)}
+    save_file({**tensors, **{name: torch.ones(4) for name in plain}}, path)
+    inventory = read_inventory([path], read_scheme(FP8_BLOCKS, "llama", path))
+    assert {each.name for each in inventory.plain} == set(plain)
+    assert [each.name for each in inventory.quantised] == ["m.weight"]
+
+
+def test_zero_points_of_activations_are_no_weights(tmp_path: Path) -> None:
+    """Static asymmetric activations in int8 have one byte each, beside a scale."""
+    written = case("w8a8").write(tmp_path / "quantised")
+    expected = loaded(written.folder, torch.float32).state_dict()
+    modules = [name.removesuffix(".weight") for name in written.references if "_proj" in name]
+    zero, scale = torch.ones(1, dtype=torch.int8), torch.ones(1)
+    written.store(
+        **{f"{module}.input_zero_point": zero.clone() for module in modules},
+        **{f"{module}.input_scale": scale.clone() for module in modules},
+    )
+    found = loaded(written.folder, torch.float32).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_tensors_may_be_in_several_files(tmp_path: Path) -> None:
