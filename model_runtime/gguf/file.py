@@ -26,6 +26,7 @@ _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 4
 _MOST_STAMPED = 1000  # parts; a name may promise 99,999
 _STRING, _ARRAY, _BOOL, _FLOAT32 = 8, 9, 7, 6
+_HEADER_BYTES = 24  # the magic, the version, and the counts of tensors and keys
 # value type -> struct's letter
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"} | {
     12: "d"
@@ -264,8 +265,10 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     """Read one file's metadata and tensors."""
     try:
         size = path.stat().st_size
-        if size < 24:
-            raise ModelError(f"{path} is no GGUF file: it has {size} bytes")
+        if size < _HEADER_BYTES:
+            raise ModelError(
+                f"{path} is truncated: it has {size} bytes, and GGUF's header has {_HEADER_BYTES}"
+            )
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(_Header(path, data))
     except OSError as error:

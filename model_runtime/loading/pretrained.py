@@ -22,7 +22,9 @@ def from_pretrained(
     try:
         return factory.from_pretrained(source, **options)
     except Exception as error:  # transformers raises any type, depending on a file's content
-        first_line = str(error).strip().partition("\n")[0]
+        first_line, *others = str(error).strip().splitlines() or [""]
+        if first_line.endswith(":") and others:  # the reason stands below
+            first_line = f"{first_line} {others[0].strip()}"
         if not isinstance(error, OSError | ValueError):
             first_line = f"{type(error).__name__}: {first_line}"
         named = described if source is None else source

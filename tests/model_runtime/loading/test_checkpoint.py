@@ -80,6 +80,14 @@ def test_an_unknown_architecture_is_a_sentence(folder: Path) -> None:
         load_checkpoint(folder)
 
 
+def test_a_field_of_a_wrong_type_is_named_with_the_reason(folder: Path) -> None:
+    """transformers' own message has the reason in its second line."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": "x"}))
+    with pytest.raises(ModelError, match=r"'hidden_size': .*int"):
+        load_checkpoint(folder)
+
+
 def test_a_folder_that_is_not_there_is_a_sentence() -> None:
     """A name that begins with `./` cannot be the id of a model on the hub."""
     with pytest.raises(ModelError, match=r"there is no folder \./no-such-folder"):
