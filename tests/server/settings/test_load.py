@@ -62,7 +62,7 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
     is_text = "str" in str(field.annotation) or "Path" in str(field.annotation)
     value = values.get(name, "text" if is_text else 7)
     file = tmp_path / "ropewalk.yaml"
-    beside = {"model": "owner/name"} if name == "revision" else {}
+    beside = {"model": "owner/name"} if name in ("revision", "gguf_file") else {}
     file.write_text(yaml.safe_dump({name: value, **beside}))
     found = load_settings({"config": str(file)})
     if name == "deployments":
