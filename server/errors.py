@@ -45,7 +45,7 @@ _SHAPES = {
 }
 # Their `input` is the object around the field, or the message states what is given.
 _WITHOUT_VALUE = {"missing", "other_kind", "shape", "unusable"}
-# What FastAPI says if Python cannot read a body: it is no Unicode, or a number is too long.
+# FastAPI's words if Python cannot read a body: it is no Unicode, or a number is too long.
 _UNREADABLE = "There was an error parsing the body"
 
 

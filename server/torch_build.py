@@ -4,9 +4,8 @@ This module does not import torch. The banner of `serve` and `ropewalk doctor` u
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
-_NVIDIA_NODES = ("/dev/nvidiactl", "/dev/dxg")  # of the driver; of Windows' subsystem for Linux
+from model_runtime.gpu_nodes import NVIDIA_NODES, is_there
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Mismatch:
 
 def has_nvidia_gpu() -> bool:
     """Return whether the driver of an NVIDIA GPU has made its device node."""
-    return any(Path(node).exists() for node in _NVIDIA_NODES)
+    return is_there(NVIDIA_NODES)
 
 
 def mismatch(build: TorchBuild, *, has_node: bool) -> Mismatch | None:

@@ -48,7 +48,7 @@ def quantised(kind: Type) -> Encode:
 
 @dataclass
 class Written:
-    """What a test changes in a file before it is written."""
+    """The changes of a test to a file before it is written."""
 
     metadata: dict[str, Any] = field(default_factory=dict)  # added, or replaced; None removes
     tensors: dict[str, np.ndarray | None] = field(default_factory=dict)  # the same

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 
 from model_runtime.errors import ModelError
 from model_runtime.hub.local_model import Wanted
+from model_runtime.loading.model_config import INDEX, SINGLE
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 REQUIRED = ("config.json", "tokenizer.json")
 # Names that transformers reads beside the weights.
 _SMALL = frozenset(

@@ -6,7 +6,6 @@ HF_HUB_OFFLINE is set. A file is complete before it gets its name in the cache.
 
 import errno
 import glob
-import json
 import os
 import shutil
 import time
@@ -29,8 +28,9 @@ from model_runtime.errors import ModelError
 from model_runtime.hub.download_progress import DownloadProgress
 from model_runtime.hub.hub_faults import download_fault, is_unreachable, lookup_fault
 from model_runtime.hub.local_model import LocalModel, OnBytes, Wanted
-from model_runtime.hub.needed_files import INDEX, REQUIRED, SINGLE, needed_files
-from model_runtime.loading.model_config import weight_files
+from model_runtime.hub.needed_files import REQUIRED, needed_files
+from model_runtime.loading.model_config import INDEX, SINGLE, weight_files, weight_map_files
+from model_runtime.size_text import size_text
 
 _log = structlog.get_logger(__name__)
 
@@ -112,8 +112,8 @@ def _index_reader(model_id: str, commit: str) -> Callable[[], Collection[str]]:
     def read() -> Collection[str]:
         path = Path(hf_hub_download(model_id, INDEX, revision=commit))
         try:
-            return set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            return weight_map_files(path)
+        except ValueError as error:
             raise ModelError(f"{model_id}: {INDEX} on the hub is no index of weights") from error
 
     return read
@@ -138,8 +138,8 @@ def _check_room(model_id: str, num_bytes: int, cache: Path) -> int:
     free = shutil.disk_usage(cache).free
     if num_bytes > free:
         raise ModelError(
-            f"{model_id} needs {_gib(num_bytes)} of disk, and {_gib(free)} are free in the hub's "
-            f"cache {cache}: free some, or set HF_HOME to a folder on a larger disk"
+            f"{model_id} needs {size_text(num_bytes)} of disk, and {size_text(free)} are free in "
+            f"the hub's cache {cache}: free some, or set HF_HOME to a folder on a larger disk"
         )
     return free
 
@@ -188,7 +188,3 @@ def _has_weights(folder: Path) -> bool:
 
 def _model_folder(model_id: str) -> Path:
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model_id, repo_type="model")
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"

@@ -42,6 +42,7 @@ from model_runtime.loading.self_check import (
     original_logits,
 )
 from model_runtime.quantised.scheme import Scheme
+from model_runtime.size_text import size_text
 from model_runtime.text.tokenizer import Tokenizer
 from rope import NativeRope
 
@@ -137,9 +138,11 @@ def _load_gguf(path: Path, model_config: ModelConfig, on_phase: OnPhase) -> Chec
     assert isinstance(where, torch.device)
     assert isinstance(number_type, torch.dtype)
     file = read_gguf(path)
-    stored, loaded = file.num_bytes >> 20, num_parameters(file) * number_type.itemsize >> 20
+    loaded_bytes = num_parameters(file) * number_type.itemsize
     name = str(number_type).removeprefix("torch.")
-    on_phase(f"dequantising {stored} MiB of GGUF to {loaded} MiB of {name}")
+    on_phase(
+        f"dequantising {size_text(file.num_bytes)} of GGUF to {size_text(loaded_bytes)} of {name}"
+    )
     with faults_of(str(path), number_type, where):
         tokenizer, end_ids = load_gguf_tokenizer(path)
         model = load_gguf_model(path, model_config.config, number_type).to(where).eval()

@@ -34,6 +34,7 @@ from rope import NativeRope, RopeConfigError, native_rope
 if TYPE_CHECKING:
     import torch
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
 
 
@@ -166,18 +167,25 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises ModelError for an index that cannot be read or names a missing file.
     """
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
+    index, single = folder / INDEX, folder / SINGLE
     if single.is_file() or not index.is_file():
         return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        names = weight_map_files(index)
+    except ValueError as error:
         raise ModelError(f"{index} is no index of weights") from error
     for name in names:
         if not (folder / name).is_file():
             raise ModelError(f"{folder} has no {name}, which its index names")
     return [folder / name for name in names]
+
+
+def weight_map_files(index: Path) -> list[str]:
+    """Return the file names that an index of weights lists, sorted. Raises ValueError."""
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index} has no weight_map of names") from error
 
 
 def read_outline(

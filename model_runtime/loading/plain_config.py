@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from model_runtime.gpu_nodes import GPU_NODES, is_there
+
 # transformers reads the configs of these types as they are written. The tests compare both ways.
 PLAIN_TYPES = frozenset(
     {"apertus", "arcee", "ernie4_5", "granite", "llama", "mistral", "olmo2"}
@@ -23,7 +25,6 @@ _NEEDED = (
     *("max_position_embeddings", "vocab_size"),
 )
 _ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ def _is_tokenizer(path: Path) -> bool:
 
 def _may_have_gpu() -> bool:
     """Return whether torch might find a GPU: its build and the machine both have to allow one."""
-    if sys.platform == "linux" and not any(Path(node).exists() for node in _GPU_NODES):
+    if sys.platform == "linux" and not is_there(GPU_NODES):
         return False
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

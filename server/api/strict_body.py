@@ -74,7 +74,7 @@ class Body(BaseModel):
         try:
             body = handler(value)
         except ValidationError as error:
-            # Of this body itself. That of a part says nothing about the other fields.
+            # An error of a part says nothing about the other fields, one of this body does.
             is_other = any(
                 each["type"] == _OTHER_KIND and not each["loc"] for each in error.errors()
             )

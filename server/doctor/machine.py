@@ -5,6 +5,7 @@ import platform
 import shutil
 from pathlib import Path
 
+from model_runtime.size_text import size_text
 from server.doctor.finding import Finding
 from server.settings.load import ServeSettings, SettingsError
 from server.startup.listener import bound_socket
@@ -59,7 +60,7 @@ def check_kernel_cache() -> Finding:
     free = shutil.disk_usage(folder).free
     if free < _LEAST_KERNEL_BYTES:
         return Finding(
-            "warn", "kernel cache", f"{folder} has {_gib(free)} free", "free 20 MB there"
+            "warn", "kernel cache", f"{folder} has {size_text(free)} free", "free 20 MB there"
         )
     if wanted and not folder.is_relative_to(wanted):
         return Finding(
@@ -78,7 +79,7 @@ def check_memory() -> Finding:
     from model_runtime.engine.cache_size import total_memory  # noqa: PLC0415
 
     total = total_memory()
-    text = f"{_gib(total)} in total"
+    text = f"{size_text(total)} in total"
     if total < _LEAST_MEMORY:
         return Finding("warn", "memory", text, "only small models fit, set kv_cache_gib")
     return Finding("ok", "memory", text)
@@ -92,7 +93,7 @@ def check_hub_cache() -> Finding:
     there = next(each for each in (cache, *cache.absolute().parents) if each.exists())
     free = shutil.disk_usage(there).free
     offline = ", HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
-    text = f"{cache}, {_gib(free)} free{offline}"
+    text = f"{cache}, {size_text(free)} free{offline}"
     if not there.is_dir() or not os.access(there, os.W_OK):
         action = "set HF_HOME to a folder that can be written, if models are downloaded"
         return Finding("warn", "hub cache", f"{text}, not writable", action)
@@ -109,7 +110,3 @@ def check_port(settings: ServeSettings) -> Finding:
     except SettingsError as error:
         return Finding("fail", "port", str(error), "choose another --port, or end what uses it")
     return Finding("ok", "port", f"{settings.host} port {settings.port} is free")
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"

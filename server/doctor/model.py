@@ -1,10 +1,11 @@
 """Check of the model: its config, tokenizer, weight files, and whether it fits the memory."""
 
 from model_runtime.errors import ModelError
+from model_runtime.size_text import size_text
 from server.doctor.finding import Finding
 from server.settings.load import ServeSettings, SettingsError
 from server.startup.dry_run import outlook_of
-from server.startup.serving_plan import model_name, size_text
+from server.startup.serving_plan import model_name
 
 
 def check_model(settings: ServeSettings) -> Finding:

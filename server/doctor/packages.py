@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from model_runtime.size_text import size_text
 from server.doctor.finding import Finding
 from server.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 
@@ -137,5 +138,5 @@ def check_device(facts: TorchFacts, device: str) -> Finding:
             f"{facts.gpus[0][0]} by ROCm, which this project has not tried",
             "use --device cpu if answers are wrong",
         )
-    listed = [f"{name}, {size / 2**30:.3g} GiB" for name, size in facts.gpus]
+    listed = [f"{name}, {size_text(size)}" for name, size in facts.gpus]
     return Finding("ok", "device", f"cuda: {'; '.join(listed)}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from model_runtime.cache.token_bytes import bytes_per_token
 from model_runtime.deployment import Deployment
 from model_runtime.loading.model_config import ModelConfig
-from server.startup.serving_plan import size_text
+from model_runtime.size_text import size_text
 
 
 @dataclass(frozen=True, slots=True)

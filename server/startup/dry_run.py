@@ -8,6 +8,7 @@ from model_runtime.engine.cache_size import affordable_bytes, total_memory
 from model_runtime.loading.known_products import expected_computing
 from model_runtime.loading.model_config import ModelConfig, read_outline
 from model_runtime.loading.plain_config import PlainConfig, plain_template
+from model_runtime.size_text import size_text
 from model_runtime.text.chat_template import ChatTemplate
 from server.settings.load import ServeSettings, SettingsError
 from server.startup.limit_lines import limit_lines
@@ -20,7 +21,6 @@ from server.startup.serving_plan import (
     computing_line,
     describe,
     plan_serving,
-    size_text,
     stored_text,
 )
 

@@ -14,6 +14,7 @@ from model_runtime.deployment import Deployment
 from model_runtime.engine.cache_size import MemoryProfile, sized
 from model_runtime.make_deployment import DeploymentOptions, make_deployment
 from model_runtime.quantised.scheme import Scheme
+from model_runtime.size_text import size_text
 from model_runtime.text.chat_template import MAX_TEMPLATE_STOPS, RESERVED, ChatTemplate
 from rope import NativeRope, Profile, RopeConfigError
 from server.settings.fields import MAX_CONTEXT_BUCKETS
@@ -195,16 +196,6 @@ def stored_text(stored: Scheme, dtype: object, num_bytes: int | None) -> str:
         served += f", {size_text(num_bytes)}"
     note = "; activations are not quantised" if stored.has_activations else ""
     return f"stored in {stored}, {served}{note}"
-
-
-def size_text(num_bytes: int) -> str:
-    """Format bytes in the unit that fits: 1.5 GiB, 14 MiB."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB" if size < 1000 else f"{size:.0f} GiB"
 
 
 def _taken(memory: MemoryProfile) -> str:

@@ -12,7 +12,7 @@ from benchmarks.serving import main
 from tests.processes import Server
 from tests.sse_server import DONE, Script, SseServer, data, serving, token
 
-# What the scripted server answers: eight tokens to a prompt of 2,048, as `prefill-2048` asks.
+# The scripted server answers with eight tokens to a prompt of 2,048, as `prefill-2048` asks.
 PROMPT, OUTPUT = 2048, 8
 
 

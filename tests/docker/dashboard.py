@@ -8,7 +8,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 DASHBOARD = json.loads((ROOT / "docker/grafana/dashboards/ropewalk.json").read_text())
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
-# What Grafana puts in. Its rate interval is at least four scrapes; 60 s spans a test's whole load.
+# Grafana's own values. Its rate interval is at least four scrapes; 60 s spans a test's whole load.
 _VARIABLES = {"$__rate_interval": "60s", "$__range": "120s", "$instance": ".+"}
 
 

@@ -1,6 +1,6 @@
 """The Dockerfile's steps on this machine, without a container engine.
 
-What differs from a real build, all of it:
+All differences from a real build:
 
 - The base image is this machine and a Python of it. Steps that change the system (`groupadd`,
   `useradd`, `apt-get`; `chown` unless we are root) are not run; `Image.not_replayed` lists them.

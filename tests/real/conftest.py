@@ -23,7 +23,7 @@ def gguf_path() -> Path:
 
 @pytest.fixture(scope="module")
 def reference(gguf_path: Path) -> Reference:
-    """What transformers makes of the file."""
+    """Read the file by transformers."""
     return read_by_transformers(gguf_path)
 
 

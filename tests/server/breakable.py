@@ -19,7 +19,7 @@ SIGNALS = {
     FAIL: "the next forward pass raises: the requests of that step end",
     STALL: "the next step does not end, until the same signal comes again",
 }
-# What is seen between the engine's death and the process' end is otherwise a matter of luck.
+# The state between the engine's death and the process' end is otherwise a matter of luck.
 _DYING_S = 2.0
 
 

@@ -46,7 +46,7 @@ def ask(seed: int, client: int, count: int, *, may_leave: bool) -> Ask:
     manner: Manner = "stream" if rng.random() < 0.5 else "whole"
     if may_leave and rng.random() < 0.2:
         manner = "leave stream" if manner == "stream" else "leave whole"
-    # What a client that leaves early was to be answered stays unknown, and is counted as one.
+    # The answer to a client that leaves early stays unknown, and is counted as one.
     num_choices = 1 if manner == "leave whole" else rng.choice([1, 1, 1, 1, 2, 3, 5])
     fields, num_prompt, max_tokens = _lengths(rng, num_choices)
     is_greedy = rng.random() < 0.5

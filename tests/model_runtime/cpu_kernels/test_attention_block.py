@@ -81,7 +81,7 @@ def test_a_chunk_has_the_bits_of_its_tokens(
     sequence = Sequence(*shape, window, dtype)
     whole = sequence.read(0, CONTEXT)
     reference = sequence.read(0, CONTEXT, TorchAttention)
-    # Where bfloat16 is multiplied, of numbers about 1: test_attention_dot.py looks closer.
+    # For products of bfloat16 near 1, test_attention_dot.py looks closer.
     assert torch.allclose(whole, reference, atol=2e-5 if dtype == torch.float32 else 5e-2)
     for at in range(CONTEXT):
         assert torch.equal(sequence.read(at, at + 1)[0], whole[at]), at

@@ -63,7 +63,7 @@ def test_the_file_passes_the_self_check(case_and_file: tuple[Case, Path]) -> Non
     assert re.fullmatch(r"dequantising \d MiB of GGUF to \d MiB of float32", phases[1])
     assert checkpoint.native.native_len >= case.model().config.max_position_embeddings
     assert checkpoint.eos_token_ids == {1}
-    # What is planned without transformers is what is loaded.
+    # The plan that is made without transformers equals the loaded model.
     plain, full = read_outline(path, device="cpu"), read_model_config(path, device="cpu")
     assert isinstance(plain.config, PlainConfig)
     assert plain.native() == full.native() == checkpoint.native

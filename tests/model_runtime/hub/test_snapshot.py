@@ -199,7 +199,7 @@ def test_a_full_disk_is_found_before_the_download(
     usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     sentence = refused()
-    assert "owner/small needs 0.00112 GiB of disk, and 0.000931 GiB are free" in sentence
+    assert "owner/small needs 1.14 MiB of disk, and 977 KiB are free" in sentence
     assert str(tmp_path / "cache") in sentence
     assert "HF_HOME" in sentence
     assert not hub.fetched()

@@ -96,7 +96,7 @@ def test_a_decode_step_takes_so_many_calls(monkeypatch: pytest.MonkeyPatch) -> N
     counted(GatedMlp, "forward")
     answers(checkpoint.model, dict(checkpoint.plans), checkpoint.native)
     steps = 3  # the prompt's, and two of one token
-    # Where few rows have a kernel of their own, a block calls it for both of its products.
+    # If few rows have a kernel of their own, a block calls it for both of its products.
     few = calls["RowProducts"]
     assert calls["PackedProduct"] == (4 * LAYERS + 1) * steps - (2 * LAYERS * 2 if few else 0)
     assert few in (0, (4 * LAYERS + 1) * steps)  # the prompt, 32 rows, has 8 left over

@@ -122,7 +122,7 @@ def test_cached_rotated_keys_are_written_for_all_rows() -> None:
 def test_cached_rotated_keys_give_the_same_logits_under_one_table(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They differ after a tier change only. What is rotated already is not reordered again."""
+    """They differ after a tier change only. Rotated tensors are not reordered again."""
     reordered = []
     in_cache_order = LayerPlan.in_cache_order
 

@@ -16,8 +16,8 @@ def product_of(linear: nn.Linear, way: Way = Way.ONEDNN) -> PackedProduct:
     return PackedProduct([linear.requires_grad_(requires_grad=False)], Workshop(way))
 
 
-# What has a product of many rows beside our own of few. oneDNN's of bfloat16 was seen to have an
-# order of sums that ours has, too, on processors without AMX.
+# Ways with a library product of many rows beside our own of few. Without AMX, oneDNN's product of
+# bfloat16 was seen to have the order of sums that ours has.
 WAYS = [
     (torch.float32, Way.ONEDNN),
     (torch.bfloat16, Way.ONEDNN),

@@ -1,4 +1,4 @@
-"""What is not read in a quantised checkpoint is refused by the field or the tensor."""
+"""Unread parts of a quantised checkpoint are refused by the field or the tensor."""
 
 from pathlib import Path
 from typing import Any

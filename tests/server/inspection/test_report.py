@@ -12,12 +12,12 @@ import torch
 from model_runtime.errors import ModelError
 from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.make_deployment import make_deployment
+from model_runtime.size_text import size_text
 from rope import native_rope
 from server.inspection.report import _table_lines, _tier_table
 from server.settings.load import SettingsError, load_settings
 from server.startup.dry_run import outlook_of
 from server.startup.load_service import load_service
-from server.startup.serving_plan import size_text
 from tests.processes import Server, run_here, run_to_end
 from tests.tiny_models import tiny_model
 
