@@ -60,7 +60,8 @@ def test_the_file_passes_the_self_check(case_and_file: tuple[Case, Path]) -> Non
     phases: list[str] = []
     checkpoint = load_checkpoint(path, device="cpu", on_phase=phases.append)
     assert [phase.split()[0] for phase in phases] == ["loading", "dequantising", "checking"]
-    assert re.fullmatch(r"dequantising \d MiB of GGUF to \d MiB of float32", phases[1])
+    size = r"[\d.]+ [KM]iB"
+    assert re.fullmatch(f"dequantising {size} of GGUF to {size} of float32", phases[1])
     assert checkpoint.native.native_len >= case.model().config.max_position_embeddings
     assert checkpoint.eos_token_ids == {1}
     # The plan that is made without transformers equals the loaded model.
