@@ -29,6 +29,14 @@ from model_runtime.errors import ModelError
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import MAX_LOGPROBS
 from model_runtime.runner.model_runner import ModelRunner
+from model_runtime.runner.ranked_draw import NOT_FOUND
+from model_runtime.runner.sampler import (
+    NUM_CANDIDATES,
+    SamplingRow,
+    in_one_transfer,
+    rows_at,
+    sampled,
+)
 from rope import Profile
 from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
 from tests.runner_spy import spy_on_every_runner
@@ -272,11 +280,15 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
     ("more", "row_bytes"),
     [
         ({"max_num_logit_rows": 110}, 4),  # float32 logits
-        ({"max_num_seqs": 105}, 4 + 4 + 4 + 8),  # with a copy, sorted, and the tokens' order
+        # With a copy, scaled, a probability in two types.
+        ({"max_num_seqs": 105}, 4 + 4 + 4 + 4 + 8),
     ],
 )
-def test_what_is_measured_grows_with_the_rows(more: dict[str, int], row_bytes: int) -> None:
+def test_what_is_measured_grows_with_the_rows(
+    more: dict[str, int], row_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scored and sampled rows each cost their vocabulary, and no tensor stays afterwards."""
+    monkeypatch.setattr(memory_profile, "sample_rows", sample_as_on_a_device)
     checkpoint = tiny_checkpoint("llama", vocab_size=4096)
     taken = []
     for limits in ({"max_num_logit_rows": 10}, {"max_num_logit_rows": 10, **more}):
@@ -285,6 +297,15 @@ def test_what_is_measured_grows_with_the_rows(more: dict[str, int], row_bytes: i
             taken.append(profile.step_bytes)
             assert meter.read().allocated < 100_000
     assert taken[1] - taken[0] >= 100 * checkpoint.vocab_size * row_bytes
+
+
+def sample_as_on_a_device(
+    logits_RV: Tensor, places: Sequence[int], rows: Sequence[SamplingRow]
+) -> tuple[list[bool], list[int]]:
+    """Sample as `sample_rows` does on a GPU; each row must be sorted whole."""
+    chosen_RV = rows_at(logits_RV, places)
+    assert set(sampled(chosen_RV, rows, NUM_CANDIDATES).tolist()) == {NOT_FOUND}
+    return in_one_transfer(logits_RV, chosen_RV, rows)
 
 
 @pytest.mark.parametrize(("free", "context_len"), [(6, 200), (0, 16)])
