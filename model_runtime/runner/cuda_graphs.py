@@ -26,6 +26,10 @@ from model_runtime.transfer import fill
 Recorder = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
+class RecordingError(RuntimeError):
+    """A decode step cannot be captured; other errors of a step are not of this type."""
+
+
 MOST_RECORDED = 256  # sequences; in a larger step, kernel launches are no longer the bottleneck
 
 
@@ -189,5 +193,10 @@ class DecodeGraphs:
             # The host does not know the positions here, only the maximum context length.
             places_S=tuple(Place(index, 1, self._max_len - 1, 0) for index in range(size)),
         )
-        logits_SV, replay = self._record(lambda: self._forward(batch))
+        try:
+            logits_SV, replay = self._record(lambda: self._forward(batch))
+        except torch.OutOfMemoryError:  # it may work with one request fewer
+            raise
+        except RuntimeError as error:
+            raise RecordingError(f"{type(error).__name__}: {error}") from error
         return _Recorded(numbers_FS, batch, logits_SV, replay, self._tables.num_tables)
