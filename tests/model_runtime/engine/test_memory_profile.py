@@ -299,6 +299,19 @@ def test_what_is_measured_grows_with_the_rows(
     assert taken[1] - taken[0] >= 100 * checkpoint.vocab_size * row_bytes
 
 
+def test_tables_of_later_profiles_are_counted() -> None:
+    """The room of 200 tables, two of 13 page starts and 16 offsets, is not the cache's."""
+    checkpoint = tiny_checkpoint("llama")
+    taken = []
+    for num_tables in (1, 200):
+        with TensorMeter() as meter:
+            config = replace(CONFIG, num_rope_tables=num_tables)
+            taken.append(measured(checkpoint, config, meter).step_bytes)
+    num_pairs = next(iter(checkpoint.native.tables.values())).rotary.num_pairs
+    num_built = len({*profiles(checkpoint)})
+    assert taken[1] - taken[0] >= (200 - num_built) * 2 * 4 * (13 + 16) * num_pairs
+
+
 def sample_as_on_a_device(
     logits_RV: Tensor, places: Sequence[int], rows: Sequence[SamplingRow]
 ) -> tuple[list[bool], list[int]]:
