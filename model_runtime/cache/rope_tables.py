@@ -207,7 +207,7 @@ class RopeTables:
             )
 
     def _move(self) -> None:
-        """Double the room. An engine that is told its profiles at start never does."""
+        """Double the room. An engine with the right `num_rope_tables` never does."""
         self.generation += 1
         self._allocate(2 * self._room)
         for profile in self._ids:

@@ -94,7 +94,7 @@ def _probabilities(sorted_V: np.ndarray, top_k: int) -> Any:
 
 
 def _token_at(values_V: np.ndarray, sorted_V: np.ndarray, rank: int) -> int:
-    """Return the token of a rank. Of equal values the first id has the first rank."""
+    """Return the token of a rank. Equal values rank by their ids."""
     value = sorted_V[rank]
     (ids,) = np.nonzero(values_V == value)
     if len(ids) <= 1:
