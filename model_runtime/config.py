@@ -53,6 +53,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # tokens in one step: decodes plus prefill chunks
     step_target_s: float | None = None  # target of a step with prefill; None: no target
     max_num_logit_rows: int = 256  # prompt positions with logprobs in one step
+    num_rope_tables: int = 1  # profiles that requests may have; their tables get memory at start
     enforce_eager: bool = False  # on a GPU: no CUDA graphs of decode steps
     max_queued_requests: int = 256  # requests waiting to start
     max_queued_prompt_tokens: int | None = None  # tokens of their prompts; None: no limit

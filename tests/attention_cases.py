@@ -22,6 +22,11 @@ PROFILES = (
 )
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
+# A GPU's exp2 and division are approximations, each with a relative error of up to 2**-22. So
+# tanh = 1 - 2 / (exp2(x) + 1) is off by up to 2**-21, and a capped logit by as much times the cap.
+# That is the relative error of its weight.
+CAP_ERROR = 2**-21
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -183,6 +188,12 @@ def _rotated(x_THD: Tensor, at_T: Tensor, table: Any) -> Tensor:
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """Length of the difference over the length of what was expected; NaN if anything is."""
     return float((got.double().cpu() - expected).norm() / expected.norm())
+
+
+def tolerance(case: Case, device: torch.device) -> float:
+    """The relative error that a read of a case may have on a device."""
+    most = RELATIVE_ERROR[case.dtype]
+    return most + CAP_ERROR * case.softcap if case.softcap and device.type == "cuda" else most
 
 
 def cases() -> dict[str, Case]:

@@ -25,6 +25,10 @@ class RunnerSpy:
         """Return the rotation table of the real runner."""
         return self._runner.table_id(profile)
 
+    def check_device(self) -> None:
+        """Check the real runner's device."""
+        self._runner.check_device()
+
     def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
         """Prepare the step on the real runner; its forward notes it."""
         return _noted(self._runner.prepare(spans), spans, self._note)

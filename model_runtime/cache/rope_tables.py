@@ -1,14 +1,14 @@
 """The rotation tables on the device. Each profile has a table with an id, so a batch can mix them.
 
-The operator's configuration bounds the set of profiles (deployments x methods x tiers). Tables are
-therefore added when a profile is first used and never removed.
+The operator's configuration bounds the set of profiles (deployments x methods x tiers). The engine
+therefore allocates room for all of them at start. A table is filled in when its profile is first
+used, and is never removed. No table moves, so recorded steps (cuda_graphs.py) stay valid.
 
-Shapes: S = rotation tables, N = pages of the longest context, O = offsets in a page, P = rotated
-pairs, T = positions, Q = offsets in a tile.
+Shapes: S = places of rotation tables, N = pages of the longest context, O = offsets in a page,
+P = rotated pairs, T = positions, Q = offsets in a tile.
 """
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -49,14 +49,34 @@ class RotationTensors(NamedTuple):
         return self[:4]
 
 
-@dataclass(frozen=True)
 class LayerTables:
-    """The tables of all profiles for one layer type."""
+    """The tables of one layer type, with room for S of them; a table that is filled in moves none.
 
-    starts: Angles  # [S, N, P], angles of each page's first position
-    offsets: Angles  # [S, O, P], angles inside a page
-    attention_factor: tuple[float, ...]  # [S]
-    logn_len: tuple[int | None, ...]  # [S], L of the log-n switch, None when off
+    The numbers of a place are undefined until it is filled.
+    """
+
+    def __init__(
+        self, room: int, num_pages: int, page_size: int, num_pairs: int, device: torch.device
+    ) -> None:
+        def empty(rows: int) -> Angles:
+            shape = room, rows, num_pairs
+            return Angles(torch.empty(shape, device=device), torch.empty(shape, device=device))
+
+        self.starts = empty(num_pages)  # [S, N, P], angles of each page's first position
+        self.offsets = empty(page_size)  # [S, O, P], angles inside a page
+        self.attention_factor = [1.0] * room  # [S]
+        self.logn_len: list[int | None] = [None] * room  # [S], L of the log-n switch, None when off
+        tile = empty(TILE)
+        self._device_tensors = RotationTensors(
+            self.starts.cos,
+            self.starts.sin,
+            self.offsets.cos,
+            self.offsets.sin,
+            tile.cos,
+            tile.sin,
+            torch.empty(room, device=device),
+            torch.empty(room, device=device),
+        )
 
     @property
     def num_pairs(self) -> int:
@@ -81,93 +101,131 @@ class LayerTables:
 
     @cached_property
     def kernel_arrays(self) -> RotationArrays:
-        """Return the tables as the CPU kernel takes them."""
-        logn = [math.log(length) if length else 0.0 for length in self.logn_len]
-        return RotationArrays(
+        """Return the tables as the CPU kernel takes them; also those that are filled in later."""
+        room, page_size, num_pairs = self.offsets.cos.shape
+        by_pair = room, num_pairs, page_size
+        arrays = RotationArrays(
             start_cos_SNP=self.starts.cos.numpy(),
             start_sin_SNP=self.starts.sin.numpy(),
-            offset_cos_SPO=np.ascontiguousarray(self.offsets.cos.transpose(1, 2).numpy()),
-            offset_sin_SPO=np.ascontiguousarray(self.offsets.sin.transpose(1, 2).numpy()),
-            attention_factor_S=np.array(self.attention_factor, dtype=np.float32),
-            logn_S=np.array(logn, dtype=np.float64),
+            offset_cos_SPO=np.empty(by_pair, dtype=np.float32),
+            offset_sin_SPO=np.empty(by_pair, dtype=np.float32),
+            attention_factor_S=np.ones(room, dtype=np.float32),
+            logn_S=np.zeros(room, dtype=np.float64),
         )
+        for table_id in range(room):
+            self._fill_arrays(arrays, table_id)
+        return arrays
 
-    @cached_property
+    @property
     def device_tensors(self) -> RotationTensors:
         """Return the tables as the GPU kernels take them."""
-        longest = self.starts.cos.shape[1] * self.offsets.cos.shape[1]
-        device = self.starts.cos.device
-        # If the context is shorter than a tile, then no key reads the rows after it.
-        positions_T = torch.arange(TILE, device=device).clamp(max=longest - 1)
-        tile = [self.at(table_id, positions_T) for table_id in range(len(self.attention_factor))]
-        squares = [factor * factor for factor in self.attention_factor]
-        logn = [math.log(length) if length else 0.0 for length in self.logn_len]
-        return RotationTensors(
-            start_cos_SNP=self.starts.cos,
-            start_sin_SNP=self.starts.sin,
-            offset_cos_SOP=self.offsets.cos,
-            offset_sin_SOP=self.offsets.sin,
-            tile_cos_SQP=torch.stack([angles.cos[:, 0] for angles in tile]),
-            tile_sin_SQP=torch.stack([angles.sin[:, 0] for angles in tile]),
-            squared_factor_S=torch.tensor(squares, device=device),
-            logn_S=torch.tensor(logn, device=device),
-        )
+        return self._device_tensors
 
-    def with_table(self, other: "LayerTables") -> "LayerTables":
-        """Return these tables followed by those of `other`."""
-        return LayerTables(
-            _joined(self.starts, other.starts),
-            _joined(self.offsets, other.offsets),
-            self.attention_factor + other.attention_factor,
-            self.logn_len + other.logn_len,
-        )
+    @torch.inference_mode()
+    def fill(
+        self,
+        table_id: int,
+        starts: Angles,
+        offsets: Angles,
+        attention_factor: float,
+        logn_len: int | None,
+    ) -> None:
+        """Fill a table's place with its angles [N, P] and [O, P], its factor and its log-n."""
+        self.attention_factor[table_id], self.logn_len[table_id] = attention_factor, logn_len
+        for places, angles in ((self.starts, starts), (self.offsets, offsets)):
+            places.cos[table_id], places.sin[table_id] = angles.cos, angles.sin
+        tensors = self._device_tensors
+        longest = len(starts.cos) * len(offsets.cos)
+        # If the context is shorter than a tile, then no key reads the rows after it.
+        positions_T = torch.arange(TILE, device=starts.cos.device).clamp(max=longest - 1)
+        tile = self.at(table_id, positions_T)
+        tensors.tile_cos_SQP[table_id] = tile.cos[:, 0]
+        tensors.tile_sin_SQP[table_id] = tile.sin[:, 0]
+        tensors.squared_factor_S[table_id] = attention_factor * attention_factor
+        tensors.logn_S[table_id] = _logn(logn_len)
+        if "kernel_arrays" in self.__dict__:  # they were asked for
+            self._fill_arrays(self.kernel_arrays, table_id)
+
+    def _fill_arrays(self, arrays: RotationArrays, table_id: int) -> None:
+        """Fill what a CPU kernel takes in another form; the angles of pages are the same memory."""
+        arrays.offset_cos_SPO[table_id] = self.offsets.cos[table_id].T.numpy()
+        arrays.offset_sin_SPO[table_id] = self.offsets.sin[table_id].T.numpy()
+        arrays.attention_factor_S[table_id] = self.attention_factor[table_id]
+        arrays.logn_S[table_id] = _logn(self.logn_len[table_id])
 
 
 class RopeTables:
     """The owner of the tables: ids by profile, and layer tables by layer type."""
 
     def __init__(
-        self, native: NativeRope, page_size: int, max_len: int, device: torch.device
+        self,
+        native: NativeRope,
+        page_size: int,
+        max_len: int,
+        device: torch.device,
+        room: int = 1,
     ) -> None:
+        """Allocate `room` tables for contexts of up to `max_len` positions; none is filled."""
         self._native = native
         self._page_size = page_size
         self._num_pages = -(-max_len // page_size)
         self.device = device
+        self.generation = 0  # how often all tables have moved in memory
         self._ids: dict[Profile, int] = {}
-        self._layers: dict[str | None, LayerTables] = {}
+        self._allocate(room)
 
     @property
     def num_tables(self) -> int:
-        """Return the number of tables. A new table moves all tables in memory."""
+        """Return the number of tables that are filled."""
         return len(self._ids)
 
     def id_of(self, profile: Profile) -> int:
-        """Return the id of the profile's table, which is built on first use."""
+        """Return the id of the profile's table, which is filled in on first use.
+
+        All tables move if there is no room for another one.
+        """
         if profile not in self._ids:
+            if len(self._ids) == self._room:
+                self._move()
             self._ids[profile] = len(self._ids)
-            for layer_type in [*self._native.tables, None]:
-                made = self._make(layer_type, profile)
-                before = self._layers.get(layer_type)
-                self._layers[layer_type] = made if before is None else before.with_table(made)
+            self._fill(profile)
         return self._ids[profile]
 
     def layer(self, layer_type: str | None) -> LayerTables:
         """Return the tables of a layer type; None: layers that do not rotate."""
         return self._layers[layer_type]
 
-    def _make(self, layer_type: str | None, profile: Profile) -> LayerTables:
-        """Build the tables of one profile."""
-        table = self._frequencies(layer_type, profile)
-        inv_freq_P = table.inv_freq_P.to(self.device)
-        starts = page_start_angles(inv_freq_P, self._num_pages, self._page_size)
-        offsets = offset_angles(inv_freq_P, self._page_size)
-        is_scaled = layer_type == self._native.scaled_layer_type
-        return LayerTables(
-            Angles(starts.cos[None], starts.sin[None]),
-            Angles(offsets.cos[None], offsets.sin[None]),
-            (table.attention_factor,),
-            (profile.logn_len if is_scaled else None,),
-        )
+    def _allocate(self, room: int) -> None:
+        self._room = max(1, room)
+        self._layers: dict[str | None, LayerTables] = {}
+        for layer_type in (*self._native.tables, None):
+            pairs = 0
+            if layer_type is not None:
+                pairs = len(self._native.tables[layer_type].frequencies().inv_freq_P)
+            self._layers[layer_type] = LayerTables(
+                self._room, self._num_pages, self._page_size, pairs, self.device
+            )
+
+    def _move(self) -> None:
+        """Double the room. An engine with the right `num_rope_tables` never does."""
+        self.generation += 1
+        self._allocate(2 * self._room)
+        for profile in self._ids:
+            self._fill(profile)
+
+    def _fill(self, profile: Profile) -> None:
+        """Build the tables of one profile in their place."""
+        for layer_type, tables in self._layers.items():
+            table = self._frequencies(layer_type, profile)
+            inv_freq_P = table.inv_freq_P.to(self.device)
+            is_scaled = layer_type == self._native.scaled_layer_type
+            tables.fill(
+                self._ids[profile],
+                page_start_angles(inv_freq_P, self._num_pages, self._page_size),
+                offset_angles(inv_freq_P, self._page_size),
+                table.attention_factor,
+                profile.logn_len if is_scaled else None,
+            )
 
     def _frequencies(self, layer_type: str | None, profile: Profile) -> Frequencies:
         if layer_type is None:
@@ -178,5 +236,5 @@ class RopeTables:
         return table.frequencies()
 
 
-def _joined(first: Angles, second: Angles) -> Angles:
-    return Angles(torch.cat((first.cos, second.cos)), torch.cat((first.sin, second.sin)))
+def _logn(length: int | None) -> float:
+    return math.log(length) if length else 0.0

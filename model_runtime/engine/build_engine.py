@@ -26,7 +26,8 @@ def build_engine(
 ) -> Engine:
     """Allocate the cache and build the engine; the caller starts it.
 
-    Rotation tables of `profiles` are built now, others when a request first needs them.
+    Rotation tables of `profiles` are built now, others when a request first needs them. They have
+    their memory from the start, up to num_rope_tables.
     `make`: another class of model runner, for comparisons. Raises ModelError.
     """
     with faults_of(type(checkpoint.model).__name__, checkpoint.dtype, checkpoint.device):
@@ -73,7 +74,9 @@ def build_runner(
         raise ModelError(
             f"there is no memory for a KV cache of {config.kv_cache_tokens} tokens: {error}"
         ) from error
-    tables = RopeTables(checkpoint.native, page_size, config.max_model_len, checkpoint.device)
+    profiles = tuple(profiles)
+    room = max(config.num_rope_tables, len(profiles))
+    tables = RopeTables(checkpoint.native, page_size, config.max_model_len, checkpoint.device, room)
     for profile in profiles:
         tables.id_of(profile)
     return make(checkpoint.model, checkpoint.plans, store, tables, page_size)

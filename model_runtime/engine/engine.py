@@ -177,16 +177,22 @@ class Engine:
                         self._admission.note_waiting(self._core.num_waiting_tokens)
                     self._after_step()
                     self._last_step = time.monotonic()
-        except Exception:  # noqa: BLE001  # whatever it was, the waiting clients must hear of it
+        except BaseException:  # noqa: BLE001  # a panic of a tokenizer's Rust is no Exception
             _log.exception("engine_died")
             has_died = True
+        try:
+            self._end_all()  # before the process ends, all clients must hear of it
+        finally:
+            if has_died:
+                self._on_death()
+
+    def _end_all(self) -> None:
+        """End every request with an error."""
         self._admission.close()
         self._take_waiting_commands()
         self._core.fail_all("the engine stopped")
         self._after_step()
         self._core.update_gauges()
-        if has_died:
-            self._on_death()
 
     def _take_commands(self) -> None:
         """Run all queued commands; if no request is live, wait for a command first."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import structlog
-import torch
 from torch import Tensor
 
 from model_runtime.batch import Span
@@ -19,6 +18,7 @@ from model_runtime.config import EngineConfig
 from model_runtime.engine.observer import Observer
 from model_runtime.engine.postprocess import ComputedChunk, Postprocessor
 from model_runtime.engine.request_state import RequestState, RequestStates
+from model_runtime.engine.step_faults import is_device_fault, is_out_of_memory
 from model_runtime.request import FinishReason, Output
 from model_runtime.runner.step_timer import StepTimer
 from model_runtime.scheduling.prefill_budget import PrefillBudget
@@ -40,6 +40,9 @@ class Runner(Protocol):
 
         The forward returns the logits [R, V] of the rows that the spans request.
         """
+
+    def check_device(self) -> None:
+        """Wait for the device. Raises if it no longer works."""
 
 
 class _OutOfMemoryError(Exception):
@@ -95,7 +98,7 @@ class EngineCore:
         """Run one step and return the number of its sequences.
 
         If a step fails, then only its own sequences fail. If it runs out of memory, then the
-        newest sequence is preempted and the step is retried once.
+        newest sequence is preempted and the step is retried once. Raises if the device is broken.
         """
         with self._clock.part("schedule"):
             plan = self.scheduler.schedule(
@@ -132,12 +135,17 @@ class EngineCore:
         try:
             self._run(plan)
         except _OutOfMemoryError:
+            self._runner.check_device()
             self._prefill_budget.note_failure(plan.num_prefill_tokens)
             self._is_retrying = not self._is_retrying and self._make_room()
             if not self._is_retrying:
                 self._fail(plan, "out of memory in a step of the engine")
             return False
-        except Exception as error:  # noqa: BLE001  # whatever a model's forward may raise
+        except Exception as error:
+            # On a broken device all later steps fail, too, so the engine must end.
+            if is_device_fault(error):
+                raise
+            self._runner.check_device()
             _log.exception("step_failed", num_sequences=len(plan.chunks))
             self._fail(plan, f"{type(error).__name__} in a step of the engine")
             return False
@@ -163,7 +171,7 @@ class EngineCore:
             with self._clock.part("forward"):
                 return forward()
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             # The step has changed no state yet, so it can be retried.
             raise _OutOfMemoryError from error
@@ -201,10 +209,3 @@ class EngineCore:
             self._observer.rescaled(sequence.request)
         for sequence in plan.chunks:
             self._requests.note_start(self._requests.of(sequence), now)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error means out of memory; a CPU allocator raises a RuntimeError."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -36,8 +36,9 @@ GRAPH_BYTES = 8 * 2**20
 # cuBLAS keeps 32 MiB on a Hopper for each stream with matrix products. There are three: for the
 # warm-up, the capture and the replay of steps.
 WORKSPACE_BYTES = 3 * 32 * 2**20
-# The parameters with the largest sampler tensors: a bias copies the logits, top_p sorts them.
-_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, logit_bias=((0, 0.0),))
+# The parameters with the largest sampler tensors: a bias copies the logits, top_p ranks them. The
+# temperature makes all tokens alike, so that no row's nucleus ends among its candidates.
+_SAMPLING = SamplingParams(temperature=1e9, top_p=0.9, logit_bias=((0, 0.0),))
 
 
 @dataclass(frozen=True, slots=True)

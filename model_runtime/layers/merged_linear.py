@@ -34,8 +34,12 @@ class SharedInput:
             self._input, self._parts = x, self.product(x).split_with_sizes(self._widths, dim=-1)
         out = self._parts[index]
         if index == len(self._widths) - 1:
-            self._input, self._parts = None, ()
+            self.forget()
         return out
+
+    def forget(self) -> None:
+        """Free the product, if a failed forward has left it."""
+        self._input, self._parts = None, ()
 
 
 def placeholder(weight: Tensor) -> nn.Parameter:
@@ -65,6 +69,17 @@ class MergedPart(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return this linear's output, [..., in] -> [..., out]."""
         return self._shared.part(x, self._index)
+
+    def forget(self) -> None:
+        """Free the product of all linears of the group, if a failed forward has left it."""
+        self._shared.forget()
+
+
+def forget_products(model: nn.Module) -> None:
+    """Free what a failed forward has left in the merged linears of a model."""
+    for module in model.modules():
+        if isinstance(module, MergedPart):
+            module.forget()
 
 
 def merged_weight(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:

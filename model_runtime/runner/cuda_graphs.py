@@ -26,6 +26,10 @@ from model_runtime.transfer import fill
 Recorder = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
+class RecordingError(RuntimeError):
+    """A decode step cannot be captured; other errors of a step are not of this type."""
+
+
 MOST_RECORDED = 256  # sequences; in a larger step, kernel launches are no longer the bottleneck
 
 
@@ -84,7 +88,7 @@ class _Recorded:
     batch: Batch  # views of these numbers and constants, the inputs of the kernels
     logits_SV: Tensor  # float32, the output of a replay
     replay: Callable[[], None]
-    num_tables: int  # rotation tables at capture; a new one moves all of them in memory
+    generation: int  # of the rotation tables at capture; in another they are elsewhere
 
 
 class DecodeGraphs:
@@ -137,7 +141,7 @@ class DecodeGraphs:
         """
         size = next(size for size in self._sizes if size >= len(spans))
         recorded = self._recorded.get(size)
-        if recorded is None or recorded.num_tables != self._tables.num_tables:
+        if recorded is None or recorded.generation != self._tables.generation:
             recorded = self._recorded[size] = self._new(size)
         numbers_FS, page_table_SN = self._numbers(spans, size)
         fill(recorded.numbers_FS, numbers_FS)
@@ -189,5 +193,10 @@ class DecodeGraphs:
             # The host does not know the positions here, only the maximum context length.
             places_S=tuple(Place(index, 1, self._max_len - 1, 0) for index in range(size)),
         )
-        logits_SV, replay = self._record(lambda: self._forward(batch))
-        return _Recorded(numbers_FS, batch, logits_SV, replay, self._tables.num_tables)
+        try:
+            logits_SV, replay = self._record(lambda: self._forward(batch))
+        except torch.OutOfMemoryError:  # it may work with one request fewer
+            raise
+        except RuntimeError as error:
+            raise RecordingError(f"{type(error).__name__}: {error}") from error
+        return _Recorded(numbers_FS, batch, logits_SV, replay, self._tables.generation)

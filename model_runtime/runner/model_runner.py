@@ -23,7 +23,8 @@ from model_runtime.layers.last_layer import (
     pruned_layer,
     pruned_spans,
 )
-from model_runtime.runner.cuda_graphs import DecodeGraphs, Recorder
+from model_runtime.layers.merged_linear import forget_products
+from model_runtime.runner.cuda_graphs import DecodeGraphs, Recorder, RecordingError
 from rope import Profile
 
 _log = structlog.get_logger(__name__)
@@ -66,6 +67,11 @@ class ModelRunner:
             forward = partial(self._forward, batch, *self._pruned_step(spans, batch))
         return forward
 
+    def check_device(self) -> None:
+        """Wait for the device. Raises if it no longer works."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def run(self, spans: Sequence[Span]) -> Tensor:
         """Run one forward over all spans; return float32 [R, V] in the order of their rows."""
         return self.prepare(spans)()
@@ -76,9 +82,7 @@ class ModelRunner:
             return None
         try:
             return self._graphs.prepared(spans)
-        except torch.OutOfMemoryError:  # it may work with one request fewer
-            raise
-        except RuntimeError as error:
+        except RecordingError as error:
             self._give_up_recording(error)
             return None
 
@@ -107,7 +111,7 @@ class ModelRunner:
         )
         try:
             num_recorded = graphs.record_all()
-        except RuntimeError as error:  # the forward waits for the device, or memory is full
+        except (RecordingError, torch.OutOfMemoryError) as error:
             self._give_up_recording(error)
             return
         self._graphs = graphs
@@ -120,13 +124,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _forward(self, batch: Batch, step: Step, logit_rows_R: Tensor) -> Tensor:
-        answer = self._model(
-            input_ids=batch.token_ids_1T,
-            position_ids=batch.position_ids_1T,
-            use_cache=False,
-            logits_to_keep=logit_rows_R,
-            **{STEP: step},
-        )
+        try:
+            answer = self._model(
+                input_ids=batch.token_ids_1T,
+                position_ids=batch.position_ids_1T,
+                use_cache=False,
+                logits_to_keep=logit_rows_R,
+                **{STEP: step},
+            )
+        except Exception:
+            forget_products(self._model)  # a retry needs the memory
+            raise
         logits_RV: Tensor = answer.logits[0].float()
         return logits_RV
 

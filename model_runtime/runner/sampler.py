@@ -17,9 +17,20 @@ from torch import Tensor
 
 from model_runtime.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
 from model_runtime.runner.penalties import SeenTokens, penalise
+from model_runtime.runner.ranked_draw import (
+    NOT_FOUND,
+    column,
+    cuts,
+    draw_on_device,
+    draw_on_host,
+    pointed_at,
+)
 from model_runtime.transfer import on_device, wait_for
 
 GREEDY_BELOW = 1e-5  # temperatures below this are 0: dividing by them overflows
+# On a device: the ranked tokens of a row. The nucleus of a usual request has fewer than 100.
+NUM_CANDIDATES = 1024
+_WIDE_ROWS = 16  # rows with a larger nucleus that are sorted at a time, to bound the memory
 _LOGPROB_ROWS = 64  # rows normalised at a time, to avoid a second copy of all logits
 
 
@@ -81,13 +92,28 @@ def sample_rows(
 
 
 def in_one_transfer(
-    logits_RV: Tensor, chosen_RV: Tensor, rows: Sequence[SamplingRow]
+    logits_RV: Tensor,
+    chosen_RV: Tensor,
+    rows: Sequence[SamplingRow],
+    num_candidates: int = NUM_CANDIDATES,
 ) -> tuple[list[bool], list[int]]:
-    """Run `sample_rows` on a device with a single wait for it."""
+    """Run `sample_rows` on a device with a single wait for it.
+
+    There are further waits only if a row's nucleus has more tokens than `num_candidates`.
+    """
     # One pass: a sum is finite if all terms are (only terms of about 1e33 would overflow).
     is_finite_R = logits_RV.sum(dim=-1).isfinite().long()
-    told: list[int] = torch.cat((is_finite_R, _sampled(chosen_RV, rows))).tolist()
-    return [one == 1 for one in told[: len(logits_RV)]], told[len(logits_RV) :]
+    token_R = sampled(chosen_RV, rows, num_candidates)
+    told: list[int] = torch.cat((is_finite_R, token_R)).tolist()
+    token_ids = told[len(logits_RV) :]
+    wide = [index for index, token_id in enumerate(token_ids) if token_id == NOT_FOUND]
+    for start in range(0, len(wide), _WIDE_ROWS):
+        part = wide[start : start + _WIDE_ROWS]
+        among = rows_at(chosen_RV, part), [rows[index] for index in part]
+        found: list[int] = sampled(*among, num_candidates=chosen_RV.shape[-1]).tolist()
+        for index, token_id in zip(part, found, strict=True):
+            token_ids[index] = token_id
+    return [one == 1 for one in told[: len(logits_RV)]], token_ids
 
 
 def finite_rows(logits_RV: Tensor) -> list[bool]:
@@ -100,23 +126,28 @@ def finite_rows(logits_RV: Tensor) -> list[bool]:
 
 
 def sample(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Sample one token id per row."""
-    token_ids: list[int] = _sampled(logits_RV, rows).tolist()
+    """Sample one token id per row; on a CPU."""
+    token_ids: list[int] = sampled(logits_RV, rows).tolist()
     return token_ids
 
 
-def _sampled(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Sample one token id per row, int64 [R], without reading back from a device."""
+def sampled(
+    logits_RV: Tensor, rows: Sequence[SamplingRow], num_candidates: int | None = None
+) -> Tensor:
+    """Sample one token id per row, int64 [R], without reading back from a device.
+
+    `num_candidates`: of `draw_on_device`, which may give NOT_FOUND; None: on the host.
+    """
     if not rows:
         return torch.empty(0, dtype=torch.int64, device=logits_RV.device)
     logits_RV = adjusted(logits_RV, rows)
     drawn = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
     if len(drawn) == len(rows):
-        return _draw(logits_RV, rows)
+        return _draw(logits_RV, rows, num_candidates)
     token_R = _argmax(logits_RV)
     if drawn:
-        chosen_R = _draw(rows_at(logits_RV, drawn), [rows[index] for index in drawn])
-        token_R[_index(drawn, token_R.device)] = chosen_R
+        chosen = rows_at(logits_RV, drawn), [rows[index] for index in drawn]
+        token_R[_index(drawn, token_R.device)] = _draw(*chosen, num_candidates)
     return token_R
 
 
@@ -177,70 +208,53 @@ def _allowed(logits_RV: Tensor, masks: Sequence[bytes]) -> Tensor:
     """Unpack one bit per token to [R, V]; tokens beyond a mask's end are not allowed."""
     vocabulary = logits_RV.shape[-1]
     num_bytes = -(-vocabulary // 8)
-    packed = b"".join(mask[:num_bytes].ljust(num_bytes, b"\0") for mask in masks)
+    packed = bytearray().join(mask[:num_bytes].ljust(num_bytes, b"\0") for mask in masks)
     packed_RB = np.frombuffer(packed, np.uint8).reshape(len(masks), num_bytes)
-    # numpy's unpackbits is ten times as fast as shifts in torch.
-    allowed_RV = np.unpackbits(packed_RB, axis=1, bitorder="little", count=vocabulary)
-    return on_device(allowed_RV.view(np.bool_), logits_RV.device)
+    if logits_RV.device.type == "cpu":
+        # numpy's unpackbits is ten times as fast as shifts in torch.
+        allowed_RV = np.unpackbits(packed_RB, axis=1, bitorder="little", count=vocabulary)
+        return torch.from_numpy(allowed_RV.view(np.bool_))
+    return unpacked(on_device(packed_RB, logits_RV.device), vocabulary)
 
 
-def _column(logits_RV: Tensor, numbers: Sequence[float]) -> Tensor:
-    return on_device(np.array(numbers, dtype=np.float32)[:, None], logits_RV.device)
+def unpacked(packed_RB: Tensor, vocabulary: int) -> Tensor:
+    """Unpack the first bits of each row on its device, lowest first: uint8 [R, B] to bool [R, V].
+
+    An eighth of the bytes is sent, and the host unpacks nothing.
+    """
+    place_8 = torch.arange(8, dtype=torch.uint8, device=packed_RB.device)
+    is_set_RB8 = (packed_RB[:, :, None] >> place_8).bitwise_and_(1).view(torch.bool)
+    return is_set_RB8.flatten(1)[:, :vocabulary]
 
 
-def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _draw(logits_RV: Tensor, rows: Sequence[SamplingRow], num_candidates: int | None) -> Tensor:
     """Apply the temperature, then sample one token per row from the cumulative probabilities.
 
     They are in the order of token ids, or of ranks if top_k, top_p or min_p cut the tail off.
     """
+    device = logits_RV.device
     # Relative to the row max, so that a low temperature overflows only to minus infinity.
-    relative_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
-    scaled_RV = relative_RV / _column(logits_RV, [row.params.temperature for row in rows])
-    cut = [index for index, row in enumerate(rows) if _cuts(row.params)]
+    scaled_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
+    scaled_RV /= column([row.params.temperature for row in rows], device)
+    uniforms = [uniform(row.params.seed, row.num_generated) for row in rows]
+    cut = [index for index, row in enumerate(rows) if cuts(row.params)]
+    # Ranking a row takes longer than all the rest, so only rows with a cut are ranked.
+    chosen_R = torch.empty(0)
+    if len(cut) < len(rows):
+        chosen_R = pointed_at(scaled_RV.softmax(dim=-1), uniforms)[:, 0]
+        if not cut:
+            return chosen_R
+        scaled_RV = rows_at(scaled_RV, cut)
+    params = [rows[index].params for index in cut]
+    cut_uniforms = [uniforms[index] for index in cut]
+    if num_candidates is None:
+        ranked_R = draw_on_host(scaled_RV, params, cut_uniforms)
+    else:
+        ranked_R = draw_on_device(scaled_RV, params, cut_uniforms, num_candidates)
     if len(cut) == len(rows):
-        return _draw_ranked(scaled_RV, rows)
-    # Sorting a row takes ten times as long as all the rest, so only rows with a cut are sorted.
-    chosen_R = _pointed_at(scaled_RV.softmax(dim=-1), rows)[:, 0]
-    if cut:
-        ranked_R = _draw_ranked(rows_at(scaled_RV, cut), [rows[index] for index in cut])
-        chosen_R[_index(cut, chosen_R.device)] = ranked_R
+        return ranked_R
+    chosen_R[_index(cut, device)] = ranked_R
     return chosen_R
-
-
-def _cuts(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-
-
-def _draw_ranked(scaled_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Apply top_k, top_p, min_p (the order of transformers), then sample a token per row, [R]."""
-    params = [row.params for row in rows]
-    vocabulary = scaled_RV.shape[-1]
-    sorted_RV, token_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
-    top_k_R1 = _column(scaled_RV, [each.top_k or vocabulary for each in params])
-    rank_V = torch.arange(vocabulary, device=scaled_RV.device)
-    # Ties with the k-th token stay, as in the reference.
-    kth_R1 = sorted_RV.gather(1, (top_k_R1.clamp(max=vocabulary) - 1).long())
-    sorted_RV = sorted_RV.masked_fill(sorted_RV < kth_R1, -torch.inf)
-    probability_RV = sorted_RV.softmax(dim=-1)
-    before_RV = probability_RV.cumsum(dim=-1) - probability_RV
-    dropped_RV = before_RV >= _column(scaled_RV, [each.top_p for each in params])
-    least_R1 = probability_RV[:, :1] * _column(scaled_RV, [each.min_p for each in params])
-    dropped_RV = (dropped_RV | (probability_RV < least_R1)) & (rank_V > 0)
-    probability_RV = probability_RV.masked_fill(dropped_RV, 0.0)
-    return token_RV.gather(1, _pointed_at(probability_RV, rows))[:, 0]
-
-
-def _pointed_at(probability_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return the column at each row's random number, [R, 1]; its probability is not 0."""
-    cumulated_RV = probability_RV.double().cumsum(dim=-1)
-    draws = [uniform(row.params.seed, row.num_generated) for row in rows]
-    target_R1 = on_device(np.array(draws, dtype=np.float64)[:, None], probability_RV.device)
-    total_R1 = cumulated_RV[:, -1:].contiguous()
-    index_R1 = torch.searchsorted(cumulated_RV, target_R1 * total_R1, right=True)
-    # The last column that adds to the sum, in case rounding gives a later one.
-    last_R1 = torch.searchsorted(cumulated_RV, total_R1)
-    # NaN gives an index beyond all columns; clamp it, or the device would fail.
-    return torch.minimum(index_R1, last_R1).clamp(max=cumulated_RV.shape[-1] - 1)
 
 
 def logprobs(

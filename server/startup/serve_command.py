@@ -57,7 +57,10 @@ def serve(**flags: Any) -> None:
             server.run(sockets=[listener])
         server.stop_engine()
     if server.has_died:
-        sys.exit(DIED)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # On a broken GPU torch's destructors may abort, which would be another code.
+        os._exit(DIED)
 
 
 def _loaded(

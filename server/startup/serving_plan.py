@@ -121,6 +121,12 @@ def profiles_of(deployments: Iterable[Deployment]) -> tuple[Profile, ...]:
     return tuple({tier.profile: None for each in deployments for tier in each.own_tiers})
 
 
+def num_profiles(deployments: Iterable[Deployment]) -> int:
+    """Return the number of profiles that requests may have, with the methods they may name."""
+    tiers = [each for one in deployments for own in one.tiers.values() for each in own]
+    return len({tier.profile for tier in tiers})
+
+
 def describe(plan: ServingPlan) -> list[str]:
     """Return the lines that an operator should read before the first request."""
     lines = []
@@ -249,6 +255,7 @@ def _config(
         max_model_len=max_model_len,
         page_size=settings.page_size,
         max_num_seqs=settings.max_num_seqs,
+        num_rope_tables=num_profiles(deployments),
         enforce_eager=settings.enforce_eager,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         step_target_s=settings.step_target_seconds or None,

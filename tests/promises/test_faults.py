@@ -1,16 +1,33 @@
-"""A step that runs out of memory, or takes too long, and its effect on requests."""
+"""A step that fails, runs out of memory or takes too long, and its effect on requests."""
 
+import gc
+import queue
+import threading
 import time
+import weakref
 from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model_runtime.batch import Span
+from model_runtime.config import EngineConfig
+from model_runtime.engine.engine import Engine
+from model_runtime.engine.step_faults import is_device_fault, is_out_of_memory
+from model_runtime.errors import EngineStoppedError
+from model_runtime.layers.merged_linear import MergedPart
 from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import FinishReason
-from tests.engines import EngineFactory, Preemptions, Result, answer, deployment_of, request
+from model_runtime.request import FinishReason, Output
+from tests.engines import (
+    EngineFactory,
+    Preemptions,
+    Result,
+    answer,
+    deployment_of,
+    request,
+    tiny_checkpoint,
+)
 from tests.scripted_model import Script
 
 ERRORS = [
@@ -111,3 +128,158 @@ def test_a_long_step_shows_and_a_rest_does_not(
     assert 0.2 < max(seen) < 2
     later = seen[len(seen) // 2 :]
     assert min(later) < 0.15, "a busy engine has made steps"
+
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be"
+
+
+def accelerator_error(text: str = ILLEGAL) -> torch.AcceleratorError:
+    """An error as torch makes it from an answer of CUDA."""
+    error = torch.AcceleratorError(text)
+    error.error_code = 700
+    return error
+
+
+class Broken(Script):
+    """A scripted model that fails in its fifth step, and whose device may be broken then."""
+
+    error: Exception = RuntimeError("out of chalk")
+    device_error: Exception | None = None
+
+    def run(self, spans: Sequence[Span]) -> Tensor:
+        """Fail in the fifth step and in all later ones."""
+        if self.num_calls >= 4:
+            self.num_calls += 1
+            raise self.error
+        return super().run(spans)
+
+    def check_device(self) -> None:
+        """Fail as CUDA's synchronisation does, if the device is broken."""
+        if self.device_error is not None:
+            raise self.device_error
+
+
+@pytest.mark.parametrize(
+    ("error", "device_error"),
+    [
+        (accelerator_error(), None),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"),
+            None,
+        ),
+        (ValueError("found nothing"), accelerator_error()),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access"), accelerator_error()),
+        (torch.OutOfMemoryError("CUDA out of memory"), accelerator_error()),
+    ],
+    ids=["accelerator", "cublas", "any, then the device", "triton", "memory, then the device"],
+)
+def test_a_broken_device_ends_the_engine_after_every_request(
+    llama_checkpoint: Checkpoint, error: Exception, device_error: Exception | None
+) -> None:
+    """Two requests run and one waits; each hears of the end, before the process does."""
+    script = Broken(llama_checkpoint, "x")
+    script.error, script.device_error = error, device_error
+    limits = EngineConfig(kv_cache_tokens=256, max_model_len=64, page_size=16, max_num_seqs=2)
+    engine = Engine(script, llama_checkpoint.tokenizer, limits)
+    heard: list[Output] = []
+    ended: queue.SimpleQueue[list[Output]] = queue.SimpleQueue()
+    flushed = threading.Event()
+    deployment = deployment_of(llama_checkpoint)
+    for _ in range(3):
+        engine._admission.open()
+        engine.submit(request(deployment, [1], max_tokens=40), heard.append)
+
+    def after_step() -> None:
+        if not engine.is_running:
+            flushed.set()
+
+    def on_death() -> None:
+        assert flushed.is_set()
+        ended.put([each for each in heard if each.finish_reason is not None])
+
+    engine.start(on_death, after_step)
+    last = ended.get(timeout=10)
+    assert [(each.finish_reason, each.error) for each in last] == [
+        (FinishReason.ERROR, "the engine stopped")
+    ] * 3
+    assert script.num_calls == 5, "no step may follow on a broken device"
+    with pytest.raises(EngineStoppedError):
+        engine.submit(request(deployment, [1]), heard.append)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory", "is_device"),
+    [
+        (accelerator_error(), False, True),
+        (accelerator_error("CUDA error: out of memory"), True, False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling create"), True, False),
+        (torch.OutOfMemoryError("CUDA out of memory"), True, False),
+        (RuntimeError("The size of tensor a must match the size of tensor b"), False, False),
+        (ValueError("CUDA error: a text of ours"), False, False),
+    ],
+)
+def test_errors_of_a_device_are_told_from_others(
+    error: Exception, *, is_memory: bool, is_device: bool
+) -> None:
+    """A shortage is retried, a device's fault ends the engine, and another error the requests."""
+    assert is_out_of_memory(error) is is_memory
+    assert is_device_fault(error) is is_device
+
+
+class Panic(BaseException):
+    """The kind of exception that a panic in Rust becomes."""
+
+
+def test_a_panic_ends_the_engine_as_an_error_does(llama_checkpoint: Checkpoint) -> None:
+    """A thread that ended in silence would leave its clients waiting."""
+    script = Script(llama_checkpoint, "x")
+
+    def panic() -> None:
+        raise Panic
+
+    script.before_run = panic
+    limits = EngineConfig(kv_cache_tokens=64, max_model_len=64)
+    engine = Engine(script, llama_checkpoint.tokenizer, limits)
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    died = threading.Event()
+    engine.start(died.set)
+    engine.submit(request(deployment_of(llama_checkpoint), [1], max_tokens=3), outputs.put)
+    assert outputs.get(timeout=10).finish_reason is FinishReason.ERROR
+    assert died.wait(10)
+
+
+def test_nothing_of_a_failed_step_is_alive_at_its_retry(engines: EngineFactory) -> None:
+    """Memory runs out between gate and up, which are one product; no garbage is collected."""
+    checkpoint = tiny_checkpoint("gemma2")
+    mlp = checkpoint.model.model.layers[1].mlp
+    assert isinstance(mlp.gate_proj, MergedPart)
+    seen: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def watch(_: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+        if not alive:
+            seen.extend(weakref.ref(each) for each in (*inputs, out))
+
+    def fail(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if not alive and len(inputs[0][0]) > 20:
+            alive.append(sum(each() is not None for each in seen[-2:]))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def count(_: nn.Module, __: tuple[Tensor, ...]) -> None:
+        if len(alive) == 1:
+            alive.append(sum(each() is not None for each in seen))
+
+    mlp.gate_proj.register_forward_hook(watch)
+    mlp.up_proj.register_forward_pre_hook(fail)
+    checkpoint.model.model.layers[0].register_forward_pre_hook(count)
+    engine = engines.over(checkpoint)
+    deployment = deployment_of(checkpoint)
+    gc.collect()
+    gc.disable()
+    try:
+        requests = [request(deployment, [7] * 20, max_tokens=2, cache_salt=at) for at in "ab"]
+        results = answer(engine, *requests)
+    finally:
+        gc.enable()
+    assert alive == [2, 0]
+    assert [each.finish_reason for each in results] == [FinishReason.LENGTH] * 2

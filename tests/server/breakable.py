@@ -14,9 +14,11 @@ MODULE = "tests.server.breakable"
 KEY = "k3y-of-a-client"  # what the tests' server of this kind asks for
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 DIE, FAIL, STALL = signal.SIGUSR1, signal.SIGRTMIN, signal.SIGUSR2
+BREAK = signal.SIGRTMIN + 1
 SIGNALS = {
     DIE: "the next step raises outside of what a step may raise: the thread ends",
     FAIL: "the next forward pass raises: the requests of that step end",
+    BREAK: "every forward pass from the next one on raises like a GPU after an illegal access",
     STALL: "the next step does not end, until the same signal comes again",
 }
 # The state between the engine's death and the process' end is otherwise a matter of luck.
@@ -25,11 +27,13 @@ _DYING_S = 2.0
 
 def break_on_signals() -> None:
     """Put the faults where a signal can reach them."""
+    import torch
+
     from model_runtime.engine.engine_core import EngineCore
     from model_runtime.runner.model_runner import ModelRunner
     from server.startup.lifecycle import GracefulServer
 
-    dies, fails, flows = threading.Event(), threading.Event(), threading.Event()
+    dies, fails, flows, breaks = (threading.Event() for _ in range(4))
     flows.set()
     step, prepare, engine_died = (
         EngineCore.step,
@@ -47,6 +51,8 @@ def break_on_signals() -> None:
         if fails.is_set():
             fails.clear()
             raise RuntimeError("out of chalk")
+        if breaks.is_set():
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
         return prepare(runner, *arguments)
 
     def slowly(server: GracefulServer) -> None:
@@ -61,6 +67,7 @@ def break_on_signals() -> None:
         setattr(owner, name, placeholder)
     signal.signal(DIE, lambda *_: dies.set())
     signal.signal(FAIL, lambda *_: fails.set())
+    signal.signal(BREAK, lambda *_: breaks.set())
     signal.signal(STALL, lambda *_: flows.clear() if flows.is_set() else flows.set())
 
 

@@ -19,7 +19,7 @@ from model_runtime.attention import backends
 from model_runtime.attention.torch_backend import TorchAttention
 from model_runtime.loading.checkpoint import prepare_model
 from model_runtime.runner import model_runner
-from tests.attention_cases import RELATIVE_ERROR, Case, Laid, cases, relative_error
+from tests.attention_cases import RELATIVE_ERROR, Case, Laid, cases, relative_error, tolerance
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
@@ -47,7 +47,7 @@ def check(case: Case) -> None:
     """Check that the read of a case is as near to float64 as its dtype allows."""
     laid = Laid(case, DEVICE)
     got_THV = TritonAttention(laid.batch).read(laid.read)
-    assert relative_error(got_THV, laid.expected()) < RELATIVE_ERROR[case.dtype]
+    assert relative_error(got_THV, laid.expected()) < tolerance(case, DEVICE)
 
 
 @pytest.mark.parametrize("name", cases())

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from model_runtime.batch import Span
 from model_runtime.cache.kv_cache import KVCache
@@ -28,10 +26,14 @@ from model_runtime.engine.memory_profile import (
 from model_runtime.errors import ModelError
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import MAX_LOGPROBS
+from model_runtime.runner import sampler
 from model_runtime.runner.model_runner import ModelRunner
+from model_runtime.runner.ranked_draw import NOT_FOUND
+from model_runtime.runner.sampler import SamplingRow, in_one_transfer, rows_at
 from rope import Profile
 from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
 from tests.runner_spy import spy_on_every_runner
+from tests.tensor_meter import TensorMeter
 
 GIB = 2**30
 CONFIG = EngineConfig(
@@ -57,44 +59,6 @@ class StillMeter:
     def read(self) -> Reading:
         """The reading is always the same."""
         return self._reading
-
-
-class TensorMeter(TorchDispatchMode):
-    """Counts the bytes of tensors that torch's operations make, as an allocator would."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._alive: dict[int, Any] = {}
-        self._allocated = self._peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and note each storage that was not there before."""
-        found = func(*args, **(kwargs or {}))
-        for each in tree_leaves(found):
-            if isinstance(each, Tensor):
-                self._note(each.untyped_storage())
-        self._peak = max(self._peak, self._allocated)
-        return found
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = id(storage), storage.nbytes()
-        if key not in self._alive:
-            self._allocated += num_bytes
-            self._alive[key] = weakref.ref(storage, lambda _: self._forget(key, num_bytes))
-
-    def _forget(self, key: int, num_bytes: int) -> None:
-        del self._alive[key]
-        self._allocated -= num_bytes
-
-    def reset(self) -> None:
-        """Count from here on, as in `Meter`."""
-        self._peak = self._allocated
-
-    def read(self) -> Reading:
-        """The bytes as in `Meter`, on a device without other users."""
-        return Reading(
-            10 * GIB, 10 * GIB - self._allocated, self._allocated, self._allocated, self._peak
-        )
 
 
 def measured(checkpoint: Checkpoint, config: EngineConfig, meter: Any = None) -> MemoryProfile:
@@ -272,11 +236,15 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
     ("more", "row_bytes"),
     [
         ({"max_num_logit_rows": 110}, 4),  # float32 logits
-        ({"max_num_seqs": 105}, 4 + 4 + 4 + 8),  # with a copy, sorted, and the tokens' order
+        # With a copy, scaled, a probability in two types.
+        ({"max_num_seqs": 105}, 4 + 4 + 4 + 4 + 8),
     ],
 )
-def test_what_is_measured_grows_with_the_rows(more: dict[str, int], row_bytes: int) -> None:
+def test_what_is_measured_grows_with_the_rows(
+    more: dict[str, int], row_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scored and sampled rows each cost their vocabulary, and no tensor stays afterwards."""
+    monkeypatch.setattr(memory_profile, "sample_rows", sample_as_on_a_device)
     checkpoint = tiny_checkpoint("llama", vocab_size=4096)
     taken = []
     for limits in ({"max_num_logit_rows": 10}, {"max_num_logit_rows": 10, **more}):
@@ -285,6 +253,29 @@ def test_what_is_measured_grows_with_the_rows(more: dict[str, int], row_bytes: i
             taken.append(profile.step_bytes)
             assert meter.read().allocated < 100_000
     assert taken[1] - taken[0] >= 100 * checkpoint.vocab_size * row_bytes
+
+
+def test_tables_of_later_profiles_are_counted() -> None:
+    """The room of 200 tables, two of 13 page starts and 16 offsets, is not the cache's."""
+    checkpoint = tiny_checkpoint("llama")
+    taken = []
+    for num_tables in (1, 200):
+        with TensorMeter() as meter:
+            config = replace(CONFIG, num_rope_tables=num_tables)
+            taken.append(measured(checkpoint, config, meter).step_bytes)
+    num_pairs = next(iter(checkpoint.native.tables.values())).rotary.num_pairs
+    num_built = len({*profiles(checkpoint)})
+    assert taken[1] - taken[0] >= (200 - num_built) * 2 * 4 * (13 + 16) * num_pairs
+
+
+def sample_as_on_a_device(
+    logits_RV: Tensor, places: Sequence[int], rows: Sequence[SamplingRow]
+) -> tuple[list[bool], list[int]]:
+    """Sample as `sample_rows` does on a GPU; each row must be sorted whole."""
+    chosen_RV = rows_at(logits_RV, places)
+    first = sampler.sampled(chosen_RV, rows, sampler.NUM_CANDIDATES)
+    assert set(first.tolist()) == {NOT_FOUND}
+    return in_one_transfer(logits_RV, chosen_RV, rows)
 
 
 @pytest.mark.parametrize(("free", "context_len"), [(6, 200), (0, 16)])

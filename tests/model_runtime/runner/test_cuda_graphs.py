@@ -34,6 +34,7 @@ from rope import Profile
 from tests.engines import deployment_of, tiny_checkpoint
 from tests.tiny_models import tiny_model
 
+TABLES = 20  # places for rotation tables
 CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, max_num_seqs=6)
 SPARE = CONFIG.num_pages
 
@@ -68,13 +69,17 @@ def checkpoint(monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
 
 
 def runner_of(
-    checkpoint: Checkpoint, record: Again | None, profiles: Sequence[Profile]
+    checkpoint: Checkpoint,
+    record: Again | None,
+    profiles: Sequence[Profile],
+    num_rope_tables: int = 1,
 ) -> ModelRunner:
     """A runner with a page that no sequence holds."""
     larger = EngineConfig(
         kv_cache_tokens=CONFIG.kv_cache_tokens + CONFIG.page_size,
         max_model_len=CONFIG.max_model_len,
         page_size=CONFIG.page_size,
+        num_rope_tables=num_rope_tables,
     )
     runner = build_runner(checkpoint, larger, profiles)
     if record is not None:
@@ -158,6 +163,24 @@ def test_a_table_made_later_is_found(checkpoint: Checkpoint) -> None:
     assert record.num_recorded == before + 1
 
 
+def test_profiles_within_the_room_are_not_recorded_again(checkpoint: Checkpoint) -> None:
+    """Tables that requests bring after the start are read by steps recorded before."""
+    record = Again()
+    deployment = deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 4})
+    tiers = profiles_of(deployment)
+    every = dict.fromkeys(tier.profile for own in deployment.tiers.values() for tier in own)
+    runners = runner_of(checkpoint, None, tiers), runner_of(checkpoint, record, tiers, TABLES)
+    num_recorded = record.num_recorded
+    talk = Conversations(runners, [each for each in every if each not in tiers][:4])
+    assert len(talk.profiles) == 4
+    talk.step(dict.fromkeys(range(4), 30))
+    for sequences in (range(4), range(2), [3]):
+        expected, got = talk.step(dict.fromkeys(sequences, 1))
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert record.num_recorded == num_recorded == len(recorded_sizes(CONFIG.max_num_seqs))
+    assert record.num_replayed == 3
+
+
 def test_what_kernels_read_is_kept(checkpoint: Checkpoint) -> None:
     """A CUDA graph knows only addresses, so every tensor of its batch must live as long."""
     tables = RopeTables(checkpoint.native, 16, 256, torch.device("cpu"))
@@ -197,6 +220,30 @@ def test_what_cannot_be_recorded_is_queued(
     for _ in range(2):
         assert runner.run([one]).isfinite().all()
     assert runner._graphs is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), torch.OutOfMemoryError()])
+def test_only_a_failed_capture_disables_graphs(checkpoint: Checkpoint, error: RuntimeError) -> None:
+    """An error of a step's own numbers, or a shortage in a capture, rises, and the next replays."""
+    record = Again()
+    (profile, *_) = profiles_of(deployment_of(checkpoint))
+    runner = runner_of(checkpoint, record, [profile])
+    one = Span([1], 0, [0], runner.table_id(profile), range(1))
+    assert runner._graphs is not None
+    with pytest.MonkeyPatch.context() as patch:
+        failing = "_numbers"
+        if isinstance(error, torch.OutOfMemoryError):
+            runner._graphs._recorded.clear()
+            failing = "_record"
+
+        def fail(*_: object) -> None:
+            raise error
+
+        patch.setattr(runner._graphs, failing, fail)
+        with pytest.raises(type(error)):
+            runner.run([one])
+    assert runner.run([one]).isfinite().all()
+    assert record.num_replayed == 1
 
 
 def test_other_steps_are_not_replayed(checkpoint: Checkpoint) -> None:

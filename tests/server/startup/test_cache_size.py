@@ -11,12 +11,19 @@ from model_runtime.config import EngineConfig
 from model_runtime.engine.cache_size import MemoryProfile, affordable_bytes, total_memory
 from model_runtime.engine.memory_profile import CudaMeter
 from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.make_deployment import DeploymentOptions, make_deployment
 from rope import Profile
 from server.settings.load import SettingsError, load_settings
 from server.startup import model_facts
 from server.startup.dry_run import outlook_lines, outlook_of
 from server.startup.model_facts import facts_of
-from server.startup.serving_plan import ModelFacts, describe, plan_serving
+from server.startup.serving_plan import (
+    ModelFacts,
+    describe,
+    num_profiles,
+    plan_serving,
+    profiles_of,
+)
 
 GIB = 2**30
 CUDA = torch.device("cuda:0")
@@ -129,6 +136,24 @@ def test_a_model_on_a_gpu_is_measured_there(
     assert (checkpoint, utilization) == (on_cuda, 0.9)
     assert config.max_num_seqs == 2000
     assert isinstance(meter, CudaMeter)
+
+
+@pytest.mark.parametrize("allowed", [None, ["yarn"]])
+def test_a_plan_has_room_for_every_profile_of_a_request(
+    embedded: Checkpoint, allowed: list[str] | None
+) -> None:
+    """A request may name each allowed method, on each tier."""
+    given = {} if allowed is None else {"allowed_rope_types": ",".join(allowed)}
+    settings = load_settings({"model": "some", "served_model_name": "some", **given})
+    plan = plan_serving(settings, ModelFacts(embedded.native, 512, 2**30))
+    deployment = make_deployment(
+        "some", embedded.native, DeploymentOptions(allowed_rope_types=allowed)
+    )
+    profiles = {tier.profile for tiers in deployment.tiers.values() for tier in tiers}
+    assert plan.config.num_rope_tables == num_profiles([deployment]) == len(profiles)
+    own = set(profiles_of(plan.deployments))
+    assert own <= profiles
+    assert (len(own) == len(profiles)) is (allowed == ["yarn"])
 
 
 def test_on_a_cpu_nothing_is_run_and_the_share_is_not_read(embedded: Checkpoint) -> None:
