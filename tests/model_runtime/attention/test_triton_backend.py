@@ -12,8 +12,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
 
 from model_runtime.attention import backends
 from model_runtime.attention.torch_backend import TorchAttention
@@ -27,7 +30,8 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from model_runtime.attention.key_range import KeyRange
 from model_runtime.attention.triton_backend import TritonAttention
-from model_runtime.attention.triton_decode import decode, num_splits
+from model_runtime.attention.triton_decode import cut_of, decode
+from model_runtime.work_list import WorkList
 
 ROOT = Path(__file__).resolve().parents[3]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,20 +85,26 @@ def test_features_do_not_disturb_each_other(seed: int) -> None:
     )
 
 
+def decoded(
+    laid: Laid, ranges: list[KeyRange], bounds: list[tuple[ArrayLike, ArrayLike]]
+) -> Tensor:
+    """The read of two sequences over key ranges; `bounds` are begin and end of each."""
+    begin_RS, end_RS = (
+        np.array([np.broadcast_to(each[side], 2) for each in bounds]) for side in range(2)
+    )
+    work = WorkList.of(begin_RS, end_RS, cut_of(laid.read), DEVICE)
+    out_THV = torch.empty(2, 6, 24, device=DEVICE)
+    decode(laid.read, laid.batch, ranges, work, out_THV)
+    return out_THV
+
+
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("cut", [1, 64, 100, 199])
 def test_ranges_of_keys_come_together(*, has_sinks: bool, cut: int) -> None:
     """Two ranges of keys, cut at any place and merged by their log-sum-exp, equal one read."""
     laid = Laid(Case(spans=((200, 1), (250, 1)), has_sinks=has_sinks), DEVICE)
-    end_S = laid.batch.first_position_S + 1
-    zero_S = torch.zeros_like(end_S)
-    position_S = laid.batch.first_position_S
-    ranges = [
-        KeyRange(zero_S, zero_S + cut, position_S, 250),
-        KeyRange(zero_S + cut, end_S, position_S, 250),
-    ]
-    out_THV = torch.empty(2, 6, 24, device=DEVICE)
-    decode(laid.read, laid.batch, ranges, out_THV)
+    whole = KeyRange(laid.batch.first_position_S)
+    out_THV = decoded(laid, [whole, whole], [(0, cut), (cut, [200, 250])])
     assert relative_error(out_THV, laid.expected()) < 1e-5
 
 
@@ -108,15 +118,11 @@ def test_pages_are_read_where_a_map_places_them(page_size: int, dtype: torch.dty
     # Anywhere in the table, and no multiple of the page size.
     map_SN = torch.randint(0, 150 - page_size, (2, num_pages))
     query_at_S = torch.tensor([33, 97])
-    end_S = laid.batch.first_position_S + 1
-    near_S = end_S - 50
-    zero_S = torch.zeros_like(end_S)
     ranges = [
-        KeyRange(near_S, end_S, laid.batch.first_position_S, 50),
-        KeyRange(zero_S, near_S, query_at_S.to(DEVICE), 150, map_SN.to(DEVICE)),
+        KeyRange(laid.batch.first_position_S),
+        KeyRange(query_at_S.to(DEVICE), map_SN.to(DEVICE)),
     ]
-    out_THV = torch.empty(2, 6, 24, device=DEVICE)
-    decode(laid.read, laid.batch, ranges, out_THV)
+    out_THV = decoded(laid, ranges, [([150, 100], [200, 150]), (0, [150, 100])])
 
     expected = []
     for index, (context, _) in enumerate(case.spans):
@@ -134,14 +140,10 @@ def test_pages_are_read_where_a_map_places_them(page_size: int, dtype: torch.dty
 def test_a_range_without_keys_weighs_nothing() -> None:
     """A range without keys gives zeros alone, and changes nothing beside another range."""
     laid = Laid(Case(spans=((200, 1), (150, 1))), DEVICE)
-    position_S = laid.batch.first_position_S
-    zero_S = torch.zeros_like(position_S)
-    nothing = KeyRange(zero_S + 70, zero_S + 70, position_S, 10)
-    everything = KeyRange(zero_S, position_S + 1, position_S, 200)
-    out_THV = torch.empty(2, 6, 24, device=DEVICE)
-    decode(laid.read, laid.batch, [nothing], out_THV)
+    whole = KeyRange(laid.batch.first_position_S)
+    out_THV = decoded(laid, [whole], [(70, 70)])
     assert torch.equal(out_THV, torch.zeros_like(out_THV))
-    decode(laid.read, laid.batch, [nothing, everything], out_THV)
+    out_THV = decoded(laid, [whole, whole], [(70, 70), (0, [200, 150])])
     assert relative_error(out_THV, laid.expected()) < 1e-5
 
 
@@ -175,17 +177,6 @@ def test_a_taken_over_model_answers_as_before(
     model = tiny_model(architecture).to(DEVICE)
     checkpoint = prepare_model(model, byte_tokenizer(), frozenset(), {})
     assert checkpoint.report.difference <= checkpoint.report.threshold
-
-
-def test_work_is_cut_so_that_the_device_is_busy() -> None:
-    """One sequence is cut into many splits, many sequences into none, short ones never."""
-    assert 0.95 <= 8 * num_splits(8, 8192, 264) / 264 <= 1
-    assert num_splits(264, 8192, 264) == 1
-    assert num_splits(8, 8, 264) == 1
-    # 300 programs on 264 places would leave the second wave nearly empty.
-    splits = num_splits(300, 8192, 264)
-    waves = 300 * splits / 264
-    assert waves / -(-300 * splits // 264) > 0.9
 
 
 def test_the_kernels_compile_for_an_h200() -> None:
