@@ -23,7 +23,9 @@ from torch import Tensor
 from model_runtime.transfer import fill, on_device
 
 _LEAST_TILES = 8  # of a piece; with fewer, the partial outputs are not small beside the keys
-_MOST_TURNS = 2  # pieces of full length that a place takes one after the other
+# Pieces of full length that a place may take one after the other. More balance better, but every
+# captured step has an entry for each.
+_MOST_TURNS = 3
 _BALANCED = 1.05  # a longest load of this times the mean is not worth shorter pieces
 _FIELDS = 4  # sequence, begin, end, slot
 
@@ -62,7 +64,7 @@ class WorkList:
             numbers,
             numbers[:at].view(num_ranges, -1, _FIELDS),
             numbers[at:].view(num_sequences, 2),
-            _MOST_TURNS * cut.num_places + num_ranges,
+            _most_turns(num_ranges * num_sequences) * cut.num_places + num_ranges,
             cut.tile,
         )
 
@@ -88,7 +90,7 @@ def refill(lists: Mapping[Cut, WorkList], position_S: NDArray[np.int64]) -> None
 def _numbers(begin_RS: NDArray[np.int64], end_RS: NDArray[np.int64], cut: Cut) -> NDArray[np.int32]:
     """Return the numbers of a list: entries [R, E, 4], then first slot and pieces [S, 2]."""
     num_ranges, num_sequences = begin_RS.shape
-    num_entries = _MOST_TURNS * cut.num_places + num_sequences
+    num_entries = _most_turns(begin_RS.size) * cut.num_places + num_sequences
     numbers = np.zeros(num_ranges * num_entries * _FIELDS + 2 * num_sequences, dtype=np.int32)
     # A sequence's ranges are neighbours, so that its slots are.
     begin_N, end_N = begin_RS.T.ravel(), end_RS.T.ravel()
@@ -122,15 +124,20 @@ def _numbers(begin_RS: NDArray[np.int64], end_RS: NDArray[np.int64], cut: Cut) -
     return numbers
 
 
+def _most_turns(num_contexts: int) -> int:
+    """Return the maximum number of turns. The rests of one or two contexts always fit one place."""
+    return 1 if num_contexts <= 2 else _MOST_TURNS
+
+
 def piece_tiles(tiles_N: NDArray[np.int64], num_places: int) -> int:
     """Return the number of tiles of a whole piece, at least 8.
 
     It is the mean work of a place. If the pieces then leave places idle at the end, because they
-    are few and long, it is half of that.
+    are few and long, it is a half or a third of that.
     """
     total = int(tiles_N.sum())
     best, least = 0, float("inf")
-    for turns in range(1, _MOST_TURNS + 1):
+    for turns in range(1, _most_turns(len(tiles_N)) + 1):
         length = max(_LEAST_TILES, -(-total // (turns * num_places)))
         if length == best:
             break

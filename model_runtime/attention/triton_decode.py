@@ -79,6 +79,7 @@ def _decode(
     begin, end = tl.load(entry + 1), tl.load(entry + 2)
     if begin == end:
         return
+    num_pieces = tl.load(pieces + 2 * sequence + 1)
     token = tl.load(query_start + sequence)
     table_id = tl.load(table_ids + sequence)
     position = tl.load(positions + sequence)
@@ -177,10 +178,7 @@ def _decode(
     acc = acc / row_sum[:, None]
     heads = head * GROUP + r
     is_value = is_row & (v < VALUES)[None, :]
-    is_merged = SUNK
-    if not SUNK:
-        is_merged = tl.load(pieces + 2 * sequence + 1) > 1
-    if is_merged:
+    if SUNK or num_pieces > 1:
         line = slot.to(tl.int64) * tl.num_programs(0) * GROUP + heads
         tl.store(partials + line[:, None] * VALUES + v[None, :], acc, mask=is_value)
         tl.store(lses + line, (row_max + tl.log2(row_sum)) * _LN_2, mask=r < GROUP)

@@ -7,7 +7,7 @@ not below the size of the same name without _2.
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 import triton
@@ -17,6 +17,14 @@ from torch import Tensor
 LOG2_E = math.log2(math.e)
 KERNEL_LOG2_E = tl.constexpr(LOG2_E)  # a kernel can read a global only if it is a constexpr
 _LEAST = 16  # rows and columns of the smallest matrix product
+
+
+@overload
+def jit(function: Callable[..., Any], /) -> Any: ...
+
+
+@overload
+def jit(*by_request: str) -> Callable[[Callable[..., Any]], Any]: ...
 
 
 def jit(*by_request: Any) -> Any:
