@@ -212,7 +212,7 @@ def _prefill(cache: Cache, matrix: float) -> Iterator[dict[str, Any]]:
     help="Each measurement is added to it as a line of JSON.",
 )
 @click.option("--commit", default="unknown", help="What is measured; told above the tables.")
-@click.option("--tune", is_flag=True, help="Try other warps, stages and splits, too.")
+@click.option("--tune", is_flag=True, help="Try other warps, stages and cuts, too.")
 @click.option("--tiny", is_flag=True, help="Sizes for Triton's interpreter: numbers mean nothing.")
 def main(path: Path | None, commit: str, *, tune: bool, tiny: bool) -> None:
     """Measure the attention of one layer on the GPU, and print tables as Markdown."""

@@ -8,7 +8,8 @@ taken from the list in order, the longest first, by whichever processor is free.
 The host makes the list from lengths that it knows. Its size depends only on the number of
 sequences, so a captured step reads it at a fixed address (cuda_graphs.py).
 
-Shapes: S = sequences, R = key ranges of a sequence, E = entries of a list, N = contexts to cut.
+Shapes: S = sequences, R = key ranges of a sequence, E = entries of a list, N = contexts to cut,
+P = pieces.
 """
 
 from collections.abc import Mapping

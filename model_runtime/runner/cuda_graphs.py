@@ -23,7 +23,8 @@ from model_runtime.cache.rope_tables import RopeTables
 from model_runtime.transfer import fill
 from model_runtime.work_list import refill
 
-# Captures the work. Returns the result tensor and a function that replays the work into it.
+# Runs the work, which makes its work lists, then captures it. Returns the result tensor and a
+# function that replays the work into it.
 Recorder = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
