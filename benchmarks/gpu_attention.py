@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -22,12 +23,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from benchmarks.gpu_clock import Work, copy_rate, matrix_rate, seconds
 from benchmarks.gpu_inputs import LLAMA_3_8B, PAGE_SIZE, TINY, Cache, Sizes, windowed
 from benchmarks.gpu_report import markdown
-from model_runtime.attention.key_range import whole_range
+from model_runtime.attention.key_range import KeyRange
 from model_runtime.attention.torch_backend import TorchAttention
 from model_runtime.attention.triton_backend import TritonAttention
-from model_runtime.attention.triton_decode import Tuning, decode
+from model_runtime.attention.triton_decode import Tuning, cut_of, decode
 from model_runtime.attention.triton_prefill import prefill
 from model_runtime.batch import Batch
+from model_runtime.work_list import WorkList, whole_bounds
 from rope import offset_angles, page_start_angles, position_angles
 from server.jsonl_file import LineFile
 
@@ -148,12 +150,16 @@ def _decode_seconds(
 ) -> float:
     read = cache.read(num_sequences, turned=turned)
     out_THV = torch.empty_like(read.query_THD)
+    chosen = tuning or Tuning()
 
-    def work(batch: Batch) -> Work:
-        ranges = [whole_range(batch, None)]
-        return lambda: decode(read, batch, ranges, out_THV, tuning or Tuning())
+    def launched(batch: Batch) -> Work:
+        position_S = np.array([place.first_position for place in batch.places_S])
+        cut = cut_of(read, chosen)
+        work = WorkList.of(*whole_bounds(position_S, cut.window), cut, cache.device)
+        ranges = [KeyRange(batch.first_position_S)]
+        return lambda: decode(read, batch, ranges, work, out_THV, chosen)
 
-    works = [work(batch) for batch in cache.decode_batches(context, num_sequences)]
+    works = [launched(batch) for batch in cache.decode_batches(context, num_sequences)]
     return seconds(cache.device, works, cache.sizes.repeats)
 
 
@@ -206,7 +212,7 @@ def _prefill(cache: Cache, matrix: float) -> Iterator[dict[str, Any]]:
     help="Each measurement is added to it as a line of JSON.",
 )
 @click.option("--commit", default="unknown", help="What is measured; told above the tables.")
-@click.option("--tune", is_flag=True, help="Try other warps, stages and splits, too.")
+@click.option("--tune", is_flag=True, help="Try other warps, stages and cuts, too.")
 @click.option("--tiny", is_flag=True, help="Sizes for Triton's interpreter: numbers mean nothing.")
 def main(path: Path | None, commit: str, *, tune: bool, tiny: bool) -> None:
     """Measure the attention of one layer on the GPU, and print tables as Markdown."""

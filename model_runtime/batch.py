@@ -8,7 +8,7 @@ the longest sequence, R = rows of logits.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model_runtime.transfer import on_device
+from model_runtime.work_list import Cut, WorkList
 
 
 class Span(NamedTuple):
@@ -54,6 +55,8 @@ class Batch:
     logit_rows_R: Tensor  # int64, flat tokens that need logits
     single_B: Tensor  # int64, sequences with one token here
     places_S: tuple[Place, ...]  # the host's copy, which avoids a wait for the device
+    # Of the GPU's decode kernel, each made when the first layer needs it.
+    work_lists: dict[Cut, WorkList] = field(default_factory=dict)
 
 
 class PageRow:

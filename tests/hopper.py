@@ -22,6 +22,7 @@ SPANS = ((3001, 1), (70, 33))
 CASES = {
     "llama": Case(**LLAMA, spans=SPANS, dtype=torch.bfloat16),
     "alone": Case(**LLAMA, spans=((40, 1),), dtype=torch.bfloat16),
+    "as served": Case(**LLAMA, spans=SPANS, dtype=torch.bfloat16, page_size=64),
     "all": Case(
         heads=(6, 2), dims=(80, 64), spans=SPANS, dtype=torch.float16, rotary_share=0.5,
         window=40, softcap=30.0, has_sinks=True, page_size=20,

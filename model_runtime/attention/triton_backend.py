@@ -9,19 +9,21 @@ dimensions, S = sequences, N = pages, O = offsets in a page.
 
 from typing import ClassVar
 
+import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from model_runtime.attention.key_range import KeyRange, whole_range
+from model_runtime.attention.key_range import KeyRange
 from model_runtime.attention.paged_attention import LayerRead
-from model_runtime.attention.triton_decode import decode
+from model_runtime.attention.triton_decode import cut_of, decode
 from model_runtime.attention.triton_pieces import jit, key_strides, padded
 from model_runtime.attention.triton_prefill import prefill
 from model_runtime.batch import Batch
+from model_runtime.work_list import WorkList, whole_bounds
 
 
-@jit
+@jit("page_T", "offset_T")
 def _put(
     key, value, page_T, offset_T, keys, values,
     from_key_t, from_key_k, from_key_d, from_value_t, from_value_k, from_value_v,
@@ -56,7 +58,6 @@ class TritonAttention:
         if batch.page_T.is_cuda:
             torch.cuda.set_device(batch.page_T.device)  # triton launches on the current device
         self._batch = batch
-        self._ranges: dict[int | None, KeyRange] = {}  # by a layer's window
 
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
@@ -83,13 +84,21 @@ class TritonAttention:
             device=read.query_THD.device,
         )
         if len(self._batch.single_B):
-            decode(read, self._batch, [self._range(read.sliding_window)], out_THV)
+            ranges = [KeyRange(self._batch.first_position_S)]
+            decode(read, self._batch, ranges, self._work(read), out_THV)
         for index, place in enumerate(self._batch.places_S):
             if place.num_tokens > 1:
                 prefill(read, self._batch, index, out_THV)
         return out_THV
 
-    def _range(self, window: int | None) -> KeyRange:
-        if window not in self._ranges:
-            self._ranges[window] = whole_range(self._batch, window)
-        return self._ranges[window]
+    def _work(self, read: LayerRead) -> WorkList:
+        """Return the pieces of the contexts with one query token, for a layer's cut."""
+        cut, lists = cut_of(read), self._batch.work_lists
+        if cut not in lists:
+            places = self._batch.places_S
+            position_S = np.array(
+                [place.first_position if place.num_tokens == 1 else -1 for place in places]
+            )
+            device = read.query_THD.device
+            lists[cut] = WorkList.of(*whole_bounds(position_S, cut.window), cut, device)
+        return lists[cut]

@@ -4,9 +4,10 @@ In kernels, names in capitals are compile-time constants. A size that ends in _2
 not below the size of the same name without _2.
 """
 
+import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 import triton
@@ -18,9 +19,35 @@ KERNEL_LOG2_E = tl.constexpr(LOG2_E)  # a kernel can read a global only if it is
 _LEAST = 16  # rows and columns of the smallest matrix product
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """Compile for the GPU; use Triton's interpreter if TRITON_INTERPRET was set before."""
-    return triton.jit(function)
+@overload
+def jit(function: Callable[..., Any], /) -> Any: ...
+
+
+@overload
+def jit(*by_request: str) -> Callable[[Callable[..., Any]], Any]: ...
+
+
+def jit(*by_request: Any) -> Any:
+    """Compile for the GPU; use Triton's interpreter if TRITON_INTERPRET was set before.
+
+    `@jit("num_keys", "page_table")` names the arguments that change from request to request. By
+    default, Triton compiles a kernel again for every kind of integer (1, multiples of 16, others)
+    and of address (multiples of 16 bytes or not). All requests would wait for it. Named arguments
+    have one kind. Others keep theirs, because aligned rows of keys are loaded in fewer
+    instructions. `@jit` alone names none. Raises ValueError for a name that the kernel lacks.
+    """
+    if len(by_request) == 1 and callable(by_request[0]):
+        return triton.jit(by_request[0])
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        lacking = set(by_request) - set(inspect.signature(function).parameters)
+        if lacking:
+            raise ValueError(f"{function.__name__} has no argument {sorted(lacking)}")
+        return triton.jit(
+            function, do_not_specialize=by_request, do_not_specialize_on_alignment=by_request
+        )
+
+    return compiled
 
 
 def is_interpreted() -> bool:

@@ -37,7 +37,7 @@ _LIBRARY_DIM = 256  # max head dimension of torch's flash attention
 _WARPS, _STAGES = 4, 2
 
 
-@jit
+@jit("page_table", "begin", "end", "table_id", "num_starts")
 def _gather(
     keys, values, page_table, rotated, gathered,
     start_cos, start_sin, offset_cos, offset_sin,
@@ -80,7 +80,7 @@ def _gather(
     tl.store(gathered + row[:, None] * VALUES + v[None, :], value, mask=is_value)
 
 
-@jit
+@jit("num_tokens", "num_keys")
 def _attend(
     query, keys, values, sinks, out,
     num_tokens, num_keys, scaling, softcap, window, out_t, out_h,

@@ -1,10 +1,11 @@
 """Build an engine with an allocated cache from a checked checkpoint and its limits."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from model_runtime.attention.backends import backend_for, new_store
+from model_runtime.batch import Span
 from model_runtime.cache.rope_tables import RopeTables
 from model_runtime.config import EngineConfig
 from model_runtime.engine.engine import Engine
@@ -15,6 +16,8 @@ from model_runtime.loading.load_faults import faults_of
 from model_runtime.runner.cuda_graphs import cuda_recorder
 from model_runtime.runner.model_runner import ModelRunner
 from rope import Profile
+
+_WARM_UP_TOKENS = 32  # so many that the last layer is pruned (last_layer.py)
 
 
 def build_engine(
@@ -31,18 +34,23 @@ def build_engine(
     `make`: another class of model runner, for comparisons. Raises ModelError.
     """
     with faults_of(type(checkpoint.model).__name__, checkpoint.dtype, checkpoint.device):
-        return _built(checkpoint, config, observer, profiles, make)
+        return _built(checkpoint, config, observer, tuple(profiles), make)
 
 
 def _built(
     checkpoint: Checkpoint,
     config: EngineConfig,
     observer: Observer | None,
-    profiles: Iterable[Profile],
+    profiles: Sequence[Profile],
     make: type[ModelRunner],
 ) -> Engine:
     runner = build_runner(checkpoint, config, profiles, make)
-    if captures_graphs(checkpoint, config):
+    is_captured = captures_graphs(checkpoint, config)
+    if checkpoint.device.type == "cuda" and profiles:
+        # Nothing is cached yet, so any page will do.
+        page = config.num_pages if is_captured else 0
+        warm_up(runner, profiles[0], page, config)
+    if is_captured:
         runner.capture_graphs(
             config.max_model_len,
             config.max_num_seqs,
@@ -80,6 +88,22 @@ def build_runner(
     for profile in profiles:
         tables.id_of(profile)
     return make(checkpoint.model, checkpoint.plans, store, tables, page_size)
+
+
+def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConfig) -> None:
+    """Run a prompt, and a prompt beside decodes, so that no request waits for a compilation.
+
+    Every layer launches all of its kernels: with all rows, and with those that need logits. The
+    steps write only to `page`, which no sequence may hold.
+    """
+    num_tokens = min(_WARM_UP_TOKENS, config.max_model_len)
+    pages = [page] * -(-num_tokens // config.page_size)
+    table_id = runner.table_id(profile)
+    prompt = Span([0] * num_tokens, 0, pages, table_id, range(num_tokens - 1, num_tokens))
+    scored = prompt._replace(logit_rows=range(num_tokens))
+    decode = Span([0], 0, pages, table_id, range(1))
+    for spans in ([prompt], [decode, prompt, decode], [decode, scored]):
+        runner.run(spans)
 
 
 def captures_graphs(checkpoint: Checkpoint, config: EngineConfig) -> bool:

@@ -21,8 +21,10 @@ from torch import Tensor
 from model_runtime.batch import Batch, Place, Span, page_table
 from model_runtime.cache.rope_tables import RopeTables
 from model_runtime.transfer import fill
+from model_runtime.work_list import refill
 
-# Captures the work. Returns the result tensor and a function that replays the work into it.
+# Runs the work, which makes its work lists, then captures it. Returns the result tensor and a
+# function that replays the work into it.
 Recorder = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
@@ -146,6 +148,7 @@ class DecodeGraphs:
         numbers_FS, page_table_SN = self._numbers(spans, size)
         fill(recorded.numbers_FS, numbers_FS)
         fill(recorded.batch.page_table_SN[:, : page_table_SN.shape[1]], page_table_SN)
+        refill(recorded.batch.work_lists, numbers_FS[1])
 
         @torch.inference_mode()
         def run() -> Tensor:
@@ -190,8 +193,8 @@ class DecodeGraphs:
             table_id_S=table_S,
             logit_rows_R=place_S[:size],
             single_B=place_S[:size],
-            # The host does not know the positions here, only the maximum context length.
-            places_S=tuple(Place(index, 1, self._max_len - 1, 0) for index in range(size)),
+            # Of padding. The work lists that the forward makes from it are filled before a replay.
+            places_S=tuple(Place(index, 1, 0, 0) for index in range(size)),
         )
         try:
             logits_SV, replay = self._record(lambda: self._forward(batch))

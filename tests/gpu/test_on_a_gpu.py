@@ -4,12 +4,16 @@ The kernels' own cases are in tests/model_runtime/attention/test_triton_backend.
 the GPU if there is one.
 """
 
+import random
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
+
+from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu_attention import angle_errors
 from benchmarks.gpu_inputs import LLAMA_3_8B
@@ -25,6 +29,8 @@ from model_runtime.request import FinishReason
 from model_runtime.runner.cuda_graphs import recorded_sizes
 from model_runtime.runner.model_runner import ModelRunner
 from tests.attention_cases import Case, Laid, relative_error
+from tests.compilations import CONFIG as COMPILED_FOR
+from tests.compilations import PROFILES, random_steps
 from tests.engines import EngineFactory, Result, answer, deployment_of, request
 
 pytestmark = [
@@ -223,6 +229,25 @@ def test_decodes_are_recorded(on_gpu: Checkpoint) -> None:
     assert isinstance(runner, ModelRunner)
     assert runner._graphs is not None
     assert sorted(runner._graphs._recorded) == recorded_sizes(3) == [1, 2, 3]
+
+
+def test_no_request_waits_for_a_compilation(
+    on_gpu: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random mixed steps find every kernel compiled by the warm-up."""
+    runner = build_engine(on_gpu, COMPILED_FOR, profiles=PROFILES)._core._runner
+    compiled = []
+    compile_kernel = JITFunction._do_compile
+
+    def noted(self: JITFunction, *args: Any, **options: Any) -> Any:
+        compiled.append(self.__name__)
+        return compile_kernel(self, *args, **options)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", noted)
+    for spans in random_steps(random.Random(0), 100):
+        runner.run(spans)
+    torch.cuda.synchronize()
+    assert compiled == []
 
 
 def test_the_reference_reads_on_a_gpu_too() -> None:

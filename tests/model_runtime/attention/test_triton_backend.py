@@ -11,9 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
 
 from model_runtime.attention import backends
 from model_runtime.attention.torch_backend import TorchAttention
@@ -27,7 +31,9 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from model_runtime.attention.key_range import KeyRange
 from model_runtime.attention.triton_backend import TritonAttention
-from model_runtime.attention.triton_decode import decode, num_splits
+from model_runtime.attention.triton_decode import cut_of, decode
+from model_runtime.attention.triton_pieces import jit
+from model_runtime.work_list import WorkList
 
 ROOT = Path(__file__).resolve().parents[3]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,20 +87,26 @@ def test_features_do_not_disturb_each_other(seed: int) -> None:
     )
 
 
+def decoded(
+    laid: Laid, ranges: list[KeyRange], bounds: list[tuple[ArrayLike, ArrayLike]]
+) -> Tensor:
+    """The read of two sequences over key ranges; `bounds` are begin and end of each."""
+    begin_RS, end_RS = (
+        np.array([np.broadcast_to(each[side], 2) for each in bounds]) for side in range(2)
+    )
+    work = WorkList.of(begin_RS, end_RS, cut_of(laid.read), DEVICE)
+    out_THV = torch.empty(2, 6, 24, device=DEVICE)
+    decode(laid.read, laid.batch, ranges, work, out_THV)
+    return out_THV
+
+
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("cut", [1, 64, 100, 199])
 def test_ranges_of_keys_come_together(*, has_sinks: bool, cut: int) -> None:
     """Two ranges of keys, cut at any place and merged by their log-sum-exp, equal one read."""
     laid = Laid(Case(spans=((200, 1), (250, 1)), has_sinks=has_sinks), DEVICE)
-    end_S = laid.batch.first_position_S + 1
-    zero_S = torch.zeros_like(end_S)
-    position_S = laid.batch.first_position_S
-    ranges = [
-        KeyRange(zero_S, zero_S + cut, position_S, 250),
-        KeyRange(zero_S + cut, end_S, position_S, 250),
-    ]
-    out_THV = torch.empty(2, 6, 24, device=DEVICE)
-    decode(laid.read, laid.batch, ranges, out_THV)
+    whole = KeyRange(laid.batch.first_position_S)
+    out_THV = decoded(laid, [whole, whole], [(0, cut), (cut, [200, 250])])
     assert relative_error(out_THV, laid.expected()) < 1e-5
 
 
@@ -108,15 +120,11 @@ def test_pages_are_read_where_a_map_places_them(page_size: int, dtype: torch.dty
     # Anywhere in the table, and no multiple of the page size.
     map_SN = torch.randint(0, 150 - page_size, (2, num_pages))
     query_at_S = torch.tensor([33, 97])
-    end_S = laid.batch.first_position_S + 1
-    near_S = end_S - 50
-    zero_S = torch.zeros_like(end_S)
     ranges = [
-        KeyRange(near_S, end_S, laid.batch.first_position_S, 50),
-        KeyRange(zero_S, near_S, query_at_S.to(DEVICE), 150, map_SN.to(DEVICE)),
+        KeyRange(laid.batch.first_position_S),
+        KeyRange(query_at_S.to(DEVICE), map_SN.to(DEVICE)),
     ]
-    out_THV = torch.empty(2, 6, 24, device=DEVICE)
-    decode(laid.read, laid.batch, ranges, out_THV)
+    out_THV = decoded(laid, ranges, [([150, 100], [200, 150]), (0, [150, 100])])
 
     expected = []
     for index, (context, _) in enumerate(case.spans):
@@ -134,14 +142,10 @@ def test_pages_are_read_where_a_map_places_them(page_size: int, dtype: torch.dty
 def test_a_range_without_keys_weighs_nothing() -> None:
     """A range without keys gives zeros alone, and changes nothing beside another range."""
     laid = Laid(Case(spans=((200, 1), (150, 1))), DEVICE)
-    position_S = laid.batch.first_position_S
-    zero_S = torch.zeros_like(position_S)
-    nothing = KeyRange(zero_S + 70, zero_S + 70, position_S, 10)
-    everything = KeyRange(zero_S, position_S + 1, position_S, 200)
-    out_THV = torch.empty(2, 6, 24, device=DEVICE)
-    decode(laid.read, laid.batch, [nothing], out_THV)
+    whole = KeyRange(laid.batch.first_position_S)
+    out_THV = decoded(laid, [whole], [(70, 70)])
     assert torch.equal(out_THV, torch.zeros_like(out_THV))
-    decode(laid.read, laid.batch, [nothing, everything], out_THV)
+    out_THV = decoded(laid, [whole, whole], [(70, 70), (0, [200, 150])])
     assert relative_error(out_THV, laid.expected()) < 1e-5
 
 
@@ -177,29 +181,67 @@ def test_a_taken_over_model_answers_as_before(
     assert checkpoint.report.difference <= checkpoint.report.threshold
 
 
-def test_work_is_cut_so_that_the_device_is_busy() -> None:
-    """One sequence is cut into many splits, many sequences into none, short ones never."""
-    assert 0.95 <= 8 * num_splits(8, 8192, 264) / 264 <= 1
-    assert num_splits(264, 8192, 264) == 1
-    assert num_splits(8, 8, 264) == 1
-    # 300 programs on 264 places would leave the second wave nearly empty.
-    splits = num_splits(300, 8192, 264)
-    waves = 300 * splits / 264
-    assert waves / -(-300 * splits // 264) > 0.9
+@pytest.mark.parametrize(
+    ("page_size", "window", "has_sinks"),
+    [(16, None, False), (64, None, True), (64, 1100, False), (128, 1100, True)],
+)
+def test_one_long_context_beside_short_ones(
+    *, page_size: int, window: int | None, has_sinks: bool
+) -> None:
+    """The long context is cut into many pieces, the short ones into none, beside a prompt."""
+    spans = ((5, 1), (70, 30), (2001, 1), (64, 1), (1, 1), (300, 1), (129, 1))
+    case = Case(spans=spans, heads=(2, 1), page_size=page_size, window=window, has_sinks=has_sinks)
+    laid = Laid(case, DEVICE)
+    attention = TritonAttention(laid.batch)
+    got_THV = attention.read(laid.read)
+    assert relative_error(got_THV, laid.expected()) < 1e-5
+    (work,) = laid.batch.work_lists.values()
+    pieces = work.pieces_S2[:, 1].tolist()
+    assert pieces[:2] == [1, 0]
+    assert pieces[2] == (4 if window is None else 3)
+    assert pieces[3:] == [1, 1, 1, 1]
+    attention.read(laid.read)
+    assert list(laid.batch.work_lists.values()) == [work], "layers share a list"
 
 
-def test_the_kernels_compile_for_an_h200() -> None:
-    """The interpreter cannot show whether registers and shared memory suffice."""
+def test_an_argument_that_a_kernel_lacks_is_refused() -> None:
+    """A misspelt name would bring compilations back while requests wait."""
+    with pytest.raises(ValueError, match=r"kernel has no argument \['num_kyes'\]"):
+
+        @jit("num_keys", "num_kyes")
+        def kernel(num_keys: int) -> None:
+            """Do nothing."""
+
+
+def outside(module: str) -> list[dict[str, Any]]:
+    """The lines that a module of tests prints, where kernels are not interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     told = subprocess.run(
-        [sys.executable, "-m", "tests.hopper"],
+        [sys.executable, "-m", module],
         env={**environment, "CUDA_VISIBLE_DEVICES": ""},
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    lines = [json.loads(line) for line in told.splitlines()]
+    return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+
+
+def test_nothing_is_compiled_after_the_warm_up() -> None:
+    """200 random mixed steps of each architecture differ in lengths, tables and rows of logits.
+
+    Without names in `jit`, they compiled 39 to 74 kernels while requests waited.
+    """
+    lines = outside("tests.compilations")
+    assert len(lines) == 4
+    for line in lines:
+        assert line["serving"] == {}, line
+        assert {"_put", "_decode", "_merge"} <= set(line["warm_up"])
+
+
+def test_the_kernels_compile_for_an_h200() -> None:
+    """The interpreter cannot show whether registers and shared memory suffice."""
+    lines = outside("tests.hopper")
     compiled = {(line["case"], line["kernel"]) for line in lines}
     every = {"_put", "_decode", "_merge", "_gather", "_attend"}
     assert {kernel for case, kernel in compiled if case == "all"} == every

@@ -16,6 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
+from model_runtime import work_list
 from model_runtime.attention import backends
 from model_runtime.attention.paged_attention import STEP, AttentionCall
 from model_runtime.attention.triton_backend import TritonAttention
@@ -49,6 +50,7 @@ class Again:
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """Record as in `Recorder`; the result is not there before the first replay."""
         self.num_recorded += 1
+        work()  # as a CUDA graph's warm-up: what is made at first use is made here
         result = torch.empty(0)
         return result, partial(self._replay, work, result)
 
@@ -58,11 +60,12 @@ class Again:
 
 
 @pytest.fixture
-def checkpoint(monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
-    """A checkpoint served by the GPU's attention on the CPU."""
+def checkpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
+    """A checkpoint served by the GPU's attention on the CPU; a Llama of one layer by default."""
     if torch.cuda.is_available():
         pytest.skip("kernels are not interpreted here; tests/gpu records real graphs")
-    made = tiny_checkpoint("llama", num_hidden_layers=1)
+    name, num_layers = getattr(request, "param", ("llama", 1))
+    made = tiny_checkpoint(name, num_hidden_layers=num_layers)
     for module in (backends, model_runner):
         monkeypatch.setattr(module, "backend_for", lambda _: TritonAttention)
     return made
@@ -120,8 +123,17 @@ def profiles_of(deployment: Deployment) -> list[Profile]:
     return [tier.profile for tier in deployment.own_tiers]
 
 
-def test_replayed_steps_answer_as_others(checkpoint: Checkpoint) -> None:
-    """One to four sequences differ in length, table and pages; some steps are padded."""
+@pytest.mark.parametrize(
+    "checkpoint", [("llama", 1), ("gemma2", 2)], ids=("whole", "windows"), indirect=True
+)
+def test_replayed_steps_answer_as_others(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One to four sequences differ in length, table and pages; some steps are padded.
+
+    Contexts are cut into pieces of one tile, and a layer with a window has a list of its own.
+    """
+    monkeypatch.setattr(work_list, "_LEAST_TILES", 1)
     record = Again()
     tiers = profiles_of(deployment_of(checkpoint, rope_scaling={"rope_type": "yarn", "factor": 4}))
     plain, recorded = runner_of(checkpoint, None, tiers), runner_of(checkpoint, record, tiers)
@@ -134,6 +146,13 @@ def test_replayed_steps_answer_as_others(checkpoint: Checkpoint) -> None:
         expected, got = talk.step(step)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert record.num_replayed == len(steps)
+    assert recorded._graphs is not None
+    for each in recorded._graphs._recorded.values():
+        windows = {cut.window for cut in each.batch.work_lists}
+        assert windows == ({None} if len(checkpoint.plans) == 1 else {None, 24})
+    lists = recorded._graphs._recorded[4].batch.work_lists
+    (whole,) = (work for cut, work in lists.items() if cut.window is None)
+    assert whole.pieces_S2[:, 1].tolist() == [1, 2, 1, 1], "the last sequence is padding"
     for layer_idx in checkpoint.plans:
         for one, other in zip(
             pages_of(plain).pages(layer_idx), pages_of(recorded).pages(layer_idx), strict=True

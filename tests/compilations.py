@@ -1,0 +1,87 @@
+"""Counts the kernels that serving compiles: `python -m tests.compilations`, without a GPU.
+
+Nothing is compiled or launched. A kernel is counted when Triton finds no compiled one for the
+kinds of its arguments.
+"""
+
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from model_runtime.attention import backends
+from model_runtime.batch import Span
+from model_runtime.config import EngineConfig
+from model_runtime.engine.build_engine import build_runner, warm_up
+from model_runtime.runner import model_runner
+from model_runtime.runner.model_runner import ModelRunner
+from rope import Linear, Profile
+from tests.engines import tiny_checkpoint
+from tests.hopper import Device
+
+# Windows and soft caps; sinks; interleaved pairs and layers without rotation.
+ARCHITECTURES = ("llama", "gemma2", "gpt_oss", "cohere2")
+PROFILES = [Profile(Linear(factor=1.0 + index)) for index in range(17)]
+CONFIG = EngineConfig(kv_cache_tokens=8192, max_model_len=2048, page_size=16)
+
+
+def random_steps(draw: random.Random, count: int) -> Iterator[list[Span]]:
+    """Steps of decodes and chunks that differ in every number; sequences may share pages."""
+    for _ in range(count):
+        spans = []
+        for _ in range(draw.choice((1, 1, 2, 3, 5, 16, 21))):
+            num_tokens = draw.choice((1, 1, 1, 2, 16, draw.randint(1, 70)))
+            first = draw.choice((0, 15, 16, draw.randint(0, 1900)))
+            pages = [
+                draw.randrange(CONFIG.num_pages) for _ in range((first + num_tokens) // 16 + 1)
+            ]
+            rows = draw.choice((range(num_tokens - 1, num_tokens), range(num_tokens), range(0)))
+            spans.append(Span([0] * num_tokens, first, pages, draw.randrange(len(PROFILES)), rows))
+        if not any(span.logit_rows for span in spans):
+            spans[-1] = spans[-1]._replace(logit_rows=range(1))
+        yield spans
+
+
+def main() -> None:
+    """Print one line for each architecture: kernels compiled by the warm-up, and afterwards."""
+    from model_runtime.attention.triton_backend import TritonAttention
+
+    compiled: Counter[str] = Counter()
+    caches: list[dict[str, object]] = []
+
+    def counted(self: Any, key: str, *_: Any, **__: Any) -> object:
+        compiled[self.__name__] += 1
+        cache = self.device_caches[0][0]
+        caches.append(cache)
+        return cache.setdefault(key, object())
+
+    def without_launch(self: Any, grid: Any) -> Any:
+        return lambda *args, **options: self.warmup(*args, grid=grid, **options)
+
+    driver.set_active(Device())
+    JITFunction._do_compile = counted
+    JITFunction.__getitem__ = without_launch
+    checkpoints = {name: tiny_checkpoint(name) for name in ARCHITECTURES}
+    for module in (backends, model_runner):
+        module.backend_for = lambda _: TritonAttention  # type: ignore[attr-defined]
+    for name, checkpoint in checkpoints.items():
+        runner: ModelRunner = build_runner(checkpoint, CONFIG, PROFILES)
+        compiled.clear()
+        for cache in caches:
+            cache.clear()
+        if "--cold" not in sys.argv:
+            warm_up(runner, PROFILES[0], 0, CONFIG)
+        line = {"architecture": name, "warm_up": dict(compiled)}
+        compiled.clear()
+        for spans in random_steps(random.Random(name), 200):
+            runner.run(spans)
+        sys.stdout.write(json.dumps({**line, "serving": dict(compiled)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
