@@ -1,7 +1,7 @@
 """The cache on a GPU: Triton kernels, and torch's attention if that is faster.
 
-Sequences with one query token go to the decode kernel together. The others go to the prefill one by
-one. Importing this file imports triton, which torch's CUDA builds include.
+Sequences with one query token go to the decode kernel together, and the others to the prefill.
+Importing this file imports triton, which torch's CUDA builds include.
 
 Shapes: T = flat query tokens, H = query heads, K = key heads, D = key dimensions, V = value
 dimensions, S = sequences, N = pages, O = offsets in a page.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from model_runtime.attention.key_range import KeyRange, whole_range
 from model_runtime.attention.paged_attention import LayerRead
+from model_runtime.attention.prompt_groups import Prompts
 from model_runtime.attention.triton_decode import decode
 from model_runtime.attention.triton_pieces import jit, key_strides, padded
 from model_runtime.attention.triton_prefill import prefill
@@ -57,6 +58,7 @@ class TritonAttention:
             torch.cuda.set_device(batch.page_T.device)  # triton launches on the current device
         self._batch = batch
         self._ranges: dict[int | None, KeyRange] = {}  # by a layer's window
+        self._prompts = Prompts(batch)
 
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
@@ -84,9 +86,8 @@ class TritonAttention:
         )
         if len(self._batch.single_B):
             decode(read, self._batch, [self._range(read.sliding_window)], out_THV)
-        for index, place in enumerate(self._batch.places_S):
-            if place.num_tokens > 1:
-                prefill(read, self._batch, index, out_THV)
+        if len(self._prompts):
+            prefill(read, self._prompts, self._batch.page_table_SN, out_THV)
         return out_THV
 
     def _range(self, window: int | None) -> KeyRange:
