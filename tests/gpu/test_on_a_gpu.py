@@ -1,7 +1,7 @@
 """Properties that only a GPU can show: `make gpu-check`.
 
-The kernels' own cases are in tests/model_runtime/attention/test_triton_backend.py, which runs on
-the GPU if there is one.
+The kernels' own cases are in tests/model_runtime/attention/, in test_triton_backend.py and
+test_triton_prefill.py. They run on the GPU if there is one.
 """
 
 from dataclasses import fields, replace
