@@ -21,10 +21,12 @@ from transformers import __version__ as transformers_version
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from benchmarks.gpu_clock import Work, copy_rate, matrix_rate, seconds
-from benchmarks.gpu_inputs import LLAMA_3_8B, PAGE_SIZE, TINY, Cache, Sizes, windowed
+from benchmarks.gpu_inputs import LLAMA_3_8B, PAGE_SIZE, TINY, Cache, Sizes
 from benchmarks.gpu_report import markdown
 from model_runtime.attention.key_range import KeyRange
+from model_runtime.attention.prompt_groups import Prompts
 from model_runtime.attention.torch_backend import TorchAttention
+from model_runtime.attention.triton_attend import attend
 from model_runtime.attention.triton_backend import TritonAttention
 from model_runtime.attention.triton_decode import Tuning, cut_of, decode
 from model_runtime.attention.triton_prefill import prefill
@@ -179,20 +181,18 @@ def _tuned(cache: Cache, context: int, num_sequences: int, copy: float) -> Itera
 
 
 def _prefill(cache: Cache, matrix: float) -> Iterator[dict[str, Any]]:
-    """Measure a whole prompt and its last chunk, by torch's attention and by our kernel."""
+    """Measure a whole prompt and its last chunk, by torch's flash attention and by our kernel."""
     sizes = cache.sizes
     for num_tokens in (sizes.prefill_len, sizes.chunk_len):
         first = sizes.prefill_len - num_tokens
         batch = cache.chunk_batch(first, num_tokens)
         read = cache.read(num_tokens)
         out_THV = torch.empty_like(read.query_THD)
+        prompts, page_table_SN = Prompts(batch), batch.page_table_SN
         seen = num_tokens * first + num_tokens * (num_tokens + 1) // 2
         num_operations = 4 * sizes.num_heads * sizes.dim * seen
-        for kernel, asked in (
-            ("torch", read),
-            ("own", windowed(read, sizes.prefill_len + 1)),
-        ):
-            work = partial(prefill, asked, batch, 0, out_THV)
+        for kernel, chosen in (("torch", None), ("own", attend)):
+            work = partial(prefill, read, prompts, page_table_SN, out_THV, chosen)
             took = seconds(cache.device, [work], sizes.repeats)
             yield {
                 "part": "prefill",

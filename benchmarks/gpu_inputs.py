@@ -4,7 +4,7 @@ Shapes: T = flat query tokens, H = query heads, K = key heads, D = dimensions of
 O = offsets in a page.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -162,8 +162,3 @@ class Cache:
             softcap=None,
             sinks_H=None,
         )
-
-
-def windowed(read: LayerRead, window: int) -> LayerRead:
-    """Return the read with a sliding window, which torch's own attention does not support."""
-    return replace(read, sliding_window=window)

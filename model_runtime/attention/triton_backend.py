@@ -1,7 +1,7 @@
 """The cache on a GPU: Triton kernels, and torch's attention if that is faster.
 
-Sequences with one query token go to the decode kernel together. The others go to the prefill one by
-one. Importing this file imports triton, which torch's CUDA builds include.
+Sequences with one query token go to the decode kernel together, and the others to the prefill.
+Importing this file imports triton, which torch's CUDA builds include.
 
 Shapes: T = flat query tokens, H = query heads, K = key heads, D = key dimensions, V = value
 dimensions, S = sequences, N = pages, O = offsets in a page.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from model_runtime.attention.key_range import KeyRange
 from model_runtime.attention.paged_attention import LayerRead
+from model_runtime.attention.prompt_groups import Prompts
 from model_runtime.attention.triton_decode import cut_of, decode
 from model_runtime.attention.triton_pieces import jit, key_strides, padded
 from model_runtime.attention.triton_prefill import prefill
@@ -58,6 +59,7 @@ class TritonAttention:
         if batch.page_T.is_cuda:
             torch.cuda.set_device(batch.page_T.device)  # triton launches on the current device
         self._batch = batch
+        self._prompts = Prompts(batch)
 
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
@@ -86,9 +88,8 @@ class TritonAttention:
         if len(self._batch.single_B):
             ranges = [KeyRange(self._batch.first_position_S)]
             decode(read, self._batch, ranges, self._work(read), out_THV)
-        for index, place in enumerate(self._batch.places_S):
-            if place.num_tokens > 1:
-                prefill(read, self._batch, index, out_THV)
+        if len(self._prompts):
+            prefill(read, self._prompts, self._batch.page_table_SN, out_THV)
         return out_THV
 
     def _work(self, read: LayerRead) -> WorkList:

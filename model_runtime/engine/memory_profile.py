@@ -1,10 +1,11 @@
-"""Measure the GPU memory of a step by running the largest step that the limits allow.
+"""Measure the GPU memory of a step by running the largest steps that the limits allow.
 
-The cache gets a fraction of the device, minus the weights, this step and all memory outside torch's
-allocator. Logits, logprobs and sampling are part of the step, because with a large vocabulary they
-are its largest tensors. CUDA graphs of decode steps are captured after the cache is allocated and
-keep their tensors in a separate pool. If graphs are captured, then an estimate of their memory is
-added.
+One has a long prompt beside decodes. The other has many prompts, whose keys attention gathers
+together (prompt_groups.py). The larger peak counts. The cache gets a fraction of the device, minus
+the weights, this peak and all memory outside torch's allocator. Logits, logprobs and sampling are
+part of the first step, because with a large vocabulary they are its largest tensors. CUDA graphs of
+decode steps are captured after the cache is allocated and keep their tensors in a separate pool. If
+graphs are captured, then an estimate of their memory is added.
 
 Shapes: R = rows of logits, V = vocabulary.
 """
@@ -111,7 +112,7 @@ def profile_memory(
     utilization: float,
     meter: Meter,
 ) -> MemoryProfile:
-    """Run the largest step over a cache of one page, and free that cache afterwards.
+    """Run the largest steps over a cache of one page, and free that cache afterwards.
 
     `config`: kv_cache_tokens is not known yet and not read. `profiles`: all profiles that will be
     served, at least one. Raises ModelError if the step does not fit into memory.
@@ -128,6 +129,7 @@ def profile_memory(
         runner = build_runner(checkpoint, tried, profiles)
         table_id = runner.table_id(profiles[-1])
         run_step(runner, largest_step(tried, table_id, checkpoint.vocab_size))
+        runner.run(crowded_step(tried, table_id, checkpoint.vocab_size))
         after = meter.read()
         graph_bytes = 0
         if captures_graphs(checkpoint, config):
@@ -180,9 +182,7 @@ def largest_step(config: EngineConfig, table_id: int, vocab_size: int) -> list[S
     The first span has the maximum number of tokens and the others the rest, at least one each.
     This is the shape of a long prompt beside decoding sequences. The last positions of the first
     span are scored, up to the limit. Each other span has at least one row, the last.
-    Page 0 is used for every page, because its content changes no tensor's size.
     """
-    pages = [0] * -(-config.max_model_len // config.page_size)
     tokens_left, rows_left = config.max_num_batched_tokens, config.max_num_logit_rows
     spans = []
     for num_after in reversed(range(min(config.max_num_seqs, tokens_left))):
@@ -190,8 +190,31 @@ def largest_step(config: EngineConfig, table_id: int, vocab_size: int) -> list[S
         num_rows = max(1, min(num_tokens, rows_left))
         tokens_left -= num_tokens
         rows_left = max(0, rows_left - num_rows)
-        token_ids = [at % vocab_size for at in range(num_tokens)]
-        first = config.max_model_len - num_tokens
-        rows = range(num_tokens - num_rows, num_tokens)
-        spans.append(Span(token_ids, first, pages, table_id, rows))
+        spans.append(_last_tokens(config, num_tokens, num_rows, table_id, vocab_size))
     return spans
+
+
+def crowded_step(config: EngineConfig, table_id: int, vocab_size: int) -> list[Span]:
+    """Return spans of as many prompts as the limits allow, all with as many tokens.
+
+    Each is at the end of a context of max_model_len and has one row of logits, the last.
+    """
+    num_prompts = max(1, min(config.max_num_seqs, config.max_num_batched_tokens // 2))
+    num_tokens = min(config.max_model_len, config.max_num_batched_tokens // num_prompts)
+    return [_last_tokens(config, num_tokens, 1, table_id, vocab_size)] * num_prompts
+
+
+def _last_tokens(
+    config: EngineConfig, num_tokens: int, num_rows: int, table_id: int, vocab_size: int
+) -> Span:
+    """Return the last tokens of the longest context, with the last rows of logits.
+
+    Page 0 is used for every page, because its content changes no tensor's size.
+    """
+    return Span(
+        [at % vocab_size for at in range(num_tokens)],
+        config.max_model_len - num_tokens,
+        [0] * -(-config.max_model_len // config.page_size),
+        table_id,
+        range(num_tokens - num_rows, num_tokens),
+    )

@@ -1,11 +1,12 @@
 """Properties that only a GPU can show: `make gpu-check`.
 
-The kernels' own cases are in tests/model_runtime/attention/test_triton_backend.py, which runs on
-the GPU if there is one.
+The kernels' own cases are in tests/model_runtime/attention/, in test_triton_backend.py and
+test_triton_prefill.py. They run on the GPU if there is one.
 """
 
 import random
 from dataclasses import fields, replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu_attention import angle_errors
 from benchmarks.gpu_inputs import LLAMA_3_8B
+from model_runtime.attention import triton_flash
 from model_runtime.attention.backends import backend_for
 from model_runtime.attention.torch_backend import TorchAttention
 from model_runtime.attention.triton_backend import TritonAttention
@@ -32,6 +34,7 @@ from tests.attention_cases import Case, Laid, relative_error
 from tests.compilations import CONFIG as COMPILED_FOR
 from tests.compilations import PROFILES, random_steps
 from tests.engines import EngineFactory, Result, answer, deployment_of, request
+from tests.exact_flash import exact_flash
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,6 +53,50 @@ def test_long_contexts_equal_float64(spans: tuple[tuple[int, int], ...]) -> None
     laid = Laid(Case(spans=spans, **LLAMA_HEADS), CUDA)
     got_THV = TritonAttention(laid.batch).read(laid.read)
     assert relative_error(got_THV, laid.expected()) < 1e-2
+
+
+# Whole prompts, chunks behind a context, and single tokens between them.
+PROMPTS = ((700, 700), (4100, 1), (3000, 512), (2049, 65), (64, 2), (130, 128))
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 200, 1024])
+def test_flash_attention_equals_float64(window: int | None, dim: int, *, has_sinks: bool) -> None:
+    """Torch's flash attention is called for several prompts at once, in a layer that it serves."""
+    case = Case(
+        spans=PROMPTS,
+        heads=(8, 2),
+        dims=(dim, dim),
+        dtype=torch.bfloat16,
+        window=window,
+        has_sinks=has_sinks,
+    )
+    laid = Laid(case, CUDA)
+    assert triton_flash.serves(laid.read)
+    got_THV = TritonAttention(laid.batch).read(laid.read)
+    assert relative_error(got_THV, laid.expected()) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 1, 50])
+def test_flash_attention_aligns_masks_to_the_lower_right(
+    window: int | None, dtype: torch.dtype
+) -> None:
+    """The output and the log-sum-exp are those of a mask that is written out in float64."""
+    tokens, keys = (5, 200, 64), (5, 900, 65)
+    query_THD = torch.randn(sum(tokens), 6, 64, device=CUDA, dtype=dtype)
+    key_CKD = torch.randn(sum(keys), 2, 64, device=CUDA, dtype=dtype)
+    value_CKD = torch.randn_like(key_CKD)
+    cu_tokens_G1, cu_keys_G1 = (
+        torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=CUDA)
+        for each in (tokens, keys)
+    )
+    offsets = (cu_tokens_G1, cu_keys_G1, max(tokens), max(keys))
+    got = triton_flash.flash(query_THD, key_CKD, value_CKD, *offsets, 0.125, window)
+    expected = exact_flash(query_THD, key_CKD, value_CKD, *offsets, 0.125, window)
+    assert relative_error(got[0], expected[0].double().cpu()) < 1e-2
+    assert relative_error(got[1], expected[1].double().cpu()) < 1e-3
 
 
 def test_pages_behind_the_reach_of_32_bits_are_read() -> None:

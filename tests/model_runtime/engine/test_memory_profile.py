@@ -102,7 +102,7 @@ def test_the_cache_gets_what_the_rest_leaves_of_the_share(
     assert profile.cache_bytes(0.5) == 50 * GIB - (2 + 15 + 7) * GIB - graph_bytes
     assert profile.cache_bytes(0.2) < 0
     assert meter.calls == ["reset", "read", "read", "reset", "read", "read", "reset"]
-    assert steps == [(150, 5, 74), (5, 5, 5)]
+    assert steps == [(150, 5, 74), (150, 5, 5), (5, 5, 5)]
 
 
 def test_recorded_steps_share_all_but_logits_and_page_tables() -> None:
@@ -226,7 +226,7 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
     monkeypatch.setattr(memory_profile, "logprobs", noted_logprobs)
     monkeypatch.setattr(memory_profile, "sample_rows", noted_sample_rows)
     measured(embedded, CONFIG)
-    assert sizes == [(150, 5, 74)]
+    assert sizes == [(150, 5, 74), (150, 5, 5)]
     assert page_counts == [1]
     assert (scored, sampled) == ([74, 5], [(74, 5)])
     assert [store() for store in stores] == [None]
