@@ -32,7 +32,7 @@ class RecordingError(RuntimeError):
     """A decode step cannot be captured; other errors of a step are not of this type."""
 
 
-MOST_RECORDED = 256  # sequences; in a larger step, kernel launches are no longer the bottleneck
+MOST_RECORDED = 256  # sequences; each size keeps its own logits (docs/gpu-memory.md)
 
 
 def recorded_sizes(max_num_seqs: int) -> list[int]:
