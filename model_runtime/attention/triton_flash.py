@@ -89,7 +89,7 @@ def flash(
     token sees its last key, and a token one before sees one key less. With a window, a token sees
     that many keys, its own included.
     """
-    out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001  # has no other name
+    out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward.default(  # noqa: SLF001  # has no other name
         query_THD,
         key_CKD,
         value_CKD,
