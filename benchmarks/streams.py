@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 _SERVER = Path(__file__).with_name("stream_server.py")
-_ROUTES = {
+_ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": ("/v1/completions", {"prompt": [7]}),
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
 }
@@ -150,7 +150,8 @@ def serving(folder: str) -> Iterator[Server]:
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdin is not None and process.stdout is not None, "both are pipes"
+        assert process.stdin is not None, "a pipe"
+        assert process.stdout is not None, "a pipe"
         try:
             port = int(process.stdout.readline() or 0)
             if not port:
@@ -189,7 +190,7 @@ def _opened(port: int, load: Load) -> Stream:
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         + body
     )
-    sock.setblocking(False)
+    sock.settimeout(0)
     return Stream(sock)
 
 
