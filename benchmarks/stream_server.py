@@ -48,7 +48,6 @@ class StandIn:
         self._on_end = on_end
         self._live: dict[str, _Stream] = {}
         self._has_begun = False
-        self._due_s = 0.0  # time.perf_counter() of the next step
 
     @property
     def is_idle(self) -> bool:
@@ -77,13 +76,10 @@ class StandIn:
     def step(self) -> int:
         """Wait as for a GPU, compute as long as a real engine, and give each stream a token."""
         self._has_begun = True
-        now = time.perf_counter()
-        if self._due_s > now + self.plan.host_s:
-            time.sleep(self._due_s - now - self.plan.host_s)
+        time.sleep(max(0.0, self.plan.step_s - self.plan.host_s))
         until = time.thread_time() + self.plan.host_s
         while time.thread_time() < until:
             pass
-        self._due_s = max(self._due_s, now) + self.plan.step_s
         streams = list(self._live.values())
         for stream in streams:
             request = stream.state.sequence.request

@@ -98,7 +98,9 @@ def main() -> None:
     parser.add_argument("trees", nargs="*", default=["here=."], metavar="NAME=FOLDER")
     parser.add_argument("--streams", default="64,256")
     parser.add_argument("--routes", default="chat,completions")
-    parser.add_argument("--rates", default="20000", help="tokens/s that the engine gives")
+    parser.add_argument(
+        "--rates", default="20000", help="tokens/s that the engine would give alone"
+    )
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -169,7 +171,7 @@ def measure(server: Server, load: Load) -> Result:
     server.follow(load)
     streams = [_opened(server.port, load) for _ in range(load.num_streams)]
     began_s, ended_s, processor_s = _receive(streams, server)
-    arrivals = [_arrivals(stream, load.num_tokens) for stream in streams]
+    arrivals = [arrivals_of(stream.pieces, load.num_tokens) for stream in streams]
     gaps_ms = 1000 * np.concatenate([np.diff(each[each > began_s]) for each in arrivals])
     num_tokens = sum(int((each > began_s).sum()) for each in arrivals)
     middle, high, most = np.percentile(gaps_ms, [50, 99, 100])
@@ -226,11 +228,11 @@ def _receive(streams: Sequence[Stream], server: Server) -> tuple[float, float, f
     return began_s, now, server.processor_s - before_s
 
 
-def _arrivals(stream: Stream, num_tokens: int) -> np.ndarray:
+def arrivals_of(pieces: Sequence[tuple[float, bytes]], num_tokens: int) -> np.ndarray:
     """Return the time of each token's event, in seconds. Raises StreamError if one is missing."""
-    raw = b"".join(data for _, data in stream.pieces)
-    ends = np.cumsum([len(data) for _, data in stream.pieces])
-    times_s = np.array([time_s for time_s, _ in stream.pieces])
+    raw = b"".join(data for _, data in pieces)
+    ends = np.cumsum([len(data) for _, data in pieces])
+    times_s = np.array([time_s for time_s, _ in pieces])
     # The server never cuts an event into two chunks of HTTP.
     found = list(_EVENT.finditer(raw))
     choices = [json.loads(each[1])["choices"][0] for each in found]
