@@ -6,7 +6,7 @@ All generating routes share this module; each one defines its own body formats.
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -17,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from model_runtime.errors import EngineStoppedError
 from model_runtime.request import FinishReason, Output
 from model_runtime.request import Request as EngineRequest
+from rope import Tier
 from server.api.generation_schema import (
     GenerationRequest,
     PromptProgressAnswer,
@@ -26,9 +27,10 @@ from server.api.generation_schema import (
 )
 from server.api.output_queue import Submission
 from server.api.service import Service
-from server.api.sse import DONE, KEEP_ALIVE, OPENING, EventStream, event
+from server.api.sse import DONE, KEEP_ALIVE, OPENING, EventStream, TextEvent, event
 from server.envelope import envelope
 
+_MOST_TOGETHER = 32  # outputs; a bound on the memory of a stream whose client lags
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; vLLM's number for it
 
 BodyT = TypeVar("BodyT", bound=GenerationRequest)
@@ -46,6 +48,10 @@ class ChoiceState:
     request: EngineRequest
     num_generated: int = 0
     num_cached_tokens: int = 0
+    # Of a stream without logprobs: tier and number of rescales of the event before, and the event
+    # that repeats it with another text.
+    scaling: tuple[Tier | None, int] | None = None
+    text_event: TextEvent | None = None
 
 
 class HttpAnswer(ABC, Generic[BodyT]):
@@ -104,28 +110,36 @@ class HttpAnswer(ABC, Generic[BodyT]):
         """Return the whole answer at once, in the order of the prompts."""
         outputs: list[list[Output]] = [[] for _ in self.choices]
         while not self._submission.is_over:
-            found = await self._next(None)
-            assert found is not None, "nothing limits the wait"
-            index, output = found
-            outputs[index].append(output)
+            await self._submission.has_output(None)
+            for index, output in self._ready():
+                outputs[index].append(output)
         # Off the event loop, because an echoed long prompt with logprobs takes megabytes.
         content = await asyncio.to_thread(
             lambda: self.whole_body([_joined(each) for each in outputs]).model_dump_json()
         )
         return Response(content, media_type="application/json")
 
-    async def events(self) -> AsyncIterator[str]:
-        """Yield the answer piece by piece; an error after the first byte is its own event."""
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the answer piece by piece; an error after the first byte is its own event.
+
+        Each output is one event. The events of outputs that are ready together are sent together.
+        """
         yield OPENING
-        try:
-            while not self._submission.is_over:
-                found = await self._next(self.service.settings.sse_keep_alive_seconds or None)
-                yield KEEP_ALIVE if found is None else await self._event(*found)
-        except EngineStoppedError as error:
-            yield event(envelope(str(error), "server_error", code="engine_stopped"))
-            yield DONE
-            return
-        if self.body.includes_usage:
+        limit_s = self.service.settings.sse_keep_alive_seconds or None
+        error: EngineStoppedError | None = None
+        while error is None and not self._submission.is_over:
+            if not await self._submission.has_output(limit_s):
+                yield KEEP_ALIVE
+                continue
+            events = []
+            try:
+                for index, output in self._ready():
+                    events.append(await self._event(index, output))
+            except EngineStoppedError as found:
+                error = found
+                events.append(event(envelope(str(error), "server_error", code="engine_stopped")))
+            yield b"".join(events)
+        if error is None and self.body.includes_usage:
             yield event(self.event_body([], usage=self.usage()))
         yield DONE
 
@@ -142,33 +156,41 @@ class HttpAnswer(ABC, Generic[BodyT]):
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         )
 
-    async def _event(self, index: int, output: Output) -> str:
+    async def _event(self, index: int, output: Output) -> bytes:
         if output.progress is not None:
             prompt = index // self.body.num_answers
             progress = PromptProgressAnswer.of(prompt, output.progress)
             return event(self.event_body([], progress=progress))
         if output.prompt_logprobs:  # as large as a whole answer
             return await asyncio.to_thread(self._piece_event, index, output)
+        state = self.choices[index]
+        scaling = (output.tier, output.num_rescales)
+        if state.scaling == scaling and output.finish_reason is None:
+            if state.text_event is None:
+                state.text_event = TextEvent.of(
+                    lambda text: self._piece_body(index, output._replace(text=text))
+                )
+            return state.text_event.with_text(output.text)
+        if self.body.num_logprobs is None:
+            # The next event is like this one, except that only the first has a role or an echo.
+            state.scaling, state.text_event = scaling, None
         return self._piece_event(index, output)
 
-    def _piece_event(self, index: int, output: Output) -> str:
-        return event(self.event_body([self.piece(index, output)]))
+    def _piece_event(self, index: int, output: Output) -> bytes:
+        return event(self._piece_body(index, output))
 
-    async def _next(self, limit_s: float | None) -> tuple[int, Output] | None:
-        """Return (choice, output), or None after `limit_s` seconds without any.
+    def _piece_body(self, index: int, output: Output) -> BaseModel:
+        return self.event_body([self.piece(index, output)])
 
-        Raises EngineStoppedError.
-        """
-        found = await self._submission.next_output(limit_s)
-        if found is None:
-            return None
-        index, output = found
-        if output.finish_reason is FinishReason.ERROR:
-            raise EngineStoppedError(f"The request failed: {output.error}.")
-        state = self.choices[index]
-        state.num_generated += len(output.token_ids)
-        state.num_cached_tokens = output.num_cached_tokens
-        return found
+    def _ready(self) -> Iterator[tuple[int, Output]]:
+        """Yield (choice, output) of outputs that are ready. Raises EngineStoppedError."""
+        for index, output in self._submission.ready(_MOST_TOGETHER):
+            if output.finish_reason is FinishReason.ERROR:
+                raise EngineStoppedError(f"The request failed: {output.error}.")
+            state = self.choices[index]
+            state.num_generated += len(output.token_ids)
+            state.num_cached_tokens = output.num_cached_tokens
+            yield index, output
 
 
 async def respond(http: HttpRequest, answer: HttpAnswer[Any]) -> Response:

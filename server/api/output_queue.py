@@ -5,39 +5,46 @@ loop is idle. A wakeup for each output would stop the thread once for each reque
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from model_runtime.engine.admission import Places
 from model_runtime.engine.engine import Engine
 from model_runtime.request import FinishReason, Output, Request
 
-Callback = Callable[[], None]
+Call = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class OutputQueue:
-    """The callbacks for each event loop. Both methods must be called on the engine's thread."""
+    """The calls for each event loop. Both methods must be called on the engine's thread."""
 
     def __init__(self) -> None:
-        self._callbacks: dict[asyncio.AbstractEventLoop, list[Callback]] = {}
+        self._calls: dict[asyncio.AbstractEventLoop, list[Call]] = {}
 
-    def put(self, loop: asyncio.AbstractEventLoop, callback: Callback) -> None:
-        """Queue a callback that the loop runs in order after the next `flush`."""
-        self._callbacks.setdefault(loop, []).append(callback)
+    def put(
+        self, loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Queue a call that the loop makes in order after the next `flush`."""
+        calls = self._calls.get(loop)
+        if calls is None:
+            calls = self._calls[loop] = []
+        calls.append((callback, arguments))
 
     def flush(self) -> None:
-        """Wake each event loop that has queued callbacks, once."""
-        queued, self._callbacks = self._callbacks, {}
-        for loop, callbacks in queued.items():
+        """Wake each event loop that has queued calls, once."""
+        queued, self._calls = self._calls, {}
+        for loop, calls in queued.items():
             # The loop may be closed when the process is ending.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(_run, callbacks)
+                loop.call_soon_threadsafe(_run, calls)
 
 
-def _run(callbacks: list[Callback]) -> None:
-    for callback in callbacks:
-        callback()
+def _run(calls: list[Call]) -> None:
+    for callback, arguments in calls:
+        callback(*arguments)
 
 
 class Submission:
@@ -56,50 +63,76 @@ class Submission:
         """Submit the requests. Raises what the engine raises."""
         self.requests = requests
         self._engine = engine
-        self._queue = queue
         self._max_unread = max_unread
-        self._loop = asyncio.get_running_loop()
-        self._outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
-        callbacks = [partial(self._put, index) for index in range(len(requests))]
+        self._loop = loop = asyncio.get_running_loop()
+        self._outputs: deque[tuple[int, Output]] = deque()
+        self._waiter: asyncio.Future[bool] | None = None  # of the reader: whether an output came
+        self._waits_since = 0.0  # the loop's time
+        self._silence: asyncio.TimerHandle | None = None
+        # Called on the engine's thread.
+        callbacks = [
+            partial(queue.put, loop, self._receive, index) for index in range(len(requests))
+        ]
         engine.submit_all(list(zip(requests, callbacks, strict=True)), arrived, places)
         self._open = set(range(len(requests)))
 
     @property
     def is_over(self) -> bool:
         """Return whether the last output of every request has been read."""
-        return not self._open and self._outputs.empty()
+        return not self._open and not self._outputs
 
-    async def next_output(self, limit_s: float | None) -> tuple[int, Output] | None:
-        """Return (index of the request, output); each request's last has a finish_reason.
+    async def has_output(self, limit_s: float | None) -> bool:
+        """Wait for an output; return False if `limit_s` seconds pass without any."""
+        if self._outputs:
+            return True
+        self._waits_since = self._loop.time()
+        if limit_s is not None and self._silence is None:
+            self._silence = self._loop.call_later(limit_s, self._note_silence, limit_s)
+        self._waiter = self._loop.create_future()
+        return await self._waiter
 
-        Return None if `limit_s` seconds pass without any.
+    def ready(self, most: int) -> Iterator[tuple[int, Output]]:
+        """Yield up to `most` outputs that are there, as (index of the request, output).
+
+        Each request's last output has a finish_reason.
         """
-        try:
-            async with asyncio.timeout(limit_s):
-                index, output = await self._outputs.get()
-        except TimeoutError:
-            return None
-        if output.finish_reason is not None:
-            self._open.discard(index)
-        return index, output
+        for _ in range(min(most, len(self._outputs))):
+            index, output = self._outputs.popleft()
+            if output.finish_reason is not None:
+                self._open.discard(index)
+            yield index, output
 
     def close(self) -> None:
         """Abort unfinished requests; their pages are free after the current step."""
+        if self._silence is not None:
+            self._silence.cancel()
         for index in self._open:
             self._engine.abort(self.requests[index].request_id)
         self._open.clear()
 
-    def _put(self, index: int, output: Output) -> None:
-        # Runs on the engine's thread.
-        self._queue.put(self._loop, partial(self._receive, index, output))
-
     def _receive(self, index: int, output: Output) -> None:
         if index not in self._open:
             return  # already closed or aborted here
-        if self._outputs.qsize() >= self._max_unread:
+        if len(self._outputs) >= self._max_unread:
             # A client that does not read must not fill the memory.
             error = f"more than {self._max_unread} outputs were not read (max_unread_tokens)"
             output = Output(finish_reason=FinishReason.ERROR, error=error)
             self._engine.abort(self.requests[index].request_id)
             self._open.discard(index)
-        self._outputs.put_nowait((index, output))
+        self._outputs.append((index, output))
+        self._wake(has_output=True)
+
+    def _wake(self, *, has_output: bool) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(has_output)
+
+    def _note_silence(self, limit_s: float) -> None:
+        """Wake the reader if it waits for `limit_s` seconds; else look again when it could be so.
+
+        One timer of each stream, because a timer of each token costs a tenth of the token.
+        """
+        due = self._waits_since + limit_s
+        if due <= self._loop.time():
+            self._wake(has_output=False)
+            due = self._loop.time() + limit_s
+        self._silence = self._loop.call_at(due, self._note_silence, limit_s)

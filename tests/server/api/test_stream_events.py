@@ -1,0 +1,314 @@
+"""The events of a stream, byte by byte, against whole bodies of pydantic."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic_core import PydanticSerializationError
+
+from model_runtime.deployment import RopeRequest
+from model_runtime.engine.admission import Places
+from model_runtime.request import (
+    FinishReason,
+    OnOutput,
+    Output,
+    PromptProgress,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
+from server.api.chat import _ChatAnswer
+from server.api.chat_schema import ChatRequest
+from server.api.completion_schema import CompletionRequest
+from server.api.completions import _CompletionAnswer
+from server.api.generation_response import HttpAnswer
+from server.api.output_queue import OutputQueue, Submission
+from server.api.sse import DONE, KEEP_ALIVE, OPENING, event
+from tests.engines import deployment_of, tiny_checkpoint
+from tests.tokens import byte_tokenizer
+
+ROUTES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "chat": (_ChatAnswer, ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
+    "completions": (_CompletionAnswer, CompletionRequest, {"prompt": "ab"}),
+}
+DEPLOYMENT = deployment_of(tiny_checkpoint("llama"), policy="grow", max_rope_factor=4.0)
+PROMPT_IDS = tuple(byte_tokenizer().encode("ab"))
+PLACEMENT = DEPLOYMENT.place(RopeRequest(), 2, 100)
+TIERS = (PLACEMENT.tier, *PLACEMENT.higher_tiers)
+TEXTS = ("a", "", '"\\/', "\x00\x08\t\n\x0c\r\x1f\x7f\x80", "é\u2028\ufeff\uffff", "𝄞", "</s>")
+LOGPROB = TokenLogprob(97, -0.5, ((97, -0.5), (98, float("-inf"))))
+
+
+class Outputs:
+    """An engine of which the test gives the outputs, on the loop's own thread."""
+
+    def __init__(self, queue: OutputQueue) -> None:
+        self.aborted: list[str] = []
+        self._queue = queue
+        self._callbacks: list[OnOutput] = []
+
+    def submit_all(self, requests: Sequence[tuple[Request, OnOutput]], *_: Any) -> None:
+        """Keep the callbacks."""
+        self._callbacks = [callback for _, callback in requests]
+
+    def abort(self, request_id: str) -> None:
+        """Keep the id."""
+        self.aborted.append(request_id)
+
+    def give(self, *outputs: tuple[int, Output]) -> None:
+        """Give the outputs of one step."""
+        for index, output in outputs:
+            self._callbacks[index](output)
+        self._queue.flush()
+
+
+def answer_of(
+    route: str, *, keep_alive_s: float = 0.0, max_unread: int = 1000, **fields: Any
+) -> tuple[HttpAnswer[Any], Outputs]:
+    """An answer to a streamed request, and the engine behind it. Needs a running loop."""
+    answer_type, body_type, prompt = ROUTES[route]
+    body = body_type(**{**prompt, "stream": True, **fields})
+    queue = OutputQueue()
+    engine = Outputs(queue)
+    requests = [
+        Request(f"id-{number}", PROMPT_IDS, SamplingParams(), PLACEMENT)
+        for number in range(body.n or 1)
+    ]
+    settings = SimpleNamespace(sse_keep_alive_seconds=keep_alive_s)
+    service: Any = SimpleNamespace(settings=settings, tokenizer=byte_tokenizer())
+    submission = Submission(
+        engine,  # type: ignore[arg-type]  # as much of it as a submission uses
+        queue,
+        requests,
+        0.0,
+        Places(len(requests)),
+        max_unread=max_unread,
+    )
+    answer = answer_type(service, submission, body)
+    answer.created = 7
+    return answer, engine
+
+
+async def sent_by(
+    answer: HttpAnswer[Any], engine: Outputs, steps: Sequence[Sequence[tuple[int, Output]]]
+) -> list[bytes]:
+    """What the stream sends if each step is given when the one before has been sent."""
+    sent, left = [], list(steps)
+    async for piece in answer.events():
+        sent.append(piece)
+        if left:
+            engine.give(*left.pop(0))
+    answer.close()
+    return sent
+
+
+def whole_bodies(answer: HttpAnswer[Any], outputs: Sequence[tuple[int, Output]]) -> bytes:
+    """The events of the outputs, each built as a whole body."""
+    return b"".join(event(answer.event_body([answer.piece(*each)])) for each in outputs)
+
+
+def tokens(index: int = 0, *, num_rescales: int = 0, **fields: Any) -> list[tuple[int, Output]]:
+    """An output for each text."""
+    return [
+        (
+            index,
+            Output(
+                text=text,
+                token_ids=(97,),
+                tier=TIERS[num_rescales],
+                num_rescales=num_rescales,
+                **fields,
+            ),
+        )
+        for text in TEXTS
+    ]
+
+
+def end(index: int = 0, reason: FinishReason = FinishReason.LENGTH) -> tuple[int, Output]:
+    """The last output of a choice."""
+    return index, Output(
+        text="z", token_ids=(97,), finish_reason=reason, tier=TIERS[1], num_rescales=1
+    )
+
+
+SHAPES: dict[str, tuple[dict[str, Any], list[tuple[int, Output]]]] = {
+    "plain": ({}, [*tokens(), end()]),
+    "rescaled": ({}, [*tokens(), *tokens(num_rescales=1), *tokens(), end()]),
+    "two choices": (
+        {"n": 2},
+        [*tokens(0), *tokens(1), *tokens(1, num_rescales=1), *tokens(0), end(1), end(0)],
+    ),
+    "one token": ({}, [end(reason=FinishReason.STOP)]),
+}
+
+
+@pytest.mark.parametrize("together", [1, 5, 100])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("route", ROUTES)
+def test_events_are_the_bytes_of_whole_bodies(route: str, shape: str, together: int) -> None:
+    """Whatever is sent together, each output is an event of its own, in order."""
+    fields, outputs = SHAPES[shape]
+    steps = [outputs[first : first + together] for first in range(0, len(outputs), together)]
+
+    async def check() -> None:
+        sent = await sent_by(*answer_of(route, **fields), steps)
+        expected = whole_bodies(answer_of(route, **fields)[0], outputs)
+        assert b"".join(sent) == OPENING + expected + DONE
+        assert len(sent) <= len(steps) + 2 + len(outputs) // 32
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_events_with_logprobs_and_usage_are_the_bytes_of_whole_bodies(route: str) -> None:
+    """Offsets and alternatives change with every token."""
+    fields = {"logprobs": True, "top_logprobs": 2} if route == "chat" else {"logprobs": 2}
+    fields["stream_options"] = {"include_usage": True}
+    outputs = [*tokens(logprobs=(LOGPROB,)), end()]
+
+    async def check() -> None:
+        answer, engine = answer_of(route, **fields)
+        sent = b"".join(await sent_by(answer, engine, [outputs]))
+        expected = whole_bodies(answer_of(route, **fields)[0], outputs)
+        usage = event(answer.event_body([], usage=answer.usage()))
+        assert b'"completion_tokens":8' in usage
+        assert sent == OPENING + expected + usage + DONE
+
+    asyncio.run(check())
+
+
+def test_only_the_first_event_has_the_echo() -> None:
+    """Events after it repeat without the prompt."""
+    outputs = [*tokens(), end()]
+
+    async def check() -> None:
+        sent = b"".join(await sent_by(*answer_of("completions", echo=True), [outputs]))
+        expected = whole_bodies(answer_of("completions", echo=True)[0], outputs)
+        assert sent == OPENING + expected + DONE
+        assert sent.count(b'"text":"ab') == 1
+
+    asyncio.run(check())
+
+
+def test_progress_between_events_changes_none() -> None:
+    """Progress has no choice."""
+    progress = Output(progress=PromptProgress(2, 0, 2, 0.5))
+    outputs = [*tokens(), end()]
+
+    async def check() -> None:
+        steps = [[(0, progress)], outputs]
+        sent = await sent_by(*answer_of("completions", return_progress=True), steps)
+        told = [piece for piece in sent if b"prompt_progress" in piece]
+        assert len(told) == 1
+        rest = b"".join(piece for piece in sent if piece not in told)
+        assert rest == OPENING + whole_bodies(answer_of("completions")[0], outputs) + DONE
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_character_is_escaped_as_in_a_whole_body(route: str) -> None:
+    """All of Unicode, a plane in each event."""
+    planes = [
+        "".join(map(chr, range(first, first + 65536))).replace(surrogates, "")
+        for first in range(0, 0x110000, 65536)
+        for surrogates in ["".join(map(chr, range(0xD800, 0xE000)))]
+    ]
+    outputs = [(0, Output(text=each, tier=TIERS[0])) for each in ("a", *planes)]
+
+    async def check() -> None:
+        sent = b"".join(await sent_by(*answer_of(route), [[*outputs, end()]]))
+        assert sent == OPENING + whole_bodies(answer_of(route)[0], [*outputs, end()]) + DONE
+
+    asyncio.run(check())
+
+
+def test_a_lone_surrogate_is_no_event() -> None:
+    """A tokenizer never gives one; it is an error in both ways to build an event."""
+    outputs = [(0, Output(text=each, tier=TIERS[0])) for each in ("a", "\ud800")]
+
+    async def check() -> None:
+        with pytest.raises(PydanticSerializationError):
+            whole_bodies(answer_of("chat")[0], outputs)
+        with pytest.raises(PydanticSerializationError):
+            await sent_by(*answer_of("chat"), [outputs])
+
+    asyncio.run(check())
+
+
+def test_an_error_comes_after_the_tokens_before_it() -> None:
+    """It ends the stream for all choices, and aborts those that go on."""
+    failed = (0, Output(finish_reason=FinishReason.ERROR, error="out of chalk"))
+    outputs = tokens()
+
+    async def check() -> None:
+        answer, engine = answer_of("completions", n=2)
+        sent = b"".join(await sent_by(answer, engine, [[*outputs, failed, *tokens(1)]]))
+        before = OPENING + whole_bodies(answer_of("completions")[0], outputs)
+        assert sent.startswith(before)
+        assert sent.endswith(DONE)
+        rest = sent.removeprefix(before).removesuffix(DONE)
+        assert rest.count(b"data: ") == 1
+        assert b"out of chalk" in rest
+        assert engine.aborted == ["id-1"]
+
+    asyncio.run(check())
+
+
+def at(times: Sequence[float], act: Callable[[], None]) -> None:
+    """Act at these times from now, in seconds."""
+    for time_s in times:
+        asyncio.get_running_loop().call_later(time_s, act)
+
+
+def test_comments_are_sent_in_silence_only() -> None:
+    """One timer of the stream is pushed forward by every token."""
+    text = (0, Output(text="a", tier=TIERS[0]))
+
+    async def check() -> None:
+        answer, engine = answer_of("completions", keep_alive_s=0.2)
+        at([0.05 * number for number in range(1, 12)], lambda: engine.give(text))
+        at([1.3], lambda: engine.give(end()))
+        loop = asyncio.get_running_loop()
+        sent = [(loop.time(), piece) async for piece in answer.events()]
+        answer.close()
+        comments = [number for number, (_, piece) in enumerate(sent) if piece == KEEP_ALIVE]
+        assert comments
+        last_text = comments[0] - 1
+        assert last_text == 11, "no comment between tokens"
+        assert comments == list(range(comments[0], len(sent) - 2))
+        silences = [sent[each][0] - sent[each - 1][0] for each in comments]
+        assert all(each >= 0.19 for each in silences)
+
+    asyncio.run(check())
+
+
+def test_a_stream_without_comments_has_no_timer() -> None:
+    """The setting 0 means never."""
+
+    async def check() -> None:
+        answer, engine = answer_of("completions")
+        at([0.3], lambda: engine.give(end()))
+        assert KEEP_ALIVE not in await sent_by(answer, engine, [])
+
+    asyncio.run(check())
+
+
+def test_a_closed_answer_aborts_and_leaves_no_timer() -> None:
+    """A client that is gone must not keep the loop busy."""
+
+    async def check() -> None:
+        answer, engine = answer_of("completions", n=2, keep_alive_s=0.05)
+        events = answer.events()
+        assert await anext(events) == OPENING
+        assert await anext(events) == KEEP_ALIVE
+        await events.aclose()
+        answer.close()
+        assert engine.aborted == ["id-0", "id-1"]
+        await asyncio.sleep(0.1)
+        timers = [each for each in asyncio.get_running_loop()._scheduled if not each.cancelled()]
+        assert not timers
+
+    asyncio.run(check())
