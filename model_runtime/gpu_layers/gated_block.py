@@ -87,5 +87,3 @@ def _joined(
 def _in_features(halves: list[MergedPart], linears: list[nn.Linear], down: nn.Linear) -> int:
     others = [each for each in linears if each is not down]
     return (halves or others)[0].in_features
-
-

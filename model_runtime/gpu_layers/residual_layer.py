@@ -66,16 +66,17 @@ class ResidualLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
         """Return the layer's output, same shape; `arguments` go to the attention."""
-        before_attention, after_attention, before_block, after_block = (
-            None if name is None else self._modules[name] for name in self._form
-        )
+        parts: Any = self._modules
+        norms: list[Any] = [None if name is None else parts[name] for name in self._form]
+        before_attention, after_attention, before_block, after_block = norms
         normed = before_attention(hidden_states)
-        attended, *_ = self.self_attn(hidden_states=normed, **arguments)
+        attended, *_ = parts["self_attn"](hidden_states=normed, **arguments)
         hidden_states = before_block.keep_sum(hidden_states, attended, _scale(after_attention))
-        answer = self.mlp(before_block(hidden_states))
+        answer = parts["mlp"](before_block(hidden_states))
         for norm in self._following:
             return norm.keep_sum(hidden_states, answer, _scale(after_block))
-        return hidden_states + (answer if after_block is None else after_block(answer))
+        added: Tensor = answer if after_block is None else after_block(answer)
+        return hidden_states + added
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -174,9 +175,7 @@ def _fused(layer: nn.Module, call: _Call | None) -> ResidualLayer | None:
     except Exception:  # noqa: BLE001  # parts of a checkpoint that take other arguments
         return None
     of_change, of_output = _ROUNDING[output.dtype]
-    given, got, expected = (
-        each.float() for each in (call.hidden_states, output, call.output)
-    )
+    given, got, expected = (each.float() for each in (call.hidden_states, output, call.output))
     change, apart = (expected - given).norm(dim=-1), (got - expected).norm(dim=-1)
     bound = of_change * change + of_output * expected.norm(dim=-1)
     return fused if bool((apart <= bound).all()) else None  # NaN is above any bound

@@ -38,7 +38,9 @@ def _gate(joined, out, HALF: tl.constexpr, IS_GELU: tl.constexpr, BLOCK: tl.cons
     slope = gate
     if IS_GELU:  # (1 + tanh(z)) / 2 is the logistic function of 2 z
         slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    active = (gate / (1.0 + tl.exp(-slope))).to(kind).to(tl.float32)
+    fall = tl.exp(-tl.abs(slope))  # never overflows
+    active = gate * tl.where(slope < 0, fall, 1.0) / (1.0 + fall)
+    active = active.to(kind).to(tl.float32)
     tl.store(out + row * HALF + i, (active * up).to(kind), mask=is_there)
 
 

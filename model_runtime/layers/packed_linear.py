@@ -119,6 +119,3 @@ def ways_of(model: nn.Module) -> set[Way]:
 
 def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear and module.weight.dtype in DTYPES
-
-
-

@@ -10,7 +10,6 @@ Shapes: T = tokens of the long prompt, R = rows of logits, V = vocabulary.
 """
 
 from dataclasses import replace
-
 from typing import TYPE_CHECKING
 
 import torch
