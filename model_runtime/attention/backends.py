@@ -16,11 +16,16 @@ from model_runtime.cache.token_bytes import LayerShape
 
 def has_cpu_kernels(device: torch.device) -> bool:
     """Return whether the kernels that numba compiles serve the device."""
-    if device.type != "cpu":
-        return False
-    from model_runtime.cpu_kernels.trials import kernel_fault  # noqa: PLC0415
+    return device.type == "cpu" and _cpu_fault() is None
 
-    return kernel_fault() is None
+
+def _cpu_fault() -> str | None:
+    """Return why the CPU's kernels cannot be used, in one line; None if they can."""
+    try:
+        from model_runtime.cpu_kernels.trials import kernel_fault  # noqa: PLC0415
+    except ImportError as error:  # versions beside each other that numba does not accept
+        return f"{type(error).__name__}: {error}"
+    return kernel_fault()
 
 
 def has_gpu_kernels(device: torch.device) -> bool:
@@ -59,10 +64,9 @@ def described(device: torch.device) -> str:
         return "Triton"
     if device.type != "cpu":
         return "torch"
-    from model_runtime.cpu_kernels.processor import vectors  # noqa: PLC0415
-    from model_runtime.cpu_kernels.trials import kernel_fault  # noqa: PLC0415
-
-    fault = kernel_fault()
+    fault = _cpu_fault()
     if fault is not None:
         return f"torch, slow (compiled kernels fail: {fault})"
+    from model_runtime.cpu_kernels.processor import vectors  # noqa: PLC0415
+
     return f"{vectors().name}, {vectors().lanes} lanes"
