@@ -84,8 +84,8 @@ def measure(
     The machine, its rates and the check of the answers come first, whatever the parts are.
     """
     yield {"part": "machine", **machine(device, commit)}
-    rates = {"part": "ceilings", **ceilings(sizes, device)}
-    yield rates
+    rates = ceilings(sizes, device)
+    yield {"part": "ceilings", **rates}
     copy, matrix = rates["copy_bytes_s"], rates["matrix_flop_s"]
     yield {"part": "angles", **angle_errors(sizes, device)}
     cache = Cache(sizes, device)

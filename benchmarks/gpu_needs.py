@@ -1,9 +1,9 @@
 """`python -m benchmarks.gpu_needs`: the packages that the GPU's make targets miss in this Python.
 
 A machine with a GPU has its own Python, and no network to install packages from. So the targets
-first print all missing packages in one sentence. Packages are also imported, each in another
-process, because an installed package may not load beside the others. With `--wheels`, an environment
-that serves prints what to carry to such a machine.
+first print all missing packages in one sentence. Packages are also imported, in another process,
+because an installed package may not load beside the others. With `--wheels`, an environment that
+serves prints what to carry to such a machine.
 """
 
 import json
@@ -168,7 +168,9 @@ def main() -> None:
         sys.exit(2)
     if faults:
         spared = ", ".join(f"{name} ({fault})" for name, fault in faults.items())
-        sys.stderr.write(f"{where} {spared}: no model runs on its CPU or from GGUF, all else does.\n")
+        sys.stderr.write(
+            f"{where} {spared}: no model runs on its CPU or from GGUF, all else does.\n"
+        )
     found = lacks_to_serve()
     if found:
         sys.stderr.write(f"{where} {', '.join(found)}: no server runs with it, all else does.\n")
