@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity
 
 from benchmarks.gpu_bench import WARM_UP_LEN, Bench, Row, left_out
@@ -112,12 +113,15 @@ def profile(bench: Bench) -> Iterator[Row]:
     sizes = bench.sizes
     is_gpu = bench.device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
+    every = _ExperimentalConfig(profile_all_threads=True)  # steps run on the engine's thread
     with ExitStack() as stack:
         engine = bench.engine(stack, max(sizes.batches))
         for count in sizes.batches[:2]:
             prompts = bench.prompts.of(sizes.prompt_len, count)
             engine.serve(prompts, WARM_UP_LEN)
-            with torch.profiler.profile(activities=[activity]) as profiled:
+            with torch.profiler.profile(
+                activities=[activity], experimental_config=every
+            ) as profiled:
                 # The prefix cache has the prompts, so nearly all steps decode.
                 engine.serve(prompts, _PROFILED_LEN)
             order = "self_device_time_total" if is_gpu else "self_cpu_time_total"

@@ -24,7 +24,7 @@ def run(script: Path, out: Path) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.run(
-        ["bash", str(script)],
+        ["/bin/bash", str(script)],
         env=environment,
         cwd=ROOT,
         capture_output=True,
