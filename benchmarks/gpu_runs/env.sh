@@ -21,11 +21,13 @@ else
 fi
 if [ -n "${TINY:-}" ]; then
     export TRITON_INTERPRET=1
+    SLOWER=5 # such a machine may be busy
     SIZES=(--tiny)
     PARALLEL=()
     KERNEL_CASES=(-k are_written_to)
 else
     export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/triton}
+    SLOWER=1
     SIZES=()
     PARALLEL=(-n 12 --dist load)
     KERNEL_CASES=()
@@ -36,7 +38,7 @@ TEST=("$PYTHON" -m pytest -q -W default -o addopts=--import-mode=importlib -p no
 # A line that fails or hangs costs its own results only. Output goes through a file, because a
 # process that is left behind would keep a pipe open.
 say() {
-    local name=$1 limit=$2 began=$SECONDS code=0
+    local name=$1 limit=$(($2 * SLOWER)) began=$SECONDS code=0
     shift 2
     timeout -k 5 "$limit" "$@" >"$RESULTS/$name.txt" 2>&1 </dev/null || code=$?
     echo "== $name: code $code, $((SECONDS - began)) s of $limit" | tee -a "$OUT/log.txt"

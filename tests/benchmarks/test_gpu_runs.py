@@ -55,7 +55,7 @@ def test_a_line_that_fails_or_hangs_costs_itself_only(tmp_path: Path) -> None:
         ". benchmarks/gpu_runs/env.sh\n"
         'say good 20 bash -c "echo one; echo two > $RESULTS/kept.txt"\n'
         "say bad 20 false\n"
-        "say hangs 1 sleep 60\n"
+        "say hangs 1 sleep 100\n"
         "say last 20 echo three\n"
     )
     out = tmp_path / "out"

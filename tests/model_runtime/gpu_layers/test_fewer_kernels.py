@@ -68,7 +68,7 @@ def test_a_residual_and_its_norm_are_those_of_transformers(
         assert near(normed, norm(residual + x))
         exact = dtype != torch.bfloat16 or not IS_INTERPRETED
         assert torch.equal(summed, residual + x) if exact else near(summed, residual + x)
-        if dtype == torch.float16:
+        if dtype == torch.float16 and IS_INTERPRETED:  # a GPU approximates the root
             assert torch.equal(normed, norm(residual + x)), "rounded at the same places"
         inner, inner_scale = norm_of(make, width, dtype)
         summed, normed = add_and_normalize(residual, x, scale, inner_scale)
