@@ -71,12 +71,12 @@ gpu-check:  ## the kernels on the GPU against float64, and the embedded model se
 	$(GPU_PYTHON) -m pytest -W default -o addopts=--import-mode=importlib \
 		tests/gpu tests/model_runtime/attention/test_triton_backend.py \
 		tests/model_runtime/attention/test_triton_prefill.py \
-		tests/benchmarks/test_gpu_rotated_keys.py
+		tests/model_runtime/gpu_layers tests/benchmarks/test_gpu_rotated_keys.py
 
 gpu-bench:  ## the attention's speed on the GPU beside the machine's own; tables as Markdown
 	@$(GPU_PYTHON) -m benchmarks.gpu_needs
 	mkdir -p build
-	$(GPU_PYTHON) -m benchmarks.gpu_attention --tune --record build/gpu.jsonl \
+	$(GPU_PYTHON) -m benchmarks.gpu_attention --parts decode,prefill,tuning --record build/gpu.jsonl \
 		--commit "$$(git describe --always --dirty 2>/dev/null || echo unknown)"
 
 gpu-bench-model:  ## a whole model there, beside transformers and a conventional cache

@@ -4,12 +4,12 @@ The measurements are described in gpu.md. They cover one layer in the shape of L
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import click
 import numpy as np
@@ -20,10 +20,19 @@ from transformers import LlamaConfig
 from transformers import __version__ as transformers_version
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from benchmarks.gpu_clock import Work, copy_rate, matrix_rate, seconds
+from benchmarks.gpu_clock import (
+    Work,
+    copy_rate,
+    first_seconds,
+    kernel_names,
+    matrix_rates,
+    read_rate,
+    seconds,
+)
 from benchmarks.gpu_inputs import LLAMA_3_8B, PAGE_SIZE, TINY, Cache, Sizes
 from benchmarks.gpu_report import markdown
 from model_runtime.attention.key_range import KeyRange
+from model_runtime.attention.paged_attention import LayerRead
 from model_runtime.attention.prompt_groups import Prompts
 from model_runtime.attention.torch_backend import TorchAttention
 from model_runtime.attention.triton_attend import attend
@@ -35,6 +44,8 @@ from model_runtime.work_list import WorkList, whole_bounds
 from rope import offset_angles, page_start_angles, position_angles
 from server.jsonl_file import LineFile
 
+PARTS = ("decode", "prefill", "tuning")
+Sequences = Sequence[tuple[int, int]]  # numbers of sequences by context: (context, sequences)
 _MOST_ERROR = 1e-2
 _TUNINGS = tuple(
     Tuning(num_warps, num_stages, programs)
@@ -45,23 +56,63 @@ _TUNINGS = tuple(
 _LOOKED_AT = 4096  # positions whose angles are compared
 
 
+class Rates(Protocol):
+    """The sizes at which the machine's own rates are measured."""
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes that are copied, and read."""
+
+    @property
+    def matrix(self) -> int:
+        """Rows and columns of the matrices."""
+
+    @property
+    def warm_s(self) -> float:
+        """Seconds of products before they are measured."""
+
+    @property
+    def sustained_s(self) -> float:
+        """Seconds of products without a pause."""
+
+    @property
+    def repeats(self) -> int:
+        """Runs of each measurement."""
+
+
 def measure(
-    sizes: Sizes, device: torch.device, commit: str, *, tune: bool
+    sizes: Sizes, device: torch.device, commit: str, parts: Collection[str] = PARTS
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row per measurement; `part` names its kind."""
+    """Yield one row per measurement; `part` names its kind.
+
+    The machine, its rates and the check of the answers come first, whatever the parts are.
+    """
     yield {"part": "machine", **machine(device, commit)}
-    copy = copy_rate(device, sizes.copy_bytes, sizes.repeats)
-    matrix = matrix_rate(device, sizes.matrix, sizes.repeats)
-    yield {"part": "ceilings", "copy_bytes_s": copy, "matrix_flop_s": matrix}
+    rates = ceilings(sizes, device)
+    yield {"part": "ceilings", **rates}
+    copy, matrix = rates["copy_bytes_s"], rates["matrix_flop_s"]
     yield {"part": "angles", **angle_errors(sizes, device)}
     cache = Cache(sizes, device)
     yield {"part": "error", **_errors(cache)}
-    for context, num_sequences in sizes.decodes:
-        yield {"part": "decode", **_decode(cache, context, num_sequences, copy)}
-    yield from _prefill(cache, matrix)
-    if tune:
-        for context, num_sequences in sizes.tuned:
-            yield from _tuned(cache, context, num_sequences, copy)
+    if "decode" in parts:
+        for sequences in (*(((each),) for each in sizes.decodes), *sizes.mixed):
+            yield {"part": "decode", **_decode(cache, sequences, copy)}
+    if "prefill" in parts:
+        yield from _prefill(cache, matrix)
+    if "tuning" in parts:
+        for decoded in sizes.tuned:
+            yield from _tuned(cache, (decoded,), copy)
+
+
+def ceilings(sizes: Rates, device: torch.device) -> dict[str, float]:
+    """Return the machine's own rates: bytes copied and read, and operations, in a second."""
+    matrix = matrix_rates(device, sizes.matrix, sizes.repeats, sizes.warm_s, sizes.sustained_s)
+    return {
+        "copy_bytes_s": copy_rate(device, sizes.copy_bytes, sizes.repeats),
+        "read_bytes_s": read_rate(device, sizes.copy_bytes, sizes.repeats),
+        "matrix_flop_s": matrix.burst,
+        "sustained_flop_s": matrix.sustained,
+    }
 
 
 def machine(device: torch.device, commit: str) -> dict[str, Any]:
@@ -111,11 +162,11 @@ def _largest(got: Tensor, exact: Tensor) -> float:
 
 def _errors(cache: Cache) -> dict[str, Any]:
     """Return both reads' relative difference to the reference read; raise ValueError if large."""
-    context, num_sequences = cache.sizes.decodes[0]
+    first, num_tokens = cache.sizes.prompts[1]
     found = {}
     for name, batch in (
-        ("decode", cache.decode_batches(context, num_sequences)[0]),
-        ("prefill", cache.chunk_batch(context // 2, cache.sizes.chunk_len)),
+        ("decode", cache.decode_batches((cache.sizes.decodes[0],))[0]),
+        ("prefill", cache.chunk_batch(first // 8, num_tokens)),
     ):
         read = cache.read(len(batch.page_T))
         exact = TorchAttention(batch).read(read)
@@ -126,50 +177,55 @@ def _errors(cache: Cache) -> dict[str, Any]:
     return found
 
 
-def _decode(cache: Cache, context: int, num_sequences: int, copy: float) -> dict[str, Any]:
-    """Measure the decode kernel, and the same kernel over keys rotated at the write."""
-    num_bytes = context * num_sequences * cache.sizes.token_bytes
-    ours = _decode_seconds(cache, context, num_sequences)
-    rotated = _decode_seconds(cache, context, num_sequences, turned=False)
+def _decode(cache: Cache, sequences: Sequences, copy: float) -> dict[str, Any]:
+    """Measure the decode kernel, and the same over rotated keys."""
+    num_tokens = sum(context * count for context, count in sequences)
+    num_bytes = num_tokens * cache.sizes.token_bytes
+    first_s, took = _decode_seconds(cache, sequences)
+    _, rotated = _decode_seconds(cache, sequences, turned=False)
     return {
-        "context": context,
-        "sequences": num_sequences,
+        "batch": " + ".join(f"{count} x {context:,}" for context, count in sequences),
+        "context": max(context for context, _ in sequences),
+        "sequences": sum(count for _, count in sequences),
         "bytes": num_bytes,
-        "seconds": ours,
+        "seconds": took,
+        "first_s": first_s,
         "rotated_seconds": rotated,
-        "share_of_copy": num_bytes / ours / copy,
-        "over_rotated": ours / rotated,
+        "share_of_copy": num_bytes / took / copy,
+        "over_rotated": took / rotated,
     }
+
+
+def _decode_work(read: LayerRead, batch: Batch, tuning: Tuning) -> Work:
+    """Return the call that is measured, with its list of pieces made before."""
+    position_S = np.array([place.first_position for place in batch.places_S])
+    cut = cut_of(read, tuning)
+    work = WorkList.of(*whole_bounds(position_S, cut.window), cut, read.query_THD.device)
+    ranges, out_THV = [KeyRange(batch.first_position_S)], torch.empty_like(read.query_THD)
+    return lambda: decode(read, batch, ranges, work, out_THV, tuning)
 
 
 def _decode_seconds(
     cache: Cache,
-    context: int,
-    num_sequences: int,
+    sequences: Sequences,
     *,
     turned: bool = True,
     tuning: Tuning | None = None,
-) -> float:
-    read = cache.read(num_sequences, turned=turned)
-    out_THV = torch.empty_like(read.query_THD)
-    chosen = tuning or Tuning()
-
-    def launched(batch: Batch) -> Work:
-        position_S = np.array([place.first_position for place in batch.places_S])
-        cut = cut_of(read, chosen)
-        work = WorkList.of(*whole_bounds(position_S, cut.window), cut, cache.device)
-        ranges = [KeyRange(batch.first_position_S)]
-        return lambda: decode(read, batch, ranges, work, out_THV, chosen)
-
-    works = [launched(batch) for batch in cache.decode_batches(context, num_sequences)]
-    return seconds(cache.device, works, cache.sizes.repeats)
+) -> tuple[float, float]:
+    """Return the time of the first call, with the host's part, and the median of a replay."""
+    batches = cache.decode_batches(sequences)
+    read = cache.read(len(batches[0].page_T), turned=turned)
+    works = [_decode_work(read, batch, tuning or Tuning()) for batch in batches]
+    first_s = first_seconds(cache.device, works[0])
+    return first_s, seconds(cache.device, works, cache.sizes.repeats)
 
 
-def _tuned(cache: Cache, context: int, num_sequences: int, copy: float) -> Iterator[dict[str, Any]]:
+def _tuned(cache: Cache, sequences: Sequences, copy: float) -> Iterator[dict[str, Any]]:
     """Measure the decode kernel with other numbers of warps, stages and programs."""
+    ((context, num_sequences),) = sequences
     num_bytes = context * num_sequences * cache.sizes.token_bytes
     for tuning in _TUNINGS:
-        took = _decode_seconds(cache, context, num_sequences, tuning=tuning)
+        _, took = _decode_seconds(cache, sequences, tuning=tuning)
         yield {
             "part": "tuning",
             "context": context,
@@ -181,10 +237,9 @@ def _tuned(cache: Cache, context: int, num_sequences: int, copy: float) -> Itera
 
 
 def _prefill(cache: Cache, matrix: float) -> Iterator[dict[str, Any]]:
-    """Measure a whole prompt and its last chunk, by torch's flash attention and by our kernel."""
+    """Measure whole prompts and last chunks, by torch's flash attention and by our kernel."""
     sizes = cache.sizes
-    for num_tokens in (sizes.prefill_len, sizes.chunk_len):
-        first = sizes.prefill_len - num_tokens
+    for first, num_tokens in sizes.prompts:
         batch = cache.chunk_batch(first, num_tokens)
         read = cache.read(num_tokens)
         out_THV = torch.empty_like(read.query_THD)
@@ -193,13 +248,16 @@ def _prefill(cache: Cache, matrix: float) -> Iterator[dict[str, Any]]:
         num_operations = 4 * sizes.num_heads * sizes.dim * seen
         for kernel, chosen in (("torch", None), ("own", attend)):
             work = partial(prefill, read, prompts, page_table_SN, out_THV, chosen)
+            first_s = first_seconds(cache.device, work)
             took = seconds(cache.device, [work], sizes.repeats)
             yield {
                 "part": "prefill",
                 "kernel": kernel,
+                "names": kernel_names(cache.device, work),
                 "tokens": num_tokens,
-                "context": sizes.prefill_len,
+                "context": first + num_tokens,
                 "seconds": took,
+                "first_s": first_s,
                 "share_of_matrix": num_operations / took / matrix,
             }
 
@@ -212,17 +270,29 @@ def _prefill(cache: Cache, matrix: float) -> Iterator[dict[str, Any]]:
     help="Each measurement is added to it as a line of JSON.",
 )
 @click.option("--commit", default="unknown", help="What is measured; told above the tables.")
-@click.option("--tune", is_flag=True, help="Try other warps, stages and cuts, too.")
+@click.option(
+    "--parts",
+    "named",
+    default="decode,prefill",
+    show_default=True,
+    help="Of decode, prefill and tuning, which tries other warps, stages and cuts.",
+)
 @click.option("--tiny", is_flag=True, help="Sizes for Triton's interpreter: numbers mean nothing.")
-def main(path: Path | None, commit: str, *, tune: bool, tiny: bool) -> None:
+def main(path: Path | None, commit: str, named: str, *, tiny: bool) -> None:
     """Measure the attention of one layer on the GPU, and print tables as Markdown."""
+    parts = named.split(",")
+    unknown = [name for name in parts if name not in PARTS]
+    if unknown:
+        raise click.BadParameter(
+            f"{unknown[0]} is none of {', '.join(PARTS)}", param_hint="--parts"
+        )
     if not tiny and not torch.cuda.is_available():
         click.echo("benchmarks.gpu_attention: torch finds no CUDA device here", err=True)
         sys.exit(2)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines = None if path is None else LineFile(path)
     rows = []
-    for row in measure(TINY if tiny else LLAMA_3_8B, device, commit, tune=tune):
+    for row in measure(TINY if tiny else LLAMA_3_8B, device, commit, parts):
         rows.append(row)
         click.echo(f"{row}", err=True)
         if lines is not None:

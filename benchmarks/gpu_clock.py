@@ -3,6 +3,8 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -57,8 +59,72 @@ def copy_rate(device: torch.device, num_bytes: int, repeats: int) -> float:
     return 2 * num_bytes / seconds(device, [lambda: target.copy_(source)], repeats)
 
 
-def matrix_rate(device: torch.device, size: int, repeats: int) -> float:
-    """Return the operations per second of a square bfloat16 product of random numbers."""
+def read_rate(device: torch.device, num_bytes: int, repeats: int) -> float:
+    """Return the bytes read per second by a sum of `num_bytes`, which writes next to nothing."""
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    out = torch.empty((), dtype=torch.float32, device=device)
+    work = partial(torch.sum, source, dim=0, out=out)
+    return num_bytes / seconds(device, [work], repeats)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixRates:
+    """Operations per second of a product: of a few, and of as many as fill seconds."""
+
+    burst: float  # the median of single products
+    sustained: float  # of all products of `sustained_s` together, as power and heat allow
+
+
+def matrix_rates(
+    device: torch.device, size: int, repeats: int, warm_s: float, sustained_s: float
+) -> MatrixRates:
+    """Return the rates of a square bfloat16 product of random numbers, after a warm-up.
+
+    A processor that was idle raises its clock during the warm-up.
+    """
     a, b = torch.randn(2, size, size, device=device).to(torch.bfloat16)
     out = torch.empty_like(a)
-    return 2 * size**3 / seconds(device, [lambda: torch.mm(a, b, out=out)], repeats)
+    work = partial(torch.mm, a, b, out=out)
+    _repeat(device, work, warm_s)
+    burst = seconds(device, [work], repeats)
+    count, took = _repeat(device, work, sustained_s)
+    return MatrixRates(2 * size**3 / burst, 2 * size**3 * count / took)
+
+
+_AT_ONCE = 16  # products between two waits
+
+
+def _repeat(device: torch.device, work: Work, least_s: float) -> tuple[int, float]:
+    """Repeat the work for at least this time; return the number of times and the seconds."""
+    count, begin = 0, _now(device)
+    while True:
+        for _ in range(_AT_ONCE):
+            work()
+        count += _AT_ONCE
+        took = _now(device) - begin
+        if took >= least_s:
+            return count, took
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def first_seconds(device: torch.device, work: Work) -> float:
+    """Return the time of one call with the host's part, which compiles if it is the first."""
+    begin = _now(device)
+    work()
+    return _now(device) - begin
+
+
+def kernel_names(device: torch.device, work: Work) -> list[str]:
+    """Return the names of the kernels that a call launches, most time first; on a GPU only."""
+    if device.type != "cuda":
+        return []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize(device)
+    events = sorted(profile.key_averages(), key=lambda event: -event.device_time_total)
+    return [str(event.key)[:80] for event in events if event.device_time_total > 0][:4]

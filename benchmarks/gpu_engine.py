@@ -4,19 +4,25 @@ import gc
 import itertools
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from model_runtime.batch import Span
 from model_runtime.config import EngineConfig
 from model_runtime.deployment import Deployment, RopeRequest
 from model_runtime.engine.build_engine import build_engine
+from model_runtime.engine.observer import Observer
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import FinishReason, OnOutput, Output, Request, SamplingParams
 from model_runtime.runner.model_runner import ModelRunner
+from model_runtime.runner.step_timer import Part
+from model_runtime.text.grammar import Grammar
 
 _WAIT_S = 300  # seconds to wait for the end of the next answer
 
@@ -29,6 +35,9 @@ class Step:
     num_tokens: int  # answer tokens
     num_first: int  # first tokens of answers among them
     num_crossed: int  # requests that changed their table in this step
+    num_prompt: int = 0  # prompt tokens that it computed
+    device_s: float | None = None  # from the first kernel of the forward to the last, if it ran one
+    parts: Mapping[str, float] = field(default_factory=dict)  # the engine's own times by part
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +63,117 @@ class Served:
             raise ValueError(f"no step decoded {num_sequences} sequences and nothing else")
         return median(found)
 
+    def summary(self, num_sequences: int) -> dict[str, Any]:
+        """Return medians of steps that only decoded all sequences: whole, device, host, parts.
+
+        The host's time is the step's without the forward on the device. Sampling counts as host.
+        """
+        return _summary(
+            [
+                step
+                for step in self.steps
+                if step.num_tokens == num_sequences and not step.num_first and not step.num_crossed
+            ]
+        )
+
+    def mixed_summary(self) -> dict[str, Any]:
+        """Return the same of steps that decoded and also computed tokens of prompts."""
+        return _summary(
+            [step for step in self.steps if step.num_prompt and step.num_tokens > step.num_first]
+        )
+
     def crossing_s(self) -> float:
         """Return the time of the one step that read the cache under a new table."""
         (step,) = (step for step in self.steps if step.num_crossed)
         return step.seconds
+
+
+def _summary(steps: Sequence[Step]) -> dict[str, Any]:
+    if not steps:
+        return {"steps": 0}
+    device = [step.device_s for step in steps if step.device_s is not None]
+    whole, device_s = median(step.seconds for step in steps), median(device) if device else None
+    return {
+        "steps": len(steps),
+        "step_s": whole,
+        "device_s": device_s,
+        "host_s": None if device_s is None else whole - device_s,
+        "parts_s": {name: median(step.parts[name] for step in steps) for name in steps[0].parts},
+    }
+
+
+class _Parts(Observer):
+    """Keeps the engine's own times of the last step."""
+
+    def __init__(self) -> None:
+        self.last: Mapping[str, float] = {}
+
+    def timed(self, seconds: Mapping[Part, float]) -> None:
+        """See Observer."""
+        self.last = {str(name): value for name, value in seconds.items()}
+
+
+@dataclass(slots=True)
+class _Forwards:
+    """The forwards since the last look: their prompt tokens, and a function that gives seconds."""
+
+    num_prompt: int = 0
+    seconds: Callable[[], float] | None = None
+
+
+def _timed(make: type[ModelRunner], forwards: _Forwards) -> type[ModelRunner]:
+    """Return the class with a pair of events round each forward. Nothing waits for them."""
+
+    class Timed(make):  # type: ignore[misc, valid-type]  # a class given at run time
+        def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
+            """See ModelRunner."""
+            forward = super().prepare(spans)
+            lengths = [len(span.token_ids) for span in spans]
+            forwards.num_prompt = sum(length for length in lengths if length > 1)
+
+            def run() -> Tensor:
+                done = _stopwatch(self._device)
+                logits: Tensor = forward()
+                forwards.seconds = done()
+                return logits
+
+            return run
+
+    return Timed
+
+
+def _stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
+    """Begin to measure; the result ends it, and returns a function that tells the seconds."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+
+        def took() -> Callable[[], float]:
+            seconds = time.perf_counter() - begin
+            return lambda: seconds
+
+        return took
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    first.record()
+
+    def recorded() -> Callable[[], float]:
+        last.record()
+        # Read after the step, which has waited for its tokens, so this waits for nothing.
+        return lambda: first.elapsed_time(last) / 1e3
+
+    return recorded
+
+
+@dataclass(slots=True)
+class _Mark:
+    """The end of a step, with what happened since the mark before."""
+
+    at: float
+    num_tokens: int
+    num_first: int
+    num_crossed: int
+    num_prompt: int
+    device_s: float | None
+    parts: Mapping[str, float]
 
 
 @dataclass(slots=True)
@@ -66,9 +182,10 @@ class _Watch:
 
     num_left: int
     ended: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
-    marks: list[tuple[float, int, int, int]] = field(default_factory=list)
+    marks: list[_Mark] = field(default_factory=list)
     rescales: dict[int, int] = field(default_factory=dict)
     started: set[int] = field(default_factory=set)
+    num_all: int = 0  # answer tokens of all steps
     num_tokens: int = 0
     num_first: int = 0
     num_crossed: int = 0
@@ -84,17 +201,21 @@ class _Watch:
                 self.num_first += index not in self.started
                 self.started.add(index)
             self.num_tokens += len(output.token_ids)
+            self.num_all += len(output.token_ids)
             if output.finish_reason is not None:
                 is_whole = output.finish_reason is FinishReason.LENGTH
                 self.ended.put(None if is_whole else output.error or str(output.finish_reason))
 
         return collect
 
-    def mark(self) -> None:
+    def mark(self, forwards: _Forwards, parts: Mapping[str, float]) -> None:
         """Record the end of a step, and reset the counts."""
-        mark = (time.perf_counter(), self.num_tokens, self.num_first, self.num_crossed)
-        self.marks.append(mark)
+        now, given = time.perf_counter(), forwards.seconds
+        device_s = None if given is None else given()
+        counts = (self.num_tokens, self.num_first, self.num_crossed, forwards.num_prompt)
+        self.marks.append(_Mark(now, *counts, device_s, parts))
         self.num_tokens = self.num_first = self.num_crossed = 0
+        forwards.num_prompt, forwards.seconds = 0, None
 
 
 class Measured:
@@ -111,36 +232,67 @@ class Measured:
         self._ids = itertools.count()
         self._watch = _Watch(0)
         profiles = [tier.profile for tier in deployment.own_tiers]
-        self._engine = build_engine(checkpoint, config, None, profiles, make)
+        self._parts, self._forwards = _Parts(), _Forwards()
+        timed = _timed(make, self._forwards)
+        self._engine = build_engine(checkpoint, config, self._parts, profiles, timed)
         self._engine.start(after_step=self._mark)
 
     def _mark(self) -> None:
-        self._watch.mark()  # read at each step, because `serve` replaces it
+        # Read at each step, because `serve` replaces it.
+        self._watch.mark(self._forwards, self._parts.last)
+        self._parts.last = {}
 
-    def serve(self, prompts: Sequence[Sequence[int]], num_output: int) -> Served:
-        """Serve the prompts together, with greedy answers of exactly `num_output` tokens.
+    def serve(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_output: int,
+        *,
+        gap_s: float = 0.0,
+        grammar: Grammar | None = None,
+        **sampling: Any,
+    ) -> Served:
+        """Serve the prompts, with answers of exactly `num_output` tokens, greedy by default.
 
-        Raises RuntimeError if an answer fails or ends early.
+        `gap_s`: seconds between two requests; 0 sends all at once. With a grammar, an answer may
+        end earlier. Raises RuntimeError if another answer fails or ends early.
         """
         watch = self._watch = _Watch(len(prompts))
         requests = [
-            (self._request(ids, num_output), watch.collector(index))
+            (self._request(ids, num_output, grammar, sampling), watch.collector(index))
             for index, ids in enumerate(prompts)
         ]
         begin = time.perf_counter()
-        self._engine.submit_all(requests)
+        if gap_s:
+            for number, one in enumerate(requests):
+                time.sleep(max(0.0, begin + number * gap_s - time.perf_counter()))
+                self._engine.submit_all([one])
+        else:
+            self._engine.submit_all(requests)
         for _ in prompts:
             fault = watch.ended.get(timeout=_WAIT_S)
-            if fault is not None:
+            if fault is not None and (grammar is None or fault != str(FinishReason.STOP)):
                 raise RuntimeError(f"an answer ended early: {fault}")
-        while sum(tokens for _, tokens, _, _ in watch.marks) < len(prompts) * num_output:
-            time.sleep(1e-4)  # the last answer arrives before its step ends
+        # The last answer arrives before its step ends.
+        while sum(mark.num_tokens for mark in watch.marks) < watch.num_all:
+            time.sleep(1e-4)
         return _served(begin, watch.marks)
 
-    def _request(self, prompt: Sequence[int], num_output: int) -> Request:
+    def _request(
+        self,
+        prompt: Sequence[int],
+        num_output: int,
+        grammar: Grammar | None,
+        sampling: Mapping[str, Any],
+    ) -> Request:
         placement = self._deployment.place(RopeRequest(), len(prompt), num_output)
-        sampling = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
-        return Request(f"bench-{next(self._ids)}", tuple(prompt), sampling, placement)
+        chosen = {"temperature": 0.0, "ignore_eos": grammar is None, **sampling}
+        return Request(
+            f"bench-{next(self._ids)}",
+            tuple(prompt),
+            SamplingParams(max_tokens=num_output, **chosen),
+            placement,
+            grammar=grammar,
+        )
 
     def stop(self) -> None:
         """Stop the engine's thread, and release its memory even if this object is referenced."""
@@ -148,14 +300,15 @@ class Measured:
         del self._engine
 
 
-def _served(begin: float, marks: Sequence[tuple[float, int, int, int]]) -> Served:
+def _served(begin: float, marks: Sequence[_Mark]) -> Served:
     steps = []
     before, first_s = begin, 0.0
-    for end, num_tokens, num_first, num_crossed in marks:
-        steps.append(Step(end - before, num_tokens, num_first, num_crossed))
-        if num_first:
-            first_s = end - begin
-        before = end
+    for mark in marks:
+        counts = (mark.num_tokens, mark.num_first, mark.num_crossed, mark.num_prompt)
+        steps.append(Step(mark.at - before, *counts, mark.device_s, mark.parts))
+        if mark.num_first:
+            first_s = mark.at - begin
+        before = mark.at
     return Served(before - begin, first_s, tuple(steps))
 
 

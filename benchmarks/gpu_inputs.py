@@ -4,8 +4,10 @@ Shapes: T = flat query tokens, H = query heads, K = key heads, D = dimensions of
 O = offsets in a page.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import torch
 
@@ -15,7 +17,7 @@ from model_runtime.cache.kv_cache import KVCache
 from model_runtime.cache.rope_tables import RopeTables
 from rope import Profile, Yarn, native_rope
 
-PAGE_SIZE = 16
+PAGE_SIZE = 64  # the server's default
 _NATIVE_LEN = 8192
 
 
@@ -28,12 +30,14 @@ class Sizes:
     dim: int
     dtype: torch.dtype
     decodes: tuple[tuple[int, int], ...]  # context, sequences
+    mixed: tuple[tuple[tuple[int, int], ...], ...]  # batches of several (context, sequences)
     tuned: tuple[tuple[int, int], ...]  # the decodes that are also measured with other tunings
-    prefill_len: int
-    chunk_len: int
+    prompts: tuple[tuple[int, int], ...]  # first position and tokens of what a prefill computes
     last_position: int  # the angles before it are compared
     copy_bytes: int
     matrix: int
+    warm_s: float  # seconds of products before their rates are measured
+    sustained_s: float
     least_bytes: int  # memory that a measurement reads before it reads any of it again
     repeats: int
 
@@ -54,12 +58,18 @@ LLAMA_3_8B = Sizes(
         for num_sequences in (1, 8, 64)
         if context * num_sequences <= 131_072 * 64
     ),
+    mixed=(
+        ((131_072, 1), (1024, 31)),
+        ((131_072, 8), (1024, 7)),
+        ((3001, 3), (1000, 9)),
+    ),
     tuned=((4096, 64), (32_768, 8), (131_072, 1)),
-    prefill_len=32_768,
-    chunk_len=2048,
+    prompts=((0, 32_768), (30_720, 2048), (0, 1000), (0, 3001), (1000, 3001)),
     last_position=1_048_576,
     copy_bytes=4 * 2**30,
     matrix=8192,
+    warm_s=0.5,
+    sustained_s=2.0,
     least_bytes=2**29,  # an H200's L2 cache holds 60 MB
     repeats=20,
 )
@@ -70,15 +80,22 @@ TINY = Sizes(
     dim=16,
     dtype=torch.float32,
     decodes=((100, 1), (130, 2)),
+    mixed=(((300, 1), (20, 2)),),
     tuned=((100, 1),),
-    prefill_len=80,
-    chunk_len=16,
+    prompts=((0, 80), (64, 16), (0, 37)),
     last_position=4096,
     copy_bytes=2**16,
     matrix=64,
+    warm_s=0.0,
+    sustained_s=0.0,
     least_bytes=2**16,
     repeats=1,
 )
+
+
+def _num_pages(sequences: Sequence[tuple[int, int]]) -> int:
+    """Return the pages of a batch, from (context, sequences)."""
+    return sum(-(-context // PAGE_SIZE) * count for context, count in sequences)
 
 
 class Cache:
@@ -87,8 +104,10 @@ class Cache:
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self.sizes = sizes
         self.device = device
-        self.num_pages = max(self._needed_pages(*decode) for decode in sizes.decodes)
-        self.num_pages = max(self.num_pages, -(-sizes.prefill_len // PAGE_SIZE))
+        alone = [(decode,) for decode in sizes.decodes]
+        most = max(self._num_copies(each) * _num_pages(each) for each in (*alone, *sizes.mixed))
+        prompts = (first + num_tokens for first, num_tokens in sizes.prompts)
+        self.num_pages = max(most, -(-max(prompts) // PAGE_SIZE))
         store = KVCache({0: self}, self.num_pages, PAGE_SIZE, sizes.dtype, device, row_keys=True)
         self.keys_NKDO, self.values_NKOV = store.pages(0)
         self.keys_NKDO.normal_()
@@ -96,7 +115,8 @@ class Cache:
         native = native_rope(
             {"max_position_embeddings": _NATIVE_LEN, "head_dim": sizes.dim, "rope_theta": 5e5}
         )
-        longest = max(sizes.last_position, *(context for context, _ in sizes.decodes))
+        contexts = (context for each in (*alone, *sizes.mixed) for context, _ in each)
+        longest = max(sizes.last_position, *contexts)
         self.tables = RopeTables(native, PAGE_SIZE, longest + PAGE_SIZE, device)
         self.profile = Profile(Yarn(factor=64.0, original_max_position_embeddings=_NATIVE_LEN))
         self.table_id = self.tables.id_of(self.profile)
@@ -120,21 +140,29 @@ class Cache:
     def _shuffled(self) -> list[int]:
         return torch.randperm(self.num_pages).tolist()
 
-    def _needed_pages(self, context: int, num_sequences: int) -> int:
-        """Return the number of pages in enough copies of a batch to fill `least_bytes`."""
-        pages = -(-context // PAGE_SIZE) * num_sequences
-        page_bytes = PAGE_SIZE * self.sizes.token_bytes
-        return pages * max(1, -(-self.sizes.least_bytes // (pages * page_bytes)))
+    def _num_copies(self, sequences: Sequence[tuple[int, int]]) -> int:
+        """Return how many copies of a batch fill `least_bytes`."""
+        batch_bytes = _num_pages(sequences) * PAGE_SIZE * self.sizes.token_bytes
+        return max(1, -(-self.sizes.least_bytes // batch_bytes))
 
-    def decode_batches(self, context: int, num_sequences: int) -> list[Batch]:
-        """Build batches of sequences at that length, with one query each and no shared page."""
-        pages = -(-context // PAGE_SIZE)
+    def decode_batches(self, sequences: Sequence[tuple[int, int]]) -> list[Batch]:
+        """Build batches with one query for each sequence, and no shared page.
+
+        `sequences`: numbers of sequences by context, (context, sequences).
+        """
+        contexts = [context for context, count in sequences for _ in range(count)]
+        pages = iter(self._shuffled)
         batches = []
-        for copy in range(self._needed_pages(context, num_sequences) // (pages * num_sequences)):
-            first = copy * pages * num_sequences
+        for _ in range(self._num_copies(sequences)):
             spans = [
-                Span([0], context - 1, self._shuffled[at : at + pages], self.table_id, range(0))
-                for at in range(first, first + pages * num_sequences, pages)
+                Span(
+                    [0],
+                    context - 1,
+                    list(islice(pages, -(-context // PAGE_SIZE))),
+                    self.table_id,
+                    range(0),
+                )
+                for context in contexts
             ]
             batches.append(build_batch(spans, PAGE_SIZE, self.device))
         return batches

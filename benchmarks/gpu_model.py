@@ -12,11 +12,11 @@ from pathlib import Path
 import click
 import torch
 
-from benchmarks.gpu_attention import machine
-from benchmarks.gpu_clock import copy_rate, matrix_rate
+from benchmarks.gpu_attention import ceilings, machine
+from benchmarks.gpu_bench import Bench, Row, left_out
 from benchmarks.gpu_engine import free_memory
 from benchmarks.gpu_model_inputs import LLAMA_3_8B, TINY, ModelSizes
-from benchmarks.gpu_model_parts import PARTS, Bench, Row, left_out
+from benchmarks.gpu_model_parts import PARTS
 from benchmarks.gpu_model_report import draw, report
 from server.jsonl_file import LineFile
 
@@ -27,7 +27,7 @@ class _Record:
     has_failed = False  # whether a part ended with an error
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._lines = LineFile(folder / "gpu_model.jsonl")
         self._rows: list[Row] = []
         self._begin = time.monotonic()
@@ -41,9 +41,9 @@ class _Record:
 
     def write(self) -> str:
         """Write the plots and the report of all rows so far; return the report's text."""
-        pictures = draw(self._rows, self._folder)
+        pictures = draw(self._rows, self.folder)
         text = report(self._rows, pictures)
-        (self._folder / "gpu_model.md").write_text(text + "\n", encoding="utf-8")
+        (self.folder / "gpu_model.md").write_text(text + "\n", encoding="utf-8")
         return text
 
 
@@ -51,9 +51,9 @@ def measure(
     sizes: ModelSizes, device: torch.device, record: _Record, parts: list[str], end: float
 ) -> None:
     """Run every part in turn; a part that fails is recorded, and the next one runs."""
-    copy = copy_rate(device, sizes.copy_bytes, sizes.repeats)
-    matrix = matrix_rate(device, sizes.matrix, sizes.repeats)
-    record.add({"part": "ceilings", "copy_bytes_s": copy, "matrix_flop_s": matrix})
+    rates = ceilings(sizes, device)
+    copy, matrix = rates["copy_bytes_s"], rates["matrix_flop_s"]
+    record.add({"part": "ceilings", **rates})
     counted = {
         "step_bytes": sizes.step_bytes,
         "prefill_len": sizes.prefill_len,
@@ -61,7 +61,7 @@ def measure(
     }
     record.add({"part": "counted", **counted})
     free_memory()
-    bench = Bench(sizes, device, copy, matrix, end)
+    bench = Bench(sizes, device, copy, matrix, end, record.folder, sizes is TINY)
     for name in parts:
         if not bench.has_time():
             record.add(left_out(name, "no time was left"))

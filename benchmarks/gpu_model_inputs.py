@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 
 from benchmarks.make_model import Shape, fill, llama_config
 from model_runtime.config import EngineConfig
@@ -44,10 +45,11 @@ class ModelSizes:
     cache_tokens: int
     chunk_len: int  # default of prompt tokens in a step
     batches: tuple[int, ...]  # sequences that decode together
+    contender_batches: tuple[int, ...]  # the same for transformers
+    contender_s: float  # seconds that one of its ways may take
     prompt_len: int
     output_len: int
     rounds: int
-    most_decode_s: float  # seconds after which a batch begins no further round
     prefill_len: int
     chunk_lens: tuple[int, ...]  # measured with that prompt
     contexts: tuple[int, ...]  # whose time to the first token is measured
@@ -56,9 +58,14 @@ class ModelSizes:
     num_steps: int  # steps timed in each of these
     crossed_ceiling: int  # ceiling of the tier that a growing sequence leaves
     server: ServerSizes
-    compile_s: float  # seconds that must be left when transformers compiles
+    bursts: tuple[tuple[int, int], ...]  # prompt tokens, prompts sent together
+    arrivals: tuple[int, float]  # requests, and seconds between two of them
+    sampled: int  # sequences that decode together with other settings of sampling
+    window: int  # of the model whose layers have one
     copy_bytes: int
     matrix: int
+    warm_s: float  # seconds of products before their rates are measured
+    sustained_s: float
     repeats: int
 
     @property
@@ -117,11 +124,12 @@ LLAMA_3_8B = ModelSizes(
     dtype=torch.bfloat16,
     cache_tokens=139_264,
     chunk_len=8192,
-    batches=(1, 64),
+    batches=(1, 64, 128, 256),
+    contender_batches=(1, 64),
+    contender_s=60.0,
     prompt_len=128,
     output_len=256,
     rounds=3,
-    most_decode_s=120.0,
     prefill_len=32_768,
     chunk_lens=(2048, 8192, 32_768),
     contexts=tuple(1024 * 2**power for power in range(8)),
@@ -132,14 +140,19 @@ LLAMA_3_8B = ModelSizes(
     server=ServerSizes(
         shape=Shape(2048, 16, 32, 8, 8192, _EMBEDDED_VOCAB),  # 1.0 G parameters
         context_lens=(256, 1024, 4096, 16_384, 65_536),
-        concurrencies=(1, 8),
+        concurrencies=(1, 8, 64),
         num_requests=4,
         output_tokens=64,
         most_s=150.0,
     ),
-    compile_s=90.0,
+    bursts=((128, 64), (1000, 32), (3001, 8)),
+    arrivals=(64, 0.05),
+    sampled=64,
+    window=4096,
     copy_bytes=4 * 2**30,
     matrix=8192,
+    warm_s=0.5,
+    sustained_s=2.0,
     repeats=20,
 )
 # Small enough for a CPU in seconds. A run shows that the code works, not how fast it is.
@@ -151,10 +164,11 @@ TINY = ModelSizes(
     cache_tokens=1024,
     chunk_len=64,
     batches=(1, 3),
+    contender_batches=(1, 3),
+    contender_s=200.0,
     prompt_len=12,
     output_len=6,
     rounds=1,
-    most_decode_s=20.0,
     prefill_len=96,
     chunk_lens=(32, 96),
     contexts=(16, 64, 256),
@@ -170,9 +184,14 @@ TINY = ModelSizes(
         output_tokens=4,
         most_s=0.0,
     ),
-    compile_s=0.0,
+    bursts=((12, 3),),
+    arrivals=(4, 0.02),
+    sampled=2,
+    window=16,
     copy_bytes=2**16,
     matrix=64,
+    warm_s=0.0,
+    sustained_s=0.0,
     repeats=1,
 )
 
@@ -188,6 +207,24 @@ def random_model(
         # The tokenizer has no text for higher ids, so their logits are 0 and never the highest.
         model.lm_head.weight[_EMBEDDED_VOCAB:] = 0
     return model.eval()
+
+
+def random_windows(sizes: ModelSizes, device: torch.device) -> MistralForCausalLM:
+    """Build a Mistral of the same shape, whose layers all have a sliding window."""
+    shape = sizes.shape
+    values = llama_config(shape, sizes.native_len, dtype=sizes.dtype).to_dict()
+    for name in ("model_type", "architectures", "transformers_version", "mlp_bias"):
+        values.pop(name, None)
+    config = MistralConfig(**{**values, "sliding_window": sizes.window})
+    with torch.device("meta"):
+        model = MistralForCausalLM(config)
+    model = model.to(sizes.dtype).to_empty(device=device)
+    model.model.rotary_emb = MistralRotaryEmbedding(config).to(device)
+    with torch.no_grad():
+        fill(model, shape, torch.Generator(device=device).manual_seed(_SEED))
+        model.lm_head.weight[_EMBEDDED_VOCAB:] = 0
+    answer: MistralForCausalLM = model.eval()
+    return answer
 
 
 def twin(model: LlamaForCausalLM, shape: Shape, native_len: int) -> LlamaForCausalLM:
@@ -232,6 +269,10 @@ class Prompts:
     def __init__(self, vocab: int) -> None:
         self._random = random.Random(_SEED)  # noqa: S311  # no secret
         self._ids = range(vocab)
+
+    def below(self, limit: int) -> int:
+        """Draw a number from 0 to before `limit`, which may be 0."""
+        return self._random.randrange(max(1, limit))
 
     def of(self, num_tokens: int, count: int = 1) -> Sequence[list[int]]:
         """Draw `count` new prompts of `num_tokens` tokens."""

@@ -28,18 +28,58 @@ _DECODE: tuple[Column, ...] = (
     ("rounds", lambda row: str(row["rounds"])),
     ("tokens/s", lambda row: f"{row['tokens_s']:,.0f}"),
     ("ropewalk is so many times faster", lambda row: _number(row["ratio"], "{:.2f}")),
+    ("first round", lambda row: _number(row["first"].get("tokens_s"), "{:,.0f}")),
     ("ms a step", lambda row: _ms(row["step_s"])),
+    ("of it the device", lambda row: _ms(row.get("device_s"))),
     ("weights / step, share of copy", lambda row: _number(row["share_of_copy"], "{:.1%}")),
 )
 _PREFILL: tuple[Column, ...] = (
     ("tokens", lambda row: f"{row['tokens']:,}"),
     ("chunks of", lambda row: f"{row['chunk']:,}"),
     ("s", lambda row: f"{row['seconds']:.4g}"),
+    ("s, first round", lambda row: _number(row["first"].get("seconds"), "{:.4g}")),
     ("share of matrix rate", lambda row: f"{row['share_of_matrix']:.1%}"),
 )
 _FIRST_TOKEN: tuple[Column, ...] = (
     ("context", lambda row: f"{row['context']:,}"),
     ("ms to the first token", lambda row: _ms(row["seconds"])),
+    ("first round", lambda row: _ms(row["first"].get("seconds"))),
+)
+_STEPS: tuple[Column, ...] = (
+    ("steps", lambda row: f"{row['steps']:g}"),
+    ("ms a step", lambda row: _ms(row.get("step_s"))),
+    ("of it the device", lambda row: _ms(row.get("device_s"))),
+    ("ms a step, first round", lambda row: _ms(row["first"].get("step_s"))),
+)
+_BURST: tuple[Column, ...] = (
+    ("prompts", lambda row: str(row["prompts"])),
+    ("tokens each", lambda row: f"{row['tokens']:,}"),
+    ("ms to the last first token", lambda row: _ms(row["seconds"])),
+    ("first round", lambda row: _ms(row["first"].get("seconds"))),
+    ("prompt tokens/s", lambda row: f"{row['prompt_tokens_s']:,.0f}"),
+)
+_ARRIVALS: tuple[Column, ...] = (
+    ("requests", lambda row: str(row["requests"])),
+    ("s between them", lambda row: f"{row['gap_s']:g}"),
+    ("tokens/s", lambda row: f"{row['tokens_s']:,.0f}"),
+    ("mixed steps", lambda row: f"{row['steps']:g}"),
+    *_STEPS[1:],
+)
+_SAMPLING: tuple[Column, ...] = (
+    ("setting", lambda row: row["setting"]),
+    ("sequences", lambda row: str(row["sequences"])),
+    *_STEPS,
+)
+_WINDOWS: tuple[Column, ...] = (
+    ("context", lambda row: f"{row['context']:,}"),
+    ("sequences", lambda row: str(row["sequences"])),
+    *_STEPS,
+)
+_MEMORY: tuple[Column, ...] = (
+    ("GiB, told before", lambda row: f"{row['told_bytes'] / 2**30:.2f}"),
+    ("peak", lambda row: f"{row['peak_bytes'] / 2**30:.2f}"),
+    ("outside, told before", lambda row: f"{row['told_outside_bytes'] / 2**30:.2f}"),
+    ("outside", lambda row: f"{row['outside_bytes'] / 2**30:.2f}"),
 )
 _GROWTH: tuple[Column, ...] = (
     ("tier ends at", lambda row: f"{row['ceiling']:,}"),
@@ -100,6 +140,11 @@ def report(rows: Sequence[Row], pictures: Sequence[Path]) -> str:
         ("Decode", _decode_rows(rows), _DECODE),
         ("Prefill", _medians(_of(rows, "prefill"), ("tokens", "chunk")), _PREFILL),
         ("Time to the first token", first_tokens(rows), _FIRST_TOKEN),
+        ("Bursts of prompts", _medians(_of(rows, "burst"), ("tokens", "prompts")), _BURST),
+        ("Steps with answers and prompts", _medians(_of(rows, "arrivals"), ()), _ARRIVALS),
+        ("Settings of sampling", _medians(_of(rows, "sampling"), ("setting",)), _SAMPLING),
+        ("Windows", _medians(_of(rows, "windows"), ("context", "sequences")), _WINDOWS),
+        ("Memory", _of(rows, "memory"), _MEMORY),
         ("A tier change", _medians(_of(rows, "growth"), ("ceiling",)), _GROWTH),
         ("What rotating at the read costs", _rotation_rows(rows), _ROTATION),
         ("The server, as its clients see it", _of(rows, "server_bench"), _SERVER_BENCH),
@@ -134,18 +179,20 @@ def _medians(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return [
-        {
-            **members[0],
-            **{
-                name: median(row[name] for row in members)
-                for name, value in members[0].items()
-                if isinstance(value, float)
-            },
-            "rounds": len(members),
-        }
-        for members in groups.values()
-    ]
+    return [_median_row(members) for members in groups.values()]
+
+
+def _median_row(members: Sequence[Row]) -> Row:
+    """Return medians of all rounds but the first, which may compile; it stands under "first"."""
+    first = [row for row in members if row.get("round") == 0]
+    later = [row for row in members if row.get("round") != 0] or members
+    medians = {
+        name: median(row[name] for row in later if row.get(name) is not None)
+        for name, value in later[0].items()
+        if isinstance(value, float)
+    }
+    is_apart = len(later) < len(members)
+    return {**later[0], **medians, "rounds": len(later), "first": first[0] if is_apart else {}}
 
 
 def first_tokens(rows: Sequence[Row]) -> list[Row]:
@@ -155,7 +202,7 @@ def first_tokens(rows: Sequence[Row]) -> list[Row]:
 
 
 def _decode_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return medians by contender; ratios are taken within a round, on the same prompts."""
+    """Return medians by contender; ratios are taken between rounds of one number."""
     decodes = _of(rows, "decode")
     ours = {
         (row["sequences"], row["round"]): row["tokens_s"] for row in decodes if row["who"] == _OURS
@@ -167,6 +214,7 @@ def _decode_rows(rows: Sequence[Row]) -> list[Row]:
             for each in decodes
             if (each["sequences"], each["who"]) == (row["sequences"], row["who"])
             and (each["sequences"], each["round"]) in ours
+            and (each["round"] > 0 or row["rounds"] == 1)
         ]
         ratio = median(ratios) if ratios and row["who"] != _OURS else None
         found.append({"step_s": None, "share_of_copy": None, **row, "ratio": ratio})

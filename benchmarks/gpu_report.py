@@ -8,13 +8,13 @@ Row = Mapping[str, Any]
 Column = tuple[str, Callable[[Row], str]]
 
 _DECODE: tuple[Column, ...] = (
-    ("context", lambda row: f"{row['context']:,}"),
-    ("sequences", lambda row: str(row["sequences"])),
+    ("sequences x context", lambda row: row["batch"]),
     ("GB read", lambda row: f"{row['bytes'] / 1e9:.3g}"),
     ("ms", lambda row: f"{row['seconds'] * 1e3:.4g}"),
     ("share of copy", lambda row: f"{row['share_of_copy']:.1%}"),
     ("ms, rotated at write", lambda row: f"{row['rotated_seconds'] * 1e3:.4g}"),
     ("at read / at write", lambda row: f"{row['over_rotated']:.3f}"),
+    ("ms, first call", lambda row: f"{row['first_s'] * 1e3:.4g}"),
 )
 _PREFILL: tuple[Column, ...] = (
     ("tokens", lambda row: f"{row['tokens']:,}"),
@@ -22,6 +22,8 @@ _PREFILL: tuple[Column, ...] = (
     ("attention", lambda row: row["kernel"]),
     ("ms", lambda row: f"{row['seconds'] * 1e3:.4g}"),
     ("share of matrix rate", lambda row: f"{row['share_of_matrix']:.1%}"),
+    ("ms, first call", lambda row: f"{row['first_s'] * 1e3:.4g}"),
+    ("kernels", lambda row: "; ".join(row["names"]) or "not on a GPU"),
 )
 _TUNING: tuple[Column, ...] = (
     ("context", lambda row: f"{row['context']:,}"),
@@ -66,8 +68,10 @@ def machine_line(machine: Row) -> str:
 def ceilings_line(ceilings: Row) -> str:
     """Build the line with the machine's own rates."""
     return (
-        f"Ceilings: copy {ceilings['copy_bytes_s'] / 1e12:.3g} TB/s, bf16 product "
-        f"{ceilings['matrix_flop_s'] / 1e12:.4g} TFLOP/s."
+        f"Ceilings: copy {ceilings['copy_bytes_s'] / 1e12:.3g} TB/s, read "
+        f"{ceilings['read_bytes_s'] / 1e12:.3g} TB/s, bf16 product "
+        f"{ceilings['matrix_flop_s'] / 1e12:.4g} TFLOP/s in a burst, "
+        f"{ceilings['sustained_flop_s'] / 1e12:.4g} sustained."
     )
 
 

@@ -175,4 +175,5 @@ def contenders(
         "generate": lambda: Generating(model(), "dynamic"),
         "continuous": lambda: Batching(model(), num_cached),
         "continuous, graphs": lambda: Batching(model(), num_cached, use_cuda_graph=True),
+        "generate, compiled": lambda: Generating(model(), "static"),
     }

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 
 from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from model_runtime.loading.model_config import EMBEDDED_MODEL
+from tests.device_faults import end_if_the_device_failed
 from tests.engines import EngineFactory, tiny_checkpoint
 from tests.processes import Server, running_server
 
@@ -20,6 +21,13 @@ from tests.processes import Server, running_server
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _device_works() -> Iterator[None]:
+    """A kernel's fault is the fault of the case that launched it."""
+    yield
+    end_if_the_device_failed()
 
 
 @pytest.fixture(scope="session")

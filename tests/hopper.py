@@ -89,6 +89,26 @@ def _uncomputed(query_THD: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.T
     return torch.empty_like(query_THD), torch.empty(num_heads, num_tokens)
 
 
+def _compile_layers() -> None:
+    """Norms and gates in the shapes of Llama 3 8B, Gemma 2 and the tests."""
+    from model_runtime.gpu_layers.triton_gate import Activation, gated
+    from model_runtime.gpu_layers.triton_norm import Scale, add_and_normalize, normalize
+
+    for name, dtype, width, half, plus_one in (
+        ("llama layer", torch.bfloat16, 4096, 14_336, False),
+        ("gemma layer", torch.bfloat16, 3584, 14_336, True),
+        ("wide layer", torch.float16, 16_384, 53_248, False),
+        ("float32 layer", torch.float32, 100, 300, False),
+    ):
+        JITFunction.__getitem__ = _only_compiled(name)
+        x = torch.randn(1, 3, width, dtype=dtype)
+        scale = Scale(x[0, 0], 1e-5, plus_one)
+        add_and_normalize(x, x, scale, scale if plus_one else None)
+        normalize(torch.randn(1, 3, 5, width, dtype=dtype)[:, :, 1:4], scale)
+        activation = Activation.GELU_TANH if plus_one else Activation.SILU
+        gated(torch.randn(1, 3, 2 * half, dtype=dtype), activation)
+
+
 def main() -> None:
     """Every launch of a write and a read is compiled with the arguments it has, and not run."""
     from model_runtime.attention import triton_flash
@@ -107,6 +127,7 @@ def main() -> None:
         attention = TritonAttention(laid.batch)
         attention.write(laid.read.keys_NKDO, laid.read.values_NKOV, key_TKD, value_TKV)
         attention.read(laid.read)
+    _compile_layers()
 
 
 if __name__ == "__main__":

@@ -33,11 +33,12 @@ ROOMS = {
         "cache": {"cpu_kernels"},
         "attention": {"cache", "cpu_kernels"},
         "layers": {"attention", "cache", "cpu_kernels"},
+        "gpu_layers": {"layers", "attention", "cache"},
         "scheduling": {"cache"},
         "runner": {"layers", "attention", "cache", "cpu_kernels"},
         "hub": {"loading"},
         "loading": {"gguf", "quantised", "runner", "layers", "attention", "cache", "text"}
-        | {"cpu_kernels"},
+        | {"cpu_kernels", "gpu_layers"},
         "engine": {*_RUNTIME, "cpu_kernels"},
     },
     "server": {

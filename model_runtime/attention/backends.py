@@ -1,24 +1,45 @@
-"""The choice of the attention backend for a device, and a cache in that backend's layout."""
+"""The choice of the attention backend for a device, and a cache in that backend's layout.
+
+Each backend is imported only for its device. A machine with a GPU needs no working numba.
+"""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
 
 import torch
 
-from model_runtime.attention.cpu_backend import CpuAttention
 from model_runtime.attention.paged_attention import Backend
 from model_runtime.attention.torch_backend import TorchAttention
 from model_runtime.cache.kv_cache import KVCache
 from model_runtime.cache.token_bytes import LayerShape
-from model_runtime.cpu_kernels.processor import vectors
-from model_runtime.cpu_kernels.trials import kernel_fault
+
+
+def has_cpu_kernels(device: torch.device) -> bool:
+    """Return whether the kernels that numba compiles serve the device."""
+    return device.type == "cpu" and _cpu_fault() is None
+
+
+def _cpu_fault() -> str | None:
+    """Return why the CPU's kernels cannot be used, in one line; None if they can."""
+    try:
+        from model_runtime.cpu_kernels.trials import kernel_fault  # noqa: PLC0415
+    except ImportError as error:  # versions beside each other that numba does not accept
+        return f"{type(error).__name__}: {error}"
+    return kernel_fault()
+
+
+def has_gpu_kernels(device: torch.device) -> bool:
+    """Return whether the kernels that triton compiles serve the device."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def backend_for(device: torch.device) -> type[Backend]:
     """Return the compiled backend; plain torch if neither numba nor triton serves the device."""
-    if device.type == "cpu" and kernel_fault() is None:
+    if has_cpu_kernels(device):
+        from model_runtime.attention.cpu_backend import CpuAttention  # noqa: PLC0415
+
         return CpuAttention
-    if device.type == "cuda" and find_spec("triton") is not None:
+    if has_gpu_kernels(device):
         from model_runtime.attention.triton_backend import TritonAttention  # noqa: PLC0415  # optional
 
         return TritonAttention
@@ -39,10 +60,13 @@ def new_store(
 
 def described(device: torch.device) -> str:
     """Return the name of a device's backend, for the banner."""
-    backend = backend_for(device)
-    if backend is TorchAttention:
-        fault = kernel_fault() if device.type == "cpu" else None
-        return "torch" if fault is None else f"torch, slow (compiled kernels fail: {fault})"
-    if backend is CpuAttention:
-        return f"{vectors().name}, {vectors().lanes} lanes"
-    return "Triton"
+    if has_gpu_kernels(device):
+        return "Triton"
+    if device.type != "cpu":
+        return "torch"
+    fault = _cpu_fault()
+    if fault is not None:
+        return f"torch, slow (compiled kernels fail: {fault})"
+    from model_runtime.cpu_kernels.processor import vectors  # noqa: PLC0415
+
+    return f"{vectors().name}, {vectors().lanes} lanes"

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from model_runtime.cache.token_bytes import LayerShape
-from model_runtime.cpu_kernels.bfloat16 import as_numpy
 from model_runtime.cpu_kernels.kernel_arguments import Ints, PageArrays
 
 
@@ -45,6 +44,8 @@ class KVCache:
     @cached_property
     def arrays(self) -> dict[int, PageArrays]:
         """Return the pages as numpy arrays, by layer; bfloat16 as its bits. On a CPU."""
+        from model_runtime.cpu_kernels.bfloat16 import as_numpy  # noqa: PLC0415  # imports numba
+
         return {
             index: PageArrays(as_numpy(keys), as_numpy(values))
             for index, (keys, values) in self._pages.items()

@@ -7,15 +7,14 @@ Padded blocks that are too small for two threads have no such end.
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2CLS
 
 from model_runtime.layers.merged_linear import join, placeholder
 from model_runtime.layers.packed_product import DTYPES, PackedProduct, Way, Workshop
-from model_runtime.layers.replace_modules import swap_modules
+from model_runtime.layers.replace_modules import activation_classes, swap_modules
 from model_runtime.layers.way_trial import choose_way
 
 _VECTOR = 64  # elements; a multiple of every SIMD width in use
@@ -85,7 +84,7 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
         names for names in groups if all(_is_packable(model.get_submodule(name)) for name in names)
     ]
     join(model, packable, product)
-    activations = _activation_classes()
+    activations = activation_classes()
 
     def other(module: nn.Module) -> nn.Module | None:
         if _is_packable(module):
@@ -120,8 +119,3 @@ def ways_of(model: nn.Module) -> set[Way]:
 
 def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear and module.weight.dtype in DTYPES
-
-
-def _activation_classes() -> tuple[type[nn.Module], ...]:
-    entries: list[Any] = list(ACT2CLS.values())
-    return tuple(entry[0] if isinstance(entry, tuple) else entry for entry in entries)

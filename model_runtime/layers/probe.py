@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from model_runtime.attention.paged_attention import (
     STEP,
     AttentionCall,
+    Step,
 )
 from model_runtime.errors import ModelError
 
@@ -46,11 +47,10 @@ def are_equal(call: AttentionCall, other: AttentionCall) -> bool:
 
 
 @torch.inference_mode()
-def recorded_calls(model: nn.Module, first_position: int = 0) -> dict[int, AttentionCall]:
-    """Return every attention layer's call for a short prompt; raise ModelError if there is none."""
+def run_probe(model: nn.Module, step: Step, first_position: int = 0) -> None:
+    """Run a patched model on a short prompt; `step` gets its attention calls. Raises ModelError."""
     device = next(model.parameters()).device
     vocabulary = text_config(model).vocab_size
-    probe = _Probe({})
     try:
         model(
             input_ids=torch.arange(1, 1 + _PROBE_LEN, device=device)[None] % vocabulary,
@@ -58,7 +58,7 @@ def recorded_calls(model: nn.Module, first_position: int = 0) -> dict[int, Atten
                 None
             ],
             use_cache=False,
-            **{STEP: probe},
+            **{STEP: step},
         )
     except ModelError:
         raise
@@ -67,6 +67,12 @@ def recorded_calls(model: nn.Module, first_position: int = 0) -> dict[int, Atten
             f"{type(model).__name__} does not run with its attention replaced: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def recorded_calls(model: nn.Module, first_position: int = 0) -> dict[int, AttentionCall]:
+    """Return every attention layer's call for a short prompt; raise ModelError if there is none."""
+    probe = _Probe({})
+    run_probe(model, probe, first_position)
     if not probe.calls:
         raise ModelError(f"{type(model).__name__} did not call the attention it was given")
     return probe.calls

@@ -1,8 +1,10 @@
 """Replacement of modules in a loaded model, in place."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
+from transformers.activations import ACT2CLS
 
 
 def swap_modules(model: nn.Module, other: Callable[[nn.Module], nn.Module | None]) -> None:
@@ -12,3 +14,9 @@ def swap_modules(model: nn.Module, other: Callable[[nn.Module], nn.Module | None
             made = other(child)
             if made is not None:
                 setattr(module, name, made)
+
+
+def activation_classes() -> tuple[type[nn.Module], ...]:
+    """Return the classes of transformers' activation functions."""
+    entries: list[Any] = list(ACT2CLS.values())
+    return tuple(entry[0] if isinstance(entry, tuple) else entry for entry in entries)

@@ -14,20 +14,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from model_runtime.attention.backends import backend_for
-from model_runtime.attention.cpu_backend import CpuAttention
+from model_runtime.attention.backends import has_cpu_kernels, has_gpu_kernels
 from model_runtime.attention.paged_attention import LayerPlan
 from model_runtime.errors import ModelError
-from model_runtime.layers import (
-    gated_mlp,
-    match_decoder,
-    merged_linear,
-    packed_linear,
-    rms_norm,
-)
-from model_runtime.layers.merged_linear import shared_inputs
+from model_runtime.layers.match_norm import replace_norms
+from model_runtime.layers.merged_linear import join, shared_inputs
 from model_runtime.layers.probe import text_config
-from model_runtime.layers.way_trial import choose_way
 from model_runtime.loading.choose_forward import choose_forward
 from model_runtime.loading.load_faults import faults_of
 from model_runtime.loading.load_progress import logged_progress
@@ -163,18 +155,22 @@ def prepare_model(
     _log.info("self_check", model=type(model).__name__)
     original = original_logits(model, native)
     plans = patch_model(model, native)
-    has_kernels = backend_for(parameter.device) is CpuAttention
-    products = _BY_TORCH
-    if has_kernels:
-        packed_linear.pack(model, shared_inputs(model))
-        products = packed_linear.described(packed_linear.ways_of(model), parameter.dtype)
-        gated_mlp.fuse(model)
-        _leave_file(model)
+    products, fused = _BY_TORCH, None
+    if has_cpu_kernels(parameter.device):
+        products = _pack(model, parameter.dtype)
+        from model_runtime.layers.match_decoder import match_decoder  # noqa: PLC0415  # imports numba
+
+        fused = match_decoder(model, plans)
+    elif has_gpu_kernels(parameter.device):
+        from model_runtime.gpu_layers.fewer_kernels import (  # noqa: PLC0415  # imports triton
+            use_fewer_kernels,
+        )
+
+        use_fewer_kernels(model, shared_inputs(model))
     else:
-        merged_linear.join(model, shared_inputs(model))
-    rms_norm.replace_norms(model)
+        join(model, shared_inputs(model))
+        replace_norms(model)
     prompts = PagedPrompts(model, plans, native, original)
-    fused = match_decoder.match_decoder(model, plans) if has_kernels else None
     report = choose_forward(prompts, check(prompts), fused)
     vocab_size = text_config(model).vocab_size
     return Checkpoint(
@@ -194,9 +190,27 @@ def prepare_model(
 
 def expected_products(device: torch.device, dtype: torch.dtype) -> str:
     """Return the layout and products that weights will have, before they are loaded."""
-    if backend_for(device) is not CpuAttention:
+    if not has_cpu_kernels(device):
         return _BY_TORCH
-    return packed_linear.described([choose_way(dtype)], dtype)
+    from model_runtime.layers.packed_linear import described  # noqa: PLC0415  # imports numba
+    from model_runtime.layers.way_trial import choose_way  # noqa: PLC0415
+
+    return described([choose_way(dtype)], dtype)
+
+
+def _pack(model: nn.Module, dtype: torch.dtype) -> str:
+    """Replace modules by those with kernels for a CPU, in place; return how products are laid out.
+
+    The imports are here, because these modules import numba, which a GPU does not need.
+    """
+    from model_runtime.layers import gated_mlp, packed_linear  # noqa: PLC0415
+    from model_runtime.layers.rms_norm import cpu_candidates  # noqa: PLC0415
+
+    packed_linear.pack(model, shared_inputs(model))
+    gated_mlp.fuse(model)
+    _leave_file(model)
+    replace_norms(model, cpu_candidates)
+    return packed_linear.described(packed_linear.ways_of(model), dtype)
 
 
 def _leave_file(model: nn.Module) -> None:

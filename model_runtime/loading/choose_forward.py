@@ -10,13 +10,13 @@ Shapes: T = tokens of the long prompt, R = rows of logits, V = vocabulary.
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from model_runtime.batch import Span
-from model_runtime.layers import fused_decoder, last_layer
-from model_runtime.layers.fused_decoder import DecoderLayers
+from model_runtime.layers import last_layer
 from model_runtime.loading.self_check import (
     DECODE_START,
     FIRST_CHUNK_END,
@@ -26,12 +26,15 @@ from model_runtime.loading.self_check import (
     windows_shrunk,
 )
 
+if TYPE_CHECKING:
+    from model_runtime.layers.fused_decoder import DecoderLayers  # imports numba
+
 _NUM_LOGIT_ROWS = 2  # tokens that need logits, so that the last layer is pruned
 
 
 @torch.inference_mode()
 def choose_forward(
-    prompts: PagedPrompts, report: SelfCheckReport, fused: DecoderLayers | None = None
+    prompts: PagedPrompts, report: SelfCheckReport, fused: "DecoderLayers | None" = None
 ) -> SelfCheckReport:
     """Make the forward of a checked model faster, in place, where the logits stay the same.
 
@@ -75,8 +78,10 @@ def _last_logits(prompts: PagedPrompts) -> Tensor | None:
         return None
 
 
-def _choose_fused(prompts: PagedPrompts, fused: DecoderLayers, long_TV: Tensor) -> None:
+def _choose_fused(prompts: PagedPrompts, fused: "DecoderLayers", long_TV: Tensor) -> None:
     """Replace the model's forward by the fused decoder, if both give the same bits."""
+    from model_runtime.layers.fused_decoder import restore  # noqa: PLC0415  # imports numba
+
     model, runner, long = prompts.model, prompts.runner(), prompts.long
     decode = long(DECODE_START, DECODE_START + 1)
     whole = [long(0, len(prompts.original.long_ids))]
@@ -94,4 +99,4 @@ def _choose_fused(prompts: PagedPrompts, fused: DecoderLayers, long_TV: Tensor) 
     except Exception:  # noqa: BLE001  # parts that look like others
         is_same = False
     if not is_same:
-        fused_decoder.restore(model)
+        restore(model)

@@ -1,6 +1,8 @@
 """The benchmark of whole models, at sizes that a CPU runs in seconds."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import LlamaForCausalLM
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from benchmarks import gpu_model
+from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_engine import Served, Step
 from benchmarks.gpu_model_inputs import (
     LLAMA_3_8B,
@@ -28,6 +31,7 @@ from benchmarks.gpu_model_report import draw, report
 from benchmarks.make_model import llama_config
 
 CPU = torch.device("cpu")
+MACHINE = ("date", "commit", "device", "torch", "triton", "transformers", "python")
 
 
 def run(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
@@ -46,16 +50,19 @@ def run(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
 
 def test_a_run_measures_every_part_and_reports_it(tmp_path: Path) -> None:
     """The server has a test of its own; parts that a CPU cannot run are listed with a reason."""
-    rows, text = run(tmp_path, "--parts", ",".join(name for name in PARTS if name != "server"))
+    apart = {"server", "contenders"}
+    rows, text = run(tmp_path, "--parts", ",".join(name for name in PARTS if name not in apart))
     by_part: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_part.setdefault(row["part"], []).append(row)
     decodes = {(row["sequences"], row["who"]): row for row in by_part["decode"]}
-    everybody = ("ropewalk", "ropewalk, not recorded", "generate")
-    assert {(batch, who) for batch in (1, 3) for who in everybody} <= set(decodes)
+    both = ("ropewalk", "ropewalk, not recorded")
+    assert {(batch, who) for batch in (1, 3) for who in both} == set(decodes)
     ours = decodes[3, "ropewalk"]
     assert ours["tokens_s"] == pytest.approx(3 * TINY.output_len / ours["seconds"])
-    assert 0 < ours["step_s"] < ours["seconds"]
+    assert 0 < ours["device_s"] < ours["step_s"] < ours["seconds"]
+    assert ours["host_s"] == pytest.approx(ours["step_s"] - ours["device_s"])
+    assert {"schedule", "build", "forward", "sample"} <= set(ours["parts_s"])
     assert {row["chunk"] for row in by_part["prefill"]} == set(TINY.chunk_lens)
     assert {row["context"] for row in by_part["first_token"]} == set(TINY.contexts)
     (growth,) = by_part["growth"]
@@ -63,14 +70,49 @@ def test_a_run_measures_every_part_and_reports_it(tmp_path: Path) -> None:
     assert growth["crossing_s"] > 0
     rotation = {(row["context"], row["sequences"], row["kind"]) for row in by_part["rotation"]}
     assert rotation == {(*size, kind) for size in TINY.steps for kind in ("read", "write", "none")}
-    # Whether transformers' batching runs on a CPU is its own affair, but it is told.
+    assert all(row["prompts"] == 3 and row["seconds"] > 0 for row in by_part["burst"])
+    assert by_part["arrivals"][0]["requests"] == TINY.arrivals[0]
+    settings = {row["setting"] for row in by_part["sampling"]}
+    assert settings >= {"greedy", "temperature 1, top_p 0.9", "a grammar"}
+    assert {row["context"] for row in by_part["windows"]} == {size[0] for size in TINY.steps}
+    for row in by_part["profile"]:
+        assert "Self CPU" in (tmp_path / row["file"]).read_text()
     left_out = {row["what"] for row in by_part["left_out"]}
-    for name in ("continuous", "continuous, graphs"):
-        assert (3, name) in decodes or f"{name}, 3 at once" in left_out
-    assert "generate, compiled" in left_out
-    for needed in ("commit `abc123`", "| 3 | generate |", "### A tier change", "### Left out"):
+    assert left_out == {"generate, compiled", "memory"}
+    for needed in ("commit `abc123`", "### A tier change", "### Settings of sampling"):
         assert needed in text
     assert (tmp_path / "gpu_first_token.png").stat().st_size > 1000
+
+
+def test_contenders_run_in_processes_of_their_own(tmp_path: Path) -> None:
+    """Whether transformers' batching runs on a CPU is its own affair, but it is told."""
+    rows, text = run(tmp_path, "--parts", "decode,contenders")
+    decodes = {(row["sequences"], row["who"]) for row in rows if row["part"] == "decode"}
+    left_out = {row["what"] for row in rows if row["part"] == "left_out"}
+    assert {(1, "generate"), (3, "generate")} <= decodes
+    for name in ("continuous", "continuous, graphs"):
+        assert (3, name) in decodes or f"{name}, 3 at once" in left_out
+    assert "| 3 | generate |" in text
+
+
+def test_a_contender_that_hangs_costs_its_own_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python starts, and is ended before torch is imported."""
+    sizes = replace(TINY, contender_s=0.05, contender_batches=(1,))
+    bench = Bench(sizes, CPU, 1.0, 1.0, math.inf, tmp_path, is_tiny=True)
+    (row,) = PARTS["contenders"](bench)
+    assert (row["what"], row["why"]) == ("generate, 1 at once", "it did not end in 0.05 s")
+
+
+def test_the_first_round_is_reported_apart() -> None:
+    """It may compile, so the median leaves it out."""
+    rows: list[dict[str, Any]] = [{"part": "machine", **dict.fromkeys(MACHINE, "x")}]
+    rows += [
+        {"part": "first_token", "context": 1024, "round": number, "seconds": seconds}
+        for number, seconds in enumerate((4.0, 0.03, 0.05, 0.04))
+    ]
+    assert "| 1,024 | 40 | 4000 |" in report(rows, [])
 
 
 def test_the_server_is_measured_by_its_clients_and_by_its_metrics(tmp_path: Path) -> None:
@@ -100,7 +142,7 @@ def test_unknown_parts_are_refused(tmp_path: Path) -> None:
     """Unknown parts are refused before any measurement."""
     ended = CliRunner().invoke(gpu_model.main, ["--out", str(tmp_path), "--parts", "decode,walk"])
     assert ended.exit_code == 2
-    assert "walk is none of decode" in ended.stderr
+    assert "walk is none of rotation, decode" in ended.stderr
 
 
 def test_the_counts_are_those_of_the_model() -> None:
@@ -181,7 +223,7 @@ def test_ratios_are_of_the_same_round() -> None:
         for who, rate in (("ropewalk", ours), ("continuous", theirs)):
             row = {"part": "decode", "sequences": 64, "round": number, "who": who}
             rows.append({**row, "seconds": 1.0, "tokens_s": rate})
-    assert "| 64 | continuous | 3 | 10 | 3.00 |" in report(rows, [])
+    assert "| 64 | continuous | 2 | 6 | 4.00 |" in report(rows, [])
 
 
 def test_logarithmic_axes_say_so_and_have_ticks(

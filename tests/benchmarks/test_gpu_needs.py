@@ -3,7 +3,7 @@
 import shlex
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
@@ -42,12 +42,85 @@ def test_what_only_a_server_needs_stops_nothing(
             raise PackageNotFoundError(name)
         return "9999"
 
+    monkeypatch.setattr(sys, "argv", ["gpu_needs"])
     monkeypatch.setattr(gpu_needs, "version", version)
+    monkeypatch.setattr(gpu_needs, "imports", lambda names: dict.fromkeys(names, ("1.0", None)))
     gpu_needs.main()
-    told = capsys.readouterr().err
-    assert "fastapi" in told
-    assert "uvicorn" in told
-    assert "no server runs" in told
+    told = capsys.readouterr()
+    assert "torch 1.0" in told.out
+    assert "fastapi" in told.err
+    assert "uvicorn" in told.err
+    assert "no server runs" in told.err
+
+
+def package(folder: Path, name: str, code: str) -> None:
+    """Write a module."""
+    (folder / f"{name}.py").write_text(code)
+
+
+def test_packages_are_imported_and_not_only_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has a version, one raises, one ends the process; those after it are not judged."""
+    package(tmp_path, "aa", "__version__ = '2.5'")
+    package(tmp_path, "bb", "raise RuntimeError('needs NumPy 2.4 or less')")
+    package(tmp_path, "cc", "import os; os._exit(7)")
+    package(tmp_path, "dd", "")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert gpu_needs.imports({"aa", "bb", "cc", "dd", "ee"}) == {
+        "aa": ("2.5", None),
+        "bb": ("", "RuntimeError: needs NumPy 2.4 or less"),
+        "cc": ("", "Python ended with code 7"),
+    }
+
+
+def test_a_numba_that_does_not_load_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It serves a model on a CPU only. A torch that does not load stops everything."""
+    faults = {"numba": "ImportError: needs NumPy 2.4 or less"}
+    monkeypatch.setattr(sys, "argv", ["gpu_needs"])
+    monkeypatch.setattr(gpu_needs, "version", lambda _: "9999")
+    monkeypatch.setattr(gpu_needs, "lacks_to_serve", list)
+    monkeypatch.setattr(
+        gpu_needs, "imports", lambda names: {name: ("1.0", faults.get(name)) for name in names}
+    )
+    gpu_needs.main()
+    assert "numba (ImportError: needs NumPy 2.4 or less)" in capsys.readouterr().err
+    faults["torch"] = "OSError: libcudart.so.13 is missing"
+    with pytest.raises(SystemExit) as ended:
+        gpu_needs.main()
+    assert ended.value.code == 2
+    assert "cannot import torch (OSError: libcudart.so.13 is missing)" in capsys.readouterr().err
+
+
+def test_the_server_is_imported_where_its_packages_are_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FastAPI imports packages that no list of ours has."""
+    assert gpu_needs.lacks_to_serve() == []
+    monkeypatch.setattr(gpu_needs, "_SERVER", "import fastapi, opentelemetry_of_another_release")
+    (fault,) = gpu_needs.lacks_to_serve()
+    assert fault == "ModuleNotFoundError: No module named 'opentelemetry_of_another_release'"
+
+
+def test_the_wheels_are_complete() -> None:
+    """All that a listed package requires is listed, or comes with torch and transformers."""
+    from packaging.requirements import Requirement
+
+    found = gpu_needs.wheels()
+    here = {"fastapi", "pydantic-core", "starlette", "annotated-types", "opentelemetry-api"}
+    assert here | {"structlog", "llguidance", "httpx", "typing-extensions"} <= set(found)
+    assert not {"torch", "numpy", "numba", "transformers", "triton"} & set(found)
+    environment = {"python_version": "3.12", "extra": ""}
+    for name in found:
+        for line in requires(name) or []:
+            asked = Requirement(line)
+            if asked.marker is None or asked.marker.evaluate(environment):
+                known = asked.name.lower().replace("_", "-")
+                assert known in found or known in gpu_needs._GIVEN, f"{name} requires {line}"
+                if known in found:
+                    assert asked.specifier.contains(found[known]), f"{name} requires {line}"
 
 
 def test_the_check_runs_without_plugins_of_pytest() -> None:

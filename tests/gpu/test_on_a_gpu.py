@@ -155,8 +155,8 @@ def test_the_embedded_model_passes_its_self_check(on_gpu: Checkpoint) -> None:
 def test_norms_and_products_are_fewer_kernels(on_gpu: Checkpoint) -> None:
     """No RMSNorm is left in its original form."""
     kinds = {type(module).__name__ for module in on_gpu.model.modules()}
-    assert {"TorchRmsNorm", "MergedPart"} <= kinds
-    assert "LlamaRMSNorm" not in kinds
+    assert {"GpuRmsNorm", "MergedPart", "GatedBlock", "ResidualLayer"} <= kinds
+    assert not {"LlamaRMSNorm", "LlamaMLP", "LlamaDecoderLayer"} & kinds
 
 
 def test_the_engine_serves_as_on_a_cpu(on_gpu: Checkpoint, engines: EngineFactory) -> None:

@@ -9,7 +9,9 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from model_runtime.layers.rms_norm import RmsNorm, TorchRmsNorm, replace_norms
+from model_runtime.layers import match_norm
+from model_runtime.layers.match_norm import TorchRmsNorm
+from model_runtime.layers.rms_norm import RmsNorm, cpu_candidates
 
 ROWS = (1, 2, 3, 7, 8, 33, 200)
 
@@ -22,6 +24,11 @@ class WrongEps(LlamaRMSNorm):
         mean = hidden_states.pow(2).mean(-1, keepdim=True)
         out: Tensor = self.weight * hidden_states * torch.rsqrt(mean + 10 * self.variance_epsilon)
         return out
+
+
+def replace_norms(model: nn.Module) -> None:
+    """Replace norms as for a CPU."""
+    match_norm.replace_norms(model, cpu_candidates)
 
 
 def replaced(norm: nn.Module) -> nn.Module:

@@ -1,0 +1,92 @@
+"""The objects that the parts of the whole-model benchmark share.
+
+A row becomes a line of JSON, and its `part` names the measurement. A row with `"part": "left_out"`
+names a measurement that was left out, and the reason.
+"""
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM
+
+from benchmarks.gpu_engine import Measured, measured
+from benchmarks.gpu_model_inputs import (
+    ModelSizes,
+    Prompts,
+    deployment_of,
+    random_model,
+    taken_over,
+    twin,
+)
+from model_runtime.deployment import Deployment
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.runner.model_runner import ModelRunner
+
+Row = dict[str, Any]
+OURS = "ropewalk"
+WARM_UP_LEN = 4  # tokens of the answers that warm up
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The objects that the parts share: sizes, models, the machine's rates, and the deadline."""
+
+    sizes: ModelSizes
+    device: torch.device
+    copy_bytes_s: float
+    matrix_flop_s: float
+    end: float  # deadline on the clock of time.monotonic()
+    folder: Path  # where tables go that are no rows
+    is_tiny: bool = False
+    prompts: Prompts = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompts", Prompts(self.sizes.shape.vocab))
+
+    @cached_property
+    def theirs(self) -> LlamaForCausalLM:
+        """Return the model that transformers runs."""
+        sizes = self.sizes
+        return random_model(sizes.shape, sizes.native_len, sizes.dtype, self.device)
+
+    def twin(self) -> LlamaForCausalLM:
+        """Build another model over the same weights."""
+        return twin(self.theirs, self.sizes.shape, self.sizes.native_len)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """Return a patched model over the same weights."""
+        return taken_over(self.twin())
+
+    @cached_property
+    def deployment(self) -> Deployment:
+        """Return the deployment, under which every request grows through the tiers."""
+        return deployment_of(self.checkpoint, self.sizes)
+
+    def has_time(self, seconds: float = 0.0) -> bool:
+        """Return whether more than `seconds` are left before the deadline."""
+        return time.monotonic() + seconds < self.end
+
+    def engine(
+        self,
+        stack: ExitStack,
+        num_sequences: int,
+        *,
+        chunk_len: int | None = None,
+        records: bool = True,
+        make: type[ModelRunner] = ModelRunner,
+    ) -> Measured:
+        """Start an engine of ours, which stops when the stack ends."""
+        chunk_len = chunk_len or self.sizes.chunk_len
+        config = self.sizes.config(chunk_len, num_sequences, records=records)
+        return stack.enter_context(measured(self.checkpoint, self.deployment, config, make))
+
+
+def left_out(what: str, why: str) -> Row:
+    """Build the row of a measurement that was left out."""
+    return {"part": "left_out", "what": what, "why": why}

@@ -1,0 +1,158 @@
+"""The parts of the whole-model benchmark that show a server's ordinary work.
+
+They measure bursts of prompts, prompts that arrive among answers, settings of sampling, windows,
+the kernels of a step, and the memory that a step takes.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity
+
+from benchmarks.gpu_bench import WARM_UP_LEN, Bench, Row, left_out
+from benchmarks.gpu_engine import measured
+from benchmarks.gpu_model_inputs import deployment_of, random_windows, taken_over
+from model_runtime.cache.token_bytes import bytes_per_token
+from model_runtime.engine.memory_profile import CudaMeter, profile_memory
+from model_runtime.text.grammar import GrammarCompiler
+
+_SHARE = 0.9  # of the device's memory, as a server has by default
+_PROFILED_LEN = 4  # tokens of the answers whose steps are profiled
+# Settings of sampling by name; none of them is the engine's fastest way.
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "greedy": {},
+    "temperature 1": {"temperature": 1.0},
+    "temperature 1, top_p 0.9": {"temperature": 1.0, "top_p": 0.9},
+    "greedy, 5 logprobs": {"logprobs": 5},
+}
+_SCHEMA = '{"type": "array", "items": {"type": "integer"}, "minItems": 64}'
+
+
+def bursts(bench: Bench) -> Iterator[Row]:
+    """Measure prompts that are sent together: until the last of them has its first token."""
+    with ExitStack() as stack:
+        engine = bench.engine(stack, max(count for _, count in bench.sizes.bursts))
+        for num_tokens, count in bench.sizes.bursts:
+            for number in range(bench.sizes.rounds):
+                if not bench.has_time():
+                    yield left_out(f"a burst of {count}, round {number}", "no time was left")
+                    break
+                served = engine.serve(bench.prompts.of(num_tokens, count), 1)
+                yield {
+                    "part": "burst",
+                    "tokens": num_tokens,
+                    "prompts": count,
+                    "round": number,
+                    "seconds": served.first_token_s,
+                    "prompt_tokens_s": num_tokens * count / served.first_token_s,
+                }
+
+
+def arrivals(bench: Bench) -> Iterator[Row]:
+    """Measure steps that decode and also read prompts, which arrive at an even rate."""
+    sizes = bench.sizes
+    count, gap_s = sizes.arrivals
+    with ExitStack() as stack:
+        engine = bench.engine(stack, count)
+        for number in range(sizes.rounds):
+            if not bench.has_time():
+                yield left_out(f"arrivals, round {number}", "no time was left")
+                return
+            most = 8 * sizes.prompt_len
+            lengths = [sizes.prompt_len + bench.prompts.below(most) for _ in range(count)]
+            prompts = [bench.prompts.of(each)[0] for each in lengths]
+            served = engine.serve(prompts, sizes.output_len, gap_s=gap_s)
+            row = {"part": "arrivals", "requests": count, "gap_s": gap_s, "round": number}
+            rate = count * sizes.output_len / served.seconds
+            yield {**row, "tokens_s": rate, **served.mixed_summary()}
+
+
+def sampling(bench: Bench) -> Iterator[Row]:
+    """Measure decode steps with other settings than greedy, and with a grammar."""
+    sizes, count = bench.sizes, bench.sizes.sampled
+    compiler = GrammarCompiler(bench.checkpoint.tokenizer)
+    grammar = compiler.compile(_SCHEMA).result()
+    settings = {name: (None, setting) for name, setting in _SETTINGS.items()}
+    with ExitStack() as stack:
+        engine = bench.engine(stack, count)
+        for name, (rule, setting) in {**settings, "a grammar": (grammar, {})}.items():
+            if not bench.has_time():
+                yield left_out(f"sampling, {name}", "no time was left")
+                continue
+            for number in range(2):  # the first may compile
+                prompts = bench.prompts.of(sizes.prompt_len, count)
+                served = engine.serve(prompts, sizes.output_len, grammar=rule, **setting)
+                row = {"part": "sampling", "setting": name, "sequences": count, "round": number}
+                yield {**row, **served.summary(count)}
+
+
+def windows(bench: Bench) -> Iterator[Row]:
+    """Measure a model of the same shape whose layers all have a sliding window."""
+    sizes = bench.sizes
+    checkpoint = taken_over(random_windows(sizes, bench.device))
+    deployment = deployment_of(checkpoint, sizes)
+    config = sizes.config(sizes.chunk_len, max(count for _, count in sizes.steps))
+    with measured(checkpoint, deployment, config) as engine:
+        for context, count in sizes.steps:
+            for number in range(2):  # the first may compile
+                if not bench.has_time():
+                    yield left_out(f"windows, {count} at {context}", "no time was left")
+                    break
+                prompts = bench.prompts.of(context - sizes.num_steps, count)
+                served = engine.serve(prompts, sizes.num_steps + 1)
+                row = {"part": "windows", "context": context, "sequences": count}
+                first_s = served.first_token_s
+                yield {**row, "round": number, "first_token_s": first_s, **served.summary(count)}
+
+
+def profile(bench: Bench) -> Iterator[Row]:
+    """Write tables of the kernels of some decode steps, by torch's profiler."""
+    sizes = bench.sizes
+    is_gpu = bench.device.type == "cuda"
+    activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
+    every = _ExperimentalConfig(profile_all_threads=True)  # steps run on the engine's thread
+    with ExitStack() as stack:
+        engine = bench.engine(stack, max(sizes.batches))
+        for count in sizes.batches[:2]:
+            prompts = bench.prompts.of(sizes.prompt_len, count)
+            engine.serve(prompts, WARM_UP_LEN)
+            with torch.profiler.profile(
+                activities=[activity], experimental_config=every
+            ) as profiled:
+                # The prefix cache has the prompts, so nearly all steps decode.
+                engine.serve(prompts, _PROFILED_LEN)
+            order = "self_device_time_total" if is_gpu else "self_cpu_time_total"
+            path = bench.folder / f"profile_{count}.txt"
+            text = profiled.key_averages().table(sort_by=order, row_limit=60)
+            path.write_text(text, encoding="utf-8")
+            yield {"part": "profile", "sequences": count, "file": path.name}
+
+
+def memory(bench: Bench) -> Iterator[Row]:
+    """Compare what the profile of memory told with what an engine holds after ordinary work."""
+    if bench.device.type != "cuda":
+        yield left_out("memory", "torch counts a GPU's memory only")
+        return
+    sizes = bench.sizes
+    config = sizes.config(sizes.chunk_len, max(sizes.batches))
+    profiles = [tier.profile for tier in bench.deployment.own_tiers]
+    meter = CudaMeter(bench.device)
+    told = profile_memory(bench.checkpoint, config, profiles, _SHARE, meter)
+    cache_bytes = sizes.cache_tokens * bytes_per_token(bench.checkpoint.plans, sizes.dtype)
+    meter.reset()
+    with ExitStack() as stack:
+        engine = bench.engine(stack, max(sizes.batches))
+        for num_tokens, count in sizes.bursts:
+            engine.serve(bench.prompts.of(num_tokens, count), WARM_UP_LEN, top_p=0.9, temperature=1)
+        engine.serve(bench.prompts.of(sizes.prefill_len), WARM_UP_LEN)
+        held = meter.read()
+    yield {
+        "part": "memory",
+        "told_bytes": told.weight_bytes + told.step_bytes + told.graph_bytes + cache_bytes,
+        "peak_bytes": held.peak,
+        "told_outside_bytes": told.outside_bytes,
+        "outside_bytes": held.outside,
+    }

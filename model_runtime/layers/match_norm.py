@@ -1,0 +1,75 @@
+"""RMSNorm modules of any architecture, recognised by their outputs.
+
+Every architecture has its own class for the same formula: x / sqrt(mean(x^2) + eps) * weight, or
+* (1 + weight). A module with other outputs is not replaced.
+
+Shapes: R = rows, D = dimensions of a row.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from model_runtime.layers.equivalence import (
+    IsEqual,
+    equal_by_scale,
+    first_equivalent,
+    trial_rows,
+)
+from model_runtime.layers.replace_modules import swap_modules
+
+# Makes the possible replacements of a norm from its weight and eps, each with its comparison.
+Candidates = Callable[[nn.Parameter, float], Iterable[tuple[nn.Module, IsEqual]]]
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative
+
+_TRIAL_SCALES = (1e-3, 1.0, 30.0)  # the smallest reveals a wrong eps
+_TRIAL_SHIFT = 0.5  # reveals a norm that subtracts the mean
+
+
+class TorchRmsNorm(nn.Module):
+    """torch's RMSNorm, x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    It is one kernel on every device. A bf16 result is rounded once, although some models round it
+    twice.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm, same shape and dtype."""
+        return nn.functional.rms_norm(x, (len(self.weight),), self.weight, self._eps)
+
+
+def torch_candidates(weight: nn.Parameter, eps: float) -> Iterator[tuple[nn.Module, IsEqual]]:
+    """Yield torch's norm over this weight, with its comparison."""
+    yield TorchRmsNorm(weight, eps), equal_by_scale(ROUNDING, weight.detach().float())
+
+
+@torch.inference_mode()
+def replace_norms(model: nn.Module, candidates: Candidates = torch_candidates) -> None:
+    """Replace every module that computes an RMSNorm by a candidate with its outputs, in place."""
+    swap_modules(model, lambda module: _as_norm(module, candidates))
+
+
+def _as_norm(module: nn.Module, candidates: Candidates) -> nn.Module | None:
+    """Return the same norm, or None if the module is something else."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if (
+        not isinstance(weight, nn.Parameter)
+        or not isinstance(eps, float)
+        or weight.dim() != 1
+        or len(weight) < 2  # a single weight for whole rows would look like rows of one element
+        or weight.dtype not in ROUNDING
+        or len(list(module.parameters())) + len(list(module.buffers())) > 1
+        or len(inspect.signature(module.forward).parameters) != 1
+    ):
+        return None
+    trial_RD = trial_rows(len(weight), _TRIAL_SCALES, _TRIAL_SHIFT)
+    trial_RD = trial_RD.to(weight.device, weight.dtype)
+    return first_equivalent(module, candidates(weight, eps), trial_RD)

@@ -1,0 +1,88 @@
+"""A machine with a GPU needs no numba: what serves there imports none of it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# An import hook raises for numba and llvmlite, as on a machine with versions that do not load.
+WITHOUT_NUMBA = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"numba", "llvmlite"}:
+            raise ImportError(f"{name} does not load here")
+
+sys.meta_path.insert(0, Refuse())
+"""
+# The model is on the CPU, where Triton's interpreter stands for the GPU.
+SERVE = """
+import torch
+from model_runtime.attention import backends
+from model_runtime.config import EngineConfig
+
+backends.has_cpu_kernels = lambda device: False
+backends.has_gpu_kernels = lambda device: True
+
+from model_runtime.engine.build_engine import build_engine
+from model_runtime.engine import memory_profile
+from model_runtime.loading.checkpoint import load_checkpoint
+from model_runtime.loading.model_config import EMBEDDED_MODEL
+from model_runtime.make_deployment import DeploymentOptions, make_deployment
+from model_runtime.deployment import RopeRequest
+from model_runtime.request import Request, SamplingParams
+
+checkpoint = load_checkpoint(EMBEDDED_MODEL, device="cpu", dtype="float32")
+assert backends.described(checkpoint.device) == "Triton"
+config = EngineConfig(kv_cache_tokens=256, max_model_len=128, enforce_eager=True)
+engine = build_engine(checkpoint, config)
+engine.start()
+deployment = make_deployment("one", checkpoint.native, DeploymentOptions())
+placement = deployment.place(RopeRequest(), 3, 2)
+sampling = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
+(outputs,) = engine.generate([Request("one", (5, 6, 7), sampling, placement)])
+assert sum(len(each.token_ids) for each in outputs) == 2, outputs
+engine.stop()
+print(type(checkpoint.model.model.norm).__name__)
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code from the project's root, under Triton's interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_NUMBA + code],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_model_is_loaded_and_answers_where_numba_does_not_load() -> None:
+    """The whole path of a GPU, from the checkpoint to two tokens of an answer."""
+    pytest.importorskip("triton", reason="triton is for Linux on x86-64")
+    ended = run(SERVE)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.stdout.split()[-1] == "GpuRmsNorm"
+
+
+def test_the_server_is_imported_where_numba_does_not_load() -> None:
+    """Settings, planning, the application and the client of the benchmarks."""
+    ended = run("import server.app, server.startup.serving_plan, server.bench.load")
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+def test_a_cpu_without_numba_is_served_by_torch() -> None:
+    """The description names the fault. It also shows that the refusal works."""
+    ended = run(
+        "import torch; from model_runtime.attention.backends import backend_for, described\n"
+        "cpu = torch.device('cpu')\nprint(backend_for(cpu).__name__, described(cpu))"
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.stdout.startswith("TorchAttention torch, slow (compiled kernels fail: ImportError")
