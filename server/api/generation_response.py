@@ -6,7 +6,7 @@ All generating routes share this module; each one defines its own body formats.
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -57,14 +57,16 @@ class HttpAnswer(ABC, Generic[BodyT]):
         self.created = int(time.time())
         self.choices = [ChoiceState(request) for request in submission.requests]
         self._submission = submission
+        # Hears of each output before it is answered.
+        self.listener: Callable[[int, Output], None] | None = None
 
     @abstractmethod
     def whole_body(self, outputs: Sequence[Output]) -> BaseModel:
         """Build the answer; `outputs` has one complete output for each choice."""
 
     @abstractmethod
-    def piece(self, index: int, output: Output) -> BaseModel:
-        """Build the body of one output of one choice."""
+    def piece(self, index: int, output: Output) -> BaseModel | None:
+        """Build the body of one output of one choice; None if there is nothing to send yet."""
 
     @abstractmethod
     def event_body(
@@ -152,7 +154,9 @@ class HttpAnswer(ABC, Generic[BodyT]):
         return self._piece_event(index, output)
 
     def _piece_event(self, index: int, output: Output) -> str:
-        return event(self.event_body([self.piece(index, output)]))
+        piece = self.piece(index, output)
+        # A call that is held back for long must not look like a silent stream.
+        return KEEP_ALIVE if piece is None else event(self.event_body([piece]))
 
     async def _next(self, limit_s: float | None) -> tuple[int, Output] | None:
         """Return (choice, output), or None after `limit_s` seconds without any.
@@ -168,6 +172,8 @@ class HttpAnswer(ABC, Generic[BodyT]):
         state = self.choices[index]
         state.num_generated += len(output.token_ids)
         state.num_cached_tokens = output.num_cached_tokens
+        if self.listener is not None:
+            self.listener(index, output)
         return found
 
 
