@@ -40,7 +40,7 @@ QWEN3_CODER = _chat_ml(
 )
 _MISTRAL = (
     "{% for m in messages %}{% if m.role == 'user' %}"
-    "{% if tools %}{{ '[AVAILABLE_TOOLS]' }}{{ tools | tojson }}{{ '[/AVAILABLE_TOOLS]' }}{% endif %}"
+    "{% if tools %}{{ '[AVAILABLE_TOOLS]' }}{{ tools | tojson }}{% endif %}"
     "{{ '[INST]' + m.content + '[/INST]' }}"
     "{% elif m.tool_calls %}CALLS{{ '</s>' }}"
     "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}"

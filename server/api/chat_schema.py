@@ -84,7 +84,9 @@ class Message(Body):
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield fields that this role has not, or lacks."""
         if self.content is None and not (self.role == "assistant" and self._says_something):
-            yield "content", "must be a string or a list of text parts"
+            is_given = "content" in self.model_fields_set
+            told = "must be a string or a list of text parts" if is_given else "is missing"
+            yield "content", told
         if self.role != "assistant":
             for name in ("tool_calls", "reasoning_content", "reasoning"):
                 if getattr(self, name):

@@ -23,7 +23,6 @@ from server.app import create_app
 from server.settings.load import load_settings
 from server.startup.load_service import load_service
 from tests.tokens import byte_tokenizer_fast
-from model_runtime.text.tokenizer import Tokenizer
 
 
 class Said:
@@ -48,7 +47,8 @@ class Said:
         for span in spans:
             for row in span.logit_rows:
                 position = span.first_position + row
-                self._start = position if self._start is None else self._start
+                if self._start is None or len(span.token_ids) > 1:
+                    self._start = position  # of another prompt
                 logits = torch.full((self._vocab_size,), -30.0)
                 logits[self._token_ids[min(position - self._start, len(self._token_ids) - 1)]] = 0.0
                 rows.append(logits)
