@@ -1,11 +1,10 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from model_runtime.errors import RequestError
 from model_runtime.request import Output
 from model_runtime.tools.answer_reader import ReadingPlan
 from server.api.chat_schema import (
@@ -25,7 +24,7 @@ from server.api.generation_schema import CompletionTokensDetails, PromptProgress
 from server.api.json_body import JsonBodyRoute
 from server.api.output_queue import Submission
 from server.api.service import Service
-from server.api.tools.chat_turn import ChatTurn, prepare
+from server.api.tools.chat_turn import ChatTurn, check_variables, prepare
 from server.api.tools.choice_reader import ChoiceReader
 from server.api.tools.tool_schema import (
     AnswerCall,
@@ -56,7 +55,7 @@ def chat_router(service: Service) -> APIRouter:
 def _turn(service: Service, body: ChatRequest) -> ChatTurn:
     """Return what a body asks of the model. Raises RequestError."""
     variables = body.chat_template_kwargs or {}
-    _check_variables(service, variables)
+    check_variables(service, variables)
     return ChatTurn(
         messages=[message.for_template() for message in body.messages],
         opens_answer=body.opens_answer,
@@ -80,23 +79,6 @@ def _choice(choice: str | ToolChoice | None) -> dict[str, Any]:
     if choice.allowed_tools is not None:
         return {"choice": choice.allowed_tools.mode, "callable_names": names}
     return {"choice": "required", "callable_names": names, "is_named": True}
-
-
-def _check_variables(service: Service, variables: Iterable[str]) -> None:
-    """Check that the operator allows each variable and that the template reads it."""
-    allowed = service.settings.allowed_chat_template_kwargs
-    for name in variables:
-        if name not in allowed:
-            raise RequestError(
-                f"`chat_template_kwargs` may hold {', '.join(sorted(allowed)) or 'nothing'}. "
-                f"Given: {name[:64]!a}",
-                param="chat_template_kwargs",
-            )
-        if name not in service.chat_template.variables:
-            raise RequestError(
-                f"`chat_template_kwargs.{name}` is not read by this model's chat template",
-                param="chat_template_kwargs",
-            )
 
 
 class _ChatAnswer(HttpAnswer[ChatRequest]):

@@ -1,6 +1,6 @@
 """Bodies of POST /v1/chat/completions."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
@@ -122,6 +122,25 @@ class Message(Body):
         return message
 
 
+Messages = Annotated[
+    list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True), FirstMistakes
+]
+Tools = Annotated[list[ToolField], Field(max_length=MAX_TOOLS, fail_fast=True), FirstMistakes]
+TemplateVariables = Annotated[dict[str, bool | int | float | str | None], few(16)]
+
+
+def problems_of_results(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """Yield the first result of a call that no message before it has."""
+    known: set[str] = set()
+    for index, message in enumerate(messages):
+        known.update(call.id for call in message.tool_calls or ())
+        given = message.tool_call_id
+        if given is not None and given not in known:
+            told = f"[{index}].tool_call_id must name a call of a message before it"
+            yield "messages", f"{told}. Given: {given[:64]!a}"
+            return
+
+
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
@@ -134,9 +153,7 @@ class ChatRequest(GenerationRequest):
         "function_call": (None, "none", "auto"),
     }
 
-    messages: Annotated[
-        list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True), FirstMistakes
-    ]
+    messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=INT64)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64)
     logprobs: bool | None = None
@@ -144,15 +161,10 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template_kwargs: Annotated[dict[str, bool | int | float | str | None], few(16)] | None = (
-        None
-    )
+    chat_template_kwargs: TemplateVariables | None = None
     modalities: list[str] | None = None
     reasoning_effort: ReasoningEffort | None = None
-    tools: (
-        Annotated[list[ToolField], Field(max_length=MAX_TOOLS, fail_fast=True), FirstMistakes]
-        | None
-    ) = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
@@ -173,20 +185,9 @@ class ChatRequest(GenerationRequest):
         if self.continue_final_message and self.messages[-1].tool_calls:
             yield ("continue_final_message", "needs a last message without `tool_calls`")
         yield from problems_of_choice(self.tools or (), self.tool_choice)
-        yield from self._problems_of_results()
+        yield from problems_of_results(self.messages)
         if self.tools and self.tool_choice != "none" and self.ignore_eos:
             yield ("ignore_eos", "cannot be true together with `tools`")
-
-    def _problems_of_results(self) -> Iterator[tuple[str, str]]:
-        """Yield the first result of a call that no message before it has."""
-        known: set[str] = set()
-        for index, message in enumerate(self.messages):
-            known.update(call.id for call in message.tool_calls or ())
-            given = message.tool_call_id
-            if given is not None and given not in known:
-                told = f"[{index}].tool_call_id must name a call of a message before it"
-                yield "messages", f"{told}. Given: {given[:64]!a}"
-                return
 
     @property
     def opens_answer(self) -> bool:

@@ -5,7 +5,7 @@ choice with a ChoiceReader (`choice_reader.py`). Neither knows a body or an answ
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,14 +59,8 @@ class PreparedTurn:
 async def prepare(service: Service, turn: ChatTurn) -> PreparedTurn:
     """Render, tokenise and compile a turn, off the event loop. Raises RequestError."""
     formats = service.chat_formats
-    if turn.tools and formats.tools is None:
-        raise RequestError("`tools` are not served (tool_format is none)", param="tools")
     text = await render(service, turn)
-    # Templates write the special tokens themselves, except for the fallback.
-    add_special_tokens = turn.add_special_tokens or service.chat_template.is_fallback
-    prompt_ids = await service.tokenize(
-        text, add_special_tokens=add_special_tokens, param="messages"
-    )
+    token_ids = await prompt_ids(service, turn, text)
     thinking = _thinking(formats.reasoning, text, turn)
     splits = formats.reasoning is not None and service.settings.reasoning == "split"
     tools = turn.callable_tools
@@ -83,12 +77,21 @@ async def prepare(service: Service, turn: ChatTurn) -> PreparedTurn:
     if turn.tools and turn.choice == "none" and formats.tools is not None:
         masked = service.tokenizer.token_id(formats.tools.marker)
     shown = frozenset(formats.special.values()) if plan is not None else frozenset()
-    return PreparedTurn(prompt_ids, grammar, shown, masked, plan)
+    return PreparedTurn(token_ids, grammar, shown, masked, plan)
+
+
+async def prompt_ids(service: Service, turn: ChatTurn, text: str) -> tuple[int, ...]:
+    """Tokenise a rendered turn. Raises RequestError."""
+    # Templates write the special tokens themselves, except for the fallback.
+    add_special_tokens = turn.add_special_tokens or service.chat_template.is_fallback
+    return await service.tokenize(text, add_special_tokens=add_special_tokens, param="messages")
 
 
 async def render(service: Service, turn: ChatTurn) -> str:
     """Render a turn into the text of its prompt. Raises RequestError."""
     template, formats = service.chat_template, service.chat_formats
+    if turn.tools and formats.tools is None:
+        raise RequestError("`tools` are not served (tool_format is none)", param="tools")
     messages: Sequence[Mapping[str, Any]] = turn.messages
     if not template.reads_names and any(
         "name" in each and each["role"] != "tool" for each in messages
@@ -116,6 +119,23 @@ async def render(service: Service, turn: ChatTurn) -> str:
         variables={**_effort_variables(service, turn.reasoning_effort), **turn.variables},
         tools=rendered_tools,
     )
+
+
+def check_variables(service: Service, variables: Iterable[str]) -> None:
+    """Check that the operator allows each variable and that the template reads it."""
+    allowed = service.settings.allowed_chat_template_kwargs
+    for name in variables:
+        if name not in allowed:
+            raise RequestError(
+                f"`chat_template_kwargs` may hold {', '.join(sorted(allowed)) or 'nothing'}. "
+                f"Given: {name[:64]!a}",
+                param="chat_template_kwargs",
+            )
+        if name not in service.chat_template.variables:
+            raise RequestError(
+                f"`chat_template_kwargs.{name}` is not read by this model's chat template",
+                param="chat_template_kwargs",
+            )
 
 
 def _num_characters(turn: ChatTurn) -> int:
