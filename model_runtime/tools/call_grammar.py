@@ -27,7 +27,7 @@ _PLAIN = {"type", "properties", "required", "title", "description", "$schema", "
 
 
 class Mode(Enum):
-    """What an answer may be made of."""
+    """The parts that an answer may have."""
 
     TEXT_AND_CALLS = 1
     CALLS = 2

@@ -1,6 +1,6 @@
 """Find how a model writes tool calls: render a conversation with known calls and read them back.
 
-The markers come from the chat template itself, so templates that nobody has listed work, too. A
+The markers come from the chat template itself, so templates that no table lists work, too. A
 format is served only if the calls that were rendered are read back with equal names and arguments.
 """
 

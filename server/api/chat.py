@@ -111,7 +111,7 @@ class _ChatAnswer(HttpAnswer[ChatRequest]):
                 self.service.metrics.tool_calls(outcome, number)
 
     def usage(self) -> Usage:
-        """Return the token counts, with those of reasoning where it is told apart."""
+        """Return the token counts, with those of reasoning if it is a part of its own."""
         usage = super().usage()
         if not self._readers or not self._tells_reasoning:
             return usage

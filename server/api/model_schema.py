@@ -27,7 +27,7 @@ class ModelMeta(Body):
 
 
 class ScalingEntry(Body):
-    """What a deployment does with long requests, and how its model writes calls."""
+    """The scaling of a deployment, and how its model writes calls."""
 
     original_max_position_embeddings: int
     rope_type: str

@@ -95,8 +95,8 @@ class ModelSettings(Section):
     )
     reasoning: Literal["split", "inline"] = setting(
         "split",
-        "Where chat answers have the model's reasoning: split is a field of its own, inline leaves "
-        "it in the content.",
+        "Place of the model's reasoning in chat answers: split is a field of its own, inline is "
+        "the content.",
         unit="name",
     )
 

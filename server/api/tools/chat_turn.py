@@ -20,7 +20,7 @@ from server.api.service import Service
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTurn:
-    """What a conversation asks of the model."""
+    """The request of a conversation to the model."""
 
     messages: Sequence[Mapping[str, Any]]  # in the shape that chat templates read
     opens_answer: bool = True
