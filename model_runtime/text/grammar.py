@@ -112,6 +112,9 @@ class Lark:
     text: str  # with `<[id]>` for special tokens
     trial_text: str  # without them, because a trial knows no vocabulary
     field: str  # of the request, for errors
+    whitespace: str  # pattern of the whitespace in one place of JSON
+    # Label and text of the schemas within it; an error ends with the label.
+    parts: tuple[tuple[str, str], ...] = ()
 
 
 class GrammarCompiler:
@@ -196,8 +199,10 @@ class GrammarCompiler:
             self._num_waiting -= 1
 
     def _compile(self, key: tuple[str, str] | Lark) -> Grammar:
+        asked: dict[str, Any]
         if isinstance(key, Lark):
-            field, asked = key.field, {"lark": key.trial_text}
+            field, asked = key.field, {"lark": key.trial_text, "parts": key.parts}
+            asked["whitespace"] = key.whitespace
         else:
             field, asked = "response_format", {"schema": key[0], "whitespace": key[1]}
         self._try(asked, field)
@@ -212,7 +217,7 @@ class GrammarCompiler:
                 self._kept.popitem(last=False)
         return grammar
 
-    def _try(self, grammar: Mapping[str, str], field: str) -> None:
+    def _try(self, grammar: Mapping[str, Any], field: str) -> None:
         """Compile in a separate process with a time limit. Raises RequestError."""
         asked = {**grammar, "seconds": self._seconds, "max_bytes": _MAX_TRIAL_BYTES}
         try:

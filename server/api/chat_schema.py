@@ -20,7 +20,7 @@ from server.api.tools.tool_schema import (
     AnswerCall,
     CallField,
     DeltaCall,
-    ToolChoice,
+    ToolChoiceField,
     ToolField,
     problems_of_choice,
 )
@@ -165,7 +165,7 @@ class ChatRequest(GenerationRequest):
     modalities: list[str] | None = None
     reasoning_effort: ReasoningEffort | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None

@@ -5,6 +5,7 @@ choice with a ChoiceReader (`choice_reader.py`). Neither knows a body or an answ
 """
 
 import asyncio
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -59,6 +60,8 @@ class PreparedTurn:
 async def prepare(service: Service, turn: ChatTurn) -> PreparedTurn:
     """Render, tokenise and compile a turn, off the event loop. Raises RequestError."""
     formats = service.chat_formats
+    if turn.callable_tools:
+        await asyncio.to_thread(_check_tools, service, turn.callable_tools)
     text = await render(service, turn)
     token_ids = await prompt_ids(service, turn, text)
     thinking = _thinking(formats.reasoning, text, turn)
@@ -208,11 +211,11 @@ async def _grammar(
         reasoning=formats.reasoning,
         thinking=thinking,
     )
-    await asyncio.to_thread(_check_tools, service, tools)
     try:
-        return await _compiled(service, asked, "tools" if tools else "response_format")
-    except RequestError:
-        await _blame(service, asked)
+        return await _compiled(service, asked)
+    except RequestError as error:
+        if not any(_label(tool) in str(error) for tool in tools):
+            await _blame(service, asked)
         raise
 
 
@@ -259,19 +262,27 @@ async def _blame(service: Service, asked: AnswerGrammar) -> None:
         if not tool.is_strict:
             continue
         try:
-            await _compiled(service, asked.for_one(tool), "tools")
+            await _compiled(service, asked.for_one(tool))
         except RequestError as error:
             raise _of_tool(tool, error) from error
 
 
 def _of_tool(tool: Tool, error: RequestError) -> RequestError:
-    return RequestError(
-        f'{error} (function {tool.name!a}; with "strict": false its arguments may be any object)',
-        param="tools",
-    )
+    return RequestError(f"{error} ({_label(tool)})", param="tools")
 
 
-async def _compiled(service: Service, asked: AnswerGrammar, field_name: str) -> Grammar:
+def _label(tool: Tool) -> str:
+    return f'function {tool.name!a}; with "strict": false its arguments may be any object'
+
+
+async def _compiled(service: Service, asked: AnswerGrammar) -> Grammar:
     special = service.chat_formats.special
-    lark = Lark(asked.lark(special), asked.lark({}), field_name)
+    strict = [tool for tool in asked.tools if tool.is_strict]
+    lark = Lark(
+        asked.lark(special),
+        asked.lark({}),
+        "tools" if asked.tools else "response_format",
+        asked.whitespace,
+        tuple((_label(tool), json.dumps(arguments_schema(tool))) for tool in strict),
+    )
     return await asyncio.wrap_future(service.grammars.compile_lark(lark))

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from model_runtime.tools.tool_format import Tool
 from server.api.strict_body import Body, FirstMistakes, other_kind
@@ -98,6 +98,18 @@ class ToolChoice(Body):
             given = getattr(self, name) is not None
             if given != (self.type == name):
                 yield name, f"is {'given' if given else 'missing'}: `type` is {self.type}"
+
+
+def _kind_of_choice(value: Any) -> str:
+    return "an-object" if isinstance(value, dict | ToolChoice) else "a-word"
+
+
+# Errors of one kind only are reported; their tags are left out of field names.
+ToolChoiceField = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a-word")]
+    | Annotated[ToolChoice, Tag("an-object")],
+    Discriminator(_kind_of_choice),
+]
 
 
 class CalledFunction(Body):

@@ -85,7 +85,7 @@ class Scripted:
 
     def _http(self) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(app=self.app)
-        return httpx.AsyncClient(transport=transport, base_url="http://scripted/v1")
+        return httpx.AsyncClient(transport=transport, base_url="http://scripted")
 
     async def _ask(self, body: dict[str, Any]) -> Any:
         given = {"model": "ropewalk-demo", "max_tokens": 400, "temperature": 0, **body}
