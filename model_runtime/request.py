@@ -57,6 +57,7 @@ class Request:
     cache_salt: str = ""  # requests with another salt never share cached prefixes
     wants_progress: bool = False  # report progress after every prompt chunk
     grammar: "Grammar | None" = None  # the grammar of its answer
+    shown_ids: frozenset[int] = frozenset()  # special tokens that its text contains
 
     @property
     def num_positions(self) -> int:

@@ -38,6 +38,9 @@ _REQUEST_SECONDS = (
 )  # fmt: skip
 
 
+TOOL_OUTCOMES = ("ok", "cut", "unparsed")
+
+
 class MetricFactory:
     """A factory of metrics in one registry; a distributed engine may use another factory."""
 
@@ -132,6 +135,13 @@ class Metrics(Observer):
         self._rejected = factory.counter(
             "ropewalk_requests_rejected", "Requests refused before they were queued.", ["reason"]
         )
+        self._tool_calls = factory.counter(
+            "ropewalk_tool_calls",
+            "Tool calls in answers: read (ok), cut by max_tokens, or unparsed and left as text.",
+            ["outcome"],
+        )
+        for outcome in TOOL_OUTCOMES:
+            self._tool_calls.labels(outcome=outcome)
         self._prompt_tokens = factory.counter(
             "ropewalk_prompt_tokens", "Prompt tokens of requests that were started."
         )
@@ -181,6 +191,10 @@ class Metrics(Observer):
     def render(self) -> bytes:
         """Return the page that Prometheus scrapes."""
         return generate_latest(self._registry)
+
+    def tool_calls(self, outcome: str, number: int) -> None:
+        """Count tool calls of an answer; `outcome` is one of TOOL_OUTCOMES."""
+        self._tool_calls.labels(outcome=outcome).inc(number)
 
     def rejected(self, reason: str) -> None:
         """Record a refused request; `reason` is one of `rejection_reasons()`."""

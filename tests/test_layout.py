@@ -22,7 +22,17 @@ MAY_IMPORT = {
 SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-_RUNTIME = ("engine", "loading", "runner", "scheduling", "layers", "attention", "cache", "text")
+_RUNTIME = (
+    "engine",
+    "loading",
+    "runner",
+    "scheduling",
+    "layers",
+    "attention",
+    "cache",
+    "text",
+    "tools",
+)
 # folder -> folders of the same package that its files may import; each may import the root's files
 ROOMS = {
     "model_runtime": {
@@ -30,6 +40,7 @@ ROOMS = {
         "gguf": set(),
         "quantised": set(),
         "text": set(),
+        "tools": {"text"},
         "cache": {"cpu_kernels"},
         "attention": {"cache", "cpu_kernels"},
         "layers": {"attention", "cache", "cpu_kernels"},

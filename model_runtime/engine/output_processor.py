@@ -17,7 +17,9 @@ class Answer:
         self._params = request.sampling
         own = frozenset() if request.sampling.ignore_eos else eos_token_ids
         self.end_ids = own | frozenset(request.sampling.stop_token_ids)
-        self._detokenizer = Detokenizer(tokenizer, request.prompt_ids, request.sampling.stop)
+        self._detokenizer = Detokenizer(
+            tokenizer, request.prompt_ids, request.sampling.stop, request.shown_ids
+        )
         # The first token has no predecessor, so it has no logprob.
         wanted = request.sampling.prompt_logprobs is not None
         self._prompt_logprobs: list[TokenLogprob | None] = [None] if wanted else []

@@ -56,13 +56,16 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Render the prompt as text, including special tokens.
+
+        `tools` are functions in OpenAI's shape.
 
         Raises RequestError with the template's own message if it rejects the messages.
         """
@@ -76,6 +79,7 @@ class ChatTemplate:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 chat_template=self.text,
+                tools=[*tools] or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

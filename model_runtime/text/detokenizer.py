@@ -9,8 +9,15 @@ class Detokenizer:
     """The text of one request. `push` adds a token and returns the text to send."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: tuple[int, ...], stop: tuple[str, ...]
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: tuple[int, ...],
+        stop: tuple[str, ...],
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
+        """`shown_ids`: special tokens that belong to the text; others are left out."""
+        self._tokenizer = tokenizer
+        self._shown_ids = shown_ids
         self._stream = tokenizer.stream()
         # A token's text may depend on earlier tokens (sentencepiece drops the first space),
         # so the stream first decodes the end of the prompt.
@@ -27,6 +34,8 @@ class Detokenizer:
         If `may_stop` is False (before min_tokens), then all text is safe to send.
         """
         decoded = self._stream.push(token_id)
+        if token_id in self._shown_ids:
+            decoded += self._tokenizer.token_text(token_id)
         self.num_decoded += len(decoded)
         self._held += decoded
         if not may_stop or not self._stop:
@@ -36,7 +45,7 @@ class Detokenizer:
             self.is_stopped = True
             text, self._held = self._held[: min(found)], ""
             return text
-        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stop), default=0)
         split = len(self._held) - keep
         text, self._held = self._held[:split], self._held[split:]
         return text
@@ -47,7 +56,7 @@ class Detokenizer:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

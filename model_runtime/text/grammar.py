@@ -1,8 +1,9 @@
 """JSON schemas as grammars over a tokenizer: the allowed next tokens of each answer.
 
-The grammars are those of llguidance. A schema is not compiled in the event loop or the engine's
-thread. It is first compiled in a separate process (`grammar_trial.py`) with limits on time and
-memory. A schema that passes is compiled again here, at the same cost.
+The grammars are those of llguidance. Those of tool calls (`tools/call_grammar.py`) are Lark around
+schemas. A schema is not compiled in the event loop or the engine's thread. It is first compiled in
+a separate process (`grammar_trial.py`) with limits on time and memory. A schema that passes is
+compiled again here, at the same cost.
 """
 
 import json
@@ -20,7 +21,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from model_runtime.errors import GrammarError, QueueFullError, RequestError
-from model_runtime.text.grammar_trial import matcher_of, problem_of
+from model_runtime.text.grammar_trial import grammar_of, matcher_of, problem_of
 from model_runtime.text.schema_keywords import refuse_unsupported
 from model_runtime.text.tokenizer import Tokenizer
 from model_runtime.text.whitespace import ONE_SPACE
@@ -104,6 +105,18 @@ def _faults() -> Iterator[None]:
         raise GrammarError(f"the grammar's matcher failed: {type(error).__name__}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Lark:
+    """A grammar in llguidance's form of Lark."""
+
+    text: str  # with `<[id]>` for special tokens
+    trial_text: str  # without them, because a trial knows no vocabulary
+    field: str  # of the request, for errors
+    whitespace: str  # pattern of the whitespace in one place of JSON
+    # Label and text of the schemas within it; an error ends with the label.
+    parts: tuple[tuple[str, str], ...] = ()
+
+
 class GrammarCompiler:
     """A compiler of schemas to grammars over one tokenizer. Thread-safe."""
 
@@ -123,24 +136,37 @@ class GrammarCompiler:
         self._vocabulary: LLTokenizer | None = None  # built at first use; may take a second
         self._vocabulary_lock = threading.Lock()
         self._lock = threading.Lock()  # guards the two below; held only for short times
-        # By schema and whitespace; the most recently used is last.
-        self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+        # By schema and whitespace, or by Lark; the most recently used is last.
+        self._kept: OrderedDict[tuple[str, str] | Lark, Grammar] = OrderedDict()
         self._num_waiting = 0
 
-    def text_of(self, schema: Mapping[str, Any]) -> str:
-        """Return the schema as text, after the checks before compilation. Raises RequestError."""
+    def text_of(self, schema: Mapping[str, Any], field: str = "response_format") -> str:
+        """Return the schema as text, after the checks before compilation.
+
+        Raises RequestError, which names the request's `field`.
+        """
         try:
             text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
             num_bytes = len(text.encode())
         except (ValueError, RecursionError) as error:
-            raise _refused(f"the schema is no JSON: {type(error).__name__}") from error
+            raise refused(field, f"the schema is no JSON: {type(error).__name__}") from error
         if num_bytes > self._max_bytes:
-            raise _refused(
+            raise refused(
+                field,
                 f"the schema must be at most {self._max_bytes} bytes (max_schema_bytes). "
-                f"Given: {num_bytes}"
+                f"Given: {num_bytes}",
             )
-        refuse_unsupported(schema)
+        refuse_unsupported(schema, field)
         return text
+
+    @property
+    def max_bytes(self) -> int:
+        """Return the most bytes of a schema."""
+        return self._max_bytes
+
+    def whitespace_of(self, asked: str | None) -> str:
+        """Return the whitespace pattern of a request; None: the compiler's own."""
+        return self._whitespace if asked is None else asked
 
     def compile(self, text: str, whitespace: str | None = None) -> Future[Grammar]:
         """Compile the text from `text_of`; the future may raise RequestError.
@@ -148,7 +174,13 @@ class GrammarCompiler:
         `whitespace` is a checked pattern; None: the compiler's own. Raises QueueFullError if too
         many schemas wait.
         """
-        key = text, self._whitespace if whitespace is None else whitespace
+        return self._kept_or_compiled((text, self.whitespace_of(whitespace)))
+
+    def compile_lark(self, lark: Lark) -> Future[Grammar]:
+        """Compile a grammar whose schemas `text_of` has checked; raises as `compile` does."""
+        return self._kept_or_compiled(lark)
+
+    def _kept_or_compiled(self, key: tuple[str, str] | Lark) -> Future[Grammar]:
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -158,7 +190,7 @@ class GrammarCompiler:
             if self._num_waiting >= _MAX_WAITING:
                 raise QueueFullError(f"{_MAX_WAITING} schemas wait to be compiled; at most so many")
             self._num_waiting += 1
-        compiling = self._pool.submit(self._compile, *key)
+        compiling = self._pool.submit(self._compile, key)
         compiling.add_done_callback(self._count_done)
         return compiling
 
@@ -166,27 +198,28 @@ class GrammarCompiler:
         with self._lock:
             self._num_waiting -= 1
 
-    def _compile(self, text: str, whitespace: str) -> Grammar:
-        self._try(text, whitespace)
-        vocabulary = self._own_vocabulary()
-        matcher = matcher_of(text, whitespace, vocabulary)
+    def _compile(self, key: tuple[str, str] | Lark) -> Grammar:
+        asked: dict[str, Any]
+        if isinstance(key, Lark):
+            field, asked = key.field, {"lark": key.trial_text, "parts": key.parts}
+            asked["whitespace"] = key.whitespace
+        else:
+            field, asked = "response_format", {"schema": key[0], "whitespace": key[1]}
+        self._try(asked, field)
+        vocabulary = self._own_vocabulary(field)
+        matcher = matcher_of(key.text if isinstance(key, Lark) else grammar_of(*key), vocabulary)
         if problem := problem_of(matcher):
-            raise _refused(problem)
+            raise refused(field, problem)
         grammar = Grammar(matcher, vocabulary.eos_token)
         with self._lock:
-            self._kept[text, whitespace] = grammar
+            self._kept[key] = grammar
             while len(self._kept) > _NUM_KEPT:
                 self._kept.popitem(last=False)
         return grammar
 
-    def _try(self, text: str, whitespace: str) -> None:
+    def _try(self, grammar: Mapping[str, Any], field: str) -> None:
         """Compile in a separate process with a time limit. Raises RequestError."""
-        asked = {
-            "schema": text,
-            "whitespace": whitespace,
-            "seconds": self._seconds,
-            "max_bytes": _MAX_TRIAL_BYTES,
-        }
+        asked = {**grammar, "seconds": self._seconds, "max_bytes": _MAX_TRIAL_BYTES}
         try:
             ended = subprocess.run(  # noqa: S603  # our own file, in this interpreter
                 [sys.executable, "-P", str(_TRIAL)],
@@ -196,26 +229,30 @@ class GrammarCompiler:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:  # `run` has killed the process
-            raise _refused(
+            raise refused(
+                field,
                 f"the schema takes longer than {self._seconds:g} seconds to compile "
-                "(grammar_compile_seconds)"
+                "(grammar_compile_seconds)",
             ) from error
         if ended.returncode:
-            raise _refused(
+            raise refused(
+                field,
                 f"the schema takes more than {_MAX_TRIAL_BYTES // 2**20} MiB, or more than "
-                f"{self._seconds:g} seconds, to compile"
+                f"{self._seconds:g} seconds, to compile",
             )
         if problem := ended.stdout.decode(errors="replace"):
-            raise _refused(problem)
+            raise refused(field, problem)
 
-    def _own_vocabulary(self) -> LLTokenizer:
+    def _own_vocabulary(self, field: str) -> LLTokenizer:
         """Return the library's form of the tokenizer, built once. Raises RequestError."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 try:
                     self._vocabulary = _vocabulary_of(self._tokenizer)
                 except Exception as error:  # the library may reject a tokenizer with any error
-                    raise _refused(f"this model's tokenizer cannot be used: {error}") from error
+                    raise refused(
+                        field, f"this model's tokenizer cannot be used: {error}"
+                    ) from error
             return self._vocabulary
 
 
@@ -242,5 +279,6 @@ def _vocabulary_of(tokenizer: Tokenizer) -> LLTokenizer:
     return vocabulary
 
 
-def _refused(problem: str) -> RequestError:
-    return RequestError(f"`response_format`: {problem}", param="response_format")
+def refused(field: str, problem: str) -> RequestError:
+    """Return the error of a grammar that cannot be served, which names the request's field."""
+    return RequestError(f"`{field}`: {problem}", param=field)

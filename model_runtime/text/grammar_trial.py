@@ -1,12 +1,14 @@
-"""Compile a schema in a trial process that can be killed; `grammar.py` runs this file.
+"""Compile a grammar in a trial process that can be killed; `grammar.py` runs this file.
 
 Compilation is one call into a library. In the server, nothing could stop a schema that takes hours,
 gigabytes or the whole stack. In this process, the kernel stops it, even if the server has died.
 The file imports no module of this project, so the process starts in about 70 ms.
 
-Standard input: a JSON object of `schema` (text), `whitespace` (a pattern), `seconds` and
-`max_bytes`. Standard output: the problem of the schema, empty if it is valid. An exit code other
-than 0: it exceeded a limit.
+Standard input: a JSON object of `schema` (text) and `whitespace` (a pattern), with `seconds` and
+`max_bytes`. Instead of `schema` there may be `lark` (text) and `parts`, pairs of a label and a
+schema within it. They are tried alone first, because a grammar reaches its inner schemas late.
+Standard output: the problem of the grammar, empty if it is valid. An exit code other than 0: it
+exceeded a limit.
 """
 
 import json
@@ -14,11 +16,14 @@ import math
 import resource
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 # By the library's figures, a token takes at most about 15 ms of lexing and 3 ms of parsing, and an
 # answer 40 MB of states. Measured on ordinary schemas: 10 us with 2,000 tokens, 50 with 128,000.
@@ -35,25 +40,32 @@ _STACK_BYTES = 512 * 1024  # less than the stack of a server thread
 _LONGEST_PROBLEM = 300  # characters
 
 
-def matcher_of(schema: str, whitespace: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """Compile a schema and compute its first mask; `problem_of` returns its problem, if any.
+def schema_options(whitespace: str) -> "JsonCompileOptions":
+    """Return the library's options for JSON, with a pattern of the whitespace in one place."""
+    return {
+        "item_separator": ",",
+        "key_separator": ":",
+        "whitespace_pattern": whitespace,
+        "coerce_one_of": False,
+        "lenient": False,
+        # No \u: an escaped key could pass as an additional property.
+        "json_allowed_escapes": 'nrbtf\\"',
+        "json_allow_general_unicode_escapes": False,
+    }
+
+
+def grammar_of(schema: str, whitespace: str) -> str:
+    """Return the grammar of a schema. Raises ValueError if it is none, or too deep.
 
     `whitespace` is a pattern of the whitespace in one place (`whitespace.py`).
     """
-    grammar = LLMatcher.grammar_from_json_schema(
-        schema,
-        # Applied after the schema's own `x-guidance`, which therefore cannot weaken them.
-        overrides={
-            "item_separator": ",",
-            "key_separator": ":",
-            "whitespace_pattern": whitespace,
-            "coerce_one_of": False,
-            "lenient": False,
-            # No \u: an escaped key could pass as an additional property.
-            "json_allowed_escapes": 'nrbtf\\"',
-            "json_allow_general_unicode_escapes": False,
-        },
-    )
+    # The options are applied after the schema's own `x-guidance`, which cannot weaken them.
+    grammar: str = LLMatcher.grammar_from_json_schema(schema, overrides=schema_options(whitespace))
+    return grammar
+
+
+def matcher_of(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """Compile a grammar and compute its first mask; `problem_of` returns its problem, if any."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -68,9 +80,16 @@ def problem_of(matcher: LLMatcher) -> str:
     return " ".join(text.partition("\n<state>")[0].split())[:_LONGEST_PROBLEM]
 
 
-def _problem_of_schema(schema: str, whitespace: str, tokenizer: LLTokenizer) -> str:
+def _problem_of(asked: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
     try:
-        return problem_of(matcher_of(schema, whitespace, tokenizer))
+        if "lark" not in asked:
+            grammar = grammar_of(asked["schema"], asked["whitespace"])
+            return problem_of(matcher_of(grammar, tokenizer))
+        for label, schema in asked["parts"]:
+            alone = {"schema": schema, "whitespace": asked["whitespace"]}
+            if problem := _problem_of(alone, tokenizer):
+                return f"{problem} ({label})"
+        return problem_of(matcher_of(asked["lark"], tokenizer))
     except ValueError as error:  # not a schema, or too deep
         return str(error)[:_LONGEST_PROBLEM]
 
@@ -100,17 +119,13 @@ def _limit(seconds: float, max_bytes: int) -> None:
 
 
 def main() -> None:
-    """Compile the schema from standard input."""
+    """Compile the grammar from standard input."""
     asked: dict[str, Any] = json.load(sys.stdin)
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
     problems: list[str] = []
     threading.stack_size(_STACK_BYTES)
     _limit(asked["seconds"], asked["max_bytes"])
-    compiling = threading.Thread(
-        target=lambda: problems.append(
-            _problem_of_schema(asked["schema"], asked["whitespace"], tokenizer)
-        )
-    )
+    compiling = threading.Thread(target=lambda: problems.append(_problem_of(asked, tokenizer)))
     compiling.start()
     compiling.join()
     if not problems:

@@ -21,11 +21,11 @@ _SAY_NOTHING = (
 SUPPORTED = frozenset((*_SCHEMAS_BY_NAME, *_LISTS_OF_SCHEMAS, *_SCHEMAS, *_VALUES, *_SAY_NOTHING))
 
 
-def refuse_unsupported(schema: Mapping[str, Any]) -> None:
+def refuse_unsupported(schema: Mapping[str, Any], field: str = "response_format") -> None:
     """Raise RequestError for the first keyword that would not be enforced.
 
     The compiler also rejects many of them, but ignores unknown keywords. It is the compiler that
-    rejects values of a wrong type.
+    rejects values of a wrong type. The error names the request's `field`.
     """
     waiting: list[tuple[str, Any]] = [("$", schema)]  # no recursion: schemas may be deep
     while waiting:
@@ -34,19 +34,21 @@ def refuse_unsupported(schema: Mapping[str, Any]) -> None:
             continue  # true and false are also schemas
         for keyword in found:
             if keyword not in SUPPORTED:
-                raise _refused(keyword, path, "is not supported")
+                raise _refused(field, keyword, path, "is not supported")
         if isinstance(found.get("items"), list):
-            raise _refused("items", path, "must be one schema; for a list there is prefixItems")
-        _check_least_properties(path, found)
+            raise _refused(
+                field, "items", path, "must be one schema; for a list there is prefixItems"
+            )
+        _check_least_properties(field, path, found)
         waiting += _inner(path, found)
 
 
-def _check_least_properties(path: str, found: Mapping[str, Any]) -> None:
+def _check_least_properties(field: str, path: str, found: Mapping[str, Any]) -> None:
     """Raise if minProperties exceeds `required`; a grammar does not detect repeated names."""
     least, required = found.get("minProperties", 0), found.get("required", ())
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > max(1, num_required):
-        raise _refused("minProperties", path, "must be at most 1, or what `required` names")
+        raise _refused(field, "minProperties", path, "must be at most 1, or what `required` names")
 
 
 def _inner(path: str, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -63,8 +65,7 @@ def _inner(path: str, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{path}.{keyword}.{name}", each
 
 
-def _refused(keyword: str, path: str, problem: str) -> RequestError:
+def _refused(field: str, keyword: str, path: str, problem: str) -> RequestError:
     return RequestError(
-        f"`response_format`: the keyword {keyword[:64]!a} {problem} (at {path[:200]!a})",
-        param="response_format",
+        f"`{field}`: the keyword {keyword[:64]!a} {problem} (at {path[:200]!a})", param=field
     )

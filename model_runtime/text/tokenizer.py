@@ -31,6 +31,17 @@ class Tokenizer:
             if isinstance(token, str)
         }
 
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """Return the text and id of each token that an answer's text leaves out."""
+        added = self._tokenizer.added_tokens_decoder
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of an added token; None if the text is no such token."""
+        added = self._tokenizer.added_tokens_decoder
+        return next((each for each, token in added.items() if token.content == text), None)
+
     def encode(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
     ) -> list[int]:

@@ -1,13 +1,12 @@
 """POST /v1/chat/completions."""
 
-import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from model_runtime.errors import RequestError
 from model_runtime.request import Output
+from model_runtime.tools.answer_reader import ReadingPlan
 from server.api.chat_schema import (
     AnswerMessage,
     ChatChoice,
@@ -21,10 +20,19 @@ from server.api.chat_schema import (
     TopLogprob,
 )
 from server.api.generation_response import HttpAnswer, finish_reason, finite, respond
-from server.api.generation_schema import PromptProgressAnswer, Usage
+from server.api.generation_schema import CompletionTokensDetails, PromptProgressAnswer, Usage
 from server.api.json_body import JsonBodyRoute
 from server.api.output_queue import Submission
 from server.api.service import Service
+from server.api.tools.chat_turn import ChatTurn, check_variables, prepare
+from server.api.tools.choice_reader import ChoiceReader
+from server.api.tools.tool_schema import (
+    AnswerCall,
+    AnswerFunction,
+    DeltaCall,
+    ToolChoice,
+    named_tools,
+)
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -34,59 +42,82 @@ def chat_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=ChatResponse)
     async def chat(body: ChatRequest, http: Request) -> Response:
         async with service.reserve(body, service.chat_template.stop) as reservation:
-            prompt = await _tokenize(service, body)
-            submission = reservation.submit([prompt])
-        return await respond(http, _ChatAnswer(service, submission, body))
+            turn = _turn(service, body)
+            prepared = await prepare(service, turn)
+            submission = reservation.submit(
+                [prepared.prompt_ids], prepared.grammar, prepared.shown_ids, prepared.masked_id
+            )
+        return await respond(http, _ChatAnswer(service, submission, body, turn, prepared.plan))
 
     return router
 
 
-async def _tokenize(service: Service, body: ChatRequest) -> tuple[int, ...]:
-    """Render the messages into the tokens of one prompt. Raises RequestError."""
+def _turn(service: Service, body: ChatRequest) -> ChatTurn:
+    """Return what a body asks of the model. Raises RequestError."""
     variables = body.chat_template_kwargs or {}
-    _check_variables(service, variables)
-    messages = [message.for_template() for message in body.messages]
-    if not service.chat_template.reads_names and any("name" in each for each in messages):
-        raise RequestError(
-            "`name` of a message is not read by this model's chat template, remove it",
-            param="messages",
-        )
-    service.check_length(sum(len(message["content"]) for message in messages), "messages")
-    text = await asyncio.to_thread(
-        service.chat_template.render,
-        messages,
-        add_generation_prompt=body.opens_answer,
+    check_variables(service, variables)
+    return ChatTurn(
+        messages=[message.for_template() for message in body.messages],
+        opens_answer=body.opens_answer,
         continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens,
         variables=variables,
+        reasoning_effort=body.reasoning_effort,
+        tools=[tool.tool() for tool in body.tools or ()],
+        **_choice(body.tool_choice),
+        is_parallel=body.parallel_tool_calls is not False,
+        answer_schema=body.schema_asked,
+        whitespace=body.whitespace_asked,
     )
-    # Templates write the special tokens themselves, except for the fallback.
-    add_special_tokens = body.add_special_tokens or service.chat_template.is_fallback
-    return await service.tokenize(text, add_special_tokens=add_special_tokens, param="messages")
 
 
-def _check_variables(service: Service, variables: Iterable[str]) -> None:
-    """Check that the operator allows each variable and that the template reads it."""
-    allowed = service.settings.allowed_chat_template_kwargs
-    for name in variables:
-        if name not in allowed:
-            raise RequestError(
-                f"`chat_template_kwargs` may hold {', '.join(sorted(allowed)) or 'nothing'}. "
-                f"Given: {name[:64]!a}",
-                param="chat_template_kwargs",
-            )
-        if name not in service.chat_template.variables:
-            raise RequestError(
-                f"`chat_template_kwargs.{name}` is not read by this model's chat template",
-                param="chat_template_kwargs",
-            )
+def _choice(choice: str | ToolChoice | None) -> dict[str, Any]:
+    """Return the fields of a turn for a `tool_choice`."""
+    if not isinstance(choice, ToolChoice):
+        return {"choice": choice or "auto"}
+    names = frozenset(named_tools(choice))
+    if choice.allowed_tools is not None:
+        return {"choice": choice.allowed_tools.mode, "callable_names": names}
+    return {"choice": "required", "callable_names": names, "is_named": True}
 
 
 class _ChatAnswer(HttpAnswer[ChatRequest]):
     """An answer in OpenAI's chat format."""
 
-    def __init__(self, service: Service, submission: Submission, body: ChatRequest) -> None:
+    def __init__(
+        self,
+        service: Service,
+        submission: Submission,
+        body: ChatRequest,
+        turn: ChatTurn,
+        plan: ReadingPlan | None,
+    ) -> None:
+        """`plan`: how the answers are read; None: they are text."""
         super().__init__(service, submission, body)
         self._has_begun = [False for _ in submission.requests]
+        self._readers: list[ChoiceReader] = []
+        if plan is not None:
+            self._readers = [
+                ChoiceReader(plan, is_named=turn.is_named) for _ in submission.requests
+            ]
+            self._tells_reasoning = plan.reasoning is not None
+            self.listener = self._read
+
+    def _read(self, index: int, output: Output) -> None:
+        reader = self._readers[index]
+        reader.read(output)
+        if output.finish_reason is not None:
+            for outcome, number in reader.outcomes().items():
+                self.service.metrics.tool_calls(outcome, number)
+
+    def usage(self) -> Usage:
+        """Return the token counts, with those of reasoning if it is a part of its own."""
+        usage = super().usage()
+        if not self._readers or not self._tells_reasoning:
+            return usage
+        tokens = sum(reader.num_reasoning_tokens for reader in self._readers)
+        details = CompletionTokensDetails(reasoning_tokens=tokens)
+        return usage.model_copy(update={"completion_tokens_details": details})
 
     def whole_body(self, outputs: Sequence[Output]) -> ChatResponse:
         """Build the body with every choice."""
@@ -97,9 +128,9 @@ class _ChatAnswer(HttpAnswer[ChatRequest]):
             choices=[
                 ChatChoice(
                     index=index,
-                    message=AnswerMessage(content=output.text),
+                    message=self._message(index, output),
                     logprobs=self._logprobs(output),
-                    finish_reason=finish_reason(output),
+                    finish_reason=self._finish_reason(index, output),
                     rope=self.rope(index, output),
                 )
                 for index, output in enumerate(outputs)
@@ -107,16 +138,64 @@ class _ChatAnswer(HttpAnswer[ChatRequest]):
             usage=self.usage(),
         )
 
-    def piece(self, index: int, output: Output) -> ChunkChoice:
+    def _message(self, index: int, output: Output) -> AnswerMessage:
+        if not self._readers:
+            return AnswerMessage(content=output.text)
+        parts = self._readers[index].take()
+        calls = [
+            AnswerCall(
+                id=call.call_id, function=AnswerFunction(name=call.name, arguments=call.arguments)
+            )
+            for call in parts.calls
+        ]
+        return AnswerMessage(
+            content=parts.text if parts.text or not calls else None,
+            reasoning_content=parts.reasoning or None,
+            reasoning=parts.reasoning or None,
+            tool_calls=calls or None,
+        )
+
+    def piece(self, index: int, output: Output) -> ChunkChoice | None:
         """Build one choice's next piece; the first one contains the role."""
+        delta = self._delta(index, output)
+        has_more = output.logprobs or output.finish_reason is not None
+        if not delta.model_fields_set and not has_more:
+            return None
         is_first, self._has_begun[index] = not self._has_begun[index], True
+        if is_first:
+            delta = delta.model_copy(update={"role": "assistant"})
         return ChunkChoice(
             index=index,
-            delta=Delta(role="assistant" if is_first else None, content=output.text),
+            delta=delta,
             logprobs=self._logprobs(output),
-            finish_reason=finish_reason(output),
+            finish_reason=self._finish_reason(index, output),
             rope=self.rope(index, output),
         )
+
+    def _delta(self, index: int, output: Output) -> Delta:
+        if not self._readers:
+            return Delta(content=output.text)
+        parts = self._readers[index].take()
+        fields: dict[str, Any] = {}
+        if parts.text:
+            fields["content"] = parts.text
+        if parts.reasoning:
+            fields["reasoning_content"] = fields["reasoning"] = parts.reasoning
+        if parts.calls:
+            fields["tool_calls"] = [
+                DeltaCall(
+                    index=call.index,
+                    id=call.call_id,
+                    function=AnswerFunction(name=call.name, arguments=call.arguments),
+                )
+                for call in parts.calls
+            ]
+        return Delta(**fields)
+
+    def _finish_reason(self, index: int, output: Output) -> str | None:
+        if self._readers:
+            return self._readers[index].finish_reason(output)
+        return finish_reason(output)
 
     def event_body(
         self,

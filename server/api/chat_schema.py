@@ -1,6 +1,6 @@
 """Bodies of POST /v1/chat/completions."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
@@ -15,8 +15,18 @@ from server.api.generation_schema import (
     Usage,
 )
 from server.api.strict_body import Body, FirstMistakes, few, is_none, other_kind
+from server.api.tools.tool_schema import (
+    MAX_TOOLS,
+    AnswerCall,
+    CallField,
+    DeltaCall,
+    ToolChoiceField,
+    ToolField,
+    problems_of_choice,
+)
 
-Role = Literal["system", "developer", "user", "assistant"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # OpenAI's
 
 _MAX_MESSAGES = 4096
 
@@ -43,38 +53,92 @@ class Message(Body):
         "refusal": (None,),
         "annotations": (None, []),
         "audio": (None,),
-        "tool_calls": (None, []),
         "function_call": (None,),
     }
 
     role: Role
-    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), FirstMistakes]
+    content: (
+        str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), FirstMistakes] | None
+    ) = None
     name: str | None = Field(None, max_length=256)
+    tool_calls: Annotated[list[CallField], Field(max_length=MAX_TOOLS), FirstMistakes] | None = None
+    tool_call_id: str | None = Field(None, min_length=1, max_length=256)
+    # Two names of the same text, which clients read and send back.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     # In an assistant's message that the client sends back unchanged.
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: Any = None
-    tool_calls: list[Any] | None = None
     function_call: Any = None
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_roles(cls, value: Any) -> Any:
-        """Refuse other roles before a field that only they have (tool_call_id) is unknown."""
+        """Refuse other roles before a field that only they have is unknown."""
         roles = get_args(Role)
         if isinstance(value, dict) and "role" in value and value["role"] not in roles:
-            told = f"must be one of {', '.join(roles)}; tools and functions are not supported"
-            raise other_kind("role", told)
+            raise other_kind("role", f"must be one of {', '.join(roles)}")
         return value
 
-    def for_template(self) -> dict[str, str]:
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield fields that this role has not, or lacks."""
+        if self.content is None and not (self.role == "assistant" and self._says_something):
+            is_given = "content" in self.model_fields_set
+            told = "must be a string or a list of text parts" if is_given else "is missing"
+            yield "content", told
+        if self.role != "assistant":
+            for name in ("tool_calls", "reasoning_content", "reasoning"):
+                if getattr(self, name):
+                    yield name, "needs the role assistant"
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            is_tool = self.role == "tool"
+            yield "tool_call_id", "is missing" if is_tool else "needs the role tool"
+
+    @property
+    def _says_something(self) -> bool:
+        return bool(self.tool_calls or self.reasoning_content or self.reasoning)
+
+    @property
+    def text(self) -> str:
+        """Return the content as one text."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(part.text for part in self.content)
+
+    def for_template(self) -> dict[str, Any]:
         """Return the message for a template; `developer` is OpenAI's newer word for `system`."""
         role = "system" if self.role == "developer" else self.role
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": content, **named}
+        message: dict[str, Any] = {"role": role, "content": self.text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        return message
+
+
+Messages = Annotated[
+    list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True), FirstMistakes
+]
+Tools = Annotated[list[ToolField], Field(max_length=MAX_TOOLS, fail_fast=True), FirstMistakes]
+TemplateVariables = Annotated[dict[str, bool | int | float | str | None], few(16)]
+
+
+def problems_of_results(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """Yield the first result of a call that no message before it has."""
+    known: set[str] = set()
+    for index, message in enumerate(messages):
+        known.update(call.id for call in message.tool_calls or ())
+        given = message.tool_call_id
+        if given is not None and given not in known:
+            told = f"[{index}].tool_call_id must name a call of a message before it"
+            yield "messages", f"{told}. Given: {given[:64]!a}"
+            return
 
 
 class ChatRequest(GenerationRequest):
@@ -85,16 +149,11 @@ class ChatRequest(GenerationRequest):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **NEUTRAL,
         "modalities": (None, ["text"]),
-        "reasoning_effort": (None,),
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
     }
 
-    messages: Annotated[
-        list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True), FirstMistakes
-    ]
+    messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=INT64)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64)
     logprobs: bool | None = None
@@ -102,14 +161,12 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template_kwargs: Annotated[dict[str, bool | int | float | str | None], few(16)] | None = (
-        None
-    )
+    chat_template_kwargs: TemplateVariables | None = None
     modalities: list[str] | None = None
-    reasoning_effort: str | None = None
-    parallel_tool_calls: bool | None = None  # has no effect without tools
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    reasoning_effort: ReasoningEffort | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
 
@@ -125,6 +182,12 @@ class ChatRequest(GenerationRequest):
             yield ("continue_final_message", "needs a last message of the assistant")
         if self.continue_final_message and self.add_generation_prompt:
             yield ("add_generation_prompt", "cannot be true together with `continue_final_message`")
+        if self.continue_final_message and self.messages[-1].tool_calls:
+            yield ("continue_final_message", "needs a last message without `tool_calls`")
+        yield from problems_of_choice(self.tools or (), self.tool_choice)
+        yield from problems_of_results(self.messages)
+        if self.tools and self.tool_choice != "none" and self.ignore_eos:
+            yield ("ignore_eos", "cannot be true together with `tools`")
 
     @property
     def opens_answer(self) -> bool:
@@ -176,15 +239,21 @@ class AnswerMessage(Body):
     """The model's message."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = Field(None, exclude_if=is_none)
+    reasoning: str | None = Field(None, exclude_if=is_none)
+    tool_calls: list[AnswerCall] | None = Field(None, exclude_if=is_none)
 
 
 class Delta(Body):
     """A piece of it."""
 
     role: Literal["assistant"] | None = Field(None, exclude_if=is_none)  # in the first one only
-    content: str
+    content: str | None = Field(None, exclude_if=is_none)
+    reasoning_content: str | None = Field(None, exclude_if=is_none)
+    reasoning: str | None = Field(None, exclude_if=is_none)
+    tool_calls: list[DeltaCall] | None = Field(None, exclude_if=is_none)
 
 
 class ChatChoice(Body):

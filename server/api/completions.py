@@ -23,8 +23,9 @@ def completions_router(service: Service) -> APIRouter:
     @router.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, http: Request) -> Response:
         async with service.reserve(body) as reservation:
+            grammar = await service.grammar(body.schema_asked, body.whitespace_asked)
             prompts = await _tokenize(service, body)
-            submission = reservation.submit(prompts)
+            submission = reservation.submit(prompts, grammar)
         return await respond(http, _CompletionAnswer(service, submission, body))
 
     return router

@@ -6,7 +6,7 @@ All generating routes share this module; each one defines its own body formats.
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -63,14 +63,16 @@ class HttpAnswer(ABC, Generic[BodyT]):
         self.created = int(time.time())
         self.choices = [ChoiceState(request) for request in submission.requests]
         self._submission = submission
+        # Hears of each output before it is answered.
+        self.listener: Callable[[int, Output], None] | None = None
 
     @abstractmethod
     def whole_body(self, outputs: Sequence[Output]) -> BaseModel:
         """Build the answer; `outputs` has one complete output for each choice."""
 
     @abstractmethod
-    def piece(self, index: int, output: Output) -> BaseModel:
-        """Build the body of one output of one choice."""
+    def piece(self, index: int, output: Output) -> BaseModel | None:
+        """Build the body of one output of one choice; None if there is nothing to send yet."""
 
     @abstractmethod
     def event_body(
@@ -168,19 +170,22 @@ class HttpAnswer(ABC, Generic[BodyT]):
         if state.scaling == scaling and output.finish_reason is None:
             if state.text_event is None:
                 state.text_event = TextEvent.of(
-                    lambda text: self._piece_body(index, output._replace(text=text))
+                    lambda text: self.event_body([self.piece(index, output._replace(text=text))])
                 )
             return state.text_event.with_text(output.text)
-        if self.body.num_logprobs is None:
+        if self.body.num_logprobs is None and self.listener is None:
             # The next event is like this one, except that only the first has a role or an echo.
             state.scaling, state.text_event = scaling, None
         return self._piece_event(index, output)
 
     def _piece_event(self, index: int, output: Output) -> bytes:
-        return event(self._piece_body(index, output))
+        body = self._piece_body(index, output)
+        # A call that is held back for long must not look like a silent stream.
+        return KEEP_ALIVE if body is None else event(body)
 
-    def _piece_body(self, index: int, output: Output) -> BaseModel:
-        return self.event_body([self.piece(index, output)])
+    def _piece_body(self, index: int, output: Output) -> BaseModel | None:
+        piece = self.piece(index, output)
+        return None if piece is None else self.event_body([piece])
 
     def _ready(self) -> Iterator[tuple[int, Output]]:
         """Yield (choice, output) of outputs that are ready. Raises EngineStoppedError."""
@@ -190,6 +195,8 @@ class HttpAnswer(ABC, Generic[BodyT]):
             state = self.choices[index]
             state.num_generated += len(output.token_ids)
             state.num_cached_tokens = output.num_cached_tokens
+            if self.listener is not None:
+                self.listener(index, output)
             yield index, output
 
 

@@ -49,6 +49,15 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
+class PromptCacheOptions(Body):
+    """OpenAI's `prompt_cache_options`, a hint without effect: every prefix is cached."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: str | None = Field(None, max_length=16)
+
+
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
 TokenId = Annotated[int, Field(ge=0, le=INT64)]
 TokenIdKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,17})$")]  # JSON's keys are strings
 StopString = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -58,7 +67,7 @@ MAX_N = 128
 # Neutral in every generating request; a route adds its own.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "store": (None, False),
-    "metadata": (None, {}),
+    "verbosity": (None, "medium"),
     "service_tier": (None, "auto", "default"),
 }
 
@@ -97,7 +106,13 @@ class GenerationRequest(Body):
     return_progress: bool | None = None
     user: str | None = Field(None, max_length=512)
     store: bool | None = None
-    metadata: Annotated[dict[str, Any], few(16)] | None = None
+    # Hints of OpenAI's clients, which change nothing here.
+    metadata: Annotated[dict[MetadataKey, MetadataValue], few(16)] | None = None
+    prompt_cache_key: str | None = Field(None, max_length=1024)
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    safety_identifier: str | None = Field(None, max_length=512)
+    verbosity: str | None = None
     service_tier: str | None = None
     cache_salt: str | None = Field(None, max_length=128)
     response_format: ResponseFormat | None = None
@@ -248,6 +263,12 @@ class RopeAnswer(Body):
         )
 
 
+class CompletionTokensDetails(Body):
+    """The parts of the answers."""
+
+    reasoning_tokens: int
+
+
 class PromptTokensDetails(Body):
     """The source of the prompt's keys and values."""
 
@@ -261,6 +282,8 @@ class Usage(Body):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    # Of models whose reasoning is told apart.
+    completion_tokens_details: CompletionTokensDetails | None = Field(None, exclude_if=is_none)
 
 
 class PromptProgressAnswer(Body):

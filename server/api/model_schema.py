@@ -1,11 +1,43 @@
 """Bodies of the routes about models and tokens."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from server.api.chat_schema import Messages, TemplateVariables, Tools, problems_of_results
 from server.api.generation_schema import TokenId
 from server.api.strict_body import Body, FirstMistakes
+from server.api.tools.tool_schema import problems_of_choice
+
+
+class TierEntry(Body):
+    """One tier of a deployment."""
+
+    max_len: int  # tokens
+    factor: float
+    rope_type: str
+
+
+class ModelMeta(Body):
+    """Lengths under llama.cpp's names, which agents read."""
+
+    n_ctx: int  # the longest context
+    n_ctx_train: int  # the length that the checkpoint was trained for
+
+
+class ScalingEntry(Body):
+    """The scaling of a deployment, and how its model writes calls."""
+
+    original_max_position_embeddings: int
+    rope_type: str
+    policy: str
+    tiers: list[TierEntry]
+    allowed_rope_types: list[str]
+    max_rope_factor: float
+    answer_reserve_tokens: int  # of a chat answer without max_tokens
+    tool_format: str | None  # None: requests with tools are refused
+    reasoning: str | None  # the marker that opens it; None: none is known
 
 
 class Model(Body):
@@ -16,6 +48,8 @@ class Model(Body):
     created: int
     owned_by: Literal["ropewalk"] = "ropewalk"
     max_model_len: int
+    meta: ModelMeta
+    ropewalk: ScalingEntry
 
 
 class ModelList(Body):
@@ -26,11 +60,29 @@ class ModelList(Body):
 
 
 class TokenizeRequest(Body):
-    """POST /tokenize."""
+    """POST /tokenize: a text, or the messages of a chat."""
 
     model: str | None = Field(None, max_length=256)
-    prompt: str
-    add_special_tokens: bool = True
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateVariables | None = None
+    # Default: as the route does that generates: added to a prompt, not to messages.
+    add_special_tokens: bool | None = None
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield the field that is missing, or that belongs to the other kind."""
+        if self.prompt is None and self.messages is None:
+            yield "prompt", "is missing, and so is `messages`"
+        if self.prompt is not None and self.messages is not None:
+            yield "messages", "and `prompt` exclude each other"
+        if self.messages is None:
+            for name in ("tools", "chat_template_kwargs"):
+                if getattr(self, name):
+                    yield name, "needs `messages`"
+        yield from problems_of_results(self.messages or ())
+        yield from problems_of_choice(self.tools or (), None)
 
 
 class TokenizeResponse(Body):

@@ -12,11 +12,33 @@ from server.api.model_schema import (
     DetokenizeResponse,
     Model,
     ModelList,
+    ModelMeta,
+    ScalingEntry,
+    TierEntry,
     TokenizeRequest,
     TokenizeResponse,
     TokenizerInfo,
 )
 from server.api.service import Service
+from server.api.tools.chat_turn import ChatTurn, check_variables, prompt_ids, render
+
+
+async def _tokens_of(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
+    """Tokenise a text, or messages as the chat route renders them. Raises RequestError."""
+    asked = body.add_special_tokens
+    if body.messages is None:
+        assert body.prompt is not None, "checked by the schema"
+        return await service.tokenize(body.prompt, add_special_tokens=asked is not False)
+    variables = body.chat_template_kwargs or {}
+    check_variables(service, variables)
+    turn = ChatTurn(
+        messages=[message.for_template() for message in body.messages],
+        opens_answer=body.add_generation_prompt,
+        add_special_tokens=bool(asked),
+        variables=variables,
+        tools=[tool.tool() for tool in body.tools or ()],
+    )
+    return await prompt_ids(service, turn, await render(service, turn))
 
 
 def model_router(service: Service) -> APIRouter:
@@ -24,10 +46,30 @@ def model_router(service: Service) -> APIRouter:
     router = APIRouter(route_class=JsonBodyRoute)
 
     def model_of(deployment: Deployment) -> Model:
+        formats = service.chat_formats
         return Model(
             id=deployment.name,
             created=service.created,
             max_model_len=deployment.max_len,
+            meta=ModelMeta(n_ctx=deployment.max_len, n_ctx_train=deployment.native_len),
+            ropewalk=ScalingEntry(
+                original_max_position_embeddings=deployment.original_len,
+                rope_type=deployment.rope_type,
+                policy=deployment.policy,
+                tiers=[
+                    TierEntry(
+                        max_len=min(tier.ceiling, deployment.max_len),
+                        factor=tier.factor,
+                        rope_type=tier.profile.scaling.rope_type,
+                    )
+                    for tier in deployment.own_tiers
+                ],
+                allowed_rope_types=sorted(deployment.tiers),
+                max_rope_factor=deployment.max_rope_factor,
+                answer_reserve_tokens=deployment.reserve.num_tokens,
+                tool_format=None if formats.tools is None else formats.tools.name,
+                reasoning=None if formats.reasoning is None else formats.reasoning.open,
+            ),
         )
 
     @router.get("/v1/models")
@@ -41,7 +83,7 @@ def model_router(service: Service) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
         deployment = service.deployment(body.model)
-        tokens = await service.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
+        tokens = await _tokens_of(service, body)
         return TokenizeResponse(
             count=len(tokens), max_model_len=deployment.max_len, tokens=list(tokens)
         )

@@ -24,12 +24,15 @@ from model_runtime.request import Request, SamplingParams
 from model_runtime.text.chat_template import ChatTemplate
 from model_runtime.text.grammar import Grammar, GrammarCompiler
 from model_runtime.text.tokenizer import Tokenizer
+from model_runtime.tools.find_format import ChatFormats
 from server.api.generation_schema import GenerationRequest
 from server.api.output_queue import OutputQueue, Submission
 from server.errors import MAX_ERRORS, rejection_reason
 from server.metrics import Metrics
 from server.middleware.http_metrics import HttpMetrics
 from server.settings.load import ServeSettings
+
+_MASKED = -1e4  # added to the logit of a token that must not come
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Service:
     sampling_defaults: Mapping[str, float]  # the model's own, for fields that a request leaves out
     max_len: int  # positions of the longest sequence of any deployment
     chat_template: ChatTemplate
+    chat_formats: ChatFormats
     grammars: GrammarCompiler
     output_queue: OutputQueue = field(default_factory=OutputQueue)  # flushed after each step
     created: int = field(default_factory=lambda: int(time.time()))
@@ -76,8 +80,7 @@ class Service:
             sampling = body.sampling(self.sampling_defaults, extra_stop)
             self._check_limits(body, sampling)
             with self.engine.reserve(body.num_prompts * body.num_answers) as places:
-                grammar = await self._grammar(body.schema_asked, body.whitespace_asked)
-                yield Reservation(self, body, deployment, sampling, grammar, places, arrived)
+                yield Reservation(self, body, deployment, sampling, places, arrived)
 
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
@@ -139,10 +142,10 @@ class Service:
             f"`{param}` token ids must be < {self.vocab_size}. Given: {token_id}", param=param
         )
 
-    async def _grammar(
+    async def grammar(
         self, schema: Mapping[str, Any] | None, whitespace: str | None
     ) -> Grammar | None:
-        """Compile the grammar of a schema off the event loop.
+        """Compile the grammar of a schema off the event loop; None without a schema.
 
         Raises RequestError or QueueFullError.
         """
@@ -171,22 +174,39 @@ class Reservation:
     body: GenerationRequest
     deployment: Deployment
     sampling: SamplingParams  # without max_tokens and seed
-    grammar: Grammar | None
     places: Places
     arrived: float  # time.monotonic()
 
-    def submit(self, prompts: Sequence[tuple[int, ...]]) -> Submission:
-        """Place and queue the prompts, all or none. Raises what the engine and placement raise."""
+    def submit(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        grammar: Grammar | None = None,
+        shown_ids: frozenset[int] = frozenset(),
+        masked_id: int | None = None,
+    ) -> Submission:
+        """Place and queue the prompts, all or none. Raises what the engine and placement raise.
+
+        `shown_ids` are special tokens that the answers' text contains, `masked_id` a token that the
+        answers must not have.
+        """
+        sampling = self.sampling
+        if masked_id is not None:
+            masked = (masked_id, _MASKED)
+            sampling = replace(sampling, logit_bias=(*sampling.logit_bias, masked))
         return Submission(
             self.service.engine,
             self.service.output_queue,
-            [request for prompt in prompts for request in self._requests(prompt)],
+            [
+                replace(request, grammar=grammar, shown_ids=shown_ids)
+                for prompt in prompts
+                for request in self._requests(prompt, sampling)
+            ],
             self.arrived,
             self.places,
             max_unread=self.service.settings.max_unread_tokens,
         )
 
-    def _requests(self, prompt: tuple[int, ...]) -> list[Request]:
+    def _requests(self, prompt: tuple[int, ...], sampling: SamplingParams) -> list[Request]:
         """Build one engine request for each answer to a prompt."""
         body, deployment = self.body, self.deployment
         rope = body.rope.request() if body.rope is not None else RopeRequest()
@@ -205,11 +225,10 @@ class Reservation:
             Request(
                 f"{body.id_prefix}-{uuid.uuid4().hex}",
                 prompt,
-                replace(self.sampling, max_tokens=max_tokens, seed=seed),
+                replace(sampling, max_tokens=max_tokens, seed=seed),
                 placement,
                 body.cache_salt or "",
                 wants_progress=bool(body.return_progress),
-                grammar=self.grammar,
             )
             for seed in body.seeds()
         ]

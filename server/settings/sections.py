@@ -84,6 +84,21 @@ class ModelSettings(Section):
         "Variables of the chat template that requests may set.",
         unit="names",
     )
+    tool_format: Literal[
+        "auto", "none", "hermes", "mistral", "llama-json", "qwen3-coder", "pythonic", "generic"
+    ] = setting(
+        "auto",
+        "Format of the model's tool calls: a name, auto or none. auto is what the chat template "
+        "writes, or else generic, whose instructions the server adds. With none, requests with "
+        "tools get 400.",
+        unit="name",
+    )
+    reasoning: Literal["split", "inline"] = setting(
+        "split",
+        "Place of the model's reasoning in chat answers: split is a field of its own, inline is "
+        "the content.",
+        unit="name",
+    )
 
 
 class DeploymentSettings(Section):

@@ -10,6 +10,7 @@ from model_runtime.hub.local_model import OnBytes, no_bytes
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.loading.phases import OnPhase, no_phases
 from model_runtime.text.grammar import GrammarCompiler
+from model_runtime.tools.find_format import ChatFormats, find_formats
 from server.api.service import Service
 from server.errors import rejection_reasons
 from server.metrics import MetricFactory, Metrics
@@ -44,6 +45,9 @@ def load_service(
     check_native = partial(plan_deployments, settings)
     checkpoint = load_model(settings, on_phase, on_bytes, check_native)
     chat_template = chat_template_of(settings, checkpoint.tokenizer)
+    chat_formats = find_formats(
+        chat_template, checkpoint.tokenizer.special_ids, settings.tool_format
+    )
     plan = plan_serving(settings, facts_of(checkpoint, settings))
     on_phase("allocating the cache")
     factory = MetricFactory()
@@ -59,6 +63,7 @@ def load_service(
         sampling_defaults=checkpoint.sampling_defaults,
         max_len=plan.config.max_model_len,
         chat_template=chat_template,
+        chat_formats=chat_formats,
         grammars=GrammarCompiler(
             checkpoint.tokenizer,
             settings.max_schema_bytes,
@@ -66,7 +71,7 @@ def load_service(
             settings.whitespace_pattern,
         ),
     )
-    return service, _banner(checkpoint, plan, settings)
+    return service, _banner(checkpoint, plan, settings, chat_formats)
 
 
 def _metrics(factory: MetricFactory, plan: ServingPlan) -> Metrics:
@@ -95,7 +100,21 @@ def _torch_lines() -> list[str]:
     return [] if found is None else [f"  warning          {found.text}; {found.action}"]
 
 
-def _banner(checkpoint: Checkpoint, plan: ServingPlan, settings: ServeSettings) -> str:
+def _chat_line(formats: ChatFormats, settings: ServeSettings) -> str:
+    """Return the banner's line about tool calls and reasoning."""
+    tools = "not served"
+    if formats.tools is not None:
+        where = "of the chat template" if formats.tools.in_template else "with our instructions"
+        tools = f"{formats.tools.name}, {where}"
+    reasoning = "none known"
+    if formats.reasoning is not None:
+        reasoning = f"{formats.reasoning.open} ({settings.reasoning})"
+    return f"  tool calls       {tools}; reasoning: {reasoning}"
+
+
+def _banner(
+    checkpoint: Checkpoint, plan: ServingPlan, settings: ServeSettings, formats: ChatFormats
+) -> str:
     """Return the banner, with the facts an operator needs before the first request."""
     exact = "to the bit" if checkpoint.report.bitwise else "within rounding"
     bits = "same in any batch" if checkpoint.report.bitwise else "depend on the batch"
@@ -113,6 +132,7 @@ def _banner(checkpoint: Checkpoint, plan: ServingPlan, settings: ServeSettings) 
             *_torch_lines(),
             *describe(plan),
             *limit_lines(settings),
+            _chat_line(formats, settings),
             computing_line(checkpoint.products, described(checkpoint.device), bits),
             f"  self-check       passed; answers are the same in any batch {exact}",
         ]

@@ -17,6 +17,7 @@ from server.api.completion_schema import CompletionRequest
 from server.api.generation_schema import RopeField, StreamOptions
 from server.api.model_schema import DetokenizeRequest, TokenizeRequest
 from server.api.structured_schema import ResponseFormat, StructuredOutputs
+from server.api.tools.tool_schema import CallField, FunctionField, ToolChoice, ToolField
 
 # path -> (model, a body that is answered at once)
 ROUTES: Mapping[str, tuple[type[BaseModel], Mapping[str, str]]] = {
@@ -34,6 +35,14 @@ INNER: Mapping[str, tuple[type[BaseModel], Mapping[str, str], str]] = {
     "stream_options": (StreamOptions, {}, "{}"),
     "response_format": (ResponseFormat, {"type": '"text"'}, "{}"),
     "structured_outputs": (StructuredOutputs, {"whitespace_pattern": '" ?"'}, "{}"),
+    "tools": (ToolField, {"type": '"function"', "function": '{"name": "f"}'}, "[{}]"),
+    "function": (FunctionField, {"name": '"f"', "parameters": '{"type": "object"}'}, "{}"),
+    "tool_choice": (ToolChoice, {"type": '"function"', "function": '{"name": "f"}'}, "{}"),
+    "tool_calls": (
+        CallField,
+        {"id": '"a"', "function": '{"name": "f", "arguments": "{}"}'},
+        "[{}]",
+    ),
     "messages": (Message, {"role": '"user"', "content": '"a"'}, "[{}]"),
     "content": (TextPart, {"type": '"text"', "text": '"a"'}, "[{}]"),
 }

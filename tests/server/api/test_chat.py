@@ -227,8 +227,13 @@ def test_a_model_without_a_template_gets_a_transcript(bare: Server) -> None:
         ({"messages": []}, "messages", "at least 1"),
         (
             {"messages": [{"role": "tool", "content": "a"}]},
+            "messages.0.tool_call_id",
+            "is missing",
+        ),
+        (
+            {"messages": [{"role": "critic", "content": "a"}]},
             "messages.0.role",
-            "system, developer, user, assistant",
+            "must be one of system, developer, user, assistant, tool",
         ),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "is missing"),
         (
@@ -238,15 +243,15 @@ def test_a_model_without_a_template_gets_a_transcript(bare: Server) -> None:
         ),
         (
             {"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]},
-            "messages.0.role",
-            "must be one of system, developer, user, assistant; tools",
+            "messages",
+            "[0].tool_call_id must name a call of a message before it",
         ),
         ({"messages": ["a"]}, "messages.0", 'must be an object. Given: "a"'),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "Unicode"),
         ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
         ({"max_tokens": 0}, "max_tokens", "must be at least 1. Given: 0"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "differs from"),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported, remove it"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "is missing"),
         (
             {"response_format": {"type": "xml"}},
             "response_format.type",
@@ -257,7 +262,7 @@ def test_a_model_without_a_template_gets_a_transcript(bare: Server) -> None:
         ({"continue_final_message": True}, "continue_final_message", "of the assistant"),
         ({"min_tokens": 5000}, "min_tokens", "must be <= the answer's room in its tier ("),
         ({"messages": [{"role": "user", "content": "a" * 10**6}]}, "messages", "characters"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", "must be none, minimal, low"),
         ({"thinking": {}}, "thinking", "is not a field of this body"),
         ({"store": True}, "store", "not supported"),
         (
@@ -272,8 +277,8 @@ def test_a_model_without_a_template_gets_a_transcript(bare: Server) -> None:
         ),
         (
             {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
-            "messages.0.tool_calls",
-            "not supported",
+            "messages.0.tool_calls.0.id",
+            "is missing",
         ),
     ],
 )

@@ -12,7 +12,23 @@ from tests.processes import Server
 def test_one_model_by_name(openai_client: openai.OpenAI) -> None:
     """The openai client retrieves a model with its longest context."""
     model = openai_client.models.retrieve("ropewalk-demo")
-    assert model.model_extra == {"max_model_len": 2048}
+    assert model.model_extra is not None
+    assert model.model_extra["max_model_len"] == 2048
+    assert model.model_extra["meta"] == {"n_ctx": 2048, "n_ctx_train": 256}
+    about = model.model_extra["ropewalk"]
+    assert about.pop("allowed_rope_types")[:2] == ["default", "dynamic"]
+    assert [tuple(each.values()) for each in about.pop("tiers")] == [
+        (256, 1, "default"), (512, 2, "yarn"), (1024, 4, "yarn"), (2048, 8, "yarn"),
+    ]  # fmt: skip
+    assert about == {
+        "original_max_position_embeddings": 256,
+        "rope_type": "yarn",
+        "policy": "pinned",
+        "max_rope_factor": 8,
+        "answer_reserve_tokens": 32,
+        "tool_format": "generic",
+        "reasoning": None,
+    }
     with pytest.raises(openai.NotFoundError, match="no/such"):
         openai_client.models.retrieve("no/such")
 
@@ -30,6 +46,37 @@ def test_detokenize_undoes_tokenize(server: Server, add_special_tokens: bool) ->
     whole = httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}).json()["prompt"]
     assert whole.endswith(text)
     assert (whole == text) == (not add_special_tokens)
+
+
+def test_messages_are_tokenised_as_the_chat_route_does(
+    server: Server, openai_client: openai.OpenAI
+) -> None:
+    """With tools, calls and results in them."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    talk: dict[str, object] = {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "a", "content": "b"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    }
+    counted = httpx.post(f"{server.url}/tokenize", json=talk).json()
+    asked = {"model": "ropewalk-demo", "max_tokens": 1, **talk}
+    usage = openai_client.chat.completions.create(**asked).usage  # type: ignore[call-overload]
+    assert counted["count"] == len(counted["tokens"]) == usage.prompt_tokens
+    closed = httpx.post(f"{server.url}/tokenize", json={**talk, "add_generation_prompt": False})
+    assert closed.json()["tokens"] == counted["tokens"][: closed.json()["count"]]
+    assert closed.json()["count"] == counted["count"] - 1
+    for body, param in (
+        ({}, "prompt"),
+        ({**talk, "prompt": "a"}, "messages"),
+        ({"prompt": "a", "tools": talk["tools"]}, "tools"),
+        ({"messages": [{"role": "tool", "tool_call_id": "a", "content": ""}]}, "messages"),
+        ({"messages": talk["messages"], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ):
+        refused = httpx.post(f"{server.url}/tokenize", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_all_problems_are_reported_at_once(server: Server) -> None:
     [
         (
             "chat/completions",
-            {"messages": [{"role": "user"}, {"role": "tool"}, {"role": "user", "content": 5}]},
+            {"messages": [{"role": "user"}, {"role": "critic"}, {"role": "user", "content": 5}]},
             ["`messages.0.content` is", "`messages.1.role` must", "`messages.2.content` must"],
         ),
         ("completions", {"prompt": [1, -1, -2]}, ["`prompt.1` must", "`prompt.2` must"]),

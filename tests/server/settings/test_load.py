@@ -57,6 +57,8 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "max_header_bytes": 4096,
         "max_unread_tokens": 64,
         "whitespace_pattern": "[ ]{0,4}",
+        "tool_format": "hermes",
+        "reasoning": "inline",
     }
     field = ServeSettings.model_fields[name]
     is_text = "str" in str(field.annotation) or "Path" in str(field.annotation)

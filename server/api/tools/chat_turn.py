@@ -1,0 +1,288 @@
+"""A turn of a conversation, whatever route it came by: into a prompt, a grammar, a reading plan.
+
+A route builds a ChatTurn, prepares it inside its reservation, submits the prompt, and reads each
+choice with a ChoiceReader (`choice_reader.py`). Neither knows a body or an answer of HTTP.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from model_runtime.errors import RequestError
+from model_runtime.text.grammar import Grammar, Lark
+from model_runtime.tools.answer_reader import ReadingPlan
+from model_runtime.tools.call_grammar import AnswerGrammar, Mode, Thinking, arguments_schema
+from model_runtime.tools.instructions import with_instructions
+from model_runtime.tools.tool_format import GENERIC, ReasoningFormat, Tool
+from server.api.service import Service
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTurn:
+    """The request of a conversation to the model."""
+
+    messages: Sequence[Mapping[str, Any]]  # in the shape that chat templates read
+    opens_answer: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, checked
+    reasoning_effort: str | None = None
+    tools: Sequence[Tool] = ()
+    choice: Literal["none", "auto", "required"] = "auto"
+    callable_names: frozenset[str] | None = None  # None: all tools
+    is_named: bool = False  # the client has named the one function to call
+    is_parallel: bool = True  # several calls in one answer
+    answer_schema: Mapping[str, Any] | None = None  # of an answer that is no call
+    whitespace: str | None = None  # pattern for JSON; None: the server's own
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """Return the tools that the answer may call."""
+        if self.choice == "none":
+            return []
+        names = self.callable_names
+        return [tool for tool in self.tools if names is None or tool.name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTurn:
+    """A turn that can be submitted."""
+
+    prompt_ids: tuple[int, ...]
+    grammar: Grammar | None
+    shown_ids: frozenset[int]  # special tokens that the answer's text contains
+    masked_id: int | None  # a token that the answer must not have
+    plan: ReadingPlan | None  # None: the answer is text
+
+
+async def prepare(service: Service, turn: ChatTurn) -> PreparedTurn:
+    """Render, tokenise and compile a turn, off the event loop. Raises RequestError."""
+    formats = service.chat_formats
+    if turn.callable_tools:
+        await asyncio.to_thread(_check_tools, service, turn.callable_tools)
+    text = await render(service, turn)
+    token_ids = await prompt_ids(service, turn, text)
+    thinking = _thinking(formats.reasoning, text, turn)
+    splits = formats.reasoning is not None and service.settings.reasoning == "split"
+    tools = turn.callable_tools
+    grammar = await _grammar(service, turn, thinking, splits=splits)
+    plan = None
+    if tools or splits:
+        plan = ReadingPlan(
+            formats.tools if tools else None,
+            {tool.name: tool for tool in tools},
+            formats.reasoning if splits else None,
+            begins_in_reasoning=splits and thinking is Thinking.BEGUN,
+        )
+    masked = None
+    if turn.tools and turn.choice == "none" and formats.tools is not None:
+        masked = service.tokenizer.token_id(formats.tools.marker)
+    shown = frozenset(formats.special.values()) if plan is not None else frozenset()
+    return PreparedTurn(token_ids, grammar, shown, masked, plan)
+
+
+async def prompt_ids(service: Service, turn: ChatTurn, text: str) -> tuple[int, ...]:
+    """Tokenise a rendered turn. Raises RequestError."""
+    # Templates write the special tokens themselves, except for the fallback.
+    add_special_tokens = turn.add_special_tokens or service.chat_template.is_fallback
+    return await service.tokenize(text, add_special_tokens=add_special_tokens, param="messages")
+
+
+async def render(service: Service, turn: ChatTurn) -> str:
+    """Render a turn into the text of its prompt. Raises RequestError."""
+    template, formats = service.chat_template, service.chat_formats
+    if turn.tools and formats.tools is None:
+        raise RequestError("`tools` are not served (tool_format is none)", param="tools")
+    messages: Sequence[Mapping[str, Any]] = turn.messages
+    if not template.reads_names and any(
+        "name" in each and each["role"] != "tool" for each in messages
+    ):
+        raise RequestError(
+            "`name` of a message is not read by this model's chat template, remove it",
+            param="messages",
+        )
+    tools = [] if turn.choice == "none" else list(turn.tools)
+    service.check_length(_num_characters(turn), "messages")
+    rendered_tools: list[dict[str, Any]] = []
+    tool_format = formats.tools
+    if tool_format is not None and tool_format.in_template:
+        messages = _with_names(messages)
+        rendered_tools = [tool.for_template() for tool in tools]
+    elif tools or any(each["role"] == "tool" or each.get("tool_calls") for each in messages):
+        messages = with_instructions(
+            messages, tools, tool_format or GENERIC, reads_system=formats.reads_system
+        )
+    return await asyncio.to_thread(
+        template.render,
+        messages,
+        add_generation_prompt=turn.opens_answer,
+        continue_final_message=turn.continue_final_message,
+        variables={**_effort_variables(service, turn.reasoning_effort), **turn.variables},
+        tools=rendered_tools,
+    )
+
+
+def check_variables(service: Service, variables: Iterable[str]) -> None:
+    """Check that the operator allows each variable and that the template reads it."""
+    allowed = service.settings.allowed_chat_template_kwargs
+    for name in variables:
+        if name not in allowed:
+            raise RequestError(
+                f"`chat_template_kwargs` may hold {', '.join(sorted(allowed)) or 'nothing'}. "
+                f"Given: {name[:64]!a}",
+                param="chat_template_kwargs",
+            )
+        if name not in service.chat_template.variables:
+            raise RequestError(
+                f"`chat_template_kwargs.{name}` is not read by this model's chat template",
+                param="chat_template_kwargs",
+            )
+
+
+def _num_characters(turn: ChatTurn) -> int:
+    """Return a lower bound of the prompt's characters, which costs little."""
+    texts = sum(len(message["content"]) for message in turn.messages)
+    return texts + sum(len(tool.description or "") for tool in turn.tools)
+
+
+def _with_names(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with the function's name in each result, which some templates read."""
+    names = {
+        call["id"]: call["function"]["name"]
+        for message in messages
+        for call in message.get("tool_calls", ())
+    }
+    return [
+        {"name": names[message["tool_call_id"]], **message}
+        if message.get("tool_call_id") in names
+        else message
+        for message in messages
+    ]
+
+
+def _effort_variables(service: Service, effort: str | None) -> dict[str, Any]:
+    """Return the template's variables for OpenAI's `reasoning_effort`.
+
+    If the template reads no effort but a switch, then `none` turns it off and the others on.
+    """
+    if effort is None:
+        return {}
+    read = service.chat_template.variables & set(service.settings.allowed_chat_template_kwargs)
+    if "reasoning_effort" in read:
+        return {"reasoning_effort": effort}
+    return {name: effort != "none" for name in ("enable_thinking", "thinking") if name in read}
+
+
+def _thinking(reasoning: ReasoningFormat | None, prompt: str, turn: ChatTurn) -> Thinking:
+    """Return whether the answer begins with reasoning, by the end of its prompt."""
+    if reasoning is None or turn.continue_final_message:
+        return Thinking.NO
+    end = prompt.rstrip()
+    if end.endswith(reasoning.open):
+        return Thinking.BEGUN
+    return Thinking.NO if end.endswith(reasoning.close) else Thinking.MAYBE
+
+
+async def _grammar(
+    service: Service, turn: ChatTurn, thinking: Thinking, *, splits: bool
+) -> Grammar | None:
+    """Compile the grammar of an answer; None if it may be any text. Raises RequestError."""
+    tools = turn.callable_tools
+    formats, compiler = service.chat_formats, service.grammars
+    answer_schema = None
+    if turn.answer_schema is not None:
+        answer_schema = await asyncio.to_thread(compiler.text_of, turn.answer_schema)
+    if not tools:
+        if answer_schema is None:
+            return None
+        if not splits or thinking is Thinking.NO:
+            return await service.grammar(turn.answer_schema, turn.whitespace)
+    elif _is_free(turn, tools):
+        return None
+    asked = AnswerGrammar(
+        mode=_mode(turn, has_tools=bool(tools)),
+        whitespace=compiler.whitespace_of(turn.whitespace),
+        tool_format=formats.tools,
+        tools=tools,
+        is_parallel=turn.is_parallel and not turn.is_named,
+        answer_schema=answer_schema,
+        reasoning=formats.reasoning,
+        thinking=thinking,
+    )
+    try:
+        return await _compiled(service, asked)
+    except RequestError as error:
+        if not any(_label(tool) in str(error) for tool in tools):
+            await _blame(service, asked)
+        raise
+
+
+def _is_free(turn: ChatTurn, tools: Sequence[Tool]) -> bool:
+    """Return whether an answer with tools may be any text."""
+    is_auto = turn.choice == "auto" and turn.answer_schema is None
+    return is_auto and turn.is_parallel and not any(tool.is_strict for tool in tools)
+
+
+def _mode(turn: ChatTurn, *, has_tools: bool) -> Mode:
+    if not has_tools:
+        return Mode.JSON
+    if turn.choice == "required":
+        return Mode.CALLS
+    return Mode.TEXT_AND_CALLS if turn.answer_schema is None else Mode.CALLS_OR_JSON
+
+
+def _check_tools(service: Service, tools: Sequence[Tool]) -> None:
+    """Check the schemas without compiling them. Raises RequestError, which names the function."""
+    num_bytes = 0
+    for tool in tools:
+        if not tool.is_strict:
+            continue
+        try:
+            schema = arguments_schema(tool)
+            num_bytes += len(service.grammars.text_of(schema, "tools"))
+        except RequestError as error:
+            raise _of_tool(tool, error) from error
+        if schema.get("type") != "object":
+            problem = RequestError("`tools`: the type of `parameters` must be object")
+            raise _of_tool(tool, problem)
+    limit = service.grammars.max_bytes
+    if num_bytes > limit:
+        raise RequestError(
+            f"`tools` must have schemas of at most {limit} bytes together (max_schema_bytes). "
+            f"Given: {num_bytes}",
+            param="tools",
+        )
+
+
+async def _blame(service: Service, asked: AnswerGrammar) -> None:
+    """Raise RequestError for the first tool whose schema alone cannot be compiled."""
+    for tool in asked.tools:
+        if not tool.is_strict:
+            continue
+        try:
+            await _compiled(service, asked.for_one(tool))
+        except RequestError as error:
+            raise _of_tool(tool, error) from error
+
+
+def _of_tool(tool: Tool, error: RequestError) -> RequestError:
+    return RequestError(f"{error} ({_label(tool)})", param="tools")
+
+
+def _label(tool: Tool) -> str:
+    return f'function {tool.name!a}; with "strict": false its arguments may be any object'
+
+
+async def _compiled(service: Service, asked: AnswerGrammar) -> Grammar:
+    special = service.chat_formats.special
+    strict = [tool for tool in asked.tools if tool.is_strict]
+    lark = Lark(
+        asked.lark(special),
+        asked.lark({}),
+        "tools" if asked.tools else "response_format",
+        asked.whitespace,
+        tuple((_label(tool), json.dumps(arguments_schema(tool))) for tool in strict),
+    )
+    return await asyncio.wrap_future(service.grammars.compile_lark(lark))

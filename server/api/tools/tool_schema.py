@@ -1,0 +1,193 @@
+"""The fields about tools: what may be called, the choice, and calls that are sent back."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from model_runtime.tools.tool_format import Tool
+from server.api.strict_body import Body, FirstMistakes, other_kind
+
+MAX_TOOLS = 128  # OpenAI's limit
+FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+
+
+class FunctionField(Body):
+    """OpenAI's `function` of a tool."""
+
+    name: FunctionName
+    description: str | None = Field(None, max_length=16_384)
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolField(Body):
+    """One entry of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionField
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_types(cls, value: Any) -> Any:
+        return _function_only(value)
+
+    def tool(self) -> Tool:
+        """Return it in the runtime's format."""
+        function = self.function
+        return Tool(
+            function.name,
+            function.description,
+            function.parameters,
+            is_strict=function.strict is not False,
+        )
+
+
+def _function_only(value: Any) -> Any:
+    """Refuse other types before a field that only they have is reported as unknown."""
+    if isinstance(value, dict) and value.get("type", "function") != "function":
+        raise other_kind("type", "must be function; custom and built-in tools are not supported")
+    return value
+
+
+class NamedFunction(Body):
+    """The function that a choice names."""
+
+    name: FunctionName
+
+
+class NamedTool(Body):
+    """A tool that a choice names."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_types(cls, value: Any) -> Any:
+        return _function_only(value)
+
+
+class AllowedTools(Body):
+    """OpenAI's `allowed_tools`: some of the tools, so that the prompt stays the same."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True), FirstMistakes
+    ]
+
+
+class ToolChoice(Body):
+    """A `tool_choice` that is an object."""
+
+    type: Literal["function", "allowed_tools"]
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_custom(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type") == "custom":
+            raise other_kind("type", "must be function or allowed_tools; custom is not supported")
+        return value
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield the object that the type asks for if it is missing, or the other if it is there."""
+        for name in ("function", "allowed_tools"):
+            given = getattr(self, name) is not None
+            if given != (self.type == name):
+                yield name, f"is {'given' if given else 'missing'}: `type` is {self.type}"
+
+
+def _kind_of_choice(value: Any) -> str:
+    return "an-object" if isinstance(value, dict | ToolChoice) else "a-word"
+
+
+# Errors of one kind only are reported; their tags are left out of field names.
+ToolChoiceField = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a-word")]
+    | Annotated[ToolChoice, Tag("an-object")],
+    Discriminator(_kind_of_choice),
+]
+
+
+class CalledFunction(Body):
+    """The function of a call that is sent back."""
+
+    name: FunctionName
+    arguments: str
+
+
+class CallField(Body):
+    """A call of an assistant's message."""
+
+    id: str = Field(min_length=1, max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = Field(None, ge=0)  # some clients send back the pieces of a stream
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_types(cls, value: Any) -> Any:
+        return _function_only(value)
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield the arguments if they are no JSON object."""
+        try:
+            given = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            given = None
+        if not isinstance(given, dict):
+            yield "function.arguments", "must be a JSON object as text"
+
+    def for_template(self) -> dict[str, Any]:
+        """Return it with the arguments as a mapping, as chat templates expect them."""
+        arguments = json.loads(self.function.arguments or "{}")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def named_tools(choice: ToolChoice) -> list[str]:
+    """Return the names in a choice."""
+    if choice.allowed_tools is not None:
+        return [each.function.name for each in choice.allowed_tools.tools]
+    return [] if choice.function is None else [choice.function.name]
+
+
+def problems_of_choice(
+    tools: Sequence[ToolField], choice: str | ToolChoice | None
+) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with tools and a choice together."""
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        yield "tools", f"must have each name once. Given twice: {twice!a}"
+    if isinstance(choice, ToolChoice):
+        for name in named_tools(choice):
+            if name not in names:
+                yield "tool_choice", f"names a function that `tools` has not: {name!a}"
+                return
+    elif choice == "required" and not tools:
+        yield "tool_choice", "of required needs `tools`"
+
+
+class AnswerFunction(Body):
+    """The function of a call in an answer."""
+
+    name: str
+    arguments: str
+
+
+class AnswerCall(Body):
+    """A call in an answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: AnswerFunction
+
+
+class DeltaCall(AnswerCall):
+    """A call in a piece of an answer."""
+
+    index: int

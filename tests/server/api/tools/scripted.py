@@ -1,0 +1,135 @@
+"""The chat route over a model that says a given text, for tests of what the route makes of it."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import httpx
+import openai
+import torch
+from torch import Tensor
+
+from model_runtime.batch import Span
+from model_runtime.engine.engine import Engine
+from model_runtime.text.chat_template import ChatTemplate
+from model_runtime.text.grammar import GrammarCompiler
+from model_runtime.text.tokenizer import Tokenizer
+from model_runtime.tools.find_format import find_formats
+from server.api.service import Service
+from server.app import create_app
+from server.settings.load import load_settings
+from server.startup.load_service import load_service
+from tests.tokens import byte_tokenizer_fast
+
+
+class Said:
+    """Replaces the model runner: generates the tokens of a text after any prompt, then the end."""
+
+    def __init__(self, vocab_size: int, token_ids: Sequence[int]) -> None:
+        self._vocab_size = vocab_size
+        self._token_ids = token_ids
+        self._start: int | None = None  # the position whose logits give the first token
+
+    def table_id(self, profile: Any) -> int:
+        """A table_id without a table."""
+        return 0
+
+    def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
+        """Return the forward of a step."""
+        return partial(self.run, spans)
+
+    def run(self, spans: Sequence[Span]) -> Tensor:
+        """Return logits that have only one likely token."""
+        rows = []
+        for span in spans:
+            for row in span.logit_rows:
+                position = span.first_position + row
+                if self._start is None or len(span.token_ids) > 1:
+                    self._start = position  # of another prompt
+                logits = torch.full((self._vocab_size,), -30.0)
+                logits[self._token_ids[min(position - self._start, len(self._token_ids) - 1)]] = 0.0
+                rows.append(logits)
+        return torch.stack(rows) if rows else torch.empty(0, self._vocab_size)
+
+
+@cache
+def _loaded() -> Service:
+    return load_service(load_settings({}))[0]
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """A server whose model says one text."""
+
+    service: Service
+    app: Any
+
+    def ask(self, **body: Any) -> Any:
+        """The answer of openai's client."""
+        return asyncio.run(self._ask(body))
+
+    def stream(self, **body: Any) -> list[Any]:
+        """The chunks of openai's client."""
+        return asyncio.run(self._ask({**body, "stream": True}))
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        """The answer to a body that no client would send."""
+        return asyncio.run(self._post(path, body))
+
+    async def _post(self, path: str, body: Any) -> httpx.Response:
+        async with self._http() as http:
+            return await http.post(path, json=body)
+
+    def _http(self) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app=self.app)
+        return httpx.AsyncClient(transport=transport, base_url="http://scripted")
+
+    async def _ask(self, body: dict[str, Any]) -> Any:
+        given = {"model": "ropewalk-demo", "max_tokens": 400, "temperature": 0, **body}
+        given.setdefault("messages", [{"role": "user", "content": "Hi."}])
+        client = openai.AsyncOpenAI(
+            base_url="http://scripted/v1", api_key="none", max_retries=0, http_client=self._http()
+        )
+        async with client:
+            found = await client.chat.completions.create(**given)
+            return [chunk async for chunk in found] if given.get("stream") else found
+
+
+@contextmanager
+def saying(
+    text: str, template: str | None = None, special: Sequence[str] = (), **changes: Any
+) -> Iterator[Scripted]:
+    """A server whose model says a text. `special`: special tokens of its byte tokenizer."""
+    fast = byte_tokenizer_fast()
+    fast.add_special_tokens({"eos_token": "<|end|>", "additional_special_tokens": [*special]})
+    tokenizer = Tokenizer(fast)
+    service = _loaded()
+    chat_template = ChatTemplate(fast, template)
+    vocab_size = len(fast)
+    ids = [*tokenizer.encode(text), fast.eos_token_id]
+    settings = service.settings.model_copy(update=changes)
+    engine = Engine(
+        Said(vocab_size, ids),
+        tokenizer,
+        service.engine.config,
+        frozenset([fast.eos_token_id]),
+        service.metrics,
+    )
+    made = replace(
+        service,
+        settings=settings,
+        engine=engine,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        chat_template=chat_template,
+        chat_formats=find_formats(chat_template, tokenizer.special_ids, settings.tool_format),
+        grammars=GrammarCompiler(tokenizer),
+    )
+    engine.start(lambda: None, made.output_queue.flush)
+    try:
+        yield Scripted(made, create_app(made))
+    finally:
+        engine.stop()

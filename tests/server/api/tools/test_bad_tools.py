@@ -1,0 +1,205 @@
+"""Tools that are refused: one sentence each, which names the field."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.schemas import HOSTILE
+from tests.server.api.tools.scripted import Scripted, saying
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[Scripted]:
+    """A server whose model says a word."""
+    with saying("Yes.") as server:
+        yield server
+
+
+def function(**changes: Any) -> Any:
+    """A tool called f."""
+    return {"type": "function", "function": {"name": "f", **changes}}
+
+
+F = function()
+LONG = {"title": "x" * 9000}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]}
+
+
+def said(*messages: Any) -> Any:
+    """Messages after one of the user."""
+    return {"messages": [{"role": "user", "content": "a"}, *messages]}
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "told"),
+    [
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type", "must be function; custom"),
+        ({"tools": [function(name="a b")]}, "tools.0.function.name", "must match the pattern"),
+        ({"tools": [F, F]}, "tools", "must have each name once. Given twice: 'f'"),
+        ({"tools": [F] * 129}, "tools", "must have at most 128 items. Given: 129"),
+        ({"tools": [function(color=1)]}, "tools.0.function.color", "is not a field"),
+        ({"tools": [function(parameters=[])]}, "tools.0.function.parameters", "must be an object"),
+        ({"tool_choice": "required"}, "tool_choice", "of required needs `tools`"),
+        ({"tools": [F], "tool_choice": "maybe"}, "tool_choice", "must be none, auto or required"),
+        (
+            {"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "names a function that `tools` has not: 'g'",
+        ),
+        (
+            {"tools": [F], "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED}},
+            "tool_choice",
+            "names a function that `tools` has not: 'g'",
+        ),
+        (
+            {"tools": [F], "tool_choice": {"type": "custom", "custom": {"name": "g"}}},
+            "tool_choice.type",
+            "must be function or allowed_tools",
+        ),
+        (
+            {"tools": [F], "tool_choice": {"type": "function"}},
+            "tool_choice.function",
+            "is missing: `type` is function",
+        ),
+        ({"tools": [F], "ignore_eos": True}, "ignore_eos", "cannot be true together with `tools`"),
+        (
+            {"tools": [function(parameters={"type": "object", "not": {}})]},
+            "tools",
+            "the keyword 'not' is not supported (at '$') (function 'f'; with \"strict\": false",
+        ),
+        (
+            {"tools": [F, function(name="g", parameters={"type": "array"})]},
+            "tools",
+            "the type of `parameters` must be object (function 'g'",
+        ),
+        (
+            {"tools": [function(name="g", parameters={"$ref": "#/$defs/no"})]},
+            "tools",
+            "(function 'g'",
+        ),
+        (
+            {"tools": [function(parameters={"title": "x" * 70_000})]},
+            "tools",
+            "must be at most 65536 bytes (max_schema_bytes)",
+        ),
+        (
+            {
+                "tools": [
+                    function(name=f"f{at}", parameters={"title": "x" * 9000}) for at in range(9)
+                ]
+            },
+            "tools",
+            "must have schemas of at most 65536 bytes together",
+        ),
+        (
+            said({"role": "tool", "tool_call_id": "b", "content": "c"}),
+            "messages",
+            "[1].tool_call_id must name a call of a message before it. Given: 'b'",
+        ),
+        (
+            said(
+                {"role": "tool", "tool_call_id": "a", "content": "c"},
+                {"role": "assistant", "tool_calls": [CALL]},
+            ),
+            "messages",
+            "[1].tool_call_id must name a call",
+        ),
+        (said({"role": "assistant"}), "messages.1.content", "is missing"),
+        (said({"role": "user", "content": None}), "messages.1.content", "must be a string or"),
+        (
+            said({"role": "user", "content": "a", "tool_calls": [CALL]}),
+            "messages.1.tool_calls",
+            "needs the role assistant",
+        ),
+        (
+            said({"role": "assistant", "content": "a", "tool_call_id": "a"}),
+            "messages.1.tool_call_id",
+            "needs the role tool",
+        ),
+        (
+            said({"role": "user", "content": "a", "reasoning": "b"}),
+            "messages.1.reasoning",
+            "needs the role assistant",
+        ),
+        *(
+            (
+                said(
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{**CALL, "function": {"name": "f", "arguments": given}}],
+                    }
+                ),
+                "messages.1.tool_calls.0.function.arguments",
+                "must be a JSON object as text",
+            )
+            for given in ("[]", "{", "1", "[" * 5000)
+        ),
+        ({"metadata": {"a": "b" * 513}}, "metadata.a", "must have at most 512 characters"),
+        ({"metadata": {"a": 1}}, "metadata.a", "must be a string"),
+        ({"verbosity": "high"}, "verbosity", "is not supported"),
+        ({"reasoning_effort": "much"}, "reasoning_effort", "must be none, minimal, low"),
+    ],
+)
+def test_a_refusal_names_the_field(
+    quiet: Scripted, change: dict[str, Any], param: str, told: str
+) -> None:
+    """The status is 400."""
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, **change}
+    answer = quiet.post("/v1/chat/completions", body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert told in error["message"]
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize("name", ["a product", "a doubling", "itself", "no end"])
+def test_a_hostile_schema_is_refused_by_its_function(quiet: Scripted, name: str) -> None:
+    """Schemas of tools go through the same trial as a `response_format`."""
+    parameters = {"type": "object", "properties": {"a": HOSTILE[name]}}
+    tools = [F, function(name="hostile", parameters=parameters)]
+    answer = quiet.post(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": tools}
+    )
+    assert answer.status_code == 400
+    assert "(function 'hostile'" in answer.json()["error"]["message"]
+
+
+def test_what_changes_nothing_is_accepted(quiet: Scripted) -> None:
+    """Hints of OpenAI's clients, and tools that constrain nothing."""
+    answer = quiet.ask(
+        metadata={"team": "a"},
+        prompt_cache_key="k",
+        prompt_cache_retention="24h",
+        safety_identifier="s",
+        verbosity="medium",
+        reasoning_effort="low",
+        parallel_tool_calls=True,
+        tools=[function(parameters={"not": {}}, strict=False)],
+        extra_body={"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}},
+    )
+    assert answer.choices[0].message.content == "Yes."
+
+
+def test_many_tools_are_served(quiet: Scripted) -> None:
+    """As many as OpenAI accepts, with several arguments each."""
+    properties = {f"a{at}": {"type": "integer", "description": "n"} for at in range(4)}
+    tools = [
+        function(name=f"f{at}", parameters={"type": "object", "properties": properties})
+        for at in range(128)
+    ]
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "tools": tools}
+    answer = quiet.post("/v1/chat/completions", body)
+    # The prompt alone is longer than the context.
+    assert answer.json()["error"]["code"] == "context_length_exceeded", answer.text
+
+
+def test_an_operator_may_serve_no_tools() -> None:
+    """The field is then refused, not ignored."""
+    with saying("Yes.", tool_format="none") as server:
+        body = {"messages": [{"role": "user", "content": "a"}], "tools": [F]}
+        answer = server.post("/v1/chat/completions", body)
+        assert answer.status_code == 400
+        assert "not served (tool_format is none)" in answer.json()["error"]["message"]
+        assert server.ask().choices[0].message.content == "Yes."
