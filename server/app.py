@@ -17,6 +17,8 @@ from server.middleware.auth import OPEN_PATHS, ApiKeysMiddleware, RequestIdMiddl
 from server.middleware.body_limits import BodyLimits, BodyLimitsMiddleware
 from server.middleware.http_metrics import HttpMetricsMiddleware
 from server.openapi import describe
+from server.page.page_files import page_files
+from server.playground.routes import playground_router, stats_router
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's number; only the log shows it
 
@@ -27,6 +29,7 @@ class AccessPolicy:
 
     api_keys: Sequence[str] = ()
     open_metrics: bool = False
+    has_playground: bool = False
     allowed_origins: Sequence[str] = ()
     body: BodyLimits = field(default_factory=BodyLimits)
 
@@ -45,10 +48,16 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
     app.include_router(chat_router(service))
     app.include_router(model_router(service))
     app.include_router(health_router(service))
+    app.include_router(stats_router(service))
+    if gate.has_playground:
+        app.include_router(playground_router(service))
     # The middleware added last runs first.
     app.add_middleware(BodyLimitsMiddleware, limits=gate.body)
     if gate.api_keys:
-        open_paths = OPEN_PATHS | {"/metrics"} if gate.open_metrics else OPEN_PATHS
+        open_paths = OPEN_PATHS | {"/metrics", "/stats"} if gate.open_metrics else OPEN_PATHS
+        if gate.has_playground:
+            # The files hold no secret, and a browser sends no key when it opens a page.
+            open_paths |= {"/", *page_files()}
         app.add_middleware(ApiKeysMiddleware, keys=gate.api_keys, open_paths=open_paths)
     if gate.allowed_origins:
         app.add_middleware(

@@ -1,4 +1,4 @@
-"""The `ropewalk` command: serve, inspect, config check, bench, eval, doctor.
+"""The `ropewalk` command: serve, chat, top, inspect, config check, bench, eval, doctor.
 
 A command's module is imported when the command runs. The settings of `serve` take a third of a
 second to import and transformers takes seconds, and `--help` and `--version` need neither.
@@ -66,6 +66,11 @@ _COMMANDS = {
         "bench",
         "Measure latency against context length on the server at URL.",
     ),
+    "chat": Entry(
+        "server.terminal.chat_command",
+        "chat",
+        "Talk to the server at URL from a terminal, or send it one message from a pipe.",
+    ),
     "doctor": Entry(
         "server.doctor.command",
         "doctor",
@@ -85,6 +90,11 @@ _COMMANDS = {
         "server.startup.serve_command",
         "serve",
         "Serve MODEL: a folder, a GGUF file or a hub id. Default: the embedded model.",
+    ),
+    "top": Entry(
+        "server.terminal.top_command",
+        "top",
+        "Show the latency of the server at URL by context length, refreshed.",
     ),
 }
 _CONFIG_COMMANDS = {

@@ -5,7 +5,7 @@ client's string. Every series of the histograms exists from the start, at zero.
 """
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,6 +15,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.metrics_core import Metric
 
 from model_runtime.config import EngineConfig
 from model_runtime.engine.observer import Observer
@@ -187,6 +188,10 @@ class Metrics(Observer):
             for rope_type, factor in applicable:
                 for ended in FinishReason:
                     self._requests.labels(deployment, rope_type, f"{factor:g}", ended.value)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return all series as the registry holds them now."""
+        return self._registry.collect()
 
     def render(self) -> bytes:
         """Return the page that Prometheus scrapes."""

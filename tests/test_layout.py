@@ -55,14 +55,17 @@ ROOMS = {
     "server": {
         "bench": set(),
         "corpus": set(),
+        "terminal": set(),
         "middleware": set(),
         "settings": set(),
         "api": {"middleware", "settings"},
-        "startup": {"api", "middleware", "settings"},
+        "startup": {"page", "api", "middleware", "settings"},
         "doctor": {"startup", "settings"},
         "inspection": {"startup", "settings", "corpus"},
         "policy_eval": {"startup", "settings", "corpus"},
         "evaluation": {"policy_eval", "startup", "settings", "corpus"},
+        "playground": {"page", "api", "evaluation", "corpus", "settings"},
+        "page": {"settings"},
     },
 }
 # Deciding is plain Python: no torch in these.

@@ -1,7 +1,7 @@
 """Settings for requests to the port: HTTP, access, request limits and grammars."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
@@ -51,6 +51,12 @@ class AccessSettings(Section):
     api_key_file: Path | None = setting(None, "File with more keys, one a line.", unit="path")
     open_metrics: bool = setting(
         default=False, text="Answer /metrics without a key.", unit="switch"
+    )
+    playground: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "When /playground/ serves a page to try the model in a browser. auto: if host is a "
+        "loopback address.",
+        unit="when",
     )
     ssl_certfile: Path | None = setting(
         None, "Certificate chain in PEM format. The server then speaks TLS.", unit="path"

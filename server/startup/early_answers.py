@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 
 from server.envelope import envelope
+from server.page.page_files import HEADERS, PageFile, has_playground, page_files
 from server.settings.load import ServeSettings
 from server.startup.progress import LoadingProgress
 
@@ -42,6 +43,7 @@ class EarlyAnswers:
         self._progress = progress
         self._tls = tls
         self._limits = settings
+        self._page = page_files() if has_playground(settings) else {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepts, self._has_stopped = threading.Event(), threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -131,6 +133,8 @@ class EarlyAnswers:
     def _response(self, head: bytes) -> bytes:
         method, _, rest = head.partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0]
+        if method in {b"GET", b"HEAD"} and path.decode("latin-1") in self._page:
+            return _page_response(self._page[path.decode("latin-1")], is_head=method == b"HEAD")
         if path == b"/live":
             status, body, retry = "200 OK", {"status": "loading"}, ""
         else:
@@ -147,3 +151,11 @@ class EarlyAnswers:
             f"content-length: {len(text)}\r\nconnection: close\r\n\r\n"
         )
         return lines.encode() + (b"" if method == b"HEAD" else text)
+
+
+def _page_response(file: PageFile, *, is_head: bool) -> bytes:
+    """Return a file of the playground, which shows the progress of the load."""
+    headers = {**HEADERS, "Content-Type": file.media_type, "ETag": file.etag}
+    headers |= {"Content-Length": str(len(file.content)), "Connection": "close"}
+    lines = "".join(f"{name.lower()}: {value}\r\n" for name, value in headers.items())
+    return f"HTTP/1.1 200 OK\r\n{lines}\r\n".encode() + (b"" if is_head else file.content)

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from server.page.page_files import has_playground
 from server.settings.load import ServeSettings, SettingsError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def access_policy_of(settings: ServeSettings, api_keys: list[str]) -> "AccessPol
     return AccessPolicy(
         api_keys=api_keys,
         open_metrics=settings.open_metrics,
+        has_playground=has_playground(settings),
         allowed_origins=settings.allowed_origins,
         body=BodyLimits(
             settings.max_body_bytes,

@@ -1,0 +1,58 @@
+"""The routes of the playground: its files, a hidden value in a long prompt, and /stats."""
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import RedirectResponse, Response
+
+from server.api.service import Service
+from server.page.page_files import HEADERS, PageFile, page_files
+from server.playground.needle import NeedleAnswer, NeedleMaker
+from server.playground.stats import Stats, read_stats
+
+
+def stats_router(service: Service) -> APIRouter:
+    """Build a router with /stats over one service."""
+    router = APIRouter()
+
+    @router.get("/stats")
+    def stats() -> Stats:  # not async: it runs off the event loop
+        return read_stats(service.metrics)
+
+    return router
+
+
+def playground_router(service: Service) -> APIRouter:
+    """Build a router with the page over one service."""
+    router = APIRouter()
+
+    @router.get("/", include_in_schema=False)
+    def root() -> RedirectResponse:
+        # Relative, because a proxy may serve this under a prefix.
+        return RedirectResponse("playground/", 307)
+
+    for path, file in page_files().items():
+        router.add_api_route(path, _answering(file), methods=["GET"], include_in_schema=False)
+
+    @router.get("/playground/needle")
+    def needle(
+        context_len: int,
+        depth: Annotated[float, Query(ge=0, le=1, allow_inf_nan=False)] = 0.1,
+        seed: Annotated[int, Query(ge=0, lt=2**63)] = 0,
+        model: Annotated[str | None, Query(max_length=256)] = None,
+    ) -> NeedleAnswer:  # not async: it tokenises a long text
+        longest = service.deployment(model).max_len
+        return NeedleMaker(service.tokenizer, longest).make(context_len, depth, seed)
+
+    return router
+
+
+def _answering(file: PageFile) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        headers = {**HEADERS, "ETag": file.etag}
+        if request.headers.get("if-none-match") == file.etag:
+            return Response(status_code=304, headers=headers)
+        return Response(file.content, media_type=file.media_type, headers=headers)
+
+    return answer

@@ -1,0 +1,85 @@
+"""Quantiles of a histogram, against a Prometheus that computes them over the same counts."""
+
+import random
+import subprocess
+from pathlib import Path
+
+import yaml
+
+from server.terminal.quantile import quantile
+from server.terminal.top import History
+from tests.docker.real_prometheus import tool
+
+BOUNDS = [0.001, 0.01, 0.1, 1.0, 10.0]
+
+
+def _case(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    found = [0]
+    for _ in range(len(BOUNDS) + 1):
+        found.append(found[-1] + rng.choice((0, 0, 1, 3, 50)))
+    return found[1:]
+
+
+def test_quantiles_equal_prometheus(tmp_path: Path) -> None:
+    """promtool evaluates histogram_quantile over the same cumulative counts."""
+    promtool = tool("promtool")
+    tests = []
+    for seed in range(20):
+        counts = _case(seed)
+        if not counts[-1]:
+            continue
+        labels = [*map(str, BOUNDS), "+Inf"]
+        series = [
+            {"series": f'h_bucket{{le="{label}"}}', "values": str(count)}
+            for label, count in zip(labels, counts, strict=True)
+        ]
+        expressions = [
+            {
+                "expr": f"histogram_quantile({q}, h_bucket)",
+                "eval_time": "0m",
+                "exp_samples": [{"labels": "{}", "value": quantile(q, BOUNDS, counts)}],
+            }
+            for q in (0.1, 0.5, 0.95, 0.99)
+        ]
+        tests.append({"interval": "1m", "input_series": series, "promql_expr_test": expressions})
+    assert len(tests) > 15
+    path = tmp_path / "quantiles.yml"
+    path.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": tests}))
+    ran = subprocess.run(
+        [promtool, "test", "rules", str(path)], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_no_observation_has_no_quantile() -> None:
+    """An empty histogram gives None, and one beyond the last bound gives that bound."""
+    assert quantile(0.5, BOUNDS, [0] * 6) is None
+    assert quantile(0.5, BOUNDS, [0, 0, 0, 0, 0, 3]) == 10.0
+
+
+def _stats(count: int) -> dict[str, object]:
+    latency = {"bounds": BOUNDS, "counts": [[0, 0, count, count, count, count], [0] * 6]}
+    return {
+        "context_bounds": [16],
+        "requests_running": 1,
+        "requests_waiting": 0,
+        "kv_cache_usage_ratio": 0.25,
+        "kv_cache_tokens": 1000,
+        "generated_tokens": 10 * count,
+        "time_to_first_token_seconds": latency,
+        "inter_token_latency_seconds": latency,
+    }
+
+
+def test_a_table_covers_the_last_minute() -> None:
+    """Older answers are forgotten, and the counts of the window are differences."""
+    history = History()
+    for second in range(0, 200, 10):
+        history.add(float(second), _stats(second))
+    lines = history.table(since_start=False)
+    assert len(history.answers) == 7
+    assert "10 tokens/s" in lines[0]
+    assert lines[2].endswith("last 60 s")
+    assert lines[3].split()[:3] == ["<=", "16", "60"]
+    assert "since the server's start" in history.table(since_start=True)[2]
