@@ -8,6 +8,7 @@ Shapes: R = rows of logits, V = vocabulary.
 
 import time
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import structlog
@@ -27,6 +28,7 @@ from model_runtime.scheduling.step_plan import Chunk, StepPlan
 from rope import Profile
 
 _log = structlog.get_logger(__name__)
+_IS_PLAIN = attrgetter("is_plain")
 
 
 class Runner(Protocol):
@@ -147,14 +149,17 @@ class EngineCore:
     def _run(self, plan: StepPlan) -> None:
         chunks = plan.chunks.values()
         with self._clock.part("build"):
-            states = [self._requests.of(chunk.sequence) for chunk in chunks]
+            states = [self._requests.of(sequence) for sequence in plan.chunks]
             spans = [self._span(*each) for each in zip(chunks, states, strict=True)]
             logits_RV = self._forward(spans)
+        if plan.is_decode_only and all(map(_IS_PLAIN, states)):
+            self._postprocessor.process_decodes(states, logits_RV)
+            return
         computed, row = [], 0
         for chunk, state, span in zip(chunks, states, spans, strict=True):
-            rows = slice(row, row + len(span.logit_rows))
-            computed.append(ComputedChunk(chunk, state, rows))
-            row = rows.stop
+            end = row + len(span.logit_rows)
+            computed.append(ComputedChunk(chunk, state, slice(row, end), chunk.is_last))
+            row = end
         self._postprocessor.process(computed, logits_RV)
 
     def _forward(self, spans: Sequence[Span]) -> Tensor:
@@ -169,13 +174,15 @@ class EngineCore:
             raise _OutOfMemoryError from error
 
     def _span(self, chunk: Chunk, state: RequestState) -> Span:
-        sequence = chunk.sequence
+        sequence, tier = chunk.sequence, chunk.tier
         first = sequence.num_computed
+        if state.table[0] is not tier:
+            state.table = tier, self._runner.table_id(tier.profile)
         return Span(
             sequence.token_ids[first : first + chunk.num_tokens],
             first,
             state.page_row.follow(sequence.pages),
-            self._runner.table_id(chunk.tier.profile),
+            state.table[1],
             chunk.logit_rows,
         )
 
@@ -199,8 +206,9 @@ class EngineCore:
             self._observer.preempted(sequence.request)
         for sequence in plan.rescaled:
             self._observer.rescaled(sequence.request)
-        for sequence in plan.chunks:
-            self._requests.note_start(self._requests.of(sequence), now)
+        for sequence, chunk in plan.chunks.items():
+            if not chunk.is_decode:
+                self._requests.note_start(self._requests.of(sequence), now)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

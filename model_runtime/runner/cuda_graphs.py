@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_runtime.batch import Batch, Place, Span, page_table
+from model_runtime.batch import Batch, PageTable, Place, Span
 from model_runtime.cache.rope_tables import RopeTables
 from model_runtime.transfer import fill
 
@@ -82,6 +82,7 @@ class _Recorded:
 
     numbers_FS: Tensor  # int64: token, position, page, offset, rotation table
     batch: Batch  # views of these numbers and constants, the inputs of the kernels
+    pages: PageTable  # the host's copy of the batch's page table
     logits_SV: Tensor  # float32, the output of a replay
     replay: Callable[[], None]
     num_tables: int  # rotation tables at capture; a new one moves all of them in memory
@@ -139,9 +140,11 @@ class DecodeGraphs:
         recorded = self._recorded.get(size)
         if recorded is None or recorded.num_tables != self._tables.num_tables:
             recorded = self._recorded[size] = self._new(size)
-        numbers_FS, page_table_SN = self._numbers(spans, size)
-        fill(recorded.numbers_FS, numbers_FS)
-        fill(recorded.batch.page_table_SN[:, : page_table_SN.shape[1]], page_table_SN)
+        changed = recorded.pages.follow(spans)
+        if changed is not None:
+            rows_RN = np.ascontiguousarray(recorded.pages.pages_SN[changed])
+            fill(recorded.batch.page_table_SN[changed], rows_RN)
+        fill(recorded.numbers_FS, self._numbers(spans, recorded.pages.pages_SN))
 
         @torch.inference_mode()
         def run() -> Tensor:
@@ -150,19 +153,17 @@ class DecodeGraphs:
 
         return run
 
-    def _numbers(self, spans: Sequence[Span], size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the inputs of a step: int64 [F, S] and int32 [S, pages in use]."""
-        num_there = len(spans)
+    def _numbers(self, spans: Sequence[Span], pages_SN: np.ndarray) -> np.ndarray:
+        """Return the inputs of a step except for its page table, int64 [F, S]."""
+        num_there, size = len(spans), len(pages_SN)
         numbers_FS = np.zeros((5, size), dtype=np.int64)
         tokens_S, positions_S, pages_S, offsets_S, tables_S = numbers_FS
         tokens_S[:num_there] = [span.token_ids[0] for span in spans]
         positions_S[:num_there] = [span.first_position for span in spans]
         tables_S[:num_there] = [span.table_id for span in spans]
         columns_S, offsets_S[:] = np.divmod(positions_S, self._page_size)
-        shape = size, int(columns_S.max()) + 1
-        table_SN = page_table(spans, shape, padding=self._spare_page)
-        pages_S[:] = table_SN[np.arange(size), columns_S]
-        return numbers_FS, table_SN
+        pages_S[:] = pages_SN[np.arange(size), columns_S]
+        return numbers_FS
 
     def _new(self, size: int) -> _Recorded:
         """Capture a step of padding; the same kernels read longer sequences and other pages."""
@@ -189,5 +190,6 @@ class DecodeGraphs:
             # The host does not know the positions here, only the maximum context length.
             places_S=tuple(Place(index, 1, self._max_len - 1, 0) for index in range(size)),
         )
+        pages = PageTable(size, num_pages, self._spare_page)
         logits_SV, replay = self._record(lambda: self._forward(batch))
-        return _Recorded(numbers_FS, batch, logits_SV, replay, self._tables.num_tables)
+        return _Recorded(numbers_FS, batch, pages, logits_SV, replay, self._tables.num_tables)

@@ -39,8 +39,11 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> None:
 
 def plan_prefill(step: StepBuilder, max_tokens: int, max_logit_rows: int) -> None:
     """Split a budget of tokens among the running sequences in prefill."""
-    prompts = [each for each in step.queues.running if not each.is_decoding]
-    if not prompts or max_tokens <= 0:
+    running = step.queues.running
+    if len(step.plan.chunks) == len(running) or max_tokens <= 0:
+        return  # every running sequence has its decode
+    prompts = [each for each in running if not each.is_decoding]
+    if not prompts:
         return
     oldest, *others = prompts
     others.sort(key=lambda sequence: (sequence.num_uncomputed, sequence.arrival))

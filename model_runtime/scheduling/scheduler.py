@@ -64,6 +64,12 @@ class Scheduler:
         chunk.sequence.num_computed += chunk.num_tokens
         self.pages.publish(chunk.sequence)
 
+    def decoded(self, sequence: Sequence) -> None:
+        """Record that a step has computed one token of a sequence, as `computed` does."""
+        sequence.num_computed += 1
+        if sequence.num_computed % self.pages.page_size == 0:  # else no other page is full
+            self.pages.publish(sequence)
+
     def invalidate_prefix_cache(self) -> None:
         """Clear the prefix cache after a NaN, because its other readers are not known.
 

@@ -25,11 +25,12 @@ class SequencePages:
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate the pages of the first `num_tokens` tokens; return False if too few are left."""
+        if num_tokens <= len(sequence.pages) * self.page_size:
+            return True
         num_needed = self.num_needed(sequence, num_tokens)
         if num_needed > self.pool.num_available:
             return False
-        if num_needed > 0:
-            sequence.pages += self.pool.allocate(num_needed)
+        sequence.pages += self.pool.allocate(num_needed)
         return True
 
     def release(self, sequence: Sequence) -> None:
