@@ -124,6 +124,11 @@ class PageTable:
         self._num_used = len(spans)
         return (slice(changed[0], changed[-1] + 1), slice(0, width)) if changed else None
 
+    def forget(self) -> None:
+        """Let the next `follow` return every row, after its last answer was not used."""
+        self._rows = [None] * len(self._rows)
+        self._num_used = len(self._rows)
+
 
 def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> Batch:
     """Build the batch of the spans, with two transfers to a device.

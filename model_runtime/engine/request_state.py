@@ -35,11 +35,13 @@ class RequestState:
     page_row: PageRow = field(default_factory=PageRow)
     table: tuple[Tier | None, int] = (None, 0)  # the newest tier, and the id of its table
     is_plain: bool = False  # a decode's token needs no logprobs and no grammar
+    runs_ahead: bool = False  # its next token can be sampled before the host knows the last one
     _row: SamplingRow | None = None
 
     def __post_init__(self) -> None:
         wants_logprobs = self.sequence.request.sampling.logprobs is not None
         self.is_plain = self.constraint is None and not wants_logprobs
+        self.runs_ahead = self.is_plain and not has_penalty(self.sequence.request.sampling)
 
     @classmethod
     def of(
@@ -65,8 +67,11 @@ class RequestState:
         if self._row is not None and self._row.seen is not None:
             self._row.seen.add(token_id)
 
-    def sampling_row(self) -> SamplingRow:
-        """Return the inputs for sampling the next token, apart from its logits."""
+    def sampling_row(self, num_unknown: int = 0) -> SamplingRow:
+        """Return the inputs for sampling the next token, apart from its logits.
+
+        `num_unknown`: tokens that the device has still to compute before that token.
+        """
         sequence = self.sequence
         if self._row is None:
             params = sequence.request.sampling
@@ -76,7 +81,7 @@ class RequestState:
                 prompt = sequence.request.prompt_ids if params.repetition_penalty != 1 else ()
                 seen = SeenTokens(prompt, sequence.token_ids[sequence.num_prompt_tokens :])
             self._row = SamplingRow(params, 0, self.answer.end_ids, seen)
-        self._row.num_generated = sequence.num_generated
+        self._row.num_generated = sequence.num_generated + num_unknown
         if self.constraint is not None:
             self._row.allowed = self.constraint.allowed
         return self._row

@@ -131,10 +131,15 @@ class DecodeGraphs:
             len(span.token_ids) == len(span.logit_rows) == 1 for span in spans
         )
 
-    def prepared(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
+    def prepared(
+        self, spans: Sequence[Span], token_S: Tensor | None = None
+    ) -> Callable[[], Tensor]:
         """Fill the inputs of a step, and return a function that runs it: float32 [S, V].
 
+        `token_S`: the spans' tokens on the device, int64; None: those in the spans.
         The logits are valid until the next step runs. There must be at least one span.
+        An earlier step may still run. The inputs on the device are filled after it, in the order
+        of the stream. Their source on the host is new each time (`fill`).
         """
         size = next(size for size in self._sizes if size >= len(spans))
         recorded = self._recorded.get(size)
@@ -143,8 +148,14 @@ class DecodeGraphs:
         changed = recorded.pages.follow(spans)
         if changed is not None:
             rows_RN = np.ascontiguousarray(recorded.pages.pages_SN[changed])
-            fill(recorded.batch.page_table_SN[changed], rows_RN)
+            try:
+                fill(recorded.batch.page_table_SN[changed], rows_RN)
+            except RuntimeError:  # out of memory
+                recorded.pages.forget()
+                raise
         fill(recorded.numbers_FS, self._numbers(spans, recorded.pages.pages_SN))
+        if token_S is not None:
+            recorded.numbers_FS[0, : len(spans)].copy_(token_S)
 
         @torch.inference_mode()
         def run() -> Tensor:

@@ -84,10 +84,20 @@ def in_one_transfer(
     logits_RV: Tensor, chosen_RV: Tensor, rows: Sequence[SamplingRow]
 ) -> tuple[list[bool], list[int]]:
     """Run `sample_rows` on a device with a single wait for it."""
+    told: list[int] = sampled_on_device(logits_RV, chosen_RV, rows).tolist()
+    return split_told(told, len(logits_RV))
+
+
+def sampled_on_device(logits_RV: Tensor, chosen_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Run `sample_rows` without a wait for the device; int64, as `split_told` takes it."""
     # One pass: a sum is finite if all terms are (only terms of about 1e33 would overflow).
     is_finite_R = logits_RV.sum(dim=-1).isfinite().long()
-    told: list[int] = torch.cat((is_finite_R, _sampled(chosen_RV, rows))).tolist()
-    return [one == 1 for one in told[: len(logits_RV)]], told[len(logits_RV) :]
+    return torch.cat((is_finite_R, _sampled(chosen_RV, rows)))
+
+
+def split_told(told: list[int], num_rows: int) -> tuple[list[bool], list[int]]:
+    """Return whether each row is finite, and the token ids."""
+    return [one == 1 for one in told[:num_rows]], told[num_rows:]
 
 
 def finite_rows(logits_RV: Tensor) -> list[bool]:

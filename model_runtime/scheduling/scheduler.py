@@ -11,6 +11,7 @@ therefore never preempted, and a request that fits the cache alone always finish
 
 from model_runtime.config import EngineConfig
 from model_runtime.scheduling.decode import plan_decodes
+from model_runtime.scheduling.following import plan_following
 from model_runtime.scheduling.prefill import plan_prefill, start_waiting
 from model_runtime.scheduling.sequence import Sequence
 from model_runtime.scheduling.sequence_pages import SequencePages
@@ -58,6 +59,10 @@ class Scheduler:
             tokens_left = min(tokens_left, num_prefill_tokens)
         plan_prefill(step, tokens_left, self._config.max_num_logit_rows)
         return step.plan
+
+    def following(self, plan: StepPlan) -> StepPlan | None:
+        """Plan the step after decodes that the device still runs; None: their tokens come first."""
+        return plan_following(plan, self._queues, self.pages, self._config.max_num_seqs)
 
     def computed(self, chunk: Chunk) -> None:
         """Record that a step has computed this chunk, and publish its full pages."""
