@@ -40,6 +40,7 @@ def spy_on_every_runner(monkeypatch: pytest.MonkeyPatch, note: Note) -> None:
         return _noted(plain_prepare(self, spans), spans, note)
 
     monkeypatch.setattr(ModelRunner, "prepare", prepare)
+    monkeypatch.setattr(ModelRunner, "is_asynchronous", False)  # all steps are prepared
 
 
 def _noted(

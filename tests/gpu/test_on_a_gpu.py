@@ -5,6 +5,7 @@ the GPU if there is one.
 """
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.request import FinishReason
 from model_runtime.runner.cuda_graphs import recorded_sizes
+from model_runtime.runner.launched_step import LaunchedStep
 from model_runtime.runner.model_runner import ModelRunner
 from tests.attention_cases import Case, Laid, relative_error
 from tests.engines import EngineFactory, Result, answer, deployment_of, request
@@ -223,6 +225,34 @@ def test_decodes_are_recorded(on_gpu: Checkpoint) -> None:
     assert isinstance(runner, ModelRunner)
     assert runner._graphs is not None
     assert sorted(runner._graphs._recorded) == recorded_sizes(3) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_steps_launched_ahead_give_the_same_tokens(
+    engines: EngineFactory,
+    on_gpu: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    enforce_eager: bool,
+) -> None:
+    """One request has the same batch in every step, so its bits are the same."""
+    deployment, launch = deployment_of(on_gpu), ModelRunner.launch
+    followed: list[bool] = []
+
+    def noted(runner: ModelRunner, spans: Any, rows: Any, before: Any) -> LaunchedStep:
+        followed.append(before is not None)
+        return launch(runner, spans, rows, before)
+
+    monkeypatch.setattr(ModelRunner, "launch", noted)
+    engine = engines.over(on_gpu, enforce_eager=enforce_eager)
+    answers = []
+    for is_asynchronous in (True, False):
+        monkeypatch.setattr(ModelRunner, "is_asynchronous", is_asynchronous)
+        for temperature in (0.0, 0.8):
+            asked = request(deployment, [1, 2, 3], max_tokens=40, temperature=temperature, seed=5)
+            answers.append(answer(engine, asked)[0].token_ids)
+    assert answers[:2] == answers[2:]
+    assert followed.count(True) == 2 * 38, "the first token is the prompt's"
 
 
 def test_the_reference_reads_on_a_gpu_too() -> None:
