@@ -30,8 +30,7 @@ class LaunchedStep:
         # Pinned memory of its own, because a later step may end before this one is read.
         self._told_A = torch.empty(len(told_A), dtype=told_A.dtype, pin_memory=True)
         self._told_A.copy_(told_A, non_blocking=True)
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._done.record()
+        self._done = torch.cuda.current_stream(told_A.device).record_event()
 
     def tokens_at(self, rows: Sequence[int]) -> Tensor:
         """Return the tokens of some rows on the device, int64 [R], without a wait for it."""

@@ -6,21 +6,16 @@ second one then computes a token too many, which is never delivered.
 
 from model_runtime.scheduling.sequence import Sequence
 from model_runtime.scheduling.sequence_pages import SequencePages
-from model_runtime.scheduling.step_builder import Queues
 from model_runtime.scheduling.step_plan import Chunk, StepPlan
 
 
-def plan_following(
-    plan: StepPlan, queues: Queues, pages: SequencePages, max_num_seqs: int
-) -> StepPlan | None:
+def plan_following(plan: StepPlan, pages: SequencePages) -> StepPlan | None:
     """Return the decodes that follow those of a running plan; None if its tokens are needed first.
 
     A sequence that reaches max_tokens in the running plan is not in the next one. The tokens are
-    needed if a sequence waits that could start, if a sequence changes its tier, or if the pages
-    do not suffice without preemption. Pages that were allocated until then stay allocated.
+    needed if a sequence changes its tier, or if the pages do not suffice without preemption.
+    Pages that were allocated until then stay allocated.
     """
-    if queues.waiting and len(queues.running) < max_num_seqs:
-        return None
     following = StepPlan()
     for sequence in plan.chunks:
         if not sequence.is_running or _is_at_max_tokens(sequence):

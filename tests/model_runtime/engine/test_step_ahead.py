@@ -257,6 +257,30 @@ def test_a_request_that_can_start_does_not_wait_for_another_step(
     answers.finish()
 
 
+@pytest.mark.parametrize(
+    ("num_running", "num_prompt"), [(4, 3), (1, 230)], ids=["too many sequences", "too few pages"]
+)
+def test_a_request_that_cannot_start_does_not_stop_the_launches(
+    llama_checkpoint: Checkpoint, num_running: int, num_prompt: int
+) -> None:
+    """It starts when a running request has ended. The cache has 240 positions."""
+    core = core_of(llama_checkpoint, is_ahead=True)
+    answers = Answers(core, llama_checkpoint)
+    answers.add(*(plain(llama_checkpoint, number, 40) for number in range(num_running)))
+    for _ in range(20):
+        core.step()
+    deployment = deployment_of(llama_checkpoint, rope_scaling=YARN)
+    late = request(deployment, [5] * num_prompt, max_tokens=3, ignore_eos=True)
+    answers.add(late)
+    core.step()  # reads the step in flight, without another one
+    for _ in range(5):
+        core.step()
+        assert core.scheduler.waiting
+        assert core._in_flight is not None
+    answers.finish()
+    assert len(answers.results()[late.request_id].token_ids) == 3
+
+
 def test_a_row_that_is_not_finite_ends_its_request_only(
     llama_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
