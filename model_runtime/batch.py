@@ -26,7 +26,8 @@ class Span(NamedTuple):
 
     token_ids: Sequence[int]
     first_position: int
-    pages: Sequence[int] | NDArray[np.int32]  # page table, long enough for the last position
+    # Page table, long enough for the last position. An array must keep its numbers (`PageTable`).
+    pages: Sequence[int] | NDArray[np.int32]
     table_id: int  # index of its rotation table
     logit_rows: Sequence[int]  # tokens that need logits, counted from the span's start
 
@@ -69,9 +70,15 @@ class PageRow:
         self._pages: Sequence[int] = ()
         self._num_copied = 0
         self._row_N = np.empty(0, dtype=np.int32)
+        self._used_N = self._row_N
 
     def follow(self, pages: Sequence[int]) -> NDArray[np.int32]:
-        """Return the pages as int32 [N]. A different or shorter list is copied from its start."""
+        """Return the pages as int32 [N]. A different or shorter list is copied from its start.
+
+        The array is the same object as before if and only if the pages are.
+        """
+        if pages is self._pages and len(pages) == self._num_copied:
+            return self._used_N
         if pages is not self._pages or len(pages) < self._num_copied:
             self._pages, self._num_copied = pages, 0
         if len(pages) > len(self._row_N):
@@ -80,7 +87,50 @@ class PageRow:
             self._row_N = grown_N
         self._row_N[self._num_copied : len(pages)] = pages[self._num_copied :]
         self._num_copied = len(pages)
-        return self._row_N[: len(pages)]
+        self._used_N = self._row_N[: len(pages)]
+        return self._used_N
+
+
+class PageTable:
+    """The page tables of the rows of a step as one array, kept between steps.
+
+    Most steps give no sequence another page, so most rows stay as they are.
+    """
+
+    def __init__(self, num_rows: int, num_pages: int, padding: int) -> None:
+        """Build a table whose rows are padding: their sequences hold the page `padding` only."""
+        self.pages_SN = np.full((num_rows, num_pages), padding, dtype=np.int32)
+        self._padding = padding
+        self._rows: list[object] = [None] * num_rows  # the array that a row was copied from
+        self._num_used = 0
+
+    def follow(self, spans: Sequence[Span]) -> tuple[slice, slice] | None:
+        """Copy the pages of the spans to the first rows, and return the part that changed.
+
+        The part is rows and columns; None: no row changed. Rows after the spans become padding.
+        An array that a row already has is not compared, so its numbers must be the same.
+        """
+        changed, width = [], 1
+        for row, span in enumerate(spans):
+            pages = span.pages
+            if pages is self._rows[row]:
+                continue
+            self._rows[row] = pages if isinstance(pages, np.ndarray) else None
+            used = pages[: self.pages_SN.shape[1]]
+            self.pages_SN[row, : len(used)] = used
+            changed.append(row)
+            width = max(width, len(used))
+        for row in range(len(spans), self._num_used):
+            self._rows[row] = None
+            self.pages_SN[row] = self._padding
+            changed.append(row)
+        self._num_used = len(spans)
+        return (slice(changed[0], changed[-1] + 1), slice(0, width)) if changed else None
+
+    def forget(self) -> None:
+        """Let the next `follow` return every row, after its last answer was not used."""
+        self._rows = [None] * len(self._rows)
+        self._num_used = len(self._rows)
 
 
 def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> Batch:
@@ -116,7 +166,7 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
     num_tokens = begin_S1[-1]
     columns, offsets = np.divmod(numbers[num_tokens : 2 * num_tokens], page_size)
     width = max(each.stop - 1 for each in positions) // page_size + 1
-    table_SN = page_table(spans, (len(spans), width), padding=0)
+    table_SN = _page_table(spans, width)
     pages = table_SN[np.repeat(np.arange(len(spans)), num_tokens_S), columns]
     joined = on_device(np.concatenate((numbers, pages, offsets), dtype=np.int64), device)
     split = joined.split_with_sizes([*sizes, num_tokens, num_tokens])
@@ -137,9 +187,9 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
     )
 
 
-def page_table(spans: Sequence[Span], shape: tuple[int, int], *, padding: int) -> NDArray[np.int32]:
-    """Return the page table, int32 [S, N]; entries without a page are `padding`."""
-    table_SN = np.full(shape, padding, dtype=np.int32)
+def _page_table(spans: Sequence[Span], width: int) -> NDArray[np.int32]:
+    """Return the page table, int32 [S, N]; entries without a page are 0."""
+    table_SN = np.zeros((len(spans), width), dtype=np.int32)
     for row_N, span in zip(table_SN, spans, strict=False):
         used = span.pages[: len(row_N)]
         row_N[: len(used)] = used

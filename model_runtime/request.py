@@ -98,7 +98,7 @@ class Output(NamedTuple):
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens that were found in the cache
-    tier: Tier | None = None  # with the finish_reason: the tier it ended on
+    tier: Tier | None = None  # the one in force; None only before the engine delivers it
     num_rescales: int = 0  # number of rotation table changes so far
     progress: PromptProgress | None = None  # in a separate output, if requested
     error: str | None = None  # for the log and the client, with FinishReason.ERROR

@@ -5,7 +5,9 @@ client's string. Every series of the histograms exists from the start, at zero.
 """
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,7 +17,10 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from model_runtime.config import EngineConfig
 from model_runtime.engine.observer import Observer
@@ -63,26 +68,50 @@ class MetricFactory:
         """Create a histogram, which counts observations by upper bound."""
         return Histogram(name, text, labels, buckets=tuple(bounds), registry=self.registry)
 
+    def by_context(
+        self, name: str, text: str, bounds: Sequence[float], context_bounds: Sequence[int]
+    ) -> "ByContext":
+        """Create a histogram of times by context length, for one thread that observes."""
+        histogram = ByContext(name, text, bounds, context_bounds)
+        self.registry.register(histogram)
+        return histogram
 
-class ByContext:
-    """A histogram with one child per context bucket."""
+
+class ByContext(Collector):
+    """A histogram with one child per context bucket; only the engine's thread may observe.
+
+    It counts in plain lists. The client library's own takes a lock for each of two numbers, which
+    is most of the cost of a token's metrics.
+    """
 
     def __init__(
-        self,
-        factory: MetricFactory,
-        name: str,
-        text: str,
-        bounds: Sequence[float],
-        context_bounds: Sequence[int],
+        self, name: str, text: str, bounds: Sequence[float], context_bounds: Sequence[int]
     ) -> None:
-        histogram = factory.histogram(name, text, ["context_bucket"], bounds)
-        self._context_bounds = context_bounds
-        labels = [*(str(bound) for bound in context_bounds), "+Inf"]
-        self._children = [histogram.labels(context_bucket=label) for label in labels]
+        self._name, self._text = name, text
+        self._bounds, self._context_bounds = bounds, context_bounds
+        num_contexts = len(context_bounds) + 1
+        self._counts = [[0] * (len(bounds) + 1) for _ in range(num_contexts)]
+        self._sums = [0.0] * num_contexts
 
     def observe(self, context_len: int, seconds: float) -> None:
         """Count a time in the bucket of its context length (upper bounds are inclusive)."""
-        self._children[bisect.bisect_left(self._context_bounds, context_len)].observe(seconds)
+        context = bisect.bisect_left(self._context_bounds, context_len)
+        self._counts[context][bisect.bisect_left(self._bounds, seconds)] += 1
+        self._sums[context] += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the whole histogram as the client library's own would."""
+        family = HistogramMetricFamily(self._name, self._text, labels=["context_bucket"])
+        labels = [*map(str, self._context_bounds), "+Inf"]
+        bounds = [
+            floatToGoString(bound)  # type: ignore[no-untyped-call]
+            for bound in (*self._bounds, math.inf)
+        ]
+        for label, counts, total in zip(labels, self._counts, self._sums, strict=True):
+            # Each count is read once, so that the buckets agree while the engine's thread counts.
+            buckets = list(zip(bounds, map(float, accumulate(counts)), strict=True))
+            family.add_metric([label], buckets, total)
+        yield family
 
 
 class Metrics(Observer):
@@ -98,10 +127,11 @@ class Metrics(Observer):
     ) -> None:
         """Create all series. `deployments`: name -> every (rope_type, factor) it can apply."""
         self._registry = factory.registry
+        self._num_generated = 0  # tokens since the last step was recorded
         self._num_pages = config.num_pages
 
         def by_context(name: str, text: str, bounds: Sequence[float]) -> ByContext:
-            return ByContext(factory, f"ropewalk_{name}", text, bounds, context_bounds)
+            return factory.by_context(f"ropewalk_{name}", text, bounds, context_bounds)
 
         self._first_token = by_context(
             "time_to_first_token_seconds",
@@ -226,13 +256,13 @@ class Metrics(Observer):
 
     def first_token(self, request: Request, seconds: float, prefill_seconds: float) -> None:
         """Record the first token of a request."""
-        self._generated_tokens.inc()
+        self._num_generated += 1
         self._first_token.observe(len(request.prompt_ids), seconds)
         self._prefill.observe(len(request.prompt_ids), prefill_seconds)
 
     def next_token(self, request: Request, context_len: int, seconds: float) -> None:  # noqa: ARG002
         """Record a further token of a request."""
-        self._generated_tokens.inc()
+        self._num_generated += 1
         self._next_token.observe(context_len, seconds)
 
     def finished(
@@ -247,6 +277,8 @@ class Metrics(Observer):
 
     def stepped(self, num_running: int, num_waiting: int, num_used_pages: int) -> None:
         """Record the end of a step."""
+        self._generated_tokens.inc(self._num_generated)
+        self._num_generated = 0
         self._running.set(num_running)
         self._waiting.set(num_waiting)
         self._kv_usage.set(num_used_pages / self._num_pages)

@@ -21,6 +21,8 @@ class RunnerSpy:
         self._runner = engine._core._runner
         engine._core._runner = self
 
+    is_asynchronous = False  # all steps are prepared, so all are noted
+
     def table_id(self, profile: Profile) -> int:
         """Return the rotation table of the real runner."""
         return self._runner.table_id(profile)
@@ -42,6 +44,7 @@ def spy_on_every_runner(monkeypatch: pytest.MonkeyPatch, note: Note) -> None:
         return _noted(plain_prepare(self, spans), spans, note)
 
     monkeypatch.setattr(ModelRunner, "prepare", prepare)
+    monkeypatch.setattr(ModelRunner, "is_asynchronous", False)  # all steps are prepared
 
 
 def _noted(

@@ -22,6 +22,8 @@ class Script:
         self.num_calls = 0
         self.before_run: Callable[[], None] = lambda: None
 
+    is_asynchronous = False
+
     def table_id(self, profile: Any) -> int:
         """A table_id without a table."""
         return 0

@@ -14,9 +14,10 @@ import structlog
 
 from model_runtime.config import EngineConfig
 from model_runtime.engine.admission import AdmissionQueue, Places
-from model_runtime.engine.engine_core import EngineCore, Runner
+from model_runtime.engine.engine_core import EngineCore
 from model_runtime.engine.observer import Observer
 from model_runtime.engine.request_state import RequestState
+from model_runtime.engine.runner import Runner
 from model_runtime.errors import CacheCapacityError, RequestError
 from model_runtime.request import OnOutput, Output, Request
 from model_runtime.text.tokenizer import Tokenizer
@@ -191,8 +192,15 @@ class Engine:
         self._admission.close()
         self._take_waiting_commands()
         self._core.fail_all("the engine stopped")
+        self._drain()
         self._after_step()
         self._core.update_gauges()
+
+    def _drain(self) -> None:
+        try:
+            self._core.drain()
+        except Exception:  # noqa: BLE001  # the device may be what ended the engine
+            _log.exception("launched_step_failed")
 
     def _take_commands(self) -> None:
         """Run all queued commands; if no request is live, wait for a command first."""

@@ -3,12 +3,17 @@
 A step is scheduled, runs, and its logits are processed (`postprocess.py`). Nothing here is
 thread-safe.
 
+A device that runs asynchronously stays one step ahead while steps only decode. The step after the
+current one is launched before the tokens of the current one are read. They go from step to step on
+the device. The host delivers them while the device computes the next ones.
+
 Shapes: R = rows of logits, V = vocabulary.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from operator import attrgetter
 
 import structlog
 from torch import Tensor
@@ -18,35 +23,27 @@ from model_runtime.config import EngineConfig
 from model_runtime.engine.observer import Observer
 from model_runtime.engine.postprocess import ComputedChunk, Postprocessor
 from model_runtime.engine.request_state import RequestState, RequestStates
-from model_runtime.engine.step_faults import is_device_fault, is_out_of_memory
+from model_runtime.engine.runner import Launched, Runner, StepMemoryError, memory_errors_told
+from model_runtime.engine.step_faults import is_device_fault
 from model_runtime.request import FinishReason, Output
 from model_runtime.runner.step_timer import StepTimer
 from model_runtime.scheduling.prefill_budget import PrefillBudget
 from model_runtime.scheduling.scheduler import Scheduler
 from model_runtime.scheduling.step_plan import Chunk, StepPlan
-from rope import Profile
 
 _log = structlog.get_logger(__name__)
+_IS_PLAIN = attrgetter("is_plain")
+_RUNS_AHEAD = attrgetter("runs_ahead")
+_UNKNOWN = (0,)  # in the place of a token that only the device has
 
 
-class Runner(Protocol):
-    """The interface that runs a step: a ModelRunner, or a test's replacement."""
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A launched step whose tokens are not read yet."""
 
-    def table_id(self, profile: Profile) -> int:
-        """Return the id of a profile's rotation table."""
-
-    def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
-        """Build the batch of a step and return its forward.
-
-        The forward returns the logits [R, V] of the rows that the spans request.
-        """
-
-    def check_device(self) -> None:
-        """Wait for the device. Raises if it no longer works."""
-
-
-class _OutOfMemoryError(Exception):
-    """A forward pass ran out of memory."""
+    plan: StepPlan
+    states: Sequence[RequestState]
+    launched: Launched
 
 
 class EngineCore:
@@ -68,11 +65,12 @@ class EngineCore:
         self._requests = RequestStates(self.scheduler, observer, on_end)
         self._postprocessor = Postprocessor(self._requests, self.scheduler, observer, self._clock)
         self._is_retrying = False  # the previous step ran out of memory
+        self._in_flight: _InFlight | None = None  # launched before the last tokens were read
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no request is waiting or running."""
-        return not self._requests
+        """Return whether no request is waiting or running, and no step is launched."""
+        return not self._requests and self._in_flight is None
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -94,18 +92,20 @@ class EngineCore:
         for state in self._requests.all():
             self._requests.fail(state, error)
 
+    def drain(self) -> None:
+        """Wait for a launched step, and discard its tokens."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            self._read(in_flight)
+
     def step(self) -> int:
-        """Run one step and return the number of its sequences.
+        """Run one step, or read one that was launched; return the number of its sequences.
 
         If a step fails, then only its own sequences fail. If it runs out of memory, then the
         newest sequence is preempted and the step is retried once. Raises if the device is broken.
         """
         with self._clock.part("schedule"):
-            plan = self.scheduler.schedule(
-                starts_waiting=not self._is_retrying,
-                num_prefill_tokens=self._prefill_budget.num_tokens(self.scheduler.num_decodes),
-            )
-            self._note_plan(plan)
+            plan = self._plan() if self._in_flight is None else self._in_flight.plan
             is_done = bool(plan.chunks) and self._run_or_fail(plan)
             with self._clock.part("deliver"):
                 self.update_gauges()
@@ -130,11 +130,19 @@ class EngineCore:
         live = self._requests.all()
         assert {id(state.sequence) for state in live} == {id(each) for each in known}
 
+    def _plan(self) -> StepPlan:
+        plan = self.scheduler.schedule(
+            starts_waiting=not self._is_retrying,
+            num_prefill_tokens=self._prefill_budget.num_tokens(self.scheduler.num_decodes),
+        )
+        self._note_plan(plan)
+        return plan
+
     def _run_or_fail(self, plan: StepPlan) -> bool:
         """Run a plan; return False if it failed. Its sequences have ended then, or are retried."""
         try:
             self._run(plan)
-        except _OutOfMemoryError:
+        except StepMemoryError:
             self._runner.check_device()
             self._prefill_budget.note_failure(plan.num_prefill_tokens)
             self._is_retrying = not self._is_retrying and self._make_room()
@@ -153,37 +161,100 @@ class EngineCore:
         return True
 
     def _run(self, plan: StepPlan) -> None:
+        if self._in_flight is not None:
+            self._finish(self._in_flight)
+            return
         chunks = plan.chunks.values()
         with self._clock.part("build"):
-            states = [self._requests.of(chunk.sequence) for chunk in chunks]
+            states = [self._requests.of(sequence) for sequence in plan.chunks]
+            is_ahead = self._runner.is_asynchronous and plan.is_decode_only
+            if is_ahead and all(map(_RUNS_AHEAD, states)):
+                self._finish(self._launch(plan, states, None))
+                return
             spans = [self._span(*each) for each in zip(chunks, states, strict=True)]
             logits_RV = self._forward(spans)
+        if plan.is_decode_only and all(map(_IS_PLAIN, states)):
+            self._postprocessor.process_decodes(states, logits_RV)
+            return
         computed, row = [], 0
         for chunk, state, span in zip(chunks, states, spans, strict=True):
-            rows = slice(row, row + len(span.logit_rows))
-            computed.append(ComputedChunk(chunk, state, rows))
-            row = rows.stop
+            end = row + len(span.logit_rows)
+            computed.append(ComputedChunk(chunk, state, slice(row, end), chunk.is_last))
+            row = end
         self._postprocessor.process(computed, logits_RV)
 
-    def _forward(self, spans: Sequence[Span]) -> Tensor:
+    def _finish(self, current: _InFlight) -> None:
+        """Launch the step after a launched one, then read and deliver the tokens of that one."""
+        self._in_flight = None
+        following = self._launch_following(current)
+        is_finite_R, token_ids = self._read(current)
+        if following is not None:
+            # Of a sequence that ends now, the device still computes a token that is not read.
+            self.scheduler.pages.detain()
+            self._in_flight = following
+        live = [row for row, state in enumerate(current.states) if state.sequence.is_running]
+        self._postprocessor.add_tokens(
+            [current.states[row] for row in live],
+            [is_finite_R[row] for row in live],
+            [token_ids[row] for row in live],
+        )
+
+    def _launch_following(self, current: _InFlight) -> _InFlight | None:
+        """Launch the step after a launched one; None if it has to be planned anew."""
+        plan = self.scheduler.following(current.plan)
+        if plan is None:
+            return None
+        states = [self._requests.of(sequence) for sequence in plan.chunks]
         try:
+            return self._launch(plan, states, current)
+        except StepMemoryError:
+            return None  # the next step is planned, and runs out of memory, without this one
+
+    def _launch(
+        self, plan: StepPlan, states: Sequence[RequestState], current: _InFlight | None
+    ) -> _InFlight:
+        """Launch decodes, whose tokens are known or are those of the current step."""
+        with self._clock.part("build"), memory_errors_told():
+            before, num_unknown = None, 0
+            if current is not None:
+                places = [
+                    row
+                    for row, sequence in enumerate(current.plan.chunks)
+                    if sequence in plan.chunks
+                ]
+                before, num_unknown = (current.launched, places), 1
+            spans = [
+                self._span(chunk, state, num_unknown)
+                for chunk, state in zip(plan.chunks.values(), states, strict=True)
+            ]
+            rows = [state.sampling_row(num_unknown) for state in states]
+            with self._clock.part("forward"):
+                return _InFlight(plan, states, self._runner.launch(spans, rows, before))
+
+    def _read(self, in_flight: _InFlight) -> tuple[list[bool], list[int]]:
+        """Wait for a launched step, after which no page has to be detained."""
+        try:
+            with self._clock.part("sample"):
+                return in_flight.launched.read()
+        finally:
+            self.scheduler.pages.release_detained()
+
+    def _forward(self, spans: Sequence[Span]) -> Tensor:
+        with memory_errors_told():
             forward = self._runner.prepare(spans)
             with self._clock.part("forward"):
                 return forward()
-        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            if not is_out_of_memory(error):
-                raise
-            # The step has changed no state yet, so it can be retried.
-            raise _OutOfMemoryError from error
 
-    def _span(self, chunk: Chunk, state: RequestState) -> Span:
-        sequence = chunk.sequence
-        first = sequence.num_computed
+    def _span(self, chunk: Chunk, state: RequestState, num_unknown: int = 0) -> Span:
+        sequence, tier = chunk.sequence, chunk.tier
+        first = sequence.num_computed + num_unknown
+        if state.table[0] is not tier:
+            state.table = tier, self._runner.table_id(tier.profile)
         return Span(
-            sequence.token_ids[first : first + chunk.num_tokens],
+            _UNKNOWN if num_unknown else sequence.token_ids[first : first + chunk.num_tokens],
             first,
             state.page_row.follow(sequence.pages),
-            self._runner.table_id(chunk.tier.profile),
+            state.table[1],
             chunk.logit_rows,
         )
 
@@ -207,5 +278,6 @@ class EngineCore:
             self._observer.preempted(sequence.request)
         for sequence in plan.rescaled:
             self._observer.rescaled(sequence.request)
-        for sequence in plan.chunks:
-            self._requests.note_start(self._requests.of(sequence), now)
+        for sequence, chunk in plan.chunks.items():
+            if not chunk.is_decode:
+                self._requests.note_start(self._requests.of(sequence), now)

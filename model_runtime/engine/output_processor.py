@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from model_runtime.request import FinishReason, Output, Request, TokenLogprob
 from model_runtime.text.detokenizer import Detokenizer
 from model_runtime.text.tokenizer import Tokenizer
+from rope import Tier
 
 
 class Answer:
@@ -48,39 +49,44 @@ class Answer:
         )
 
     def add(
-        self, token_id: int, logprob: TokenLogprob | None, *, is_complete: bool = False
+        self,
+        token_id: int,
+        logprob: TokenLogprob | None,
+        placed: tuple[int, Tier | None, int] = (0, None, 0),
+        *,
+        is_complete: bool = False,
     ) -> Output:
-        """Return the output of one generated token. `is_complete`: the answer ends with it."""
-        self._num_generated += 1
-        may_stop = self._num_generated >= self._params.min_tokens
+        """Return the output of one generated token.
+
+        `placed`: the cached tokens, the tier and the tier changes of its sequence.
+        `is_complete`: the answer ends with this token.
+        """
+        num_generated = self._num_generated = self._num_generated + 1
+        params, detokenizer = self._params, self._detokenizer
+        may_stop = num_generated >= params.min_tokens
         is_end = may_stop and token_id in self.end_ids
         if logprob is not None:
-            self._held.append((self._detokenizer.num_decoded, logprob))
-        text = "" if is_end else self._detokenizer.push(token_id, may_stop=may_stop)
-        is_stopped = self._detokenizer.is_stopped
+            self._held.append((detokenizer.num_decoded, logprob))
+        text = "" if is_end else detokenizer.push(token_id, may_stop=may_stop)
+        is_stopped = detokenizer.is_stopped
         reason: FinishReason | None = None
         if is_end or is_complete or is_stopped:
             reason = FinishReason.STOP
-        elif self._num_generated == self._params.max_tokens:
+        elif num_generated == params.max_tokens:
             reason = FinishReason.LENGTH
         if reason is not None and not is_stopped:
-            text += self._detokenizer.flush()
+            text += detokenizer.flush()
         self._num_sent += len(text)
         logprobs: tuple[TokenLogprob, ...] = ()
         cut_logprobs: tuple[TokenLogprob, ...] = ()
         if self._held:
             # Without stop strings no text is taken back, so no logprob has to wait for it.
-            is_settled = not self._params.stop or (reason is not None and not is_stopped)
+            is_settled = not params.stop or (reason is not None and not is_stopped)
             logprobs = self._take_held() if is_settled else self._take_sent()
             cut_logprobs = self._take_held() if is_stopped else ()
-        return Output(
-            text=text,
-            token_ids=(token_id,),
-            logprobs=logprobs,
-            cut_logprobs=cut_logprobs,
-            prompt_logprobs=self._take_prompt_logprobs(),
-            finish_reason=reason,
-        )
+        prompt_logprobs = self._take_prompt_logprobs() if self._prompt_logprobs else ()
+        # Arguments by position take half the time of named ones.
+        return Output(text, (token_id,), logprobs, cut_logprobs, prompt_logprobs, reason, *placed)
 
     def _take_sent(self) -> tuple[TokenLogprob, ...]:
         """Return the held logprobs of tokens whose text has begun to be sent."""

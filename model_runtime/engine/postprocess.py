@@ -30,6 +30,7 @@ class ComputedChunk(NamedTuple):
     chunk: Chunk
     state: RequestState
     rows: slice  # its rows of logits
+    is_last: bool  # a token is sampled from its last row
 
 
 class _NewToken(NamedTuple):
@@ -67,13 +68,12 @@ class Postprocessor:
                 [each.rows.stop - 1 for each in sampled],
                 [each.state.sampling_row() for each in sampled],
             )
-        has_failed = False
+        has_failed = not all(is_finite_R)
         for each in computed:
-            if all(is_finite_R[each.rows]):
-                self._record(each, logits_RV)
-            else:
+            if has_failed and not all(is_finite_R[each.rows]):
                 self._fail(each.state)
-                has_failed = True
+            else:
+                self._record(each, logits_RV)
         if has_failed:
             endings = [each for each in endings if self._requests.is_live(each.state)]
         new_tokens = [
@@ -85,9 +85,37 @@ class Postprocessor:
         with self._clock.part("deliver"):
             for state, last_output in endings:
                 self._requests.deliver(state, last_output())
+            now = time.monotonic()
             for new, output in zip(new_tokens, outputs, strict=True):
-                self._requests.note_token(new.state)
+                self._requests.note_token(new.state, now)
                 self._requests.deliver(new.state, output)
+
+    def process_decodes(self, states: Sequence[RequestState], logits_RV: Tensor) -> None:
+        """Update the requests of a step of plain decodes, which has one row for each."""
+        with self._clock.part("sample"):
+            rows = [state.sampling_row() for state in states]
+            is_finite_R, token_ids = sample_rows(logits_RV, range(len(rows)), rows)
+        self.add_tokens(states, is_finite_R, token_ids)
+
+    def add_tokens(
+        self, states: Sequence[RequestState], is_finite_R: Sequence[bool], token_ids: Sequence[int]
+    ) -> None:
+        """Update the requests of a step of plain decodes from the token of each row."""
+        if not all(is_finite_R):
+            for state, is_finite in zip(states, is_finite_R, strict=True):
+                if not is_finite:
+                    self._fail(state)
+        outputs = []
+        with self._clock.part("detokenize"):
+            for state, is_finite, token_id in zip(states, is_finite_R, token_ids, strict=True):
+                if is_finite:
+                    self._scheduler.decoded(state.sequence)
+                    outputs.append((state, _output(state, token_id, None)))
+        with self._clock.part("deliver"):
+            now = time.monotonic()
+            for state, output in outputs:
+                self._requests.note_token(state, now)
+                self._requests.deliver(state, output)
 
     def _fail(self, state: RequestState) -> None:
         """End a request whose logits are not finite, and no longer trust the prefix cache."""
@@ -97,7 +125,7 @@ class Postprocessor:
 
     def _record(self, computed: ComputedChunk, logits_RV: Tensor) -> None:
         """Record a chunk as computed: its prompt's logprobs, its pages and its progress."""
-        chunk, state, rows = computed
+        chunk, state, rows, _ = computed
         if chunk.is_scored:
             with self._clock.part("sample"):
                 _score_prompt(chunk, state.answer, logits_RV[rows])
@@ -111,7 +139,9 @@ class Postprocessor:
         with self._clock.part("sample"):
             reported = _reported_logprobs(new_tokens, logits_RV)
         with self._clock.part("detokenize"):
-            return [_output(each, reported.get(each.row)) for each in new_tokens]
+            return [
+                _output(state, token_id, reported.get(row)) for state, row, token_id in new_tokens
+            ]
 
 
 def _split(
@@ -121,9 +151,10 @@ def _split(
     sampled: list[ComputedChunk] = []
     endings: list[_Ending] = []
     for each in computed:
-        if not each.chunk.is_last:
+        if not each.is_last:
             continue
-        last_output = _end_before(each.state)
+        is_plain = each.chunk.is_decode and each.state.constraint is None
+        last_output = None if is_plain else _end_before(each.state)
         if last_output is None:
             sampled.append(each)
         else:
@@ -131,16 +162,16 @@ def _split(
     return sampled, endings
 
 
-def _output(new: _NewToken, logprob: TokenLogprob | None) -> Output:
+def _output(state: RequestState, token_id: int, logprob: TokenLogprob | None) -> Output:
     """Add a new token to its answer, and return the output.
 
     A fault of the tokenizer or the grammar ends this request only.
     """
-    state, _, token_id = new
     state.add_token(token_id)
     try:
         is_complete = state.constraint is not None and state.constraint.advance(token_id)
-        return state.answer.add(token_id, logprob, is_complete=is_complete)
+        placed = state.sequence.placed
+        return state.answer.add(token_id, logprob, placed, is_complete=is_complete)
     except GrammarError as error:
         return _grammar_fault(state, error)
     except Exception as error:  # noqa: BLE001  # whatever a tokenizer may raise

@@ -11,11 +11,13 @@ from model_runtime.engine.observer import Observer
 from model_runtime.engine.output_processor import Answer
 from model_runtime.request import FinishReason, OnOutput, Output, Request
 from model_runtime.runner.penalties import SeenTokens, has_penalty
-from model_runtime.runner.sampler import SamplingRow
+from model_runtime.runner.ranked_draw import cuts
+from model_runtime.runner.sampler import GREEDY_BELOW, SamplingRow
 from model_runtime.scheduling.scheduler import Scheduler
 from model_runtime.scheduling.sequence import Sequence as TokenSequence
 from model_runtime.text.grammar import Constraint
 from model_runtime.text.tokenizer import Tokenizer
+from rope import Tier
 
 _log = structlog.get_logger(__name__)
 
@@ -32,7 +34,17 @@ class RequestState:
     started: float | None = None
     last_token: float | None = None
     page_row: PageRow = field(default_factory=PageRow)
+    table: tuple[Tier | None, int] = (None, 0)  # the newest tier, and the id of its table
+    is_plain: bool = False  # a decode's token needs no logprobs and no grammar
+    runs_ahead: bool = False  # its next token can be sampled before the host knows the last one
     _row: SamplingRow | None = None
+
+    def __post_init__(self) -> None:
+        params = self.sequence.request.sampling
+        self.is_plain = self.constraint is None and params.logprobs is None
+        # On a device, a cut tail may have to be drawn again from all tokens, after a wait.
+        may_wait = params.temperature >= GREEDY_BELOW and cuts(params)
+        self.runs_ahead = self.is_plain and not has_penalty(params) and not may_wait
 
     @classmethod
     def of(
@@ -58,8 +70,11 @@ class RequestState:
         if self._row is not None and self._row.seen is not None:
             self._row.seen.add(token_id)
 
-    def sampling_row(self) -> SamplingRow:
-        """Return the inputs for sampling the next token, apart from its logits."""
+    def sampling_row(self, num_unknown: int = 0) -> SamplingRow:
+        """Return the inputs for sampling the next token, apart from its logits.
+
+        `num_unknown`: tokens that the device has still to compute before that token.
+        """
         sequence = self.sequence
         if self._row is None:
             params = sequence.request.sampling
@@ -69,7 +84,7 @@ class RequestState:
                 prompt = sequence.request.prompt_ids if params.repetition_penalty != 1 else ()
                 seen = SeenTokens(prompt, sequence.token_ids[sequence.num_prompt_tokens :])
             self._row = SamplingRow(params, 0, self.answer.end_ids, seen)
-        self._row.num_generated = sequence.num_generated
+        self._row.num_generated = sequence.num_generated + num_unknown
         if self.constraint is not None:
             self._row.allowed = self.constraint.allowed
         return self._row
@@ -115,18 +130,17 @@ class RequestStates:
 
     def deliver(self, state: RequestState, output: Output) -> None:
         """Pass an output to the callback; the last output frees the request."""
-        sequence = state.sequence
         if output.finish_reason is not None:
             self._end(state, output.finish_reason)
-        reported = output._replace(
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-            tier=sequence.tier,
-            num_rescales=sequence.num_rescales,
-        )
+        if output.tier is None:  # not an output of `Answer.add`
+            num_cached_tokens, tier, num_rescales = state.sequence.placed
+            output = output._replace(
+                num_cached_tokens=num_cached_tokens, tier=tier, num_rescales=num_rescales
+            )
         try:
-            state.on_output(reported)
+            state.on_output(output)
         except Exception:  # noqa: BLE001  # a listener's fault is no reason to stop the others
-            _log.exception("listener_failed", request_id=sequence.request.request_id)
+            _log.exception("listener_failed", request_id=state.sequence.request.request_id)
 
     def _end(self, state: RequestState, reason: FinishReason) -> None:
         sequence = state.sequence
@@ -149,14 +163,13 @@ class RequestStates:
             sequence, waited = state.sequence, now - state.arrived
             self._observer.started(sequence.request, sequence.num_cached_tokens or 0, waited)
 
-    def note_token(self, state: RequestState) -> None:
+    def note_token(self, state: RequestState, now: float) -> None:
         """Report that the request has a new token."""
-        now = time.monotonic()
-        request = state.sequence.request
+        sequence = state.sequence
         if state.last_token is None:
             started = state.arrived if state.started is None else state.started
-            self._observer.first_token(request, now - state.arrived, now - started)
+            self._observer.first_token(sequence.request, now - state.arrived, now - started)
         else:
-            context_len = len(state.sequence.token_ids)
-            self._observer.next_token(request, context_len, now - state.last_token)
+            gap = now - state.last_token
+            self._observer.next_token(sequence.request, len(sequence.token_ids), gap)
         state.last_token = now

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_runtime.batch import Batch, Place, Span, page_table
+from model_runtime.batch import Batch, PageTable, Place, Span
 from model_runtime.cache.rope_tables import RopeTables
 from model_runtime.transfer import fill
 from model_runtime.work_list import refill
@@ -88,6 +88,7 @@ class _Recorded:
 
     numbers_FS: Tensor  # int64: token, position, page, offset, rotation table
     batch: Batch  # views of these numbers and constants, the inputs of the kernels
+    pages: PageTable  # the host's copy of the batch's page table
     logits_SV: Tensor  # float32, the output of a replay
     replay: Callable[[], None]
     generation: int  # of the rotation tables at capture; in another they are elsewhere
@@ -136,19 +137,33 @@ class DecodeGraphs:
             len(span.token_ids) == len(span.logit_rows) == 1 for span in spans
         )
 
-    def prepared(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
+    def prepared(
+        self, spans: Sequence[Span], token_S: Tensor | None = None
+    ) -> Callable[[], Tensor]:
         """Fill the inputs of a step, and return a function that runs it: float32 [S, V].
 
+        `token_S`: the spans' tokens on the device, int64; None: those in the spans.
         The logits are valid until the next step runs. There must be at least one span.
+        An earlier step may still run. The inputs on the device are filled after it, in the order
+        of the stream. Their source on the host is new each time (`fill`).
         """
         size = next(size for size in self._sizes if size >= len(spans))
         recorded = self._recorded.get(size)
         if recorded is None or recorded.generation != self._tables.generation:
             recorded = self._recorded[size] = self._new(size)
-        numbers_FS, page_table_SN = self._numbers(spans, size)
+        changed = recorded.pages.follow(spans)
+        if changed is not None:
+            rows_RN = np.ascontiguousarray(recorded.pages.pages_SN[changed])
+            try:
+                fill(recorded.batch.page_table_SN[changed], rows_RN)
+            except RuntimeError:  # out of memory
+                recorded.pages.forget()
+                raise
+        numbers_FS = self._numbers(spans, recorded.pages.pages_SN)
         fill(recorded.numbers_FS, numbers_FS)
-        fill(recorded.batch.page_table_SN[:, : page_table_SN.shape[1]], page_table_SN)
         refill(recorded.batch.work_lists, numbers_FS[1])
+        if token_S is not None:
+            recorded.numbers_FS[0, : len(spans)].copy_(token_S)
 
         @torch.inference_mode()
         def run() -> Tensor:
@@ -157,19 +172,17 @@ class DecodeGraphs:
 
         return run
 
-    def _numbers(self, spans: Sequence[Span], size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the inputs of a step: int64 [F, S] and int32 [S, pages in use]."""
-        num_there = len(spans)
+    def _numbers(self, spans: Sequence[Span], pages_SN: np.ndarray) -> np.ndarray:
+        """Return the inputs of a step except for its page table, int64 [F, S]."""
+        num_there, size = len(spans), len(pages_SN)
         numbers_FS = np.zeros((5, size), dtype=np.int64)
         tokens_S, positions_S, pages_S, offsets_S, tables_S = numbers_FS
         tokens_S[:num_there] = [span.token_ids[0] for span in spans]
         positions_S[:num_there] = [span.first_position for span in spans]
         tables_S[:num_there] = [span.table_id for span in spans]
         columns_S, offsets_S[:] = np.divmod(positions_S, self._page_size)
-        shape = size, int(columns_S.max()) + 1
-        table_SN = page_table(spans, shape, padding=self._spare_page)
-        pages_S[:] = table_SN[np.arange(size), columns_S]
-        return numbers_FS, table_SN
+        pages_S[:] = pages_SN[np.arange(size), columns_S]
+        return numbers_FS
 
     def _new(self, size: int) -> _Recorded:
         """Capture a step of padding; the same kernels read longer sequences and other pages."""
@@ -196,10 +209,11 @@ class DecodeGraphs:
             # Of padding. The work lists that the forward makes from it are filled before a replay.
             places_S=tuple(Place(index, 1, 0, 0) for index in range(size)),
         )
+        pages = PageTable(size, num_pages, self._spare_page)
         try:
             logits_SV, replay = self._record(lambda: self._forward(batch))
         except torch.OutOfMemoryError:  # it may work with one request fewer
             raise
         except RuntimeError as error:
             raise RecordingError(f"{type(error).__name__}: {error}") from error
-        return _Recorded(numbers_FS, batch, logits_SV, replay, self._tables.generation)
+        return _Recorded(numbers_FS, batch, pages, logits_SV, replay, self._tables.generation)

@@ -5,6 +5,7 @@ Shapes: R = rows of logits, V = vocabulary.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -25,6 +26,8 @@ from model_runtime.layers.last_layer import (
 )
 from model_runtime.layers.merged_linear import forget_products
 from model_runtime.runner.cuda_graphs import DecodeGraphs, Recorder, RecordingError
+from model_runtime.runner.launched_step import LaunchedStep
+from model_runtime.runner.sampler import SamplingRow, sampled_on_device
 from rope import Profile
 
 _log = structlog.get_logger(__name__)
@@ -55,15 +58,23 @@ class ModelRunner:
         """Return the id of the rotation table for sequences of this profile."""
         return self._tables.id_of(profile)
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Return whether `launch` returns before the device has run the step."""
+        return self._device.type == "cuda"
+
     @torch.inference_mode()
-    def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
+    def prepare(self, spans: Sequence[Span], token_S: Tensor | None = None) -> Callable[[], Tensor]:
         """Build the batch of these spans, and return its forward.
 
         The forward returns float32 logits [R, V] in the order of the spans' logit rows.
+        `token_S`: the tokens of decodes on the device, int64; None: those in the spans.
         """
-        forward = self._recorded(spans)
+        forward = self._recorded(spans, token_S)
         if forward is None:
             batch = build_batch(spans, self._page_size, self._device)
+            if token_S is not None:
+                batch = replace(batch, token_ids_1T=token_S[None])
             forward = partial(self._forward, batch, *self._pruned_step(spans, batch))
         return forward
 
@@ -72,16 +83,34 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
+    @torch.inference_mode()
+    def launch(
+        self,
+        spans: Sequence[Span],
+        rows: Sequence[SamplingRow],
+        before: tuple[LaunchedStep, Sequence[int]] | None,
+    ) -> LaunchedStep:
+        """Queue a step of decodes with its sampling, without a wait for the device.
+
+        `before`: the step whose tokens are the inputs of this one, and the row of each span in
+        it, ascending; None: the tokens are in the spans.
+        """
+        token_S = None if before is None else before[0].tokens_at(before[1])
+        logits_RV = self.prepare(spans, token_S)()
+        return LaunchedStep(sampled_on_device(logits_RV, logits_RV, rows))
+
     def run(self, spans: Sequence[Span]) -> Tensor:
         """Run one forward over all spans; return float32 [R, V] in the order of their rows."""
         return self.prepare(spans)()
 
-    def _recorded(self, spans: Sequence[Span]) -> Callable[[], Tensor] | None:
+    def _recorded(
+        self, spans: Sequence[Span], token_S: Tensor | None
+    ) -> Callable[[], Tensor] | None:
         """Return a captured step, ready to run; None if there is none for these spans."""
         if self._graphs is None or not self._graphs.takes(spans):
             return None
         try:
-            return self._graphs.prepared(spans)
+            return self._graphs.prepared(spans, token_S)
         except RecordingError as error:
             self._give_up_recording(error)
             return None

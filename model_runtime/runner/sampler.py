@@ -101,11 +101,8 @@ def in_one_transfer(
 
     There are further waits only if a row's nucleus has more tokens than `num_candidates`.
     """
-    # One pass: a sum is finite if all terms are (only terms of about 1e33 would overflow).
-    is_finite_R = logits_RV.sum(dim=-1).isfinite().long()
-    token_R = sampled(chosen_RV, rows, num_candidates)
-    told: list[int] = torch.cat((is_finite_R, token_R)).tolist()
-    token_ids = told[len(logits_RV) :]
+    told: list[int] = sampled_on_device(logits_RV, chosen_RV, rows, num_candidates).tolist()
+    are_finite, token_ids = split_told(told, len(logits_RV))
     wide = [index for index, token_id in enumerate(token_ids) if token_id == NOT_FOUND]
     for start in range(0, len(wide), _WIDE_ROWS):
         part = wide[start : start + _WIDE_ROWS]
@@ -113,7 +110,27 @@ def in_one_transfer(
         found: list[int] = sampled(*among, num_candidates=chosen_RV.shape[-1]).tolist()
         for index, token_id in zip(part, found, strict=True):
             token_ids[index] = token_id
-    return [one == 1 for one in told[: len(logits_RV)]], token_ids
+    return are_finite, token_ids
+
+
+def sampled_on_device(
+    logits_RV: Tensor,
+    chosen_RV: Tensor,
+    rows: Sequence[SamplingRow],
+    num_candidates: int = NUM_CANDIDATES,
+) -> Tensor:
+    """Run `sample_rows` without a wait for the device; int64, as `split_told` takes it.
+
+    A token is NOT_FOUND if a row's nucleus has more tokens than `num_candidates`.
+    """
+    # One pass: a sum is finite if all terms are (only terms of about 1e33 would overflow).
+    is_finite_R = logits_RV.sum(dim=-1).isfinite().long()
+    return torch.cat((is_finite_R, sampled(chosen_RV, rows, num_candidates)))
+
+
+def split_told(told: list[int], num_rows: int) -> tuple[list[bool], list[int]]:
+    """Return whether each row is finite, and the token ids."""
+    return [one == 1 for one in told[:num_rows]], told[num_rows:]
 
 
 def finite_rows(logits_RV: Tensor) -> list[bool]:

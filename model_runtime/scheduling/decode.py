@@ -14,8 +14,10 @@ def plan_decodes(step: StepBuilder) -> None:
         # An earlier sequence of this loop may have preempted this one.
         if not (sequence.is_running and sequence.is_decoding):
             continue
-        if step.change_tier(sequence):
+        if sequence.is_growing and step.change_tier(sequence):
             step.pages.release(sequence)
             step.pages.reuse_prefix(sequence)
-        if sequence.is_decoding:
-            step.add(Chunk(sequence, 1, sequence.tier_at(sequence.num_computed)))
+            if not sequence.is_decoding:
+                continue
+        # Its newest token has the tier that is in force for the whole sequence.
+        step.add(Chunk(sequence, 1, sequence.tier, is_decode=True))

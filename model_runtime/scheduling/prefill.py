@@ -11,14 +11,19 @@ from model_runtime.scheduling.step_plan import Chunk
 _RESERVED_FOR_OLDEST = 0.25  # of a step's prefill, even if shorter prompts wait
 
 
-def start_waiting(step: StepBuilder, max_num_seqs: int) -> None:
-    """Start waiting sequences in order of arrival, until one does not fit the free pages."""
+def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
+    """Start waiting sequences in order of arrival, until one does not fit the free pages.
+
+    Returns True if only the end of another sequence can let one more start.
+    """
     queues, pages = step.queues, step.pages
+    are_all_ready = True  # no sequence waits for a page that another one computes
     in_flight = {key for each in queues.running for key in pages.keys_in_flight(each)}
     for sequence in list(queues.waiting):
         if len(queues.running) >= max_num_seqs:
-            return
+            return are_all_ready
         if sequence.waits_for in in_flight:
+            are_all_ready = False
             continue
         step.change_tier(sequence)  # if it was preempted just before
         keys = pages.reusable_keys(sequence)
@@ -26,21 +31,26 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> None:
         if len(found) < len(keys) and keys[len(found)] in in_flight:
             # Another sequence computes this page. The sequence starts when the page can be shared.
             sequence.waits_for = keys[len(found)]
+            are_all_ready = False
             continue
         num_new = pages.num_needed(sequence, len(sequence.token_ids)) - len(found)
         # A cached page that is reused can no longer be evicted.
         num_taken = num_new + sum(map(pages.pool.is_cached, found))
         if num_taken + pages.num_reserved(queues.running) > pages.pool.num_available:
-            return  # no later sequence starts before the first that does not fit
+            return are_all_ready  # no later sequence starts before the first that does not fit
         queues.start(sequence)
         pages.reuse_prefix(sequence)
         in_flight |= set(pages.keys_in_flight(sequence))
+    return False
 
 
 def plan_prefill(step: StepBuilder, max_tokens: int, max_logit_rows: int) -> None:
     """Split a budget of tokens among the running sequences in prefill."""
-    prompts = [each for each in step.queues.running if not each.is_decoding]
-    if not prompts or max_tokens <= 0:
+    running = step.queues.running
+    if len(step.plan.chunks) == len(running) or max_tokens <= 0:
+        return  # every running sequence has its decode
+    prompts = [each for each in running if not each.is_decoding]
+    if not prompts:
         return
     oldest, *others = prompts
     others.sort(key=lambda sequence: (sequence.num_uncomputed, sequence.arrival))

@@ -11,6 +11,7 @@ therefore never preempted, and a request that fits the cache alone always finish
 
 from model_runtime.config import EngineConfig
 from model_runtime.scheduling.decode import plan_decodes
+from model_runtime.scheduling.following import plan_following
 from model_runtime.scheduling.prefill import plan_prefill, start_waiting
 from model_runtime.scheduling.sequence import Sequence
 from model_runtime.scheduling.sequence_pages import SequencePages
@@ -29,6 +30,7 @@ class Scheduler:
         self.pages = SequencePages(config.num_pages, config.page_size)
         self.pool = self.pages.pool
         self._num_arrived = 0
+        self._is_full = False  # no waiting sequence can start before a running one ends
 
     @property
     def num_decodes(self) -> int:
@@ -40,6 +42,7 @@ class Scheduler:
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
         self.waiting.append(sequence)
+        self._is_full = False
 
     def schedule(
         self, *, starts_waiting: bool = True, num_prefill_tokens: int | None = None
@@ -52,17 +55,29 @@ class Scheduler:
         step = StepBuilder(self._queues, self.pages)
         plan_decodes(step)
         if starts_waiting and self.waiting:
-            start_waiting(step, self._config.max_num_seqs)
+            self._is_full = start_waiting(step, self._config.max_num_seqs)
         tokens_left = self._config.max_num_batched_tokens - len(step.plan.chunks)
         if num_prefill_tokens is not None:
             tokens_left = min(tokens_left, num_prefill_tokens)
         plan_prefill(step, tokens_left, self._config.max_num_logit_rows)
+        if step.plan.preempted or not starts_waiting:
+            self._is_full = False  # not known
         return step.plan
+
+    def following(self, plan: StepPlan) -> StepPlan | None:
+        """Plan the step after decodes that the device still runs; None: their tokens come first."""
+        return None if self.waiting and not self._is_full else plan_following(plan, self.pages)
 
     def computed(self, chunk: Chunk) -> None:
         """Record that a step has computed this chunk, and publish its full pages."""
         chunk.sequence.num_computed += chunk.num_tokens
         self.pages.publish(chunk.sequence)
+
+    def decoded(self, sequence: Sequence) -> None:
+        """Record that a step has computed one token of a sequence, as `computed` does."""
+        sequence.num_computed += 1
+        if sequence.num_computed % self.pages.page_size == 0:  # else no other page is full
+            self.pages.publish(sequence)
 
     def invalidate_prefix_cache(self) -> None:
         """Clear the prefix cache after a NaN, because its other readers are not known.
@@ -80,6 +95,7 @@ class Scheduler:
         if len(self.running) < 2:
             return None
         newest = self.running[-1]
+        self._is_full = False
         StepBuilder(self._queues, self.pages).preempt(newest)
         return newest
 
@@ -87,6 +103,7 @@ class Scheduler:
         """Remove a sequence from its queue and release its pages."""
         self._queues.remove(sequence)
         self.pages.release(sequence)
+        self._is_full = False
 
     def check_integrity(self) -> None:
         """Check page ref counts and the order of the queues. Raises AssertionError."""

@@ -25,12 +25,14 @@ class Sequence:
     waits_for: Key | None = None  # the key of a page that another sequence computes
     tier: Tier = field(init=False)  # the one in force for its newest token
     num_prompt_tokens: int = field(init=False)
+    is_growing: bool = field(init=False)  # its tier follows its length
     _keys: list[Key] = field(default_factory=list)  # of its full pages, under the first profile
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
         self.num_prompt_tokens = len(self.request.prompt_ids)
         self.tier = self.request.placement.tier
+        self.is_growing = self.request.placement.policy in ("grow", "grow-exact")
         # A token's logprob comes from the row of the token before it.
         self.num_scored = max(0, self.request.sampling.prompt_logprobs_from - 1)
 
@@ -40,14 +42,14 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def placed(self) -> tuple[int, Tier, int]:
+        """Return what every output reports: its cached tokens, tier and tier changes."""
+        return self.num_cached_tokens or 0, self.tier, self.num_rescales
+
+    @property
     def num_uncomputed(self) -> int:
         """Return the number of tokens that no forward has computed yet."""
         return len(self.token_ids) - self.num_computed
-
-    @property
-    def is_growing(self) -> bool:
-        """Return whether its tier follows its length."""
-        return self.request.placement.policy in ("grow", "grow-exact")
 
     @property
     def is_decoding(self) -> bool:

@@ -14,10 +14,11 @@ class SequencePages:
         self.page_size = page_size
         self.index = PrefixIndex()
         self.pool = PagePool(num_pages, self.index)
+        self._detained: list[list[int]] | None = None  # None: pages are released at once
 
     def num_needed(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the number of pages that the sequence lacks for its first `num_tokens` tokens."""
-        return -(-num_tokens // self.page_size) - len(sequence.pages)
+        return max(0, -(-num_tokens // self.page_size) - len(sequence.pages))
 
     def num_reserved(self, running: Iterable[Sequence]) -> int:
         """Return the number of pages that running sequences still need for their known tokens."""
@@ -25,16 +26,35 @@ class SequencePages:
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate the pages of the first `num_tokens` tokens; return False if too few are left."""
+        if num_tokens <= len(sequence.pages) * self.page_size:
+            return True
         num_needed = self.num_needed(sequence, num_tokens)
         if num_needed > self.pool.num_available:
             return False
-        if num_needed > 0:
-            sequence.pages += self.pool.allocate(num_needed)
+        sequence.pages += self.pool.allocate(num_needed)
         return True
 
     def release(self, sequence: Sequence) -> None:
         """Release the sequence's pages; it is computed from its start again."""
-        self.pool.release(sequence.forget_computed())
+        pages = sequence.forget_computed()
+        if self._detained is None:
+            self.pool.release(pages)
+        else:
+            self._detained.append(pages)
+
+    def detain(self) -> None:
+        """Keep all pages that are released from now on until `release_detained`.
+
+        A step that the device still runs may write to them.
+        """
+        assert self._detained is None, "two steps detain pages"
+        self._detained = []
+
+    def release_detained(self) -> None:
+        """Release the detained pages, and detain no more."""
+        detained, self._detained = self._detained, None
+        for pages in detained or ():
+            self.pool.release(pages)
 
     def reuse_prefix(self, sequence: Sequence) -> None:
         """Assign to a sequence without pages the cached pages that match its known tokens."""
@@ -82,11 +102,12 @@ class SequencePages:
             sequence.is_cacheable = False
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Check that the running sequences hold exactly the used pages. Raises AssertionError."""
+        """Check that exactly the used pages are held or detained. Raises AssertionError."""
         self.pool.check_integrity()
         ref_counts = [0] * self.pool.num_pages
         for sequence in running:
             assert len(sequence.pages) * self.page_size >= sequence.num_computed
-            for page in sequence.pages:
+        for pages in (*(sequence.pages for sequence in running), *(self._detained or ())):
+            for page in pages:
                 ref_counts[page] += 1
         assert ref_counts == self.pool.ref_counts, "a ref count is not the number of holders"

@@ -56,7 +56,7 @@ class StepBuilder:
         sequence = chunk.sequence
         if chunk.num_tokens == 0:
             return False
-        while not self.pages.allocate(sequence, chunk.first + chunk.num_tokens):
+        while not self.pages.allocate(sequence, sequence.num_computed + chunk.num_tokens):
             newest = self.queues.running[-1]
             self.preempt(newest)
             if newest is sequence:

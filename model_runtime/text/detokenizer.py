@@ -37,8 +37,10 @@ class Detokenizer:
         if token_id in self._shown_ids:
             decoded += self._tokenizer.token_text(token_id)
         self.num_decoded += len(decoded)
+        if not self._stop:
+            return decoded
         self._held += decoded
-        if not may_stop or not self._stop:
+        if not may_stop:
             return self.flush()
         found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
         if found:

@@ -122,14 +122,20 @@ class TokenStream:
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes; empty while a character is incomplete."""
+        try:
+            return self._stream.step(self._backend, token_id) or ""
+        except Exception:  # noqa: BLE001  # the library raises Exception itself
+            return self._push_anew(token_id)
+
+    def _push_anew(self, token_id: int) -> str:
         # With a byte-fallback tokenizer, bytes that are no valid character break the stream for
         # good. A new stream loses these bytes, but not the following text.
-        for _ in range(2):
-            try:
-                return self._stream.step(self._backend, token_id) or ""
-            except Exception:  # noqa: BLE001  # the library raises Exception itself
-                self._stream = DecodeStream(skip_special_tokens=True)
-        return ""
+        self._stream = DecodeStream(skip_special_tokens=True)
+        try:
+            return self._stream.step(self._backend, token_id) or ""
+        except Exception:  # noqa: BLE001
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return ""
 
 
 def _byte_of_character() -> dict[str, int]:

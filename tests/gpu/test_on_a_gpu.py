@@ -29,6 +29,7 @@ from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.request import FinishReason
 from model_runtime.runner.cuda_graphs import recorded_sizes
+from model_runtime.runner.launched_step import LaunchedStep
 from model_runtime.runner.model_runner import ModelRunner
 from tests.attention_cases import Case, Laid, relative_error
 from tests.compilations import CONFIG as COMPILED_FOR
@@ -295,6 +296,34 @@ def test_no_request_waits_for_a_compilation(
         runner.run(spans)
     torch.cuda.synchronize()
     assert compiled == []
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_steps_launched_ahead_give_the_same_tokens(
+    engines: EngineFactory,
+    on_gpu: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    enforce_eager: bool,
+) -> None:
+    """One request has the same batch in every step, so its bits are the same."""
+    deployment, launch = deployment_of(on_gpu), ModelRunner.launch
+    followed: list[bool] = []
+
+    def noted(runner: ModelRunner, spans: Any, rows: Any, before: Any) -> LaunchedStep:
+        followed.append(before is not None)
+        return launch(runner, spans, rows, before)
+
+    monkeypatch.setattr(ModelRunner, "launch", noted)
+    engine = engines.over(on_gpu, enforce_eager=enforce_eager)
+    answers = []
+    for is_asynchronous in (True, False):
+        monkeypatch.setattr(ModelRunner, "is_asynchronous", is_asynchronous)
+        for temperature in (0.0, 0.8):
+            asked = request(deployment, [1, 2, 3], max_tokens=40, temperature=temperature, seed=5)
+            answers.append(answer(engine, asked)[0].token_ids)
+    assert answers[:2] == answers[2:]
+    assert followed.count(True) == 2 * 38, "the first token is the prompt's"
 
 
 def test_the_reference_reads_on_a_gpu_too() -> None:

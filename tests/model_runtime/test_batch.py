@@ -1,8 +1,13 @@
 """The flat tensors of a step agree with its sequences, token by token."""
 
-import torch
+from typing import Any
 
-from model_runtime.batch import PageRow, Span, build_batch
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model_runtime.batch import PageRow, PageTable, Span, build_batch
 
 PAGE_SIZE = 4
 
@@ -49,3 +54,52 @@ def test_a_page_row_is_always_the_page_table() -> None:
     other.append(77)
     assert row.follow(other).tolist() == other
     assert row.follow([]).tolist() == []
+
+
+def test_a_page_row_is_the_same_object_while_its_pages_are() -> None:
+    """A kept page table compares objects, so another object must mean other pages."""
+    row, pages = PageRow(), [5, 6]
+    first = row.follow(pages)
+    assert row.follow(pages) is first
+    pages.append(7)
+    second = row.follow(pages)
+    assert second is not first
+    assert row.follow([5, 6, 7]) is not second
+
+
+def span(pages: Any) -> Span:
+    """A decode on these pages."""
+    return Span([1], 0, pages, 0, range(1))
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=4), max_size=12))
+def test_a_kept_page_table_is_what_a_new_one_would_be(
+    steps: list[list[tuple[int, bool]]],
+) -> None:
+    """Sequences come, go, change places and get pages; only the rows that changed are named."""
+    lists, rows = [[10 * number] for number in range(4)], [PageRow() for _ in range(4)]
+    kept, device_SN = PageTable(5, 3, padding=77), np.full((5, 3), 77, dtype=np.int32)
+    for step in steps:
+        for number, gets_page in step:
+            if gets_page and len(lists[number]) < 3:
+                lists[number].append(10 * number + len(lists[number]))
+        numbers = list(dict.fromkeys(number for number, _ in step))
+        spans = [span(rows[number].follow(lists[number])) for number in numbers]
+        changed = kept.follow(spans)
+        if changed is not None:
+            device_SN[changed] = kept.pages_SN[changed]
+        assert kept.follow(spans) is None, "nothing has changed since"
+        for row, number in enumerate(numbers):
+            pages = lists[number]
+            assert device_SN[row, : len(pages)].tolist() == pages
+        assert (device_SN[len(numbers) :, 0] == 77).all(), "padding is on a sequence's page"
+
+
+def test_a_list_of_pages_is_copied_each_time() -> None:
+    """A list may have changed in place."""
+    kept, pages = PageTable(1, 2, padding=9), [1]
+    assert kept.follow([span(pages)]) == (slice(0, 1), slice(0, 1))
+    pages[0] = 2
+    assert kept.follow([span(pages)]) is not None
+    assert kept.pages_SN.tolist() == [[2, 9]]

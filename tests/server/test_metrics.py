@@ -7,8 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.metrics import MetricFactory
 from server.settings.fields import MAX_CONTEXT_BUCKETS
 from server.startup.serving_plan import default_context_buckets
 from tests.processes import Server, running_server
@@ -258,3 +260,22 @@ def test_default_buckets_have_fractions_and_multiples_of_the_trained_length(
     assert list(found) == expected
     assert len(found) < MAX_CONTEXT_BUCKETS
     assert found[-1] >= max_len
+
+
+def test_times_by_context_are_rendered_as_the_client_librarys_own() -> None:
+    """Bounds are inclusive, and series without observations are there."""
+    bounds, contexts = (0.001, 0.5, 2.5, 80), [16, 64]
+    factory, registry = MetricFactory(), CollectorRegistry()
+    ours = factory.by_context("time_seconds", "Text.", bounds, contexts)
+    theirs = Histogram(
+        "time_seconds", "Text.", ["context_bucket"], buckets=bounds, registry=registry
+    )
+    for label in ("16", "64", "+Inf"):
+        theirs.labels(label)
+    assert generate_latest(factory.registry) == generate_latest(registry)
+    observed = [(16, 0.5), (17, 0.0001), (17, 0.001), (64, 3.0), (1000, 80.0), (1000, 81.0)]
+    for context_len, seconds in observed:
+        ours.observe(context_len, seconds)
+        label = "16" if context_len <= 16 else "64" if context_len <= 64 else "+Inf"
+        theirs.labels(label).observe(seconds)
+    assert generate_latest(factory.registry) == generate_latest(registry)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from model_runtime import work_list
 from model_runtime.attention import backends
-from model_runtime.attention.paged_attention import STEP, AttentionCall
 from model_runtime.attention.triton_backend import TritonAttention
 from model_runtime.batch import Batch, Span
 from model_runtime.cache.kv_cache import KVCache
@@ -27,13 +27,13 @@ from model_runtime.config import EngineConfig
 from model_runtime.deployment import Deployment
 from model_runtime.engine.build_engine import build_runner
 from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.loading.patch_model import patch_model, read_native_rope
-from model_runtime.runner import model_runner
+from model_runtime.request import SamplingParams
+from model_runtime.runner import cuda_graphs, model_runner
 from model_runtime.runner.cuda_graphs import MOST_RECORDED, DecodeGraphs, recorded_sizes
 from model_runtime.runner.model_runner import ModelRunner
+from model_runtime.runner.sampler import SamplingRow
 from rope import Profile
 from tests.engines import deployment_of, tiny_checkpoint
-from tests.tiny_models import tiny_model
 
 TABLES = 20  # places for rotation tables
 CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, max_num_seqs=6)
@@ -165,6 +165,61 @@ def pages_of(runner: ModelRunner) -> KVCache:
     return runner._store
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_recorded_steps_pass_their_tokens_on(checkpoint: Checkpoint, temperature: float) -> None:
+    """The second step is launched before the first is read, and one sequence has ended by then."""
+    record = Again()
+    (profile, *_) = profiles_of(deployment_of(checkpoint))
+    plain = runner_of(checkpoint, None, [profile])
+    recorded = runner_of(checkpoint, record, [profile])
+    params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(3)]
+
+    def rows(places: Sequence[int], num_generated: int) -> list[SamplingRow]:
+        return [SamplingRow(params[at], num_generated, frozenset()) for at in places]
+
+    def spans(places: Sequence[int], token_ids: Sequence[int], position: int) -> list[Span]:
+        return [
+            Span([token_id], position, [at], 0, range(1))
+            for at, token_id in zip(places, token_ids, strict=True)
+        ]
+
+    first = recorded.launch(spans((0, 1, 2), (5, 6, 7), 0), rows((0, 1, 2), 1), None)
+    second = recorded.launch(spans((0, 2), (0, 0), 1), rows((0, 2), 2), (first, (0, 2)))
+    third = recorded.launch(spans((0, 2), (0, 0), 2), rows((0, 2), 3), (second, (0, 1)))
+    got = [each.read() for each in (first, second, third)]
+    assert record.num_replayed == 3
+    one = plain.launch(spans((0, 1, 2), (5, 6, 7), 0), rows((0, 1, 2), 1), None).read()
+    known = [one[1][0], one[1][2]]
+    two = plain.launch(spans((0, 2), known, 1), rows((0, 2), 2), None).read()
+    three = plain.launch(spans((0, 2), two[1], 2), rows((0, 2), 3), None).read()
+    assert got == [one, two, three]
+    assert len({*one[1], *two[1], *three[1]}) > 2, "the tokens do not differ"
+
+
+def test_rows_that_were_not_sent_are_sent_again(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that runs out of memory between the page table's two copies is retried."""
+    (profile, *_) = profiles_of(deployment_of(checkpoint))
+    plain, recorded = (
+        runner_of(checkpoint, None, [profile]),
+        runner_of(checkpoint, Again(), [profile]),
+    )
+    pages = np.array([3], dtype=np.int32)
+    one = Span([5], 0, pages, 0, range(1))
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_graphs, "fill", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            recorded.run([one])
+    expected, got = plain.run([one]), recorded.run([one])
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert pages_of(recorded).pages(0)[0][3].any(), "the key is on another page"
+
+
 def test_a_table_made_later_is_found(checkpoint: Checkpoint) -> None:
     """All tables move when one is added, so old recordings would read the old tables."""
     record = Again()
@@ -291,33 +346,3 @@ def test_padding_is_bounded(most: int) -> None:
     for count in range(1, sizes[-1] + 1):
         size = next(each for each in sizes if each >= count)
         assert size == count or size < 2 * count
-
-
-class Nowhere:
-    """An attention that returns empty numbers without reading."""
-
-    def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
-        """Numbers on the `meta` device."""
-        heads, num_tokens = call.query_1HTD.shape[1:3]
-        return call.query_1HTD.new_empty(1, num_tokens, heads, call.value_1KTV.shape[-1])
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "mistral", "phi3"])
-def test_a_models_own_forward_asks_the_device_for_nothing(architecture: str) -> None:
-    """Torch's `meta` device raises if a number is read, which would prevent a recording."""
-    model = tiny_model(architecture)
-    patch_model(model, read_native_rope(model))
-    model.to("meta")
-    ids_1T = torch.zeros(1, 3, dtype=torch.int64, device="meta")
-    rows_R = torch.zeros(3, dtype=torch.int64, device="meta")
-    with torch.inference_mode():
-        told = model(
-            input_ids=ids_1T,
-            position_ids=ids_1T,
-            use_cache=False,
-            logits_to_keep=rows_R,
-            **{STEP: Nowhere()},
-        )
-    assert told.logits.shape[:2] == (1, 3)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        told.logits.sum().item()

@@ -8,8 +8,8 @@ import pytest
 
 from model_runtime.engine import postprocess
 from model_runtime.engine.observer import Observer
+from model_runtime.engine.request_state import RequestStates
 from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import Output
 from model_runtime.runner import step_timer
 from model_runtime.runner.step_timer import PARTS, Part, StepTimer
 from model_runtime.scheduling.scheduler import Scheduler
@@ -67,7 +67,7 @@ def test_the_part_that_is_slow_is_the_one_that_shows_it(
         "forward": (script, "before_run"),
         "sample": (postprocess, "sample_rows"),
         "detokenize": (TokenStream, "push"),
-        "deliver": (Output, "_replace"),
+        "deliver": (RequestStates, "note_token"),
     }[part]
     engine = engines.over(llama_checkpoint, runner=script, observer=observer)
     monkeypatch.setattr(owner, name, watch.slow(getattr(owner, name)))

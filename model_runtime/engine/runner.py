@@ -1,0 +1,69 @@
+"""The interface of the engine to what runs a step.
+
+Shapes: R = rows of logits, V = vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from model_runtime.batch import Span
+from model_runtime.engine.step_faults import is_out_of_memory
+from model_runtime.runner.sampler import SamplingRow
+from rope import Profile
+
+
+class Launched(Protocol):
+    """A step that the device may still be running."""
+
+    def read(self) -> tuple[list[bool], list[int]]:
+        """Wait for the step; return whether each row's logits are finite, and its token id."""
+
+
+class Runner(Protocol):
+    """The interface that runs a step: a ModelRunner, or a test's replacement."""
+
+    def table_id(self, profile: Profile) -> int:
+        """Return the id of a profile's rotation table."""
+
+    def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
+        """Build the batch of a step and return its forward.
+
+        The forward returns the logits [R, V] of the rows that the spans request.
+        """
+
+    def check_device(self) -> None:
+        """Wait for the device. Raises if it no longer works."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Return whether `launch` returns before the device has run the step."""
+
+    def launch(
+        self,
+        spans: Sequence[Span],
+        rows: Sequence[SamplingRow],
+        before: tuple[Any, Sequence[int]] | None,
+    ) -> Launched:
+        """Start a step of decodes and its sampling; only of an asynchronous runner.
+
+        `before`: the launched step whose tokens are the inputs, and the spans' rows in it; None:
+        the tokens are in the spans.
+        """
+
+
+class StepMemoryError(Exception):
+    """A step ran out of memory before it changed any state."""
+
+
+@contextmanager
+def memory_errors_told() -> Iterator[None]:
+    """Raise StepMemoryError for such an error; the step has changed no state, so it can retry."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not is_out_of_memory(error):
+            raise
+        raise StepMemoryError from error

@@ -1,0 +1,92 @@
+"""A device that runs a launched step only when the host waits for it, over a real model."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from model_runtime.batch import Span
+from model_runtime.cache.page_pool import PagePool
+from model_runtime.runner.launched_step import LaunchedStep
+from model_runtime.runner.model_runner import ModelRunner
+from model_runtime.runner.sampler import SamplingRow
+from rope import Profile
+
+
+@dataclass(eq=False)
+class Deferred:
+    """The handle of a launched step."""
+
+    runner: "DeferredRunner"
+    work: Callable[[], LaunchedStep]
+    result: LaunchedStep | None = None
+
+    def read(self) -> tuple[list[bool], list[int]]:
+        """Run all steps up to this one, and return what it computed."""
+        self.runner.run_until(self)
+        assert self.result is not None
+        return self.result.read()
+
+
+@dataclass(eq=False)
+class DeferredRunner:
+    """Runs steps in the order of a stream, and as late as a device may.
+
+    The inputs are copied at the launch, as they are on their way to a device.
+    """
+
+    runner: ModelRunner
+    pool: PagePool | None = None  # checked if given: pages of a step are held until it has run
+    num_followed: int = 0  # steps launched before the tokens of the step before were read
+    fails_to_launch: Exception | None = None  # of the next step that follows another
+    fails_to_read: Exception | None = None
+    spoils: Callable[[Sequence[Span]], None] = lambda _: None  # called before a step computes
+    queue: deque[Deferred] = field(default_factory=deque)
+    is_asynchronous: bool = True
+
+    def table_id(self, profile: Profile) -> int:
+        """Return the rotation table of the real runner."""
+        return self.runner.table_id(profile)
+
+    def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
+        """Prepare a step that runs at once, after all that were launched."""
+        self.run_until(None)
+        return self.runner.prepare(spans)
+
+    def check_device(self) -> None:
+        """Run all launched steps, as a wait for the device does."""
+        self.run_until(None)
+
+    def launch(self, spans: Sequence[Span], rows: Sequence[SamplingRow], before: Any) -> Deferred:
+        """Queue a step."""
+        if before is not None and self.fails_to_launch is not None:
+            error, self.fails_to_launch = self.fails_to_launch, None
+            raise error
+        self.num_followed += before is not None
+        held = [each._replace(pages=np.array(each.pages)) for each in spans]
+        kept = deepcopy(list(rows))
+
+        def work() -> LaunchedStep:
+            for span in held:
+                if self.pool is not None:
+                    assert all(self.pool.ref_counts[page] > 0 for page in span.pages)
+            self.spoils(held)
+            where = None if before is None else (before[0].result, before[1])
+            return self.runner.launch(held, kept, where)
+
+        self.queue.append(Deferred(self, work))
+        return self.queue[-1]
+
+    def run_until(self, last: Deferred | None) -> None:
+        """Run the queued steps up to one of them; None: all."""
+        while self.queue and (last is None or last.result is None):
+            if self.fails_to_read is not None:
+                error, self.fails_to_read = self.fails_to_read, None
+                self.queue.clear()
+                raise error
+            step = self.queue.popleft()
+            step.result = step.work()
