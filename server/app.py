@@ -3,13 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 from server import errors
+from server.access.access_log import CLIENT_CLOSED_REQUEST, AccessLog, Logged, Routes
+from server.access.key_ring import KeyRing
+from server.access.opener import RequestOpener
+from server.access.refusals import ClientDisconnectedError
 from server.api.chat import chat_router
 from server.api.completions import completions_router
-from server.api.generation_response import ClientDisconnectedError
 from server.api.health import health_router
 from server.api.models import model_router
 from server.api.service import Service
@@ -18,15 +22,16 @@ from server.middleware.body_limits import BodyLimits, BodyLimitsMiddleware
 from server.middleware.http_metrics import HttpMetricsMiddleware
 from server.openapi import describe
 
-_CLIENT_CLOSED_REQUEST = 499  # nginx's number; only the log shows it
+_ROUTERS = (completions_router, chat_router, model_router, health_router)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessPolicy:
     """API keys, origins and limits that every request has to meet."""
 
-    api_keys: Sequence[str] = ()
+    key_ring: KeyRing | None = None  # None: no key is asked for
     open_metrics: bool = False
+    access_log: Logged | None = None  # the requests that have a line; None: no request
     allowed_origins: Sequence[str] = ()
     body: BodyLimits = field(default_factory=BodyLimits)
 
@@ -39,17 +44,16 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
 
     @app.exception_handler(ClientDisconnectedError)
     async def closed(_: Request, __: Exception) -> Response:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    app.include_router(completions_router(service))
-    app.include_router(chat_router(service))
-    app.include_router(model_router(service))
-    app.include_router(health_router(service))
+    routers = [make(service) for make in _ROUTERS]
+    for router in routers:
+        app.include_router(router)
     # The middleware added last runs first.
     app.add_middleware(BodyLimitsMiddleware, limits=gate.body)
-    if gate.api_keys:
+    if gate.key_ring is not None:
         open_paths = OPEN_PATHS | {"/metrics"} if gate.open_metrics else OPEN_PATHS
-        app.add_middleware(ApiKeysMiddleware, keys=gate.api_keys, open_paths=open_paths)
+        app.add_middleware(ApiKeysMiddleware, ring=gate.key_ring, open_paths=open_paths)
     if gate.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -59,6 +63,21 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(HttpMetricsMiddleware, metrics=service.http_metrics)
+    app.add_middleware(
+        HttpMetricsMiddleware, metrics=service.http_metrics, opener=_opener(gate, routers)
+    )
     describe(app)
     return app
+
+
+def _opener(gate: AccessPolicy, routers: Sequence[APIRouter]) -> RequestOpener | None:
+    """Return what opens requests for keys and the log, or None if there are neither."""
+    if gate.key_ring is None and gate.access_log is None:
+        return None
+    methods: dict[str, set[str]] = {}
+    for router in routers:
+        for route in router.routes:
+            if isinstance(route, Route):
+                methods.setdefault(route.path, set()).update(route.methods or ())
+    log = None if gate.access_log is None else AccessLog(gate.access_log, Routes.of(methods))
+    return RequestOpener(log, has_keys=gate.key_ring is not None)

@@ -17,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from model_runtime.errors import EngineStoppedError
 from model_runtime.request import FinishReason, Output
 from model_runtime.request import Request as EngineRequest
+from server.access.refusals import ClientDisconnectedError
 from server.api.generation_schema import (
     GenerationRequest,
     PromptProgressAnswer,
@@ -33,10 +34,6 @@ LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; vLLM's number for it
 
 BodyT = TypeVar("BodyT", bound=GenerationRequest)
 Result = TypeVar("Result")
-
-
-class ClientDisconnectedError(Exception):
-    """The client closed the connection before its answer was ready."""
 
 
 @dataclass(slots=True)

@@ -24,6 +24,9 @@ from model_runtime.request import Request, SamplingParams
 from model_runtime.text.chat_template import ChatTemplate
 from model_runtime.text.grammar import Grammar, GrammarCompiler
 from model_runtime.text.tokenizer import Tokenizer
+from server.access.answer_watch import AnswerWatch
+from server.access.key_ring import KeyRing
+from server.access.open_request import admitted, current_request
 from server.api.generation_schema import GenerationRequest
 from server.api.output_queue import OutputQueue, Submission
 from server.errors import MAX_ERRORS, rejection_reason
@@ -47,6 +50,7 @@ class Service:
     max_len: int  # positions of the longest sequence of any deployment
     chat_template: ChatTemplate
     grammars: GrammarCompiler
+    key_ring: KeyRing | None = None  # None: no key is asked for
     output_queue: OutputQueue = field(default_factory=OutputQueue)  # flushed after each step
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -67,17 +71,23 @@ class Service:
     ) -> AsyncIterator["Reservation"]:
         """Check a request and reserve its places in the queue, before it is tokenised.
 
-        `extra_stop` are the stop strings of the chat template. Raises RequestError, QueueFullError
-        or EngineStoppedError. An error inside the block counts as a rejection, too.
+        `extra_stop` are the stop strings of the chat template. Raises RequestError, QueueFullError,
+        KeyLimitError or EngineStoppedError, or ClientDisconnectedError while the request waits for
+        its key. An error inside the block counts as a rejection, too.
         """
         arrived = time.monotonic()
         with self._rejections_counted(body):
             deployment = self.deployment(body.model)
+            opened = current_request()
+            if opened is not None:
+                opened.deployment = deployment.name
             sampling = body.sampling(self.sampling_defaults, extra_stop)
             self._check_limits(body, sampling)
-            with self.engine.reserve(body.num_prompts * body.num_answers) as places:
-                grammar = await self._grammar(body.schema_asked, body.whitespace_asked)
-                yield Reservation(self, body, deployment, sampling, grammar, places, arrived)
+            num = body.num_prompts * body.num_answers
+            async with admitted(num):
+                with self.engine.reserve(num) as places:
+                    grammar = await self._grammar(body.schema_asked, body.whitespace_asked)
+                    yield Reservation(self, body, deployment, sampling, grammar, places, arrived)
 
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
@@ -177,14 +187,31 @@ class Reservation:
 
     def submit(self, prompts: Sequence[tuple[int, ...]]) -> Submission:
         """Place and queue the prompts, all or none. Raises what the engine and placement raise."""
-        return Submission(
-            self.service.engine,
-            self.service.output_queue,
-            [request for prompt in prompts for request in self._requests(prompt)],
-            self.arrived,
-            self.places,
-            max_unread=self.service.settings.max_unread_tokens,
-        )
+        requests = [request for prompt in prompts for request in self._requests(prompt)]
+        with self._watched(requests, sum(map(len, prompts))):
+            return Submission(
+                self.service.engine,
+                self.service.output_queue,
+                requests,
+                self.arrived,
+                self.places,
+                max_unread=self.service.settings.max_unread_tokens,
+            )
+
+    @contextmanager
+    def _watched(self, requests: Sequence[Request], num_prompt_tokens: int) -> Iterator[None]:
+        """Tell the open request, if there is one, of what the block submits."""
+        opened, metrics = current_request(), self.service.metrics
+        if opened is None or not isinstance(metrics, AnswerWatch):
+            yield
+            return
+        metrics.watch(requests, opened, self.body.num_answers)
+        try:
+            yield
+        except BaseException:
+            metrics.forget(requests)
+            raise
+        opened.submitted(len(requests), num_prompt_tokens)
 
     def _requests(self, prompt: tuple[int, ...]) -> list[Request]:
         """Build one engine request for each answer to a prompt."""

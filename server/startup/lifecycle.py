@@ -15,6 +15,7 @@ from types import FrameType
 import structlog
 import uvicorn
 
+from server.access.keys import KeyTable
 from server.api.service import Service
 from server.app import AccessPolicy, create_app
 from server.middleware.availability import AvailabilityGate
@@ -31,7 +32,7 @@ _log = structlog.get_logger(__name__)
 
 def loaded_server(
     settings: ServeSettings,
-    api_keys: list[str],
+    keys: KeyTable,
     progress: LoadingProgress,
     on_ready: Callable[[str], None],
 ) -> "GracefulServer":
@@ -39,9 +40,9 @@ def loaded_server(
 
     `on_ready` is called with the banner when it serves. Raises ModelError or SettingsError.
     """
-    policy = access_policy_of(settings, api_keys)
     progress.watch_compiler()
-    service, banner = load_service(settings, progress.enter, progress.downloaded)
+    service, banner = load_service(settings, progress.enter, progress.downloaded, keys)
+    policy = access_policy_of(settings, service.key_ring)
     return GracefulServer(settings, service, policy, partial(on_ready, banner))
 
 

@@ -10,6 +10,11 @@ from model_runtime.hub.local_model import OnBytes, no_bytes
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.loading.phases import OnPhase, no_phases
 from model_runtime.text.grammar import GrammarCompiler
+from server.access.answer_watch import AnswerWatch, Put
+from server.access.key_metrics import KeyMetrics
+from server.access.key_ring import KeyRing
+from server.access.keys import KeyTable
+from server.api.output_queue import OutputQueue
 from server.api.service import Service
 from server.errors import rejection_reasons
 from server.metrics import MetricFactory, Metrics
@@ -32,11 +37,15 @@ from server.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 
 
 def load_service(
-    settings: ServeSettings, on_phase: OnPhase = no_phases, on_bytes: OnBytes = no_bytes
+    settings: ServeSettings,
+    on_phase: OnPhase = no_phases,
+    on_bytes: OnBytes = no_bytes,
+    keys: KeyTable | None = None,
 ) -> tuple[Service, str]:
     """Load the model, and return the service and its banner.
 
-    `on_phase` hears of each phase, and `on_bytes` of the bytes of a download.
+    `on_phase` hears of each phase, and `on_bytes` of the bytes of a download. `keys` are those that
+    requests must present; none: no key is asked for.
 
     Raises model_runtime's ModelError, or SettingsError; the message is a sentence.
     """
@@ -47,7 +56,10 @@ def load_service(
     plan = plan_serving(settings, facts_of(checkpoint, settings))
     on_phase("allocating the cache")
     factory = MetricFactory()
-    metrics = _metrics(factory, plan)
+    output_queue = OutputQueue()
+    ring = KeyRing(keys, KeyMetrics(factory)) if keys is not None and keys.keys else None
+    is_watched = ring is not None or settings.access_log != "off"
+    metrics = _metrics(factory, plan, output_queue.put if is_watched else None)
     service = Service(
         settings=settings,
         engine=build_engine(checkpoint, plan.config, metrics, profiles_of(plan.deployments)),
@@ -59,6 +71,8 @@ def load_service(
         sampling_defaults=checkpoint.sampling_defaults,
         max_len=plan.config.max_model_len,
         chat_template=chat_template,
+        key_ring=ring,
+        output_queue=output_queue,
         grammars=GrammarCompiler(
             checkpoint.tokenizer,
             settings.max_schema_bytes,
@@ -69,7 +83,8 @@ def load_service(
     return service, _banner(checkpoint, plan, settings)
 
 
-def _metrics(factory: MetricFactory, plan: ServingPlan) -> Metrics:
+def _metrics(factory: MetricFactory, plan: ServingPlan, put: Put | None) -> Metrics:
+    """Build the metrics; with `put` they also report the end of each answer."""
     applicable = {
         deployment.name: sorted(
             {
@@ -80,7 +95,8 @@ def _metrics(factory: MetricFactory, plan: ServingPlan) -> Metrics:
         )
         for deployment in plan.deployments
     }
-    return Metrics(factory, plan.context_bounds, plan.config, applicable, rejection_reasons())
+    parts = (factory, plan.context_bounds, plan.config, applicable, rejection_reasons())
+    return Metrics(*parts) if put is None else AnswerWatch(put, *parts)
 
 
 def _torch_lines() -> list[str]:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from server.access.keys import KeyTable
 from server.sentences import DIED, sentences
 from server.settings.flags import SettingsCommand, given, with_flags
 from server.settings.load import ServeSettings, load_settings
 from server.settings.sections import SECTIONS
 from server.startup.early_answers import EarlyAnswers
-from server.startup.gate import api_keys_of
+from server.startup.gate import key_table_of
 from server.startup.listener import bound_socket, tls_context, url_of
 from server.startup.progress import LoadingProgress
 from server.version import own_version
@@ -38,7 +39,7 @@ def serve(**flags: Any) -> None:
     with sentences():
         settings = load_settings(given(flags))
         # Errors of both are reported before anything is imported.
-        api_keys, tls = api_keys_of(settings), tls_context(settings)
+        keys, tls = key_table_of(settings), tls_context(settings)
         with bound_socket(settings) as listener, _ended_by_signals():
             url = url_of(settings, listener)
             progress = LoadingProgress(lambda line: click.echo(line, err=True))
@@ -51,7 +52,7 @@ def serve(**flags: Any) -> None:
                 click.echo(f"  listening on     {url}", err=True)
 
             try:
-                server = _loaded(settings, api_keys, progress, on_ready)
+                server = _loaded(settings, keys, progress, on_ready)
             finally:
                 answers.hand_over()
             server.run(sockets=[listener])
@@ -62,7 +63,7 @@ def serve(**flags: Any) -> None:
 
 def _loaded(
     settings: ServeSettings,
-    api_keys: list[str],
+    keys: KeyTable,
     progress: LoadingProgress,
     on_ready: Callable[[str], None],
 ) -> "GracefulServer":
@@ -80,7 +81,7 @@ def _loaded(
             log_to_stderr()
             from server.startup.lifecycle import loaded_server  # noqa: PLC0415
 
-            found.set_result(loaded_server(settings, api_keys, progress, on_ready))
+            found.set_result(loaded_server(settings, keys, progress, on_ready))
         except BaseException as error:  # noqa: BLE001  # the main thread reports it
             found.set_exception(error)
 
