@@ -24,6 +24,7 @@ from model_runtime.request import Request, SamplingParams
 from model_runtime.text.chat_template import ChatTemplate
 from model_runtime.text.grammar import Grammar, GrammarCompiler
 from model_runtime.text.tokenizer import Tokenizer
+from rope import NativeRope
 from server.access.answer_watch import AnswerWatch
 from server.access.key_ring import KeyRing
 from server.access.open_request import admitted, current_request
@@ -42,7 +43,8 @@ class Service:
     settings: ServeSettings
     engine: Engine
     tokenizer: Tokenizer
-    deployments: Mapping[str, Deployment]  # the first serves requests that name no model
+    native: NativeRope  # the model's own, for deployments that come later
+    deployments: dict[str, Deployment]  # the first serves requests that name no model
     metrics: Metrics
     http_metrics: HttpMetrics
     vocab_size: int
@@ -64,6 +66,11 @@ class Service:
                 f"The model {name[:64]!a} does not exist. Served: {served}.", param="model"
             )
         return self.deployments[name]
+
+    def replace_deployments(self, deployments: Mapping[str, Deployment]) -> None:
+        """Serve other deployments from now on; call it on the event loop."""
+        self.deployments.clear()
+        self.deployments.update(deployments)
 
     @asynccontextmanager
     async def reserve(

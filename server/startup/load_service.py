@@ -25,6 +25,7 @@ from server.startup.load_model import load_model
 from server.startup.model_facts import facts_of
 from server.startup.serving_plan import (
     ServingPlan,
+    applicable_of,
     chat_template_of,
     computing_line,
     describe,
@@ -64,6 +65,7 @@ def load_service(
         settings=settings,
         engine=build_engine(checkpoint, plan.config, metrics, profiles_of(plan.deployments)),
         tokenizer=checkpoint.tokenizer,
+        native=checkpoint.native,
         deployments={deployment.name: deployment for deployment in plan.deployments},
         metrics=metrics,
         http_metrics=HttpMetrics(factory),
@@ -85,16 +87,7 @@ def load_service(
 
 def _metrics(factory: MetricFactory, plan: ServingPlan, put: Put | None) -> Metrics:
     """Build the metrics; with `put` they also report the end of each answer."""
-    applicable = {
-        deployment.name: sorted(
-            {
-                (tier.profile.scaling.rope_type, tier.factor)
-                for tiers in deployment.tiers.values()
-                for tier in tiers
-            }
-        )
-        for deployment in plan.deployments
-    }
+    applicable = applicable_of(plan.deployments)
     parts = (factory, plan.context_bounds, plan.config, applicable, rejection_reasons())
     return Metrics(*parts) if put is None else AnswerWatch(put, *parts)
 

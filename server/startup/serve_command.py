@@ -23,6 +23,8 @@ from server.startup.progress import LoadingProgress
 from server.version import own_version
 
 if TYPE_CHECKING:
+    import asyncio
+
     from server.startup.lifecycle import GracefulServer
 
 
@@ -37,10 +39,12 @@ def serve(**flags: Any) -> None:
     `model`. A flag overrides the variable, and a variable overrides the file.
     """
     with sentences():
-        settings = load_settings(given(flags))
+        stated = given(flags)
+        settings = load_settings(stated)
         # Errors of both are reported before anything is imported.
         keys, tls = key_table_of(settings), tls_context(settings)
         with bound_socket(settings) as listener, _ended_by_signals():
+            hangups = Hangups(lambda line: click.echo(line, err=True))
             url = url_of(settings, listener)
             progress = LoadingProgress(lambda line: click.echo(line, err=True))
             answers = EarlyAnswers(listener, progress, settings, tls)
@@ -53,6 +57,7 @@ def serve(**flags: Any) -> None:
 
             try:
                 server = _loaded(settings, keys, progress, on_ready)
+                server.reload_on(hangups, stated)
             finally:
                 answers.hand_over()
             server.run(sockets=[listener])
@@ -87,6 +92,57 @@ def _loaded(
 
     threading.Thread(target=load, name="loader", daemon=True).start()
     return found.result()
+
+
+class Hangups:
+    """The handling of SIGHUP, from before the model loads.
+
+    If the terminal of the process is gone, then SIGHUP ends it, as SIGTERM does. A process that was
+    started with the signal ignored (nohup) outlives its terminal.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """Handle the signal from now on; `say` tells what a signal during the load means."""
+        self._say = say
+        self._is_pending = False
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._ends_with_terminal = not ignored and _has_terminal()
+        signal.signal(signal.SIGHUP, self._while_loading)
+
+    def connect(
+        self,
+        loop: "asyncio.AbstractEventLoop",
+        reload: Callable[[], object],
+        end: Callable[[], None],
+    ) -> None:
+        """Call `reload` on the loop for each signal, and for one that came during the load."""
+
+        def hang_up() -> None:
+            if self._ends_with_terminal and not _has_terminal():
+                end()
+            else:
+                reload()
+
+        loop.add_signal_handler(signal.SIGHUP, hang_up)
+        if self._is_pending:
+            reload()
+
+    def _while_loading(self, *_: object) -> None:
+        if self._ends_with_terminal and not _has_terminal():
+            sys.stderr.flush()
+            os._exit(0)
+        if not self._is_pending:
+            self._say("SIGHUP: the settings will be read again when the model is loaded")
+        self._is_pending = True
+
+
+def _has_terminal() -> bool:
+    """Return whether the process has a controlling terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
