@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse
 from starlette.routing import Route
 
 from server import errors
@@ -21,6 +22,8 @@ from server.middleware.auth import OPEN_PATHS, ApiKeysMiddleware, RequestIdMiddl
 from server.middleware.body_limits import BodyLimits, BodyLimitsMiddleware
 from server.middleware.http_metrics import HttpMetricsMiddleware
 from server.openapi import describe
+from server.reference.page import HEADERS, render
+from server.version import own_version
 
 _ROUTERS = (completions_router, chat_router, model_router, health_router)
 
@@ -39,7 +42,8 @@ class AccessPolicy:
 def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
     """Build an application over a service; the caller starts and stops its engine."""
     gate = gate or AccessPolicy()
-    app = FastAPI(title="ropewalk")
+    # FastAPI's own pages load scripts from a public network.
+    app = FastAPI(title="ropewalk", version=own_version(), docs_url=None, redoc_url=None)
     errors.install(app, service.metrics.rejected)
 
     @app.exception_handler(ClientDisconnectedError)
@@ -49,10 +53,21 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
     routers = [make(service) for make in _ROUTERS]
     for router in routers:
         app.include_router(router)
+
+    open_paths = OPEN_PATHS | {"/metrics"} if gate.open_metrics else OPEN_PATHS
+
+    @app.get("/docs", include_in_schema=False)
+    def docs() -> Response:  # not async: rendering runs off the event loop
+        page = render(
+            app.openapi(),
+            next(iter(service.deployments)),
+            None if gate.key_ring is None else open_paths,
+        )
+        return HTMLResponse(page, headers=HEADERS)
+
     # The middleware added last runs first.
     app.add_middleware(BodyLimitsMiddleware, limits=gate.body)
     if gate.key_ring is not None:
-        open_paths = OPEN_PATHS | {"/metrics"} if gate.open_metrics else OPEN_PATHS
         app.add_middleware(ApiKeysMiddleware, ring=gate.key_ring, open_paths=open_paths)
     if gate.allowed_origins:
         app.add_middleware(

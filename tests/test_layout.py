@@ -44,6 +44,7 @@ ROOMS = {
         "bench": set(),
         "corpus": set(),
         "access": set(),
+        "reference": set(),
         "middleware": {"access"},
         "settings": set(),
         "api": {"access", "middleware", "settings"},

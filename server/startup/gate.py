@@ -60,6 +60,9 @@ def _in_file(path: Path) -> list[tuple[str, str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"api_key_file: cannot read {path}") from error
     found = [named_key(line.strip()) for line in lines if line.strip()]
+    empty = [name for name, key in found if not key]
+    if empty:
+        raise SettingsError(f"api_key_file: {path} has no key after the colon of {empty[0]}")
     if not found:
         # Without a key the server would accept every client.
         raise SettingsError(f"api_key_file: {path} holds no key")
