@@ -73,7 +73,7 @@ class Reloader:
             for name in ServeSettings.model_fields
             if name not in RELOADED
         }
-        ignored = tuple(name for name, value in fixed.items() if getattr(settings, name) != value)
+        ignored = sorted(name for name, value in fixed.items() if getattr(settings, name) != value)
         keys = key_table_of(settings)
         if bool(keys.keys) != (service.key_ring is not None):
             had = "with" if service.key_ring is not None else "without"
@@ -99,7 +99,7 @@ class Reloader:
                     for each in too_long
                 )
             )
-        return _Read(deployments, keys, ignored)
+        return _Read(deployments, keys, tuple(ignored))
 
     def _apply(self, read: _Read) -> None:
         """Put everything in force between two requests."""

@@ -57,7 +57,7 @@ def test_changed_limits_and_access_are_told_without_secrets() -> None:
         }
     )
     assert limit_lines(settings) == [
-        "  access           clients with a key (/metrics without); web pages of https://a.example",
+        "  access           clients with a key (/metrics without), bounded: alice; web pages of https://a.example",
         "  limits           max_queued_requests 3; max_prompt_chars 500; whitespace_pattern "
         "' {0,2}'; allowed_chat_template_kwargs none",
     ]
