@@ -1,7 +1,7 @@
 """The access log: one line for a request, when its response and its answers have ended.
 
 A line holds no text of a client: no prompt, no answer, no path, no key. Routes are templates, and
-the key is told by its configured name.
+a key appears by its configured name.
 """
 
 from collections.abc import Collection, Mapping

@@ -29,7 +29,7 @@ class _Place:
 
 
 class Allowance:
-    """What the requests under one name may use, and what they use now."""
+    """The use that the requests of one name make of their bounds."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Allowance:
         self._admit()
 
     def charge(self, num_prompt_tokens: int, num_generated: int) -> None:
-        """Count tokens. What exceeds the bound delays the requests that come next."""
+        """Count tokens. An excess over the bound delays the requests that come next."""
         self._counters.used(num_prompt_tokens, num_generated)
         self._refill()
         self._tokens_left -= num_prompt_tokens + num_generated

@@ -9,7 +9,7 @@ from server.metrics import MetricFactory
 
 
 class Outcome(enum.StrEnum):
-    """What became of a request at its key's bounds; the last three name the bound."""
+    """The outcome of a request at its key's bounds; the last three name the bound."""
 
     ACCEPTED = "accepted"
     LEFT = "left"  # the client closed the connection while it waited

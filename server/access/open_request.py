@@ -1,4 +1,4 @@
-"""What becomes known of one HTTP request while it is served, for its key and for the access log.
+"""The facts about one HTTP request while it is served, for its key and for the access log.
 
 A route does not hand its HTTP request down to the service, so the open request is kept in a context
 variable. It is set only if keys are configured or the log is on.

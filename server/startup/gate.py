@@ -25,8 +25,8 @@ _MAX_NAMES = 200  # each has series in the metrics
 def key_table_of(settings: ServeSettings) -> KeyTable:
     """Return the keys of the settings and of the key file, with their bounds.
 
-    Raises SettingsError if the key file cannot be read or holds no key, if a key is empty or has
-    two names, or if bounds are given for a name that no key has.
+    Raises SettingsError if the key file cannot be read or holds no key, or if a key is empty or has
+    two names. Bounds for a name that no key has raise it, too.
     """
     pairs = [(UNNAMED, key) for key in settings.api_key]
     if settings.api_key_file is not None:

@@ -30,7 +30,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What was read, checked against the running process and not in force yet."""
+    """Deployments and keys that were read and checked, and are not in force yet."""
 
     deployments: tuple[Deployment, ...]
     keys: KeyTable

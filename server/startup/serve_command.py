@@ -157,6 +157,7 @@ def _ended_by_signals() -> Iterator[None]:
         os._exit(0)  # torch cannot be interrupted otherwise
 
     before = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGINT)}
+    before[signal.SIGHUP] = signal.getsignal(signal.SIGHUP)
     try:
         yield
     finally:

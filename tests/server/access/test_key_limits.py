@@ -1,7 +1,6 @@
 """Bounds of keys over HTTP: 200 requests at once, and another key beside them."""
 
 import asyncio
-import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -96,8 +95,7 @@ def test_a_crowd_keeps_to_its_bounds_and_another_key_does_not_wait(limited: Serv
     }
     # The same crowd without bounds fills the engine's queue, and the other key waits behind it.
     _, unbounded = asyncio.run(beside(limited.url, "u"))
-    times = [statistics.median(each) for each in (alone, bounded, unbounded)]
-    assert times[1] < times[2] / 3, times
+    assert max(bounded) < max(unbounded) / 3, (alone, bounded, unbounded)
 
 
 def test_no_more_run_or_wait_than_the_bounds_say(limited: Server) -> None:
@@ -123,7 +121,7 @@ def test_no_more_run_or_wait_than_the_bounds_say(limited: Server) -> None:
     seen, answers = asyncio.run(case())
     assert {answer.status_code for answer in answers} == {200, 429}
     assert max(running for running, _ in seen) == MAX_RUNNING
-    assert MAX_QUEUED - 1 <= max(waiting for _, waiting in seen) <= MAX_QUEUED
+    assert MAX_QUEUED / 2 < max(waiting for _, waiting in seen) <= MAX_QUEUED
 
 
 def test_a_waiting_client_that_leaves_is_forgotten(limited: Server) -> None:
