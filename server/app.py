@@ -3,13 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse
+from starlette.routing import Route
 
 from server import errors
+from server.access.access_log import CLIENT_CLOSED_REQUEST, AccessLog, Logged, Routes
+from server.access.key_ring import KeyRing
+from server.access.opener import RequestOpener
+from server.access.refusals import ClientDisconnectedError
 from server.api.chat import chat_router
 from server.api.completions import completions_router
-from server.api.generation_response import ClientDisconnectedError
 from server.api.health import health_router
 from server.api.models import model_router
 from server.api.service import Service
@@ -19,17 +24,20 @@ from server.middleware.http_metrics import HttpMetricsMiddleware
 from server.openapi import describe
 from server.page.page_files import page_files
 from server.playground.routes import playground_router, stats_router
+from server.reference.page import HEADERS, render
+from server.version import own_version
 
-_CLIENT_CLOSED_REQUEST = 499  # nginx's number; only the log shows it
+_ROUTERS = (completions_router, chat_router, model_router, health_router, stats_router)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessPolicy:
     """API keys, origins and limits that every request has to meet."""
 
-    api_keys: Sequence[str] = ()
+    key_ring: KeyRing | None = None  # None: no key is asked for
     open_metrics: bool = False
     has_playground: bool = False
+    access_log: Logged | None = None  # the requests that have a line; None: no request
     allowed_origins: Sequence[str] = ()
     body: BodyLimits = field(default_factory=BodyLimits)
 
@@ -37,28 +45,36 @@ class AccessPolicy:
 def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
     """Build an application over a service; the caller starts and stops its engine."""
     gate = gate or AccessPolicy()
-    app = FastAPI(title="ropewalk")
+    # FastAPI's own pages load scripts from a public network.
+    app = FastAPI(title="ropewalk", version=own_version(), docs_url=None, redoc_url=None)
     errors.install(app, service.metrics.rejected)
 
     @app.exception_handler(ClientDisconnectedError)
     async def closed(_: Request, __: Exception) -> Response:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    app.include_router(completions_router(service))
-    app.include_router(chat_router(service))
-    app.include_router(model_router(service))
-    app.include_router(health_router(service))
-    app.include_router(stats_router(service))
+    routers = [make(service) for make in _ROUTERS]
+    open_paths = OPEN_PATHS | {"/metrics", "/stats"} if gate.open_metrics else OPEN_PATHS
     if gate.has_playground:
-        app.include_router(playground_router(service))
+        routers.append(playground_router(service))
+        # The files hold no secret, and a browser sends no key when it opens a page.
+        open_paths |= {"/", *page_files()}
+    for router in routers:
+        app.include_router(router)
+
+    @app.get("/docs", include_in_schema=False)
+    def docs() -> Response:  # not async: rendering runs off the event loop
+        page = render(
+            app.openapi(),
+            next(iter(service.deployments)),
+            None if gate.key_ring is None else open_paths,
+        )
+        return HTMLResponse(page, headers=HEADERS)
+
     # The middleware added last runs first.
     app.add_middleware(BodyLimitsMiddleware, limits=gate.body)
-    if gate.api_keys:
-        open_paths = OPEN_PATHS | {"/metrics", "/stats"} if gate.open_metrics else OPEN_PATHS
-        if gate.has_playground:
-            # The files hold no secret, and a browser sends no key when it opens a page.
-            open_paths |= {"/", *page_files()}
-        app.add_middleware(ApiKeysMiddleware, keys=gate.api_keys, open_paths=open_paths)
+    if gate.key_ring is not None:
+        app.add_middleware(ApiKeysMiddleware, ring=gate.key_ring, open_paths=open_paths)
     if gate.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -68,6 +84,21 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(HttpMetricsMiddleware, metrics=service.http_metrics)
+    app.add_middleware(
+        HttpMetricsMiddleware, metrics=service.http_metrics, opener=_opener(gate, routers)
+    )
     describe(app)
     return app
+
+
+def _opener(gate: AccessPolicy, routers: Sequence[APIRouter]) -> RequestOpener | None:
+    """Return what opens requests for keys and the log, or None if there are neither."""
+    if gate.key_ring is None and gate.access_log is None:
+        return None
+    methods: dict[str, set[str]] = {}
+    for router in routers:
+        for route in router.routes:
+            if isinstance(route, Route):
+                methods.setdefault(route.path, set()).update(route.methods or ())
+    log = None if gate.access_log is None else AccessLog(gate.access_log, Routes.of(methods))
+    return RequestOpener(log, has_keys=gate.key_ring is not None)

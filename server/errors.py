@@ -17,6 +17,7 @@ from model_runtime.errors import (
     RopewalkError,
     UnknownModelError,
 )
+from server.access.refusals import KeyLimitError
 from server.envelope import envelope
 from server.wording import accepted, choices, did_you_mean
 
@@ -31,6 +32,7 @@ _MAX_GIVEN = 64  # characters of a string that a message repeats
 _STATUS: tuple[tuple[type[RopewalkError], int, str, str | None, int | None], ...] = (
     (UnknownModelError, 404, "invalid_request_error", "model_not_found", None),
     (RequestError, 400, "invalid_request_error", None, None),
+    (KeyLimitError, 429, "rate_limit_error", "key_limit_reached", 1),
     (QueueFullError, 429, "rate_limit_error", "queue_full", 1),
     (EngineStoppedError, 503, "server_error", "engine_stopped", 5),
 )
@@ -105,6 +107,9 @@ async def _on_ropewalk_error(request: Request, error: Exception) -> JSONResponse
                 str(error), kind, param=error.param, code=error.code or code, details=error.details
             )
         headers = {"Retry-After": str(retry_after_s)} if retry_after_s else None
+        if isinstance(error, KeyLimitError):
+            body = envelope(str(error), kind, code=code, details=error.details)
+            headers = {"Retry-After": str(error.retry_after_s)}
         return JSONResponse(body, status, headers)
     return await _on_bug(request, error)
 

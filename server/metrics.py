@@ -212,6 +212,10 @@ class Metrics(Observer):
         ).labels(own_version()).set(1)
         for reason in rejection_reasons:
             self._rejected.labels(reason)
+        self.serve(deployments)
+
+    def serve(self, deployments: Mapping[str, Sequence[tuple[str, float]]]) -> None:
+        """Create the series of these deployments; those of others stay as they are."""
         for deployment, applicable in deployments.items():
             for policy in ("grow", "grow-exact"):
                 self._rescales.labels(deployment, policy)

@@ -1,4 +1,4 @@
 """The routes, their bodies, and the path of a request through the service.
 
-May import: middleware, settings. tests/test_layout.py checks it.
+May import: access, middleware, settings. tests/test_layout.py checks it.
 """

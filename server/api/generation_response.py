@@ -18,6 +18,7 @@ from model_runtime.errors import EngineStoppedError
 from model_runtime.request import FinishReason, Output
 from model_runtime.request import Request as EngineRequest
 from rope import Tier
+from server.access.refusals import ClientDisconnectedError
 from server.api.generation_schema import (
     GenerationRequest,
     PromptProgressAnswer,
@@ -35,10 +36,6 @@ LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; vLLM's number for it
 
 BodyT = TypeVar("BodyT", bound=GenerationRequest)
 Result = TypeVar("Result")
-
-
-class ClientDisconnectedError(Exception):
-    """The client closed the connection before its answer was ready."""
 
 
 @dataclass(slots=True)

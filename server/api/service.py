@@ -25,6 +25,10 @@ from model_runtime.text.chat_template import ChatTemplate
 from model_runtime.text.grammar import Grammar, GrammarCompiler
 from model_runtime.text.tokenizer import Tokenizer
 from model_runtime.tools.find_format import ChatFormats
+from rope import NativeRope
+from server.access.answer_watch import AnswerWatch
+from server.access.key_ring import KeyRing
+from server.access.open_request import admitted, current_request
 from server.api.generation_schema import GenerationRequest
 from server.api.output_queue import OutputQueue, Submission
 from server.errors import MAX_ERRORS, rejection_reason
@@ -42,7 +46,8 @@ class Service:
     settings: ServeSettings
     engine: Engine
     tokenizer: Tokenizer
-    deployments: Mapping[str, Deployment]  # the first serves requests that name no model
+    native: NativeRope  # the model's own, for deployments that come later
+    deployments: dict[str, Deployment]  # the first serves requests that name no model
     metrics: Metrics
     http_metrics: HttpMetrics
     vocab_size: int
@@ -51,6 +56,7 @@ class Service:
     chat_template: ChatTemplate
     chat_formats: ChatFormats
     grammars: GrammarCompiler
+    key_ring: KeyRing | None = None  # None: no key is asked for
     output_queue: OutputQueue = field(default_factory=OutputQueue)  # flushed after each step
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -65,22 +71,33 @@ class Service:
             )
         return self.deployments[name]
 
+    def replace_deployments(self, deployments: Mapping[str, Deployment]) -> None:
+        """Serve other deployments from now on; call it on the event loop."""
+        self.deployments.clear()
+        self.deployments.update(deployments)
+
     @asynccontextmanager
     async def reserve(
         self, body: GenerationRequest, extra_stop: Sequence[str] = ()
     ) -> AsyncIterator["Reservation"]:
         """Check a request and reserve its places in the queue, before it is tokenised.
 
-        `extra_stop` are the stop strings of the chat template. Raises RequestError, QueueFullError
-        or EngineStoppedError. An error inside the block counts as a rejection, too.
+        `extra_stop` are the stop strings of the chat template. Raises RequestError, QueueFullError,
+        KeyLimitError or EngineStoppedError, or ClientDisconnectedError while the request waits for
+        its key. An error inside the block counts as a rejection, too.
         """
         arrived = time.monotonic()
         with self._rejections_counted(body):
             deployment = self.deployment(body.model)
+            opened = current_request()
+            if opened is not None:
+                opened.deployment = deployment.name
             sampling = body.sampling(self.sampling_defaults, extra_stop)
             self._check_limits(body, sampling)
-            with self.engine.reserve(body.num_prompts * body.num_answers) as places:
-                yield Reservation(self, body, deployment, sampling, places, arrived)
+            num = body.num_prompts * body.num_answers
+            async with admitted(num):
+                with self.engine.reserve(num) as places:
+                    yield Reservation(self, body, deployment, sampling, places, arrived)
 
     async def tokenize(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
@@ -193,18 +210,35 @@ class Reservation:
         if masked_id is not None:
             masked = (masked_id, _MASKED)
             sampling = replace(sampling, logit_bias=(*sampling.logit_bias, masked))
-        return Submission(
-            self.service.engine,
-            self.service.output_queue,
-            [
-                replace(request, grammar=grammar, shown_ids=shown_ids)
-                for prompt in prompts
-                for request in self._requests(prompt, sampling)
-            ],
-            self.arrived,
-            self.places,
-            max_unread=self.service.settings.max_unread_tokens,
-        )
+        requests = [
+            replace(request, grammar=grammar, shown_ids=shown_ids)
+            for prompt in prompts
+            for request in self._requests(prompt, sampling)
+        ]
+        with self._watched(requests, sum(map(len, prompts))):
+            return Submission(
+                self.service.engine,
+                self.service.output_queue,
+                requests,
+                self.arrived,
+                self.places,
+                max_unread=self.service.settings.max_unread_tokens,
+            )
+
+    @contextmanager
+    def _watched(self, requests: Sequence[Request], num_prompt_tokens: int) -> Iterator[None]:
+        """Tell the open request, if there is one, of what the block submits."""
+        opened, metrics = current_request(), self.service.metrics
+        if opened is None or not isinstance(metrics, AnswerWatch):
+            yield
+            return
+        metrics.watch(requests, opened, self.body.num_answers)
+        try:
+            yield
+        except BaseException:
+            metrics.forget(requests)
+            raise
+        opened.submitted(len(requests), num_prompt_tokens)
 
     def _requests(self, prompt: tuple[int, ...], sampling: SamplingParams) -> list[Request]:
         """Build one engine request for each answer to a prompt."""

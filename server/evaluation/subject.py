@@ -12,10 +12,10 @@ from rope import NativeRope
 from server.eval_run import EvalError
 from server.evaluation.cells import TOGETHER
 from server.evaluation.plan import LengthPlan, Variant
+from server.policy_eval.model_digest import model_digest
 from server.settings.load import ServeSettings
 from server.startup.dry_run import outline_of
 from server.startup.load_model import load_model
-from server.startup.model_digest import model_digest
 from server.startup.model_facts import facts_of
 from server.startup.serving_plan import ServingPlan, model_name, plan_serving, profiles_of
 

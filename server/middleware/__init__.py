@@ -1,4 +1,4 @@
 """ASGI middleware: API keys, limits, availability and HTTP metrics.
 
-May import: nothing beside the root. tests/test_layout.py checks it.
+May import: access. tests/test_layout.py checks it.
 """

@@ -1,15 +1,15 @@
 """API keys, with access denied by default, and an id for every request."""
 
-import hashlib
 import re
-import secrets
 import uuid
-from collections.abc import Iterable
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.access.allowance import Allowance
+from server.access.key_ring import KeyRing
+from server.access.open_request import current_request
 from server.envelope import envelope
 
 # Answered without a key, because load balancers and orchestrators use them.
@@ -20,15 +20,21 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class ApiKeysMiddleware:
     """Middleware that passes a request if it has a valid key or its path is open."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, ring: KeyRing, open_paths: frozenset[str]) -> None:
         self._app = app
-        self._digests = [_digest(key) for key in keys]
+        self._ring = ring
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
-        is_open = scope["type"] != "http" or scope["path"] in self._open_paths
-        if is_open or self._bears_key(scope):
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        allowance = self._allowance(scope)
+        if allowance is not None:
+            opened = current_request()
+            if opened is not None:
+                opened.allowance = allowance
             await self._app(scope, receive, send)
             return
         answer = JSONResponse(
@@ -42,12 +48,11 @@ class ApiKeysMiddleware:
         )
         await answer(scope, receive, send)
 
-    def _bears_key(self, scope: Scope) -> bool:
+    def _allowance(self, scope: Scope) -> Allowance | None:
+        """Return the allowance of the request's key, or None without a valid one."""
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(key.strip())
-        # Every key is compared in full, so that the time taken reveals nothing about them.
-        matches = [secrets.compare_digest(given, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        found = self._ring.find(key.strip())
+        return found if scheme.lower() == "bearer" else None
 
 
 class RequestIdMiddleware:
@@ -71,7 +76,3 @@ class RequestIdMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -8,6 +8,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.access.opener import RequestOpener
 from server.metrics import MetricFactory
 
 _OTHER = "other"  # the label of unknown paths and methods
@@ -42,9 +43,12 @@ class HttpMetrics:
 class HttpMetricsMiddleware:
     """Plain ASGI middleware that records every request and leaves streams unchanged."""
 
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: HttpMetrics, opener: RequestOpener | None = None
+    ) -> None:
         self._app = app
         self._metrics = metrics
+        self._opener = opener
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
@@ -60,8 +64,12 @@ class HttpMetricsMiddleware:
             await send(message)
 
         began = time.monotonic()
+        opened = None if self._opener is None else self._opener.opened(scope, receive)
         try:
             await self._app(scope, receive, note_status)
         finally:
             template = getattr(scope.get("route"), "path", None)  # set by the router
-            self._metrics.answered(scope["method"], template, status, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            self._metrics.answered(scope["method"], template, status, seconds)
+            if opened is not None:
+                opened.answered(status, seconds)

@@ -22,6 +22,7 @@ from server.policy_eval.measure import (
     policies_of,
     run_windows,
 )
+from server.policy_eval.model_digest import model_digest
 from server.policy_eval.options import CrossingOptions
 from server.policy_eval.plot import plot
 from server.policy_eval.report import (
@@ -38,7 +39,6 @@ from server.policy_eval.windows import CrossingSource, CrossingWindow, Shape, dr
 from server.progress import Progress
 from server.settings.load import ServeSettings
 from server.startup.load_model import load_model
-from server.startup.model_digest import model_digest
 from server.startup.serving_plan import model_name
 
 RECORD_FILE = "crossings.jsonl"

@@ -33,10 +33,10 @@ class _Switch:
     """A boolean where no switch stands: no type accepts it, and messages show it as YAML does."""
 
     def __init__(self, *, is_on: bool) -> None:
-        self._is_on = is_on
+        self.is_on = is_on
 
     def __repr__(self) -> str:
-        return "true" if self._is_on else "false"
+        return "true" if self.is_on else "false"
 
 
 class Section(BaseModel):
@@ -93,7 +93,13 @@ def _rising(values: tuple[float, ...]) -> tuple[float, ...]:
     return values
 
 
+def _off(value: Any) -> Any:
+    """Return `off` where YAML 1.1 has read a boolean from it."""
+    return "off" if isinstance(value, _Switch) and not value.is_on else value
+
+
 FromJson = BeforeValidator(_from_json)
+OffIsAWord = BeforeValidator(_off)
 Numbers = Annotated[
     tuple[Annotated[float, Field(allow_inf_nan=False)], ...],
     NoDecode,

@@ -138,6 +138,7 @@ def _contradictions(settings: ServeSettings) -> Iterator[str]:
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         yield "ssl_keyfile needs ssl_certfile"
     yield from _model_contradictions(settings)
+    yield from _key_contradictions(settings)
     if settings.deployments is None:
         return
     for name in ("served_model_name", *DeploymentSettings.model_fields):
@@ -146,7 +147,24 @@ def _contradictions(settings: ServeSettings) -> Iterator[str]:
                 f"{name} and deployments exclude each other: each of the deployments has its own, "
                 f"got {getattr(settings, name)!r}"
             )
-    for name, count in Counter(entry.name for entry in settings.deployments).items():
+    yield from _names_given_again("deployments", [entry.name for entry in settings.deployments])
+
+
+def _key_contradictions(settings: ServeSettings) -> Iterator[str]:
+    """Yield a sentence for each contradiction between the bounds of keys."""
+    entries = settings.keys or ()
+    yield from _names_given_again("keys", [entry.name for entry in entries])
+    for entry in entries:
+        if entry.max_queued is not None and entry.max_running is None:
+            yield (
+                f"keys: {entry.name}: max_queued needs max_running, for without it no request "
+                f"waits, got {entry.max_queued}"
+            )
+
+
+def _names_given_again(setting: str, names: list[str]) -> Iterator[str]:
+    """Yield a sentence for each name that stands in a list more than once."""
+    for name, count in Counter(names).items():
         if count > 1:
             times = "twice" if count == 2 else f"{count} times"
-            yield f"deployments: name must be given once, got {name!r} {times}"
+            yield f"{setting}: name must be given once, got {name!r} {times}"

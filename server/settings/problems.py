@@ -8,11 +8,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from server.settings.fields import Section
+from server.settings.request_sections import KeyEntry
 from server.settings.sections import DeploymentEntry
 from server.wording import accepted, choices, did_you_mean
 
 ENV_PREFIX = "ROPEWALK_"
 _MAX_SHOWN = 200  # characters of a value
+# settings that are lists of objects with a name -> what one of them is
+_LISTS: dict[int | str, tuple[str, type[Section]]] = {
+    "deployments": ("a deployment", DeploymentEntry),
+    "keys": ("a key", KeyEntry),
+}
 _NO_VALUE_TO_SHOW = {"missing", "extra_forbidden"}  # pydantic's input is then something else
 
 
@@ -57,10 +64,11 @@ def _sentence(problem: Mapping[str, Any], sources: Sources) -> str:
     loc = problem["loc"]
     origin = f"(from {sources.origin(str(loc[0]))})"
     if problem["type"] == "extra_forbidden":
-        known = list(DeploymentEntry.model_fields)
+        kind, entry = _LISTS[loc[0]]
+        known = list(entry.model_fields)
         hint = did_you_mean(loc[-1], known) or f" It has {', '.join(known)}."
         where = "".join(f"{part}: " for part in _place(loc[:-1], sources))
-        return f"{where}{loc[-1]} is not a setting of a deployment {origin}.{hint}"
+        return f"{where}{loc[-1]} is not a setting of {kind} {origin}.{hint}"
     where = "".join(f"{part}: " for part in _place(loc, sources))
     given = "" if problem["type"] in _NO_VALUE_TO_SHOW else f", got {shown(problem['input'])}"
     hint = did_you_mean(problem["input"], choices(problem))
@@ -68,17 +76,17 @@ def _sentence(problem: Mapping[str, Any], sources: Sources) -> str:
 
 
 def _place(loc: Sequence[int | str], sources: Sources) -> list[str]:
-    """Return a location in words, where a deployment has its name."""
+    """Return a location in words, where a deployment or a key has its name."""
     parts = [f"item {part + 1}" if isinstance(part, int) else part for part in loc]
-    if loc[0] == "deployments" and len(loc) > 1:
+    if loc[0] in _LISTS and len(loc) > 1:
         assert isinstance(loc[1], int)
-        parts[1] = _deployment_name(sources.value("deployments"), loc[1]) or parts[1]
+        parts[1] = _entry_name(sources.value(str(loc[0])), loc[1]) or parts[1]
     return parts
 
 
-def _deployment_name(deployments: Any, index: int) -> str | None:
+def _entry_name(entries: Any, index: int) -> str | None:
     """Return the name in one entry of the list as it was given; None if it has none."""
-    listed = json.loads(deployments) if isinstance(deployments, str) else deployments
+    listed = json.loads(entries) if isinstance(entries, str) else entries
     entry = listed[index]
     name = entry.get("name") if isinstance(entry, Mapping) else None
     return name if isinstance(name, str) and name else None

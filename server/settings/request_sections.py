@@ -3,14 +3,17 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
+from pydantic_settings import NoDecode
 
 from model_runtime.request import MAX_LOGPROBS
 from model_runtime.text.whitespace import ONE_SPACE, checked_whitespace
 from server.settings.fields import (
     MAX_CONTEXT_BUCKETS,
+    FromJson,
     Integers,
     Names,
+    OffIsAWord,
     Section,
     setting,
 )
@@ -38,6 +41,15 @@ class HttpSettings(Section):
     )
 
 
+class KeyEntry(Section):
+    """The bounds of the API keys of one name."""
+
+    name: str = Field(min_length=1)
+    max_running: int | None = Field(None, ge=1)
+    max_queued: int | None = Field(None, ge=0)
+    max_tokens_per_minute: int | None = Field(None, ge=1)
+
+
 class AccessSettings(Section):
     """Access"""  # noqa: D400  # a heading
 
@@ -48,7 +60,15 @@ class AccessSettings(Section):
         unit="keys",
         repr=False,
     )
-    api_key_file: Path | None = setting(None, "File with more keys, one a line.", unit="path")
+    api_key_file: Path | None = setting(
+        None, "File with more keys, one a line, as `name:key` or `key`.", unit="path"
+    )
+    keys: Annotated[tuple[KeyEntry, ...] | None, NoDecode, FromJson] = setting(
+        None,
+        "Bounds of named keys: a list of objects with a name and max_running, max_queued or "
+        "max_tokens_per_minute. The keys themselves are in api_key_file.",
+        unit="JSON",
+    )
     open_metrics: bool = setting(
         default=False, text="Answer /metrics without a key.", unit="switch"
     )
@@ -69,6 +89,12 @@ class AccessSettings(Section):
         "Origins whose web pages may send requests (CORS), for example https://example.org. *"
         " allows any. Browser credentials are never accepted.",
         unit="origins",
+    )
+    access_log: Annotated[Literal["off", "requests", "all"], OffIsAWord] = setting(
+        "requests",
+        "Requests that have a line in the log: off, requests (those that generate) or all (without "
+        "probes and /metrics).",
+        unit="name",
     )
 
 

@@ -1,4 +1,4 @@
 """Startup and shutdown of the server process, from its settings.
 
-May import: api, middleware, settings. tests/test_layout.py checks it.
+May import: access, api, middleware, settings. tests/test_layout.py checks it.
 """

@@ -1,45 +1,86 @@
 """The access policy built from the settings: API keys, key file, origins and body limits."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from server.access.keys import (
+    UNNAMED,
+    ApiKey,
+    KeyBounds,
+    KeyTable,
+    digest_of,
+    key_under_two_names,
+    named_key,
+)
 from server.page.page_files import has_playground
 from server.settings.load import ServeSettings, SettingsError
 
 if TYPE_CHECKING:
+    from server.access.key_ring import KeyRing
     from server.app import AccessPolicy
 
 
-def api_keys_of(settings: ServeSettings) -> list[str]:
-    """Return the keys of the settings and of the key file.
+_MAX_NAMES = 200  # each has series in the metrics
 
-    Raises SettingsError if the key file cannot be read or holds no key, or if a key is empty.
+
+def key_table_of(settings: ServeSettings) -> KeyTable:
+    """Return the keys of the settings and of the key file, with their bounds.
+
+    Raises SettingsError if the key file cannot be read or holds no key, or if a key is empty or has
+    two names. Bounds for a name that no key has raise it, too.
     """
-    keys = list(settings.api_key)
+    pairs = [(UNNAMED, key) for key in settings.api_key]
     if settings.api_key_file is not None:
-        try:
-            lines = settings.api_key_file.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"api_key_file: cannot read {settings.api_key_file}") from error
-        found = [line.strip() for line in lines if line.strip()]
-        if not found:
-            # Without a key the server would accept every client.
-            raise SettingsError(f"api_key_file: {settings.api_key_file} holds no key")
-        keys += found
-    if any(not key for key in keys):
+        pairs += _in_file(settings.api_key_file)
+    if any(not key for _, key in pairs):
         raise SettingsError("api_key: a key must not be empty")
-    return keys
+    names = list(dict.fromkeys(name for name, _ in pairs))
+    if len(names) > _MAX_NAMES:
+        raise SettingsError(
+            f"api_key_file: must have at most {_MAX_NAMES} different names, got {len(names)}"
+        )
+    shared = key_under_two_names(pairs)
+    if shared is not None:
+        raise SettingsError(f"api_key_file: {shared[0]} and {shared[1]} have the same key")
+    bounds = {}
+    for entry in settings.keys or ():
+        if entry.name not in names:
+            raise SettingsError(
+                f"keys: {entry.name} has no key, add a line `{entry.name}:KEY` to api_key_file"
+            )
+        bounds[entry.name] = KeyBounds(
+            entry.max_running, entry.max_queued, entry.max_tokens_per_minute
+        )
+    return KeyTable(tuple(ApiKey(name, digest_of(key)) for name, key in pairs), bounds)
 
 
-def access_policy_of(settings: ServeSettings, api_keys: list[str]) -> "AccessPolicy":
-    """Build the access policy from the settings and the keys that they name."""
+def _in_file(path: Path) -> list[tuple[str, str]]:
+    """Return names and keys of a key file. Raises SettingsError."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"api_key_file: cannot read {path}") from error
+    found = [named_key(line.strip()) for line in lines if line.strip()]
+    empty = [name for name, key in found if not key]
+    if empty:
+        raise SettingsError(f"api_key_file: {path} has no key after the colon of {empty[0]}")
+    if not found:
+        # Without a key the server would accept every client.
+        raise SettingsError(f"api_key_file: {path} holds no key")
+    return found
+
+
+def access_policy_of(settings: ServeSettings, ring: "KeyRing | None") -> "AccessPolicy":
+    """Build the access policy from the settings and the keys in force."""
     # Imported here, because the keys are read before FastAPI is imported.
     from server.app import AccessPolicy  # noqa: PLC0415
     from server.middleware.body_limits import BodyLimits  # noqa: PLC0415
 
     return AccessPolicy(
-        api_keys=api_keys,
+        key_ring=ring,
         open_metrics=settings.open_metrics,
         has_playground=has_playground(settings),
+        access_log=None if settings.access_log == "off" else settings.access_log,
         allowed_origins=settings.allowed_origins,
         body=BodyLimits(
             settings.max_body_bytes,

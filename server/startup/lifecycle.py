@@ -8,13 +8,15 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import uvicorn
 
+from server.access.keys import KeyTable
 from server.api.service import Service
 from server.app import AccessPolicy, create_app
 from server.middleware.availability import AvailabilityGate
@@ -23,6 +25,10 @@ from server.settings.load import ServeSettings, SettingsError
 from server.startup.gate import access_policy_of
 from server.startup.load_service import load_service
 from server.startup.progress import LoadingProgress
+from server.startup.reload import Reloader
+
+if TYPE_CHECKING:
+    from server.startup.serve_command import Hangups
 
 _FAREWELL_S = 5.0  # for the error events of requests that did not finish
 
@@ -31,7 +37,7 @@ _log = structlog.get_logger(__name__)
 
 def loaded_server(
     settings: ServeSettings,
-    api_keys: list[str],
+    keys: KeyTable,
     progress: LoadingProgress,
     on_ready: Callable[[str], None],
 ) -> "GracefulServer":
@@ -39,9 +45,9 @@ def loaded_server(
 
     `on_ready` is called with the banner when it serves. Raises ModelError or SettingsError.
     """
-    policy = access_policy_of(settings, api_keys)
     progress.watch_compiler()
-    service, banner = load_service(settings, progress.enter, progress.downloaded)
+    service, banner = load_service(settings, progress.enter, progress.downloaded, keys)
+    policy = access_policy_of(settings, service.key_ring)
     return GracefulServer(settings, service, policy, partial(on_ready, banner))
 
 
@@ -67,12 +73,22 @@ class GracefulServer(uvicorn.Server):
         self._signalled_s: float | None = None  # time.monotonic() of the first signal
         self._num_unfinished = 0  # requests that were running when the time was up
         self._draining: asyncio.Task[None] | None = None
+        self._reloading: asyncio.Task[None] | None = None
+        self._hangups: Hangups | None = None
+        self._reloader: Reloader | None = None
+
+    def reload_on(self, hangups: "Hangups", flags: Mapping[str, Any]) -> None:
+        """Read the settings again at each SIGHUP, from the same `flags`, once the server runs."""
+        self._hangups, self._reloader = hangups, Reloader(flags, self._settings, self._service)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the engine, accept connections, and say so."""
         self._service.engine.start(self._engine_died, self._service.output_queue.flush)
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
+        if self._hangups is not None:
+            end = partial(self.handle_exit, signal.SIGHUP, None)
+            self._hangups.connect(self._loop, self._reload, end)
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
@@ -96,6 +112,10 @@ class GracefulServer(uvicorn.Server):
     def stop_engine(self) -> None:
         """End every request with an error. Has no effect if the engine has ended."""
         self._service.engine.stop()
+
+    def _reload(self) -> None:
+        assert self._reloader is not None
+        self._reloading = asyncio.ensure_future(self._reloader.reload())
 
     def _engine_died(self) -> None:
         self.has_died = True

@@ -31,6 +31,8 @@ def _access(settings: ServeSettings) -> str:
     who = "clients with a key" if with_key else "every client that reaches the port, without a key"
     if with_key and settings.open_metrics:
         who += " (/metrics without)"
+    if settings.keys:
+        who += f", bounded: {', '.join(entry.name for entry in settings.keys)}"
     origins = ", ".join(settings.allowed_origins)
     return f"{who}; web pages of {origins}" if origins else who
 

@@ -11,6 +11,11 @@ from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.loading.phases import OnPhase, no_phases
 from model_runtime.text.grammar import GrammarCompiler
 from model_runtime.tools.find_format import ChatFormats, find_formats
+from server.access.answer_watch import AnswerWatch, Put
+from server.access.key_metrics import KeyMetrics
+from server.access.key_ring import KeyRing
+from server.access.keys import KeyTable
+from server.api.output_queue import OutputQueue
 from server.api.service import Service
 from server.errors import rejection_reasons
 from server.metrics import MetricFactory, Metrics
@@ -21,6 +26,7 @@ from server.startup.load_model import load_model
 from server.startup.model_facts import facts_of
 from server.startup.serving_plan import (
     ServingPlan,
+    applicable_of,
     chat_template_of,
     computing_line,
     describe,
@@ -33,11 +39,15 @@ from server.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 
 
 def load_service(
-    settings: ServeSettings, on_phase: OnPhase = no_phases, on_bytes: OnBytes = no_bytes
+    settings: ServeSettings,
+    on_phase: OnPhase = no_phases,
+    on_bytes: OnBytes = no_bytes,
+    keys: KeyTable | None = None,
 ) -> tuple[Service, str]:
     """Load the model, and return the service and its banner.
 
-    `on_phase` hears of each phase, and `on_bytes` of the bytes of a download.
+    `on_phase` hears of each phase, and `on_bytes` of the bytes of a download. `keys` are those that
+    requests must present; none: no key is asked for.
 
     Raises model_runtime's ModelError, or SettingsError; the message is a sentence.
     """
@@ -51,11 +61,15 @@ def load_service(
     plan = plan_serving(settings, facts_of(checkpoint, settings))
     on_phase("allocating the cache")
     factory = MetricFactory()
-    metrics = _metrics(factory, plan)
+    output_queue = OutputQueue()
+    ring = KeyRing(keys, KeyMetrics(factory)) if keys is not None and keys.keys else None
+    is_watched = ring is not None or settings.access_log != "off"
+    metrics = _metrics(factory, plan, output_queue.put if is_watched else None)
     service = Service(
         settings=settings,
         engine=build_engine(checkpoint, plan.config, metrics, profiles_of(plan.deployments)),
         tokenizer=checkpoint.tokenizer,
+        native=checkpoint.native,
         deployments={deployment.name: deployment for deployment in plan.deployments},
         metrics=metrics,
         http_metrics=HttpMetrics(factory),
@@ -64,6 +78,8 @@ def load_service(
         max_len=plan.config.max_model_len,
         chat_template=chat_template,
         chat_formats=chat_formats,
+        key_ring=ring,
+        output_queue=output_queue,
         grammars=GrammarCompiler(
             checkpoint.tokenizer,
             settings.max_schema_bytes,
@@ -74,18 +90,11 @@ def load_service(
     return service, _banner(checkpoint, plan, settings, chat_formats)
 
 
-def _metrics(factory: MetricFactory, plan: ServingPlan) -> Metrics:
-    applicable = {
-        deployment.name: sorted(
-            {
-                (tier.profile.scaling.rope_type, tier.factor)
-                for tiers in deployment.tiers.values()
-                for tier in tiers
-            }
-        )
-        for deployment in plan.deployments
-    }
-    return Metrics(factory, plan.context_bounds, plan.config, applicable, rejection_reasons())
+def _metrics(factory: MetricFactory, plan: ServingPlan, put: Put | None) -> Metrics:
+    """Build the metrics; with `put` they also report the end of each answer."""
+    applicable = applicable_of(plan.deployments)
+    parts = (factory, plan.context_bounds, plan.config, applicable, rejection_reasons())
+    return Metrics(*parts) if put is None else AnswerWatch(put, *parts)
 
 
 def _torch_lines() -> list[str]:

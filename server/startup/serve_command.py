@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from server.access.keys import KeyTable
 from server.sentences import DIED, sentences
 from server.settings.flags import SettingsCommand, given, with_flags
 from server.settings.load import ServeSettings, load_settings
 from server.settings.sections import SECTIONS
 from server.startup.early_answers import EarlyAnswers
-from server.startup.gate import api_keys_of
+from server.startup.gate import key_table_of
 from server.startup.listener import bound_socket, tls_context, url_of
 from server.startup.progress import LoadingProgress
 from server.version import own_version
 
 if TYPE_CHECKING:
+    import asyncio
+
     from server.startup.lifecycle import GracefulServer
 
 
@@ -36,10 +39,12 @@ def serve(**flags: Any) -> None:
     `model`. A flag overrides the variable, and a variable overrides the file.
     """
     with sentences():
-        settings = load_settings(given(flags))
+        stated = given(flags)
+        settings = load_settings(stated)
         # Errors of both are reported before anything is imported.
-        api_keys, tls = api_keys_of(settings), tls_context(settings)
+        keys, tls = key_table_of(settings), tls_context(settings)
         with bound_socket(settings) as listener, _ended_by_signals():
+            hangups = Hangups(lambda line: click.echo(line, err=True))
             url = url_of(settings, listener)
             progress = LoadingProgress(lambda line: click.echo(line, err=True))
             answers = EarlyAnswers(listener, progress, settings, tls)
@@ -51,7 +56,8 @@ def serve(**flags: Any) -> None:
                 click.echo(f"  listening on     {url}", err=True)
 
             try:
-                server = _loaded(settings, api_keys, progress, on_ready)
+                server = _loaded(settings, keys, progress, on_ready)
+                server.reload_on(hangups, stated)
             finally:
                 answers.hand_over()
             server.run(sockets=[listener])
@@ -65,7 +71,7 @@ def serve(**flags: Any) -> None:
 
 def _loaded(
     settings: ServeSettings,
-    api_keys: list[str],
+    keys: KeyTable,
     progress: LoadingProgress,
     on_ready: Callable[[str], None],
 ) -> "GracefulServer":
@@ -83,12 +89,63 @@ def _loaded(
             log_to_stderr()
             from server.startup.lifecycle import loaded_server  # noqa: PLC0415
 
-            found.set_result(loaded_server(settings, api_keys, progress, on_ready))
+            found.set_result(loaded_server(settings, keys, progress, on_ready))
         except BaseException as error:  # noqa: BLE001  # the main thread reports it
             found.set_exception(error)
 
     threading.Thread(target=load, name="loader", daemon=True).start()
     return found.result()
+
+
+class Hangups:
+    """The handling of SIGHUP, from before the model loads.
+
+    If the terminal of the process is gone, then SIGHUP ends it, as SIGTERM does. A process that was
+    started with the signal ignored (nohup) outlives its terminal.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """Handle the signal from now on; `say` tells what a signal during the load means."""
+        self._say = say
+        self._is_pending = False
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._ends_with_terminal = not ignored and _has_terminal()
+        signal.signal(signal.SIGHUP, self._while_loading)
+
+    def connect(
+        self,
+        loop: "asyncio.AbstractEventLoop",
+        reload: Callable[[], object],
+        end: Callable[[], None],
+    ) -> None:
+        """Call `reload` on the loop for each signal, and for one that came during the load."""
+
+        def hang_up() -> None:
+            if self._ends_with_terminal and not _has_terminal():
+                end()
+            else:
+                reload()
+
+        loop.add_signal_handler(signal.SIGHUP, hang_up)
+        if self._is_pending:
+            reload()
+
+    def _while_loading(self, *_: object) -> None:
+        if self._ends_with_terminal and not _has_terminal():
+            sys.stderr.flush()
+            os._exit(0)
+        if not self._is_pending:
+            self._say("SIGHUP: the settings will be read again when the model is loaded")
+        self._is_pending = True
+
+
+def _has_terminal() -> bool:
+    """Return whether the process has a controlling terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
@@ -103,6 +160,7 @@ def _ended_by_signals() -> Iterator[None]:
         os._exit(0)  # torch cannot be interrupted otherwise
 
     before = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGINT)}
+    before[signal.SIGHUP] = signal.getsignal(signal.SIGHUP)
     try:
         yield
     finally:

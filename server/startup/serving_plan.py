@@ -92,28 +92,31 @@ def plan_deployments(settings: ServeSettings, native: NativeRope) -> tuple[Deplo
 
 def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
     """Build the plan that follows from settings and model. Raises SettingsError."""
-    entries = _entries(settings)
     deployments = plan_deployments(settings, facts.native)
     config, memory = _config(settings, facts, deployments)
-    capacity = config.num_pages * config.page_size
+    deployments = within_cache(settings, deployments, config.num_pages * config.page_size)
+    bounds = settings.context_buckets
+    if bounds is None:
+        bounds = default_context_buckets(facts.native.native_len, config.max_model_len)
+    return ServingPlan(deployments, config, bounds, facts.token_bytes, memory)
+
+
+def within_cache(
+    settings: ServeSettings, deployments: Iterable[Deployment], capacity: int
+) -> tuple[Deployment, ...]:
+    """Return the deployments with requests no longer than a cache of `capacity` tokens.
+
+    Raises SettingsError if a max_model_len of the settings is larger.
+    """
     problems = [
         f"{_prefix(settings, entry)}max_model_len must be <= what the KV cache holds "
         f"({capacity} tokens), got {entry.max_model_len}"
-        for entry in entries
+        for entry in _entries(settings)
         if entry.max_model_len is not None and entry.max_model_len > capacity
     ]
     if problems:
         raise SettingsError("\n".join(problems))
-    bounds = settings.context_buckets
-    if bounds is None:
-        bounds = default_context_buckets(facts.native.native_len, config.max_model_len)
-    return ServingPlan(
-        tuple(each.within_cache(capacity) for each in deployments),
-        config,
-        bounds,
-        facts.token_bytes,
-        memory,
-    )
+    return tuple(each.within_cache(capacity) for each in deployments)
 
 
 def profiles_of(deployments: Iterable[Deployment]) -> tuple[Profile, ...]:
@@ -125,6 +128,20 @@ def num_profiles(deployments: Iterable[Deployment]) -> int:
     """Return the number of profiles that requests may have, with the methods they may name."""
     tiers = [each for one in deployments for own in one.tiers.values() for each in own]
     return len({tier.profile for tier in tiers})
+
+
+def applicable_of(deployments: Iterable[Deployment]) -> dict[str, list[tuple[str, float]]]:
+    """Return every rope_type and factor that each deployment may apply, for the metrics."""
+    return {
+        each.name: sorted(
+            {
+                (tier.profile.scaling.rope_type, tier.factor)
+                for tiers in each.tiers.values()
+                for tier in tiers
+            }
+        )
+        for each in deployments
+    }
 
 
 def describe(plan: ServingPlan) -> list[str]:

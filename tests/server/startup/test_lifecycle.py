@@ -174,7 +174,7 @@ def test_the_log_counts_running_requests_and_has_one_format(tmp_path: Path) -> N
     rest = [line for line in log.splitlines() if not line.startswith(own)]
     events = [re.match(r"timestamp='\S+' level='info' event='(\w+)'", line) for line in rest]
     assert [found and found[1] for found in events] == [
-        *("loading_weights", "load_progress", "self_check", "shutdown", "ended")
+        *("loading_weights", "load_progress", "self_check", "shutdown", "request", "ended")
     ]
 
 

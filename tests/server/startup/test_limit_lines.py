@@ -48,6 +48,7 @@ def test_changed_limits_and_access_are_told_without_secrets() -> None:
     settings = load_settings(
         {
             "api_key": "secret-1,secret-2",
+            "keys": '[{"name": "alice", "max_running": 1}]',
             "open_metrics": True,
             "allowed_origins": "https://a.example",
             "max_prompt_chars": "500",
@@ -57,7 +58,8 @@ def test_changed_limits_and_access_are_told_without_secrets() -> None:
         }
     )
     assert limit_lines(settings) == [
-        "  access           clients with a key (/metrics without); web pages of https://a.example",
+        "  access           clients with a key (/metrics without), bounded: alice; web pages of "
+        "https://a.example",
         "  limits           max_queued_requests 3; max_prompt_chars 500; whitespace_pattern "
         "' {0,2}'; allowed_chat_template_kwargs none",
     ]

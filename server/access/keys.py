@@ -1,0 +1,70 @@
+"""API keys, their names and bounds, as configured. Only digests of the keys are held."""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+UNNAMED = "unnamed"  # the name of all keys that have none of their own
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyBounds:
+    """The bounds of all keys of one name; None: no bound."""
+
+    max_running: int | None = None  # answers that the engine may hold at once
+    max_queued: int | None = None  # answers that may wait for one of these
+    max_tokens_per_minute: int | None = None  # of prompts and answers together
+
+
+NO_BOUNDS = KeyBounds()
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One key that requests may present."""
+
+    name: str
+    digest: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTable:
+    """All keys, and the bounds of the names that have some."""
+
+    keys: tuple[ApiKey, ...] = ()
+    bounds: Mapping[str, KeyBounds] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names, each once, in the order of the keys."""
+        return tuple(dict.fromkeys(key.name for key in self.keys))
+
+
+def digest_of(key: str) -> bytes:
+    """Return the digest under which a key is held and compared."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text can be the name of a key."""
+    return _NAME.fullmatch(text) is not None
+
+
+def named_key(line: str) -> tuple[str, str]:
+    """Split a line of the key file, `name:key` or `key`, into name and key."""
+    name, colon, key = line.partition(":")
+    if colon and is_name(name):
+        return name, key.strip()
+    return UNNAMED, line
+
+
+def key_under_two_names(pairs: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
+    """Return two names that share one key, or None; `pairs` are names and keys."""
+    owners: dict[str, str] = {}
+    for name, key in pairs:
+        owner = owners.setdefault(key, name)
+        if owner != name:
+            return owner, name
+    return None

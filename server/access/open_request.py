@@ -1,0 +1,113 @@
+"""The facts about one HTTP request while it is served, for its key and for the access log.
+
+A route does not hand its HTTP request down to the service, so the open request is kept in a context
+variable. It is set only if keys are configured or the log is on.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from starlette.types import Receive
+
+from model_runtime.request import FinishReason
+from rope import Tier
+from server.access.allowance import Allowance
+
+_current: ContextVar["OpenRequest | None"] = ContextVar("open_request", default=None)
+
+
+class EndedAnswer(NamedTuple):
+    """One answer of a request, when the engine has ended it."""
+
+    tier: Tier
+    reason: FinishReason
+    num_generated: int
+    num_cached_tokens: int  # of its prompt; 0 if another answer counts them
+    first_token_s: float | None  # since arrival; None: no token
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """An HTTP request. Everything happens on the event loop."""
+
+    receive: Receive
+    on_closed: Callable[["OpenRequest"], None]  # when answered, and when its answers have ended
+    allowance: Allowance | None = None  # of its key
+    deployment: str | None = None
+    tier: Tier | None = None  # the longest of its answers
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated: int = 0
+    first_token_s: float | None = None
+    is_aborted: bool = False
+    status: int = 0  # 0: not answered yet
+    seconds: float = 0.0  # to the last byte of the response
+    num_open: int = 0  # answers that the engine still computes
+    is_submitted: bool = False
+
+    def submitted(self, num: int, num_prompt_tokens: int) -> None:
+        """Note that the engine has the request's answers."""
+        self.num_open, self.num_prompt_tokens, self.is_submitted = num, num_prompt_tokens, True
+        if self.allowance is not None:
+            self.allowance.charge(num_prompt_tokens, 0)
+
+    def answer_ended(self, ended: EndedAnswer) -> None:
+        """Note the end of one answer."""
+        self.num_open -= 1
+        self.num_generated += ended.num_generated
+        self.num_cached_tokens += ended.num_cached_tokens
+        self.is_aborted |= ended.reason is FinishReason.ABORT
+        if self.tier is None or ended.tier.ceiling > self.tier.ceiling:
+            self.tier = ended.tier
+        if ended.first_token_s is not None:
+            before = self.first_token_s
+            self.first_token_s = min(ended.first_token_s, before or ended.first_token_s)
+        if self.allowance is not None:
+            self.allowance.charge(0, ended.num_generated)
+            self.allowance.leave(1)
+        if self.status and not self.num_open:
+            self.on_closed(self)
+
+    def answered(self, status: int, seconds: float) -> None:
+        """Note the end of the response. An answer that was aborted may still end later."""
+        self.status, self.seconds = status, seconds
+        if not self.num_open:
+            self.on_closed(self)
+
+    async def client_left(self) -> None:
+        """Return when the client has closed the connection; its body must have been read."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+
+def current_request() -> OpenRequest | None:
+    """Return the request that this task serves; None if nothing needs it."""
+    return _current.get()
+
+
+def open_request(opened: OpenRequest) -> None:
+    """Make a request the current one of this task and of those that it starts."""
+    _current.set(opened)
+
+
+@asynccontextmanager
+async def admitted(num: int) -> AsyncIterator[None]:
+    """Hold the places of `num` answers of the current request's key within the block.
+
+    Answers that the block submits keep their places until they end. Raises what `Allowance.enter`
+    raises.
+    """
+    opened = _current.get()
+    allowance = None if opened is None else opened.allowance
+    if opened is None or allowance is None:
+        yield
+        return
+    await allowance.enter(num, opened.client_left)
+    try:
+        yield
+    finally:
+        if not opened.is_submitted:
+            allowance.leave(num)

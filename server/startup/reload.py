@@ -1,0 +1,128 @@
+"""SIGHUP: deployments, API keys and their bounds are read again while requests run, all or nothing.
+
+Requests that run keep the deployment and the allowance that they began with. Nothing else can
+change without a new process: a warning names settings that differ from those in effect.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from model_runtime.deployment import Deployment
+from server.access.keys import KeyTable
+from server.api.service import Service
+from server.settings.load import ServeSettings, SettingsError, load_settings
+from server.settings.sections import DeploymentSettings
+from server.startup.gate import key_table_of
+from server.startup.serving_plan import applicable_of, plan_deployments, within_cache
+
+# What a reload puts in force. The file of keys is read, too, under an unchanged name.
+RELOADED = frozenset(
+    {"deployments", "served_model_name", "keys", "api_key", "api_key_file"}
+    | set(DeploymentSettings.model_fields)
+)
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Deployments and keys that were read and checked, and are not in force yet."""
+
+    deployments: tuple[Deployment, ...]
+    keys: KeyTable
+    ignored: tuple[str, ...]  # settings that differ and cannot change
+
+
+class Reloader:
+    """Reads the settings again, and puts in force what can change."""
+
+    def __init__(self, flags: Mapping[str, Any], settings: ServeSettings, service: Service) -> None:
+        """Take the flags of the command line, and the settings and service that they resulted in.
+
+        A process cannot see its environment change, so what differs is in the file.
+        """
+        self._flags = flags
+        self._started_with = settings
+        self._service = service
+        self._lock = asyncio.Lock()
+
+    async def reload(self) -> None:
+        """Read and apply, one reload after the other; what happened is in the log."""
+        async with self._lock:
+            try:
+                # Off the event loop: files are read, and tables are computed.
+                read = await asyncio.to_thread(self._read)
+            except SettingsError as error:
+                for problem in str(error).splitlines():
+                    _log.error("reload_refused", problem=problem)
+                return
+            except Exception:  # noqa: BLE001  # a fault of ours must not end the server
+                _log.exception("reload_refused", problem="an unexpected error")
+                return
+            self._apply(read)
+
+    def _read(self) -> _Read:
+        """Read everything. Raises SettingsError."""
+        settings, before, service = load_settings(self._flags), self._started_with, self._service
+        fixed = {
+            name: getattr(before, name)
+            for name in ServeSettings.model_fields
+            if name not in RELOADED
+        }
+        ignored = sorted(name for name, value in fixed.items() if getattr(settings, name) != value)
+        keys = key_table_of(settings)
+        if bool(keys.keys) != (service.key_ring is not None):
+            had = "with" if service.key_ring is not None else "without"
+            raise SettingsError(
+                f"api_key, api_key_file: the server was started {had} keys, and to change that "
+                "needs a restart"
+            )
+        # As the running model has it, whatever the file says of the model now.
+        settings = settings.model_copy(update=fixed)
+        config = service.engine.config
+        deployments = within_cache(
+            settings,
+            plan_deployments(settings, service.native),
+            config.num_pages * config.page_size,
+        )
+        too_long = [each for each in deployments if each.max_len > config.max_model_len]
+        if too_long:
+            raise SettingsError(
+                "\n".join(
+                    f"deployments: {each.name}: the longest context is {each.max_len} tokens, but "
+                    f"the server was started for {config.max_model_len}: restart it, or set "
+                    "max_model_len"
+                    for each in too_long
+                )
+            )
+        return _Read(deployments, keys, tuple(ignored))
+
+    def _apply(self, read: _Read) -> None:
+        """Put everything in force between two requests."""
+        service = self._service
+        before = dict(service.deployments)
+        after = {deployment.name: deployment for deployment in read.deployments}
+        service.metrics.serve(applicable_of(read.deployments))
+        service.replace_deployments(after)
+        if service.key_ring is not None:
+            service.key_ring.replace(read.keys)
+        if read.ignored:
+            _log.warning(
+                "reload_ignored",
+                settings=", ".join(read.ignored),
+                problem="these differ from the settings in effect, and need a restart",
+            )
+        _log.info(
+            "reloaded",
+            deployments=", ".join(after),
+            added=", ".join(name for name in after if name not in before),
+            changed=", ".join(
+                name for name in after if name in before and after[name] != before[name]
+            ),
+            removed=", ".join(name for name in before if name not in after),
+            keys=len(read.keys.keys),
+        )

@@ -1,0 +1,177 @@
+"""The bounds of a key at work, under a clock that the test turns."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from model_runtime.errors import RequestError
+from server.access.allowance import Allowance
+from server.access.key_metrics import KeyMetrics, Outcome
+from server.access.keys import KeyBounds
+from server.access.refusals import ClientDisconnectedError, KeyLimitError
+from server.metrics import MetricFactory
+
+
+async def stays() -> None:
+    """A client that never leaves."""
+    await asyncio.Event().wait()
+
+
+class Case:
+    """An allowance with its clock and its counters."""
+
+    def __init__(self, **bounds: int) -> None:
+        self.now = 0.0
+        self.counters = KeyMetrics(MetricFactory()).of("alice")
+        self.allowance = Allowance("alice", KeyBounds(**bounds), self.counters, lambda: self.now)
+
+    def count(self, outcome: Outcome) -> float:
+        """The requests with this outcome."""
+        return float(self.counters.requests[outcome]._value.get())
+
+    @property
+    def held(self) -> tuple[float, float]:
+        """Answers that run and answers that wait, as the gauges have them."""
+        return self.counters.running._value.get(), self.counters.waiting._value.get()
+
+    async def entering(self, num: int = 1) -> asyncio.Task[None]:
+        """A task that enters; it runs until it waits."""
+        task = asyncio.ensure_future(self.allowance.enter(num, stays))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return task
+
+
+def run(case: Coroutine[Any, Any, None]) -> None:
+    """Run a case to its end."""
+    asyncio.run(asyncio.wait_for(case, 20))
+
+
+def test_answers_wait_in_order_and_start_when_one_ends() -> None:
+    """A small request does not pass a large one that came before it."""
+
+    async def case() -> None:
+        made = Case(max_running=3)
+        first = await made.entering(2)
+        large, small = await made.entering(3), await made.entering(1)
+        assert (first.done(), large.done(), small.done()) == (True, False, False)
+        assert made.held == (2, 4)
+        made.allowance.leave(2)
+        await large
+        assert not small.done()
+        made.allowance.leave(3)
+        await small
+        made.allowance.leave(1)
+        assert made.held == (0, 0)
+        assert made.count(Outcome.ACCEPTED) == 3
+
+    run(case())
+
+
+def test_a_full_queue_refuses_and_names_its_bound() -> None:
+    """The refused request holds nothing."""
+
+    async def case() -> None:
+        made = Case(max_running=1, max_queued=1)
+        await made.entering()
+        waiting = await made.entering()
+        with pytest.raises(KeyLimitError, match=r"'alice' wait; at most 1 may \(max_queued\)") as e:
+            await made.allowance.enter(1, stays)
+        assert e.value.details == {"limit": "max_queued", "limit_value": 1}
+        assert e.value.retry_after_s == 1
+        made.allowance.leave(1)
+        await waiting
+        assert made.held == (1, 0)
+        assert made.count(Outcome.MAX_QUEUED) == 1
+
+    run(case())
+
+
+def test_more_answers_than_may_ever_run_are_a_mistake() -> None:
+    """Waiting would not help, so the status is not 429."""
+
+    async def case() -> None:
+        made = Case(max_running=2)
+        with pytest.raises(RequestError, match=r"asks for 3 answers .* have 2 at once") as raised:
+            await made.allowance.enter(3, stays)
+        assert (raised.value.param, raised.value.code) == ("n", "too_many_answers")
+        assert made.held == (0, 0)
+
+    run(case())
+
+
+def test_a_client_that_leaves_frees_its_place() -> None:
+    """Those behind it move up; a cancelled request is no different."""
+
+    async def case() -> None:
+        made = Case(max_running=1)
+        await made.entering()
+        left = asyncio.Event()
+
+        async def leaves() -> None:
+            await left.wait()
+
+        leaving = asyncio.ensure_future(made.allowance.enter(1, leaves))
+        await asyncio.sleep(0)
+        cancelled, last = await made.entering(), await made.entering()
+        left.set()
+        with pytest.raises(ClientDisconnectedError):
+            await leaving
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        made.allowance.leave(1)
+        await last
+        assert made.held == (1, 0)
+        assert made.count(Outcome.LEFT) == 1
+
+    run(case())
+
+
+def test_tokens_of_a_minute_come_back_evenly() -> None:
+    """What is used beyond the bound is waited for, and Retry-After is exact."""
+
+    async def case() -> None:
+        made = Case(max_tokens_per_minute=600)
+        await made.allowance.enter(1, stays)
+        made.allowance.charge(500, 0)
+        made.allowance.charge(0, 300)
+        with pytest.raises(KeyLimitError, match="600 tokens of a minute") as raised:
+            await made.allowance.enter(1, stays)
+        assert raised.value.retry_after_s == 20  # 200 too many, at 10 a second
+        made.now = 19.9
+        with pytest.raises(KeyLimitError):
+            await made.allowance.enter(1, stays)
+        made.now = 20.1
+        await made.allowance.enter(1, stays)
+        made.now = 1000
+        made.allowance.charge(600, 0)
+        with pytest.raises(KeyLimitError):
+            await made.allowance.enter(1, stays)
+        assert made.count(Outcome.MAX_TOKENS_PER_MINUTE) == 3
+        assert made.counters.prompt_tokens._value.get() == 1100
+        assert made.counters.generated_tokens._value.get() == 300
+
+    run(case())
+
+
+def test_other_bounds_hold_from_now_on() -> None:
+    """A larger bound lets waiting answers in; a smaller one ends nothing that runs."""
+
+    async def case() -> None:
+        made = Case(max_running=1)
+        await made.entering()
+        waiting = await made.entering()
+        made.allowance.rebound(KeyBounds(max_running=2, max_tokens_per_minute=60))
+        await waiting
+        made.allowance.rebound(KeyBounds(max_running=1, max_queued=0))
+        assert made.held == (2, 0)
+        with pytest.raises(KeyLimitError):
+            await made.allowance.enter(1, stays)
+        made.allowance.rebound(KeyBounds())
+        await made.allowance.enter(7, stays)
+        assert made.held == (9, 0)
+
+    run(case())

@@ -1,0 +1,115 @@
+"""Keys and their bounds, from a file and the settings."""
+
+from pathlib import Path
+
+import pytest
+
+from server.access.key_metrics import KeyMetrics
+from server.access.key_ring import KeyRing
+from server.access.keys import UNNAMED, KeyBounds, KeyTable, named_key
+from server.metrics import MetricFactory
+from server.settings.load import SettingsError, load_settings
+from server.startup.gate import key_table_of
+
+
+def table(tmp_path: Path, lines: str, **flags: str) -> KeyTable:
+    """The keys of a file with these lines."""
+    path = tmp_path / "keys"
+    path.write_text(lines)
+    return key_table_of(load_settings({"api_key_file": str(path), **flags}))
+
+
+def ring_of(found: KeyTable) -> KeyRing:
+    """A ring with metrics of its own."""
+    return KeyRing(found, KeyMetrics(MetricFactory()))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("alice:secret", ("alice", "secret")),
+        ("alice: secret:with:colons", ("alice", "secret:with:colons")),
+        ("plain-key", (UNNAMED, "plain-key")),
+        ("not a name:rest", (UNNAMED, "not a name:rest")),
+        (":rest", (UNNAMED, ":rest")),
+        ("x" * 65 + ":rest", (UNNAMED, "x" * 65 + ":rest")),
+    ],
+)
+def test_a_line_has_a_name_or_is_a_key(line: str, expected: tuple[str, str]) -> None:
+    """A name has up to 64 letters, digits, points, hyphens and underscores."""
+    assert named_key(line) == expected
+
+
+def test_keys_are_found_by_name_and_two_keys_may_share_one(tmp_path: Path) -> None:
+    """Two keys of one name serve while one replaces the other."""
+    ring = ring_of(table(tmp_path, "alice:old\nalice:new\nbob:b\nplain\n"))
+    names = {key: found and found.name for key in ("old", "new", "b") if (found := ring.find(key))}
+    assert names == {"old": "alice", "new": "alice", "b": "bob"}
+    assert ring.find("old") is ring.find("new")
+    unnamed = ring.find("plain")
+    assert unnamed is not None
+    assert unnamed.name == UNNAMED
+    for wrong in ("alice:old", "ol", "old ", "", "alice"):
+        assert ring.find(wrong) is None
+
+
+def test_no_key_is_kept_or_shown(tmp_path: Path) -> None:
+    """Only digests are held, and they are in no text of the table."""
+    found = table(tmp_path, "alice:secret-of-alice\n")
+    assert "secret" not in repr(found)
+    assert str(found.keys[0].digest) not in repr(found)
+
+
+def test_bounds_are_those_of_the_name(tmp_path: Path) -> None:
+    """Bounds of `unnamed` hold for all keys without a name together."""
+    bounds = '[{"name": "alice", "max_running": 2, "max_queued": 0}, {"name": "unnamed"}]'
+    found = table(tmp_path, "alice:a\nplain\n", keys=bounds)
+    assert found.bounds == {"alice": KeyBounds(2, 0, None), UNNAMED: KeyBounds()}
+
+
+@pytest.mark.parametrize(
+    ("lines", "bounds", "message"),
+    [
+        ("alice:a", '[{"name": "bob"}]', "keys: bob has no key, add a line `bob:KEY`"),
+        ("alice:a", '[{"name": "alice"}, {"name": "alice"}]', "name must be given once"),
+        ("alice:a", '[{"name": "alice", "max_queued": 1}]', "max_queued needs max_running"),
+        ("alice:a", '[{"name": "alice", "max_runing": 1}]', "Did you mean `max_running`"),
+        ("alice:a", '[{"name": "alice", "max_running": 0}]', "keys: alice: max_running: "),
+        ("alice:a\nbob:a", "[]", "api_key_file: alice and bob have the same key"),
+        ("alice:", "[]", "has no key after the colon of alice"),
+        ("\n".join(f"n{i}:k{i}" for i in range(201)), "[]", "at most 200 different names, got 201"),
+    ],
+)
+def test_a_wrong_file_or_bound_is_one_sentence(
+    tmp_path: Path, lines: str, bounds: str, message: str
+) -> None:
+    """The sentence names the setting, the entry and the limit, and never the key."""
+    with pytest.raises(SettingsError) as raised:
+        table(tmp_path, lines, keys=bounds)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_replaced_table_forgets_names_and_their_series(tmp_path: Path) -> None:
+    """A name that stays keeps its allowance, because its requests may run."""
+    factory = MetricFactory()
+    ring = KeyRing(table(tmp_path, "alice:a\nbob:b"), KeyMetrics(factory))
+    kept = ring.find("a")
+    ring.replace(table(tmp_path, "alice:a2\ncarol:c"))
+    assert ring.find("a2") is kept
+    assert ring.find("a") is None
+    assert ring.find("b") is None
+    labels = {
+        sample.labels["key"] for metric in factory.registry.collect() for sample in metric.samples
+    }
+    assert labels == {"alice", "carol"}
+
+
+def test_yaml_reads_off_as_a_word(tmp_path: Path) -> None:
+    """YAML 1.1 reads `off` as false."""
+    for written, expected in (("off", "off"), ("all", "all"), ('"off"', "off")):
+        (tmp_path / "a.yaml").write_text(f"access_log: {written}\n")
+        assert load_settings({"config": str(tmp_path / "a.yaml")}).access_log == expected
+    (tmp_path / "a.yaml").write_text("access_log: on\n")
+    with pytest.raises(SettingsError, match="access_log"):
+        load_settings({"config": str(tmp_path / "a.yaml")})

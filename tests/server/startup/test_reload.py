@@ -1,0 +1,182 @@
+"""SIGHUP reads deployments, keys and bounds again, while requests run."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.processes import Server, running_server
+from tests.server.soak_watch import wait_for
+
+CACHE = "kv_cache_tokens: 16384\n"
+TWO = """deployments:
+  - {name: demo}
+  - {name: static, rope_policy: fixed, rope_scaling: {rope_type: yarn, factor: 8.0}}
+"""
+OTHER = """deployments:
+  - {name: demo}
+  - {name: turned, rope_policy: fixed, rope_scaling: {rope_type: ntk, factor: 8.0}}
+"""
+
+
+class Reloading:
+    """A server whose file and keys a test rewrites."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self.server = server
+        self.folder = folder
+
+    def hang_up(self, settings: str) -> str:
+        """Write the file, send SIGHUP, and return what the log says of it."""
+        (self.folder / "a.yaml").write_text(self.head() + settings)
+        first = len(self.server.log)
+        os.kill(self.server.pid, signal.SIGHUP)
+        ends = ("event='reloaded'", "event='reload_refused'")
+        assert wait_for(lambda: any(end in "".join(self.server.log[first:]) for end in ends))
+        return "".join(line for line in self.server.log[first:] if "reload" in line)
+
+    def head(self) -> str:
+        """The settings that stay."""
+        return f"{CACHE}api_key_file: {self.folder / 'keys'}\n"
+
+    def post(self, key: str = "secret-a", **body: Any) -> httpx.Response:
+        """Complete a prompt."""
+        return httpx.post(
+            f"{self.server.url}/v1/completions",
+            json={"prompt": "a", "max_tokens": 2, "temperature": 0, **body},
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=120,
+        )
+
+
+KEYS = "alice:secret-a\nbob:secret-b\n"
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reloading]:
+    """A server with two deployments and two keys."""
+    folder = tmp_path_factory.mktemp("reload")
+    (folder / "keys").write_text(KEYS)
+    (folder / "a.yaml").write_text(f"{CACHE}api_key_file: {folder / 'keys'}\n{TWO}")
+    with running_server("--config", str(folder / "a.yaml")) as running:
+        yield Reloading(running, folder)
+
+
+@pytest.fixture
+def reloading(started: Reloading) -> Reloading:
+    """The server with its first settings in force again."""
+    (started.folder / "keys").write_text(KEYS)
+    assert "event='reloaded'" in started.hang_up(TWO)
+    return started
+
+
+def test_running_requests_end_on_the_deployment_they_began_with(reloading: Reloading) -> None:
+    """New requests for a removed name get 404; a new name has a rotation table of its own."""
+    long: dict[str, Any] = {"model": "static", "max_tokens": 1200, "ignore_eos": True}
+    alone = reloading.post(**long).json()["choices"][0]
+    found: list[httpx.Response] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(reloading.post(**long))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    metrics = {"Authorization": "Bearer secret-a"}
+
+    def num_running() -> str:
+        return httpx.get(f"{reloading.server.url}/metrics", headers=metrics, timeout=30).text
+
+    assert wait_for(lambda: "ropewalk_requests_running 4.0" in num_running())
+    told = reloading.hang_up(OTHER)
+    assert "ropewalk_requests_running 4.0" in num_running(), "the reload came in the middle"
+    assert "added='turned'" in told
+    assert "removed='static'" in told
+    assert reloading.post(model="static").json()["error"]["code"] == "model_not_found"
+    turned = reloading.post(model="turned").json()["choices"][0]["rope"]
+    assert (turned["rope_type"], turned["factor"]) == ("ntk", 8.0)
+    for thread in threads:
+        thread.join()
+    assert [answer.status_code for answer in found] == [200] * 4
+    assert {answer.json()["choices"][0]["text"] for answer in found} == {alone["text"]}
+    assert {answer.json()["model"] for answer in found} == {"static"}
+
+
+def test_no_request_fails_under_a_load_with_reloads(reloading: Reloading) -> None:
+    """The file changes back and forth while six clients ask for the name that stays."""
+    statuses: list[int] = []
+    is_over = threading.Event()
+
+    def load() -> None:
+        while not is_over.is_set():
+            statuses.append(reloading.post(model="demo", max_tokens=6).status_code)
+
+    threads = [threading.Thread(target=load) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(8):
+            assert "event='reloaded'" in reloading.hang_up(OTHER if number % 2 == 0 else TWO)
+            assert wait_for(lambda: len(statuses) > 3 * number, limit_s=60)  # noqa: B023
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert len(statuses) > 20
+    assert set(statuses) == {200}
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ("deployments:\n  - {name: demo, rope_polcy: fixed}\n", "Did you mean `rope_policy`?"),
+        ("deployments:\n  - {name: demo, max_model_len: 99999}\n", "must be <= the longest tier"),
+        (
+            "deployments:\n  - {name: demo, rope_scaling: {rope_type: yarn, factor: 16.0}}\n",
+            "the longest context is 4096 tokens, but the server was started for 2048",
+        ),
+        ("keys: [{name: carol, max_running: 1}]\n", "keys: carol has no key"),
+        ("max_num_seqs: 0\n", "max_num_seqs: "),
+        ("deployments: [\n", "is not YAML"),
+    ],
+)
+def test_a_bad_file_is_refused_as_at_start_and_changes_nothing(
+    reloading: Reloading, settings: str, problem: str
+) -> None:
+    """The other, good part of the file does not come into force either."""
+    (reloading.folder / "keys").write_text("alice:other\nbob:secret-b\n")
+    told = reloading.hang_up(settings)
+    assert "event='reload_refused'" in told
+    assert problem in told
+    assert reloading.post(model="static").status_code == 200
+    assert reloading.post(key="other").status_code == 401
+    assert "event='reloaded'" in reloading.hang_up(TWO)
+    assert reloading.post(key="other").status_code == 200
+    assert reloading.post().status_code == 401
+
+
+def test_settings_that_cannot_change_are_named(reloading: Reloading) -> None:
+    """What can change is in force all the same."""
+    told = reloading.hang_up(f"{OTHER}dtype: bfloat16\nmax_num_seqs: 4\n")
+    assert "event='reload_ignored' settings='dtype, max_num_seqs'" in told
+    assert "added='turned'" in told
+    assert "reload_ignored" not in reloading.hang_up(TWO)
+
+
+def test_bounds_and_keys_come_into_force(reloading: Reloading) -> None:
+    """To take all keys away would open the server, and needs a restart."""
+    assert reloading.post(n=3).status_code == 200
+    reloading.hang_up(f"{TWO}keys: [{{name: alice, max_running: 2}}]\n")
+    assert reloading.post(n=3).json()["error"]["code"] == "too_many_answers"
+    (reloading.folder / "keys").write_text("carol:secret-c\n")
+    assert "keys=1" in reloading.hang_up(TWO)
+    assert reloading.post(key="secret-c").status_code == 200
+    assert reloading.post(key="secret-b").status_code == 401
+    (reloading.folder / "a.yaml").write_text(CACHE)
+    first = len(reloading.server.log)
+    os.kill(reloading.server.pid, signal.SIGHUP)
+    assert wait_for(lambda: "was started with keys" in "".join(reloading.server.log[first:]))
+    assert reloading.post(key="none").status_code == 401
