@@ -1,4 +1,4 @@
-"""A device that runs a launched step only when the host waits for it, over a real model."""
+"""A device that runs a launched step only when the host waits for it, and an engine over it."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,10 +11,27 @@ from torch import Tensor
 
 from model_runtime.batch import Span
 from model_runtime.cache.page_pool import PagePool
+from model_runtime.config import EngineConfig
+from model_runtime.engine.build_engine import build_runner
+from model_runtime.engine.engine_core import EngineCore
+from model_runtime.engine.observer import Observer
+from model_runtime.engine.request_state import RequestState
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.request import Output, Request
 from model_runtime.runner.launched_step import LaunchedStep
 from model_runtime.runner.model_runner import ModelRunner
 from model_runtime.runner.sampler import SamplingRow
 from rope import Profile
+from tests.engines import Result
+
+CONFIG = EngineConfig(
+    kv_cache_tokens=30 * 8,
+    max_model_len=256,
+    page_size=8,
+    max_num_seqs=4,
+    max_num_batched_tokens=48,
+)
+END = frozenset({7, 11, 40, 41})  # of 199 tokens, so that some answers end by themselves
 
 
 @dataclass(eq=False)
@@ -90,3 +107,51 @@ class DeferredRunner:
                 raise error
             step = self.queue.popleft()
             step.result = step.work()
+
+
+def core_of(checkpoint: Checkpoint, *, is_ahead: bool) -> EngineCore:
+    """A core over the real model."""
+    runner = build_runner(checkpoint, CONFIG)
+    core = EngineCore(DeferredRunner(runner) if is_ahead else runner, CONFIG, Observer())
+    if is_ahead:
+        device_of(core).pool = core.scheduler.pool
+    return core
+
+
+def device_of(core: EngineCore) -> DeferredRunner:
+    """The device of a core that is ahead."""
+    runner = core._runner
+    assert isinstance(runner, DeferredRunner)
+    return runner
+
+
+class Answers:
+    """The outputs of each request."""
+
+    def __init__(self, core: EngineCore, checkpoint: Checkpoint) -> None:
+        self.core, self.checkpoint = core, checkpoint
+        self.outputs: dict[str, list[Output]] = {}
+
+    def add(self, *requests: Request) -> None:
+        """Queue requests."""
+        for each in requests:
+            got = self.outputs[each.request_id] = []
+            state = RequestState.of(each, self.checkpoint.tokenizer, END, got.append)
+            self.core.add(state)
+
+    def finish(self) -> None:
+        """Step until the core is idle; everything must be free then."""
+        for _ in range(2000):
+            if self.core.is_idle:
+                break
+            self.core.step()
+            self.core.check_integrity()
+        assert self.core.is_idle
+        assert self.core.scheduler.pool.num_used == 0
+
+    def results(self) -> dict[str, Result]:
+        """The whole answers; each has one last output."""
+        for outputs in self.outputs.values():
+            assert [each.finish_reason is not None for each in outputs].count(True) == 1
+            assert outputs[-1].finish_reason is not None
+        return {name: Result.of(outputs) for name, outputs in self.outputs.items()}

@@ -1,80 +1,68 @@
 """An engine one step ahead of the host gives every request what a waiting engine gives it."""
 
+import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
 from model_runtime.batch import Span
-from model_runtime.config import EngineConfig
-from model_runtime.engine.build_engine import build_runner
 from model_runtime.engine.engine_core import EngineCore
-from model_runtime.engine.observer import Observer
-from model_runtime.engine.request_state import RequestState
 from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import FinishReason, Output, Request
-from tests.deferred_runner import DeferredRunner
-from tests.engines import Result, deployment_of, request
-from tests.workloads import YARN, Workload, workload
+from model_runtime.request import FinishReason, Request
+from rope import POLICIES
+from tests.deferred_runner import Answers, core_of, device_of
+from tests.engines import deployment_of, request
+from tests.tiny_models import VOCAB_SIZE
 
-CONFIG = EngineConfig(
-    kv_cache_tokens=30 * 8,
-    max_model_len=256,
-    page_size=8,
-    max_num_seqs=4,
-    max_num_batched_tokens=48,
-)
-END = frozenset({7, 11, 40, 41})  # of 199 tokens, so that some answers end by themselves
+YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
-def core_of(checkpoint: Checkpoint, *, is_ahead: bool) -> EngineCore:
-    """A core over the real model."""
-    runner = build_runner(checkpoint, CONFIG)
-    core = EngineCore(DeferredRunner(runner) if is_ahead else runner, CONFIG, Observer())
-    if is_ahead:
-        device_of(core).pool = core.scheduler.pool
-    return core
+@dataclass
+class Workload:
+    """Requests with the step before which each arrives, and that before which some are aborted."""
+
+    arrivals: dict[int, list[Request]] = field(default_factory=dict)
+    aborts: dict[int, list[str]] = field(default_factory=dict)
 
 
-def device_of(core: EngineCore) -> DeferredRunner:
-    """The device of a core that is ahead."""
-    runner = core._runner
-    assert isinstance(runner, DeferredRunner)
-    return runner
-
-
-class Answers:
-    """The outputs of each request."""
-
-    def __init__(self, core: EngineCore, checkpoint: Checkpoint) -> None:
-        self.core, self.checkpoint = core, checkpoint
-        self.outputs: dict[str, list[Output]] = {}
-
-    def add(self, *requests: Request) -> None:
-        """Queue requests."""
-        for each in requests:
-            got = self.outputs[each.request_id] = []
-            state = RequestState.of(each, self.checkpoint.tokenizer, END, got.append)
-            self.core.add(state)
-
-    def finish(self) -> None:
-        """Step until the core is idle; everything must be free then."""
-        for _ in range(2000):
-            if self.core.is_idle:
-                break
-            self.core.step()
-            self.core.check_integrity()
-        assert self.core.is_idle
-        assert self.core.scheduler.pool.num_used == 0
-
-    def results(self) -> dict[str, Result]:
-        """The whole answers; each has one last output."""
-        for outputs in self.outputs.values():
-            assert [each.finish_reason is not None for each in outputs].count(True) == 1
-            assert outputs[-1].finish_reason is not None
-        return {name: Result.of(outputs) for name, outputs in self.outputs.items()}
+def workload(checkpoint: Checkpoint, seed: int) -> Workload:
+    """Random requests: lengths, seeds, temperatures, cuts, stops, tiers, shared prefixes."""
+    chance = random.Random(seed)
+    deployments = {
+        policy: deployment_of(checkpoint, rope_scaling=YARN, policy=policy) for policy in POLICIES
+    }
+    made = Workload()
+    for number in range(chance.randint(3, 9)):
+        family = chance.randrange(2)
+        prompt = [
+            (family * 37 + at * (family + 3)) % VOCAB_SIZE
+            for at in range(chance.choice((1, 9, 24, 50)))
+        ]
+        prompt += [chance.randrange(VOCAB_SIZE) for _ in range(chance.randrange(5))]
+        sampling: dict[str, Any] = {
+            "temperature": chance.choice((0.0, 0.0, 0.8, 1.5)),
+            "seed": chance.randrange(1000),
+            "max_tokens": chance.choice((0, 1, 2, 8, 30, 60)),
+            "ignore_eos": chance.random() < 0.3,
+            "min_tokens": chance.choice((0, 0, 5)),
+        }
+        if chance.random() < 0.3:
+            sampling["stop"] = (chance.choice("abcdefgh"),)
+        if chance.random() < 0.2:
+            sampling |= {"top_p": 0.8, "top_k": 20}
+        if chance.random() < 0.2:
+            sampling |= chance.choice(
+                ({"logprobs": 2}, {"repetition_penalty": 1.5}, {"prompt_logprobs": 1})
+            )
+        asked = request(deployments[chance.choice(POLICIES)], prompt, **sampling)
+        asked = replace(asked, request_id=f"r{number}")
+        made.arrivals.setdefault(chance.choice((0, 0, chance.randrange(60))), []).append(asked)
+        if chance.random() < 0.2:
+            made.aborts.setdefault(chance.randrange(80), []).append(asked.request_id)
+    return made
 
 
 def serve(checkpoint: Checkpoint, work: Workload, *, is_ahead: bool) -> tuple[Answers, EngineCore]:
