@@ -197,16 +197,22 @@ class Reservation:
             self.service.engine,
             self.service.output_queue,
             [
-                replace(request, grammar=grammar, shown_ids=shown_ids)
+                request
                 for prompt in prompts
-                for request in self._requests(prompt, sampling)
+                for request in self._requests(prompt, sampling, grammar, shown_ids)
             ],
             self.arrived,
             self.places,
             max_unread=self.service.settings.max_unread_tokens,
         )
 
-    def _requests(self, prompt: tuple[int, ...], sampling: SamplingParams) -> list[Request]:
+    def _requests(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        grammar: Grammar | None,
+        shown_ids: frozenset[int],
+    ) -> list[Request]:
         """Build one engine request for each answer to a prompt."""
         body, deployment = self.body, self.deployment
         rope = body.rope.request() if body.rope is not None else RopeRequest()
@@ -229,6 +235,8 @@ class Reservation:
                 placement,
                 body.cache_salt or "",
                 wants_progress=bool(body.return_progress),
+                grammar=grammar,
+                shown_ids=shown_ids,
             )
             for seed in body.seeds()
         ]
