@@ -83,6 +83,7 @@ def test_there_are_these_routes_and_no_other(service: Service) -> None:
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("GET", "/tokenizer_info"),
+        ("GET", "/stats"),
         *(("GET", path) for path in ("/live", "/ready", "/health", "/version", "/metrics")),
     }
 

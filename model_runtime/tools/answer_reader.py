@@ -184,11 +184,19 @@ class AnswerReader:
         tool_format = self._plan.tool_format
         assert tool_format is not None
         openers = _OPENERS[tool_format.shape]
+        if openers and tool_format.marker:
+            return body[0] in openers
+        if tool_format.shape == "json":
+            # Nothing marks a call but its first key; other JSON is an answer.
+            begun = "".join(body[:_LEAD_LEN].split())
+            keys = ("name", "type", tool_format.arguments_key)
+            leads = [f'{{"{key}":' for key in keys]
+            return any(each.startswith(begun) or begun.startswith(each) for each in leads)
         if openers:
             return body[0] in openers
         rest = tool_format.head.partition(tool_format.marker)[2].strip()
-        leads = [rest] if rest else list(self._plan.tools or ())
-        return any(each.startswith(body) or body.startswith(each) for each in leads)
+        names = [rest] if rest else list(self._plan.tools or ())
+        return any(each.startswith(body) or body.startswith(each) for each in names)
 
     def _take_calls(self, events: list[Event], end: int) -> bool:
         """Add the calls before `end`; return False if there are none that can be read."""
@@ -215,7 +223,7 @@ class AnswerReader:
 
     def _give_up(self, events: list[Event], end: int) -> None:
         """Let the buffer up to `end` be text."""
-        self._state = _State.TEXT
+        self._state, self._has_text = _State.TEXT, True
         self._emit(events, self._buffer[:end])
         self._buffer = self._buffer[end:]
 
@@ -234,6 +242,7 @@ class AnswerReader:
             self._has_text = True
 
 
+_LEAD_LEN = 64  # characters that show whether JSON is a call
 # First characters of a call after the marker; empty: see the head.
 _OPENERS = {"json": "{[", "named": "", "tagged": "", "python": "["}
 

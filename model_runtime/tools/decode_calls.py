@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -156,7 +157,8 @@ def _typed(raw: str, schema: Any) -> Any:
 
 
 def _python_calls(_: ToolFormat, text: str, tools: Mapping[str, Tool]) -> Calls:
-    listed = ast.parse(text.strip(), mode="eval").body
+    with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+        listed = ast.parse(text.strip(), mode="eval").body
     if not isinstance(listed, ast.List):
         raise TypeError("no list")
     calls: Calls = []

@@ -211,9 +211,9 @@ class Reservation:
             masked = (masked_id, _MASKED)
             sampling = replace(sampling, logit_bias=(*sampling.logit_bias, masked))
         requests = [
-            replace(request, grammar=grammar, shown_ids=shown_ids)
+            request
             for prompt in prompts
-            for request in self._requests(prompt, sampling)
+            for request in self._requests(prompt, sampling, grammar, shown_ids)
         ]
         with self._watched(requests, sum(map(len, prompts))):
             return Submission(
@@ -240,7 +240,13 @@ class Reservation:
             raise
         opened.submitted(len(requests), num_prompt_tokens)
 
-    def _requests(self, prompt: tuple[int, ...], sampling: SamplingParams) -> list[Request]:
+    def _requests(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        grammar: Grammar | None,
+        shown_ids: frozenset[int],
+    ) -> list[Request]:
         """Build one engine request for each answer to a prompt."""
         body, deployment = self.body, self.deployment
         rope = body.rope.request() if body.rope is not None else RopeRequest()
@@ -263,6 +269,8 @@ class Reservation:
                 placement,
                 body.cache_salt or "",
                 wants_progress=bool(body.return_progress),
+                grammar=grammar,
+                shown_ids=shown_ids,
             )
             for seed in body.seeds()
         ]

@@ -15,7 +15,7 @@ from model_runtime.text.grammar import Grammar, Lark
 from model_runtime.tools.answer_reader import ReadingPlan
 from model_runtime.tools.call_grammar import AnswerGrammar, Mode, Thinking, arguments_schema
 from model_runtime.tools.instructions import with_instructions
-from model_runtime.tools.tool_format import GENERIC, ReasoningFormat, Tool
+from model_runtime.tools.tool_format import GENERIC, ReasoningFormat, Tool, special_ids
 from server.api.service import Service
 
 
@@ -79,8 +79,17 @@ async def prepare(service: Service, turn: ChatTurn) -> PreparedTurn:
     masked = None
     if turn.tools and turn.choice == "none" and formats.tools is not None:
         masked = service.tokenizer.token_id(formats.tools.marker)
-    shown = frozenset(formats.special.values()) if plan is not None else frozenset()
-    return PreparedTurn(token_ids, grammar, shown, masked, plan)
+    return PreparedTurn(token_ids, grammar, _shown_ids(service, plan), masked, plan)
+
+
+def _shown_ids(service: Service, plan: ReadingPlan | None) -> frozenset[int]:
+    """Return the special tokens within the markers that an answer is read by."""
+    if plan is None:
+        return frozenset()
+    texts = [] if plan.tool_format is None else [*plan.tool_format.texts()]
+    if plan.reasoning is not None:
+        texts += [plan.reasoning.open, plan.reasoning.close]
+    return frozenset(special_ids(iter(texts), service.chat_formats.special).values())
 
 
 async def prompt_ids(service: Service, turn: ChatTurn, text: str) -> tuple[int, ...]:

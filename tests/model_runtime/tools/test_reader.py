@@ -182,6 +182,10 @@ def test_an_answer_that_begins_as_no_call_is_text() -> None:
     text = 'Here: {"name": "look", "parameters": {}}'
     assert events_of(plan_of(found), *text) == [TextDelta(text)]
     assert events_of(plan_of(found), '{"a": 1}') == [TextDelta('{"a": 1}')]
+    reader = AnswerReader(plan_of(found))
+    assert reader.feed('{ "answer"') == [TextDelta('{ "answer"')]
+    assert [*reader.feed(": 1}"), *reader.finish(is_cut=True)] == [TextDelta(": 1}")]
+    assert (reader.num_cut, reader.num_unparsed) == (0, 0)
 
 
 def test_values_of_tags_have_the_types_of_the_schema() -> None:

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import openai
 import pytest
@@ -80,6 +80,51 @@ def test_langchain_invokes_streams_and_binds(server: Server) -> None:
     chat.bind(extra_body={"rope": {"policy": "fixed"}}).invoke(messages)
     with pytest.raises(openai.BadRequestError, match=r"rope\.policy.*Given: magic"):
         chat.bind(extra_body={"rope": {"policy": "magic"}}).invoke(messages)
+
+
+def test_langchain_binds_tools_and_reads_structured_output(server: Server) -> None:
+    """`any` becomes required, a schema becomes a named function; the loop goes on."""
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+    from pydantic import BaseModel, Field
+
+    digit = Annotated[int, Field(ge=0, le=99)]
+
+    @tool
+    def add(a: digit, b: digit) -> int:  # type: ignore[valid-type]
+        """Add two numbers."""
+        return int(a + b)
+
+    class Colour(BaseModel):
+        """A colour."""
+
+        name: str = Field(pattern="^(red|blue)$")
+        share: int = Field(ge=0, le=100)
+
+    chat = ChatOpenAI(
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        model="ropewalk-demo",
+        temperature=0,
+        max_completion_tokens=150,
+    )
+    asked = HumanMessage("1 + 2")
+    bound = chat.bind_tools([add], tool_choice="any", parallel_tool_calls=False)
+    answer = bound.invoke([asked])
+    (call,) = answer.tool_calls
+    assert call["name"] == "add"
+    assert {type(value) for value in call["args"].values()} == {int}
+    streamed = list(bound.stream([asked]))
+    whole = streamed[0]
+    for chunk in streamed[1:]:
+        whole = whole + chunk
+    assert whole.tool_calls[0]["args"] == call["args"]
+    result = ToolMessage(str(add.invoke(call["args"])), tool_call_id=call["id"])
+    ended = chat.bind_tools([add], tool_choice="none").invoke([asked, answer, result])
+    assert not ended.tool_calls
+    found = chat.with_structured_output(Colour, method="function_calling").invoke("red?")
+    assert isinstance(found, Colour)
 
 
 def test_lm_evaluation_harness_scores_as_transformers_does(server: Server, tmp_path: Path) -> None:

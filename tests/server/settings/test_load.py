@@ -51,6 +51,7 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "max_num_batched_tokens": 64,
         "api_key": ["a", "b"],
         "open_metrics": True,
+        "playground": "never",
         "access_log": "all",
         "keys": [{"name": "a", "max_running": 2, "max_queued": 0, "max_tokens_per_minute": 9}],
         "ssl_keyfile": None,
