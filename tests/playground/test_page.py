@@ -131,6 +131,20 @@ def test_a_chat_has_turns(opened: Watched) -> None:
     assert [turn.partition(":")[0] for turn in turns] == ["user", "assistant", "user", "assistant"]
 
 
+@pytest.mark.parametrize(("field", "label"), [("temperature", "Temperature"), ("seed", "Seed")])
+def test_a_mistyped_number_is_told_and_not_sent(opened: Watched, field: str, label: str) -> None:
+    """The alert names the field; nothing is sent until it is a number."""
+    opened.page.fill("#prompt", PROMPT)
+    opened.page.fill(f"#{field}", "hot")
+    expect(opened.page.locator("#alert")).to_have_text(f"{label} must be a number. Given: hot")
+    opened.page.click("#send")
+    assert not any(url.endswith("/v1/completions") for url in opened.urls)
+    assert opened.page.locator(f"#{field}").get_attribute("aria-invalid") == "true"
+    opened.page.fill(f"#{field}", "0")
+    opened.page.fill("#max-tokens", "2")
+    opened.send()
+
+
 def test_a_key_is_asked_for_and_never_kept(browser: Browser, locked: Server) -> None:
     """After a 401 the typed key works. No storage, cookie or address holds it."""
     context = browser.new_context()

@@ -3,6 +3,7 @@
 import { streamed } from "./api.js";
 import { duration, grouped, make } from "./dom.js";
 
+const LEAST_MS = 5; // between first and last token; tokens that arrive together have no rate
 const CLASSES = [0.9, 0.5, 0.2, 0.05]; // lower bounds of the probability classes p0 to p3
 
 /** Returns the class of a token's probability, 0 (likely) to 4. */
@@ -29,6 +30,18 @@ function tokensOf(choice) {
     logprob: logprobs.token_logprobs[at],
     top: Object.entries(logprobs.top_logprobs?.[at] ?? {}),
   }));
+}
+
+/** Says where two answers differ. */
+export function difference(one, two) {
+  if (one === two) {
+    return "Both answers have the same text.";
+  }
+  let at = 0;
+  while (at < Math.min(one.length, two.length) && one[at] === two[at]) {
+    at += 1;
+  }
+  return `The answers differ from character ${at + 1} on.`;
 }
 
 export class Answer {
@@ -94,7 +107,8 @@ export class Answer {
     if (first !== null) {
       this.firstSeconds = (first - sent) / 1000;
       const following = (this.usage?.completion_tokens ?? numEvents) - 1;
-      this.tokenSeconds = following > 0 ? (last - first) / 1000 / following : null;
+      const isTimed = following > 0 && last - first >= LEAST_MS;
+      this.tokenSeconds = isTimed ? (last - first) / 1000 / following : null;
     }
     this.#state();
   }

@@ -82,7 +82,8 @@ function parts(rows, dots) {
   const lengths = rows.map((row) => row.upper);
   const [from, to] = [Math.log2(lengths[0]) - 1, Math.log2(lengths[lengths.length - 1])];
   const x = (tokens) =>
-    LEFT + ((Math.log2(Math.max(tokens, 1)) - from) / (to - from)) * (WIDTH - LEFT - RIGHT);
+    LEFT +
+    Math.max(4, ((Math.log2(Math.max(tokens, 1)) - from) / (to - from)) * (WIDTH - LEFT - RIGHT));
   const y = (value) =>
     TOP + ((top - Math.log10(value)) / (top - low)) * (HEIGHT - TOP - BOTTOM);
   const found = [];

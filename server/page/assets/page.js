@@ -1,11 +1,11 @@
 /** The page: wires the controls to requests, answers, the context bar and the chart. */
 
-import { Answer } from "./answer.js";
+import { Answer, difference } from "./answer.js";
 import { getJson, hasKey, postJson, rootUrl, setKey } from "./api.js";
 import { drawChart, noteOwn, noteStats } from "./chart.js";
 import { drawContext } from "./context_bar.js";
 import { byId, grouped, make, settled } from "./dom.js";
-import { chosenRope, isChat, messagesWith, requestFor } from "./requests.js";
+import { chosenRope, isChat, messagesWith, mistypedNumber, requestFor } from "./requests.js";
 import { asCurl, asJson, asPython } from "./snippets.js";
 
 const POLL_MS = 2000;
@@ -22,7 +22,7 @@ const [first, second] = ["answer-a", "answer-b"].map(
   (id) => new Answer(byId(id), (before, alternative) => continueFrom(before + alternative)),
 );
 const model = () => models.find((each) => each.id === byId("model").value) ?? models[0];
-const maxTokens = () => (byId("max-tokens").value.trim() ? Number(byId("max-tokens").value) : null);
+const maxTokens = () => Number(byId("max-tokens").value) || null;
 const status = (text) => (byId("status").textContent = text);
 
 /** Shows an error as the server words it. A 401 asks for the key. */
@@ -129,8 +129,12 @@ async function send(text = byId("prompt").value) {
   if (running !== null || !models.length) {
     return;
   }
+  const mistake = mistypedNumber() || (isChat() && !text.trim() ? "The message is empty." : "");
+  byId("alert").textContent = mistake;
+  if (mistake) {
+    return;
+  }
   running = new AbortController();
-  byId("alert").textContent = "";
   byId("difference").textContent = "";
   byId("send").disabled = true;
   byId("stop-button").disabled = false;
@@ -190,17 +194,6 @@ async function send(text = byId("prompt").value) {
 }
 
 const nameOf = (body) => `${body.model}${body.rope?.rope_type ? `, ${body.rope.rope_type}` : ""}`;
-
-function difference(one, two) {
-  if (one === two) {
-    return "Both answers have the same text.";
-  }
-  let at = 0;
-  while (at < Math.min(one.length, two.length) && one[at] === two[at]) {
-    at += 1;
-  }
-  return `The answers differ from character ${at + 1} on.`;
-}
 
 function addTurn(turn) {
   conversation.push(turn);
@@ -327,6 +320,7 @@ for (const id of ["mode-complete", "mode-chat"]) {
 }
 for (const element of document.querySelectorAll("aside input, aside select, #system")) {
   element.addEventListener("input", () => {
+    byId("alert").textContent = mistypedNumber();
     showCode();
     drawBar();
     drawChart();

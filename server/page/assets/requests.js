@@ -2,10 +2,34 @@
 
 import { byId } from "./dom.js";
 
+const NUMBERS = {
+  "rope-factor": "Factor",
+  "max-tokens": "Max tokens",
+  temperature: "Temperature",
+  "top-p": "Top p",
+  seed: "Seed",
+  "top-logprobs": "Alternatives",
+};
+
+/** Returns the number in a field; undefined if it is empty or no number. */
 const number = (id) => {
   const text = byId(id).value.trim();
-  return text === "" ? undefined : Number(text);
+  return text === "" || Number.isNaN(Number(text)) ? undefined : Number(text);
 };
+
+/** Marks the fields whose text is no number; returns a sentence about the first, or "". */
+export function mistypedNumber() {
+  let sentence = "";
+  for (const [id, label] of Object.entries(NUMBERS)) {
+    const text = byId(id).value.trim();
+    const isWrong = text !== "" && Number.isNaN(Number(text));
+    byId(id).setAttribute("aria-invalid", isWrong);
+    if (isWrong && !sentence) {
+      sentence = `${label} must be a number. Given: ${text}`;
+    }
+  }
+  return sentence;
+}
 
 /** Returns the rope object of the controls, or undefined if all is as deployed. */
 export function chosenRope() {
