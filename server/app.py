@@ -12,6 +12,7 @@ from server.api.completions import completions_router
 from server.api.generation_response import ClientDisconnectedError
 from server.api.health import health_router
 from server.api.models import model_router
+from server.api.responses.route import responses_router
 from server.api.service import Service
 from server.middleware.auth import OPEN_PATHS, ApiKeysMiddleware, RequestIdMiddleware
 from server.middleware.body_limits import BodyLimits, BodyLimitsMiddleware
@@ -43,6 +44,7 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
 
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
+    app.include_router(responses_router(service))
     app.include_router(model_router(service))
     app.include_router(health_router(service))
     # The middleware added last runs first.
