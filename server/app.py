@@ -11,6 +11,8 @@ from server.api.chat import chat_router
 from server.api.completions import completions_router
 from server.api.generation_response import ClientDisconnectedError
 from server.api.health import health_router
+from server.api.messages.error_format import AnthropicErrorsMiddleware
+from server.api.messages.route import messages_router
 from server.api.models import model_router
 from server.api.responses.route import responses_router
 from server.api.service import Service
@@ -45,6 +47,7 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
     app.include_router(responses_router(service))
+    app.include_router(messages_router(service))
     app.include_router(model_router(service))
     app.include_router(health_router(service))
     # The middleware added last runs first.
@@ -60,6 +63,7 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
+    app.add_middleware(AnthropicErrorsMiddleware)
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(HttpMetricsMiddleware, metrics=service.http_metrics)
     describe(app)

@@ -80,6 +80,7 @@ class Answer:
             cut_logprobs=cut_logprobs,
             prompt_logprobs=self._take_prompt_logprobs(),
             finish_reason=reason,
+            stop_string=self._detokenizer.stop_string,
         )
 
     def _take_sent(self) -> tuple[TokenLogprob, ...]:

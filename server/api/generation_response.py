@@ -296,6 +296,7 @@ def _joined(outputs: Sequence[Output]) -> Output:
         cut_logprobs=last.cut_logprobs,
         prompt_logprobs=tuple(entry for each in outputs for entry in each.prompt_logprobs),
         finish_reason=last.finish_reason,
+        stop_string=last.stop_string,
         tier=last.tier,
         num_rescales=last.num_rescales,
     )

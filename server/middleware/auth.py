@@ -43,7 +43,10 @@ class ApiKeysMiddleware:
         await answer(scope, receive, send)
 
     def _bears_key(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if not key and "x-api-key" in headers:  # of Anthropic's clients
+            scheme, key = "bearer", headers["x-api-key"]
         given = _digest(key.strip())
         # Every key is compared in full, so that the time taken reveals nothing about them.
         matches = [secrets.compare_digest(given, known) for known in self._digests]
