@@ -35,7 +35,10 @@ class ThinkingBlock(Body):
 class ToolUseBlock(Body):
     """A call of an earlier answer."""
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"caller": (None, {"type": "direct"})}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "caller": (None, {"type": "direct"}),
+        "toolset_name": (None,),
+    }
 
     type: Literal["tool_use"]
     id: Id
@@ -43,6 +46,7 @@ class ToolUseBlock(Body):
     input: dict[str, Any]
     cache_control: Hint = None
     caller: dict[str, Any] | None = None
+    toolset_name: str | None = None
 
 
 TextBlocks = Annotated[
@@ -53,11 +57,14 @@ TextBlocks = Annotated[
 class ToolResultBlock(Body):
     """The result of a call."""
 
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"toolset_name": (None,)}
+
     type: Literal["tool_result"]
     tool_use_id: Id
     content: str | TextBlocks | None = None
     is_error: bool | None = None
     cache_control: Hint = None
+    toolset_name: str | None = None
 
     @property
     def text(self) -> str:

@@ -58,12 +58,12 @@ class ServerTool(SkippedTool):
 
 def _kind_of_tool(value: Any) -> str:
     if isinstance(value, dict):
-        return "a-client-tool" if value.get("type") in (None, "custom") else "another"
-    return "another" if isinstance(value, ServerTool) else "a-client-tool"
+        return "a-client-tool" if value.get("type") in (None, "custom") else "another-type"
+    return "another-type" if isinstance(value, ServerTool) else "a-client-tool"
 
 
 ToolField = Annotated[
-    Annotated[ClientTool, Tag("a-client-tool")] | Annotated[ServerTool, Tag("another")],
+    Annotated[ClientTool, Tag("a-client-tool")] | Annotated[ServerTool, Tag("another-type")],
     Discriminator(_kind_of_tool),
 ]
 

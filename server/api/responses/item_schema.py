@@ -1,8 +1,8 @@
 """The items of `input`: messages, calls, results, reasoning; and as a chat template reads them."""
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -14,6 +14,12 @@ _MAX_ITEMS = 4096
 _MAX_PARTS = 4096
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
+# Fields of calls, which other servers set for tools of theirs.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "caller": (None, {"type": "direct"}),
+    "namespace": (None,),
+    "async": (None, False),
+}
 
 
 class ContentPart(Body):
@@ -55,12 +61,17 @@ class MessageItem(Body):
 class CallItem(Body):
     """A call of an earlier answer."""
 
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+
     type: Literal["function_call"]
     call_id: Id
     name: FunctionName
     arguments: str
     id: Id | None = None
     status: Status | None = None
+    caller: dict[str, Any] | None = None
+    namespace: str | None = None
+    async_: bool | None = Field(None, alias="async")
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield the arguments if they are no JSON object."""
@@ -70,11 +81,17 @@ class CallItem(Body):
 class ResultItem(Body):
     """The result of a call."""
 
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+
     type: Literal["function_call_output"]
     call_id: Id
     output: Content
     id: Id | None = None
     status: Status | None = None
+    name: str | None = None  # a hint: the call has it
+    caller: dict[str, Any] | None = None
+    namespace: str | None = None
+    async_: bool | None = Field(None, alias="async")
 
 
 class SummaryText(Body):

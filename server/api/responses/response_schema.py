@@ -49,11 +49,11 @@ class FunctionTool(Body):
 
 def _kind_of_tool(value: Any) -> str:
     kind = value.get("type", "function") if isinstance(value, dict) else value
-    return "a-function" if kind == "function" or isinstance(value, FunctionTool) else "another"
+    return "a-function" if kind == "function" or isinstance(value, FunctionTool) else "another-type"
 
 
 ToolItem = Annotated[
-    Annotated[FunctionTool, Tag("a-function")] | Annotated[SkippedTool, Tag("another")],
+    Annotated[FunctionTool, Tag("a-function")] | Annotated[SkippedTool, Tag("another-type")],
     Discriminator(_kind_of_tool),
 ]
 
@@ -131,10 +131,8 @@ class TextFormat(Body):
 class TextConfig(Body):
     """OpenAI's `text`."""
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": (None, "medium")}
-
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # a hint that agents send unasked
 
 
 class ReasoningConfig(Body):

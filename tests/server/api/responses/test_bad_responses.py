@@ -51,7 +51,7 @@ def server() -> Iterator[Scripted]:
         ({"input": "a", "top_logprobs": 3}, "top_logprobs", "is not supported"),
         ({"input": "a", "include": ["message.output_text.logprobs"]}, "include.0", "must be"),
         ({"input": "a", "stream_options": {}}, "stream_options", "needs `stream`"),
-        ({"input": "a", "text": {"verbosity": "high"}}, "text.verbosity", "is not supported"),
+        ({"input": "a", "text": {"verbosity": "huge"}}, "text.verbosity", "must be low, medium"),
         (
             {"input": "a", "text": {"format": {"type": "json_schema", "name": "a"}}},
             "text.format.schema",

@@ -163,7 +163,7 @@ def test_the_items_of_an_answer_are_input_again() -> None:
         first = create(server, tools=[LOOK])
         call = first.output[-1]
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
-        dumped = [item.model_dump(exclude_none=True) for item in first.output]
+        dumped = [item.model_dump(by_alias=True) for item in first.output]
         begin = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi."}]
         second = create(server, tools=[LOOK], input=[*begin, *dumped, result])
         parts = {**result, "output": [{"type": "input_text", "text": "sun"}]}
