@@ -7,7 +7,6 @@ from pydantic import Discriminator, Field, Tag
 
 from server.api.strict_body import Body, FirstMistakes
 
-_MAX_BLOCKS = 4096
 Hint = dict[str, Any] | None  # `cache_control`: every prefix is cached, whatever it says
 ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,128}$")]
 Id = Annotated[str, Field(min_length=1, max_length=256)]
@@ -49,9 +48,7 @@ class ToolUseBlock(Body):
     toolset_name: str | None = None
 
 
-TextBlocks = Annotated[
-    list[TextBlock], Field(max_length=_MAX_BLOCKS, fail_fast=True), FirstMistakes
-]
+TextBlocks = Annotated[list[TextBlock], Field(fail_fast=True), FirstMistakes]
 
 
 class ToolResultBlock(Body):
@@ -106,9 +103,7 @@ class Message(Body):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: (
-        str | Annotated[list[Block], Field(max_length=_MAX_BLOCKS, fail_fast=True), FirstMistakes]
-    )
+    content: str | Annotated[list[Block], Field(fail_fast=True), FirstMistakes]
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield the first block that this role has not."""

@@ -11,7 +11,6 @@ from server.api.strict_body import Body, FirstMistakes, other_kind
 from server.api.tools.tool_schema import FunctionName, problem_of_arguments
 
 _MAX_ITEMS = 4096
-_MAX_PARTS = 4096
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
 # Fields of calls, which other servers set for tools of theirs.
@@ -42,9 +41,7 @@ class ContentPart(Body):
         return value
 
 
-Content = (
-    str | Annotated[list[ContentPart], Field(max_length=_MAX_PARTS, fail_fast=True), FirstMistakes]
-)
+Content = str | Annotated[list[ContentPart], Field(fail_fast=True), FirstMistakes]
 
 
 class MessageItem(Body):
@@ -113,8 +110,8 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"]
     id: Id | None = None
-    summary: list[SummaryText] = Field(default_factory=list, max_length=_MAX_PARTS)
-    content: Annotated[list[ReasoningText], Field(max_length=_MAX_PARTS)] | None = None
+    summary: list[SummaryText] = Field(default_factory=list)
+    content: list[ReasoningText] | None = None
     encrypted_content: str | None = None  # of another server; it cannot be read here
     status: Status | None = None
 
