@@ -136,7 +136,7 @@ class TextConfig(Body):
 
 
 class ReasoningConfig(Body):
-    """OpenAI's `reasoning`. All but the effort are hints: the reasoning is told whole."""
+    """OpenAI's `reasoning`. All but the effort are hints: an answer has its whole reasoning."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"mode": (None, "standard")}
 
