@@ -19,8 +19,8 @@ from server.api.model_schema import (
     TokenizeResponse,
     TokenizerInfo,
 )
-from server.api.service import Service
 from server.api.responses.response_schema import ResponsesRequest
+from server.api.service import Service
 from server.api.structured_schema import StructuredOutputs
 from server.app import create_app
 from server.settings.fields import Section
