@@ -97,6 +97,7 @@ class Output(NamedTuple):
     # With prompt_logprobs_from: None, and then one per token from that position.
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     finish_reason: FinishReason | None = None
+    stop_string: str | None = None  # with FinishReason.STOP: the one that ended the text
     num_cached_tokens: int = 0  # prompt tokens that were found in the cache
     tier: Tier | None = None  # the one in force; None only before the engine delivers it
     num_rescales: int = 0  # number of rotation table changes so far

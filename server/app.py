@@ -16,7 +16,10 @@ from server.access.refusals import ClientDisconnectedError
 from server.api.chat import chat_router
 from server.api.completions import completions_router
 from server.api.health import health_router
+from server.api.messages.error_format import AnthropicErrorsMiddleware
+from server.api.messages.route import messages_router
 from server.api.models import model_router
+from server.api.responses.route import responses_router
 from server.api.service import Service
 from server.middleware.auth import OPEN_PATHS, ApiKeysMiddleware, RequestIdMiddleware
 from server.middleware.body_limits import BodyLimits, BodyLimitsMiddleware
@@ -27,7 +30,15 @@ from server.playground.routes import playground_router, stats_router
 from server.reference.page import HEADERS, render
 from server.version import own_version
 
-_ROUTERS = (completions_router, chat_router, model_router, health_router, stats_router)
+_ROUTERS = (
+    completions_router,
+    chat_router,
+    responses_router,
+    messages_router,
+    model_router,
+    health_router,
+    stats_router,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +94,7 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
+    app.add_middleware(AnthropicErrorsMiddleware)
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(
         HttpMetricsMiddleware, metrics=service.http_metrics, opener=_opener(gate, routers)

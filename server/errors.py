@@ -43,6 +43,8 @@ _SHAPES = {
     "prompt": "must be a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "must be a string or a list of strings",
     "content": "must be a string or a list of text parts",
+    "output": "must be a string or a list of text parts",
+    "system": "must be a string or a list of text blocks",
     "chat_template_kwargs": "must be an object of strings, numbers, booleans and nulls",
 }
 # Their `input` is the object around the field, or the message states what is given.

@@ -11,6 +11,7 @@ import pytest
 from server.api.chat_schema import ChatRequest, Message, TokenLogprobs
 from server.api.completion_schema import CompletionRequest
 from server.api.generation_schema import PromptProgressAnswer, RopeAnswer, RopeField
+from server.api.messages.message_schema import CountTokensRequest, MessagesRequest
 from server.api.model_schema import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -18,6 +19,7 @@ from server.api.model_schema import (
     TokenizeResponse,
     TokenizerInfo,
 )
+from server.api.responses.response_schema import ResponsesRequest
 from server.api.service import Service
 from server.api.structured_schema import StructuredOutputs
 from server.app import create_app
@@ -78,6 +80,9 @@ def test_there_are_these_routes_and_no_other(service: Service) -> None:
     assert found == {
         ("POST", "/v1/completions"),
         ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/responses"),
+        ("POST", "/v1/messages"),
+        ("POST", "/v1/messages/count_tokens"),
         ("GET", "/v1/models"),
         ("GET", "/v1/models/{name}"),
         ("POST", "/tokenize"),
@@ -94,6 +99,7 @@ def test_every_field_and_error_code_is_documented() -> None:
         *(CompletionRequest, ChatRequest, Message, RopeField, RopeAnswer, TokenLogprobs),
         *(PromptProgressAnswer, TokenizeRequest, TokenizeResponse, DetokenizeRequest),
         *(DetokenizeResponse, TokenizerInfo, StructuredOutputs),
+        *(ResponsesRequest, CountTokensRequest, MessagesRequest),
     )
     for model in bodies:
         for name in model.model_fields:

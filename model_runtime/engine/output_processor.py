@@ -86,7 +86,10 @@ class Answer:
             cut_logprobs = self._take_held() if is_stopped else ()
         prompt_logprobs = self._take_prompt_logprobs() if self._prompt_logprobs else ()
         # Arguments by position take half the time of named ones.
-        return Output(text, (token_id,), logprobs, cut_logprobs, prompt_logprobs, reason, *placed)
+        stop_string = detokenizer.stop_string
+        return Output(
+            text, (token_id,), logprobs, cut_logprobs, prompt_logprobs, reason, stop_string, *placed
+        )
 
     def _take_sent(self) -> tuple[TokenLogprob, ...]:
         """Return the held logprobs of tokens whose text has begun to be sent."""

@@ -26,10 +26,15 @@ class Detokenizer:
         self._stop = stop
         self._held = ""  # decoded text that may begin a stop string
         self.num_decoded = 0  # characters of the answer so far, held ones included
-        self.is_stopped = False
+        self.stop_string: str | None = None  # the one that ended the text
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether a stop string has ended the text."""
+        return self.stop_string is not None
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """Return the text that is safe to send after this token; set `is_stopped` at a stop string.
+        """Return the text to send after this token; set `stop_string` if one ends the text.
 
         If `may_stop` is False (before min_tokens), then all text is safe to send.
         """
@@ -42,10 +47,10 @@ class Detokenizer:
         self._held += decoded
         if not may_stop:
             return self.flush()
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        found = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
         if found:
-            self.is_stopped = True
-            text, self._held = self._held[: min(found)], ""
+            at, self.stop_string = min(found)
+            text, self._held = self._held[:at], ""
             return text
         keep = max((overlap(self._held, stop) for stop in self._stop), default=0)
         split = len(self._held) - keep

@@ -19,7 +19,7 @@ from server.api.chat_schema import (
     TokenLogprobs,
     TopLogprob,
 )
-from server.api.generation_response import HttpAnswer, finish_reason, finite, respond
+from server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
 from server.api.generation_schema import CompletionTokensDetails, PromptProgressAnswer, Usage
 from server.api.json_body import JsonBodyRoute
 from server.api.output_queue import Submission
@@ -81,7 +81,7 @@ def _choice(choice: str | ToolChoice | None) -> dict[str, Any]:
     return {"choice": "required", "callable_names": names, "is_named": True}
 
 
-class _ChatAnswer(HttpAnswer[ChatRequest]):
+class _ChatAnswer(ChunkAnswer[ChatRequest]):
     """An answer in OpenAI's chat format."""
 
     def __init__(

@@ -9,7 +9,7 @@ from model_runtime.request import Request as EngineRequest
 from model_runtime.text.detokenizer import PROMPT_TAIL
 from model_runtime.text.tokenizer import TokenStream
 from server.api.completion_schema import Choice, CompletionRequest, CompletionResponse, Logprobs
-from server.api.generation_response import HttpAnswer, finish_reason, finite, respond
+from server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
 from server.api.generation_schema import PromptProgressAnswer, Usage
 from server.api.json_body import JsonBodyRoute
 from server.api.output_queue import Submission
@@ -44,7 +44,7 @@ async def _tokenize(service: Service, body: CompletionRequest) -> list[tuple[int
     return prompts
 
 
-class _CompletionAnswer(HttpAnswer[CompletionRequest]):
+class _CompletionAnswer(ChunkAnswer[CompletionRequest]):
     """An answer in OpenAI's classic format."""
 
     def __init__(self, service: Service, submission: Submission, body: CompletionRequest) -> None:

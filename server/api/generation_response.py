@@ -28,7 +28,15 @@ from server.api.generation_schema import (
 )
 from server.api.output_queue import Submission
 from server.api.service import Service
-from server.api.sse import DONE, KEEP_ALIVE, OPENING, EventStream, TextEvent, event
+from server.api.sse import (
+    DONE,
+    KEEP_ALIVE,
+    OPENING,
+    EventStream,
+    TextEvent,
+    event,
+    json_text,
+)
 from server.envelope import envelope
 
 _MOST_TOGETHER = 32  # outputs; a bound on the memory of a stream whose client lags
@@ -52,7 +60,7 @@ class ChoiceState:
 
 
 class HttpAnswer(ABC, Generic[BodyT]):
-    """A collector of outputs; subclasses convert them into OpenAI's formats."""
+    """A collector of outputs; subclasses convert them into the formats of their API."""
 
     def __init__(self, service: Service, submission: Submission, body: BodyT) -> None:
         self.service = service
@@ -64,22 +72,28 @@ class HttpAnswer(ABC, Generic[BodyT]):
         self.listener: Callable[[int, Output], None] | None = None
 
     @abstractmethod
-    def whole_body(self, outputs: Sequence[Output]) -> BaseModel:
+    def whole_body(self, outputs: Sequence[Output]) -> BaseModel | dict[str, Any]:
         """Build the answer; `outputs` has one complete output for each choice."""
 
     @abstractmethod
-    def piece(self, index: int, output: Output) -> BaseModel | None:
-        """Build the body of one output of one choice; None if there is nothing to send yet."""
+    async def output_events(self, index: int, output: Output) -> bytes:
+        """Return the events of one output of one choice."""
+
+    def first_events(self) -> bytes:
+        """Return the beginning of a stream."""
+        return OPENING
+
+    def silent_event(self) -> bytes:
+        """Return what keeps a silent stream open."""
+        return KEEP_ALIVE
 
     @abstractmethod
-    def event_body(
-        self,
-        choices: Sequence[Any],
-        *,
-        usage: Usage | None = None,
-        progress: PromptProgressAnswer | None = None,
-    ) -> BaseModel:
-        """Build an event with these choices, or with none."""
+    def error_events(self, error: EngineStoppedError) -> bytes:
+        """Return the events of a failure after the first byte."""
+
+    def last_events(self) -> bytes:
+        """Return the events after the last output."""
+        return b""
 
     @property
     def request_id(self) -> str:
@@ -114,7 +128,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
                 outputs[index].append(output)
         # Off the event loop, because an echoed long prompt with logprobs takes megabytes.
         content = await asyncio.to_thread(
-            lambda: self.whole_body([_joined(each) for each in outputs]).model_dump_json()
+            lambda: json_text(self.whole_body([_joined(each) for each in outputs]))
         )
         return Response(content, media_type="application/json")
 
@@ -123,24 +137,23 @@ class HttpAnswer(ABC, Generic[BodyT]):
 
         Each output is one event. The events of outputs that are ready together are sent together.
         """
-        yield OPENING
+        yield self.first_events()
         limit_s = self.service.settings.sse_keep_alive_seconds or None
         error: EngineStoppedError | None = None
         while error is None and not self._submission.is_over:
             if not await self._submission.has_output(limit_s):
-                yield KEEP_ALIVE
+                yield self.silent_event()
                 continue
             events = []
             try:
                 for index, output in self._ready():
-                    events.append(await self._event(index, output))
+                    events.append(await self.output_events(index, output))
             except EngineStoppedError as found:
                 error = found
-                events.append(event(envelope(str(error), "server_error", code="engine_stopped")))
+                events.append(self.error_events(error))
             yield b"".join(events)
-        if error is None and self.body.includes_usage:
-            yield event(self.event_body([], usage=self.usage()))
-        yield DONE
+        if error is None:
+            yield self.last_events()
 
     def usage(self) -> Usage:
         """Return the token counts of every answer; a prompt counts once."""
@@ -155,7 +168,47 @@ class HttpAnswer(ABC, Generic[BodyT]):
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         )
 
-    async def _event(self, index: int, output: Output) -> bytes:
+    def _ready(self) -> Iterator[tuple[int, Output]]:
+        """Yield (choice, output) of outputs that are ready. Raises EngineStoppedError."""
+        for index, output in self._submission.ready(_MOST_TOGETHER):
+            if output.finish_reason is FinishReason.ERROR:
+                raise EngineStoppedError(f"The request failed: {output.error}.")
+            state = self.choices[index]
+            state.num_generated += len(output.token_ids)
+            state.num_cached_tokens = output.num_cached_tokens
+            if self.listener is not None:
+                self.listener(index, output)
+            yield index, output
+
+
+class ChunkAnswer(HttpAnswer[BodyT]):
+    """An answer whose stream has chunks with choices, as OpenAI's older routes have."""
+
+    @abstractmethod
+    def piece(self, index: int, output: Output) -> BaseModel | None:
+        """Build the body of one output of one choice; None if there is nothing to send yet."""
+
+    @abstractmethod
+    def event_body(
+        self,
+        choices: Sequence[Any],
+        *,
+        usage: Usage | None = None,
+        progress: PromptProgressAnswer | None = None,
+    ) -> BaseModel:
+        """Build an event with these choices, or with none."""
+
+    def error_events(self, error: EngineStoppedError) -> bytes:
+        """Return an event with the error, and the end."""
+        return event(envelope(str(error), "server_error", code="engine_stopped")) + DONE
+
+    def last_events(self) -> bytes:
+        """Return the token counts if the body asks for them, and the end."""
+        counts = event(self.event_body([], usage=self.usage())) if self.body.includes_usage else b""
+        return counts + DONE
+
+    async def output_events(self, index: int, output: Output) -> bytes:
+        """Return the event of one output."""
         if output.progress is not None:
             prompt = index // self.body.num_answers
             progress = PromptProgressAnswer.of(prompt, output.progress)
@@ -183,18 +236,6 @@ class HttpAnswer(ABC, Generic[BodyT]):
     def _piece_body(self, index: int, output: Output) -> BaseModel | None:
         piece = self.piece(index, output)
         return None if piece is None else self.event_body([piece])
-
-    def _ready(self) -> Iterator[tuple[int, Output]]:
-        """Yield (choice, output) of outputs that are ready. Raises EngineStoppedError."""
-        for index, output in self._submission.ready(_MOST_TOGETHER):
-            if output.finish_reason is FinishReason.ERROR:
-                raise EngineStoppedError(f"The request failed: {output.error}.")
-            state = self.choices[index]
-            state.num_generated += len(output.token_ids)
-            state.num_cached_tokens = output.num_cached_tokens
-            if self.listener is not None:
-                self.listener(index, output)
-            yield index, output
 
 
 async def respond(http: HttpRequest, answer: HttpAnswer[Any]) -> Response:
@@ -252,6 +293,7 @@ def _joined(outputs: Sequence[Output]) -> Output:
         cut_logprobs=last.cut_logprobs,
         prompt_logprobs=tuple(entry for each in outputs for entry in each.prompt_logprobs),
         finish_reason=last.finish_reason,
+        stop_string=last.stop_string,
         tier=last.tier,
         num_rescales=last.num_rescales,
     )

@@ -19,10 +19,15 @@ OPENING, KEEP_ALIVE = b": open\n\n", b": keep-alive\n\n"
 _MARK = uuid.uuid4().hex
 
 
-def event(body: BaseModel | dict[str, Any]) -> bytes:
-    """Format one event."""
-    text = body.model_dump_json() if isinstance(body, BaseModel) else json.dumps(body)
-    return f"data: {text}\n\n".encode()
+def json_text(body: BaseModel | dict[str, Any]) -> str:
+    """Format a body as JSON."""
+    return body.model_dump_json() if isinstance(body, BaseModel) else json.dumps(body)
+
+
+def event(body: BaseModel | dict[str, Any], name: str | None = None) -> bytes:
+    """Format one event, with the name of its kind if it has one."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json_text(body)}\n\n".encode()
 
 
 @dataclass(frozen=True, slots=True)

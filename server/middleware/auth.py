@@ -50,7 +50,10 @@ class ApiKeysMiddleware:
 
     def _allowance(self, scope: Scope) -> Allowance | None:
         """Return the allowance of the request's key, or None without a valid one."""
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if not key and "x-api-key" in headers:  # of Anthropic's clients
+            scheme, key = "bearer", headers["x-api-key"]
         found = self._ring.find(key.strip())
         return found if scheme.lower() == "bearer" else None
 

@@ -15,7 +15,11 @@ from pydantic import BaseModel
 from server.api.chat_schema import ChatRequest, Message, TextPart
 from server.api.completion_schema import CompletionRequest
 from server.api.generation_schema import RopeField, StreamOptions
+from server.api.messages.block_schema import ToolResultBlock
+from server.api.messages.message_schema import CountTokensRequest, MessagesRequest, OutputConfig
 from server.api.model_schema import DetokenizeRequest, TokenizeRequest
+from server.api.responses.item_schema import MessageItem
+from server.api.responses.response_schema import ReasoningConfig, ResponsesRequest, TextFormat
 from server.api.structured_schema import ResponseFormat, StructuredOutputs
 from server.api.tools.tool_schema import CallField, FunctionField, ToolChoice, ToolField
 
@@ -26,9 +30,19 @@ ROUTES: Mapping[str, tuple[type[BaseModel], Mapping[str, str]]] = {
         ChatRequest,
         {"messages": '[{"role": "user", "content": "a"}]', "max_tokens": "1"},
     ),
+    "/v1/responses": (ResponsesRequest, {"input": '"a"', "max_output_tokens": "1"}),
+    "/v1/messages": (
+        MessagesRequest,
+        {"messages": '[{"role": "user", "content": "a"}]', "max_tokens": "1"},
+    ),
+    "/v1/messages/count_tokens": (
+        CountTokensRequest,
+        {"messages": '[{"role": "user", "content": "a"}]'},
+    ),
     "/tokenize": (TokenizeRequest, {"prompt": '"a"'}),
     "/detokenize": (DetokenizeRequest, {"tokens": "[5, 6]"}),
 }
+_SHARES = (5, 3, 3, 3, 1, 1, 1)  # of the routes among the cases
 # Objects inside of bodies, and the fields that hold them.
 INNER: Mapping[str, tuple[type[BaseModel], Mapping[str, str], str]] = {
     "rope": (RopeField, {"rope_type": '"yarn"'}, "{}"),
@@ -44,6 +58,15 @@ INNER: Mapping[str, tuple[type[BaseModel], Mapping[str, str], str]] = {
         "[{}]",
     ),
     "messages": (Message, {"role": '"user"', "content": '"a"'}, "[{}]"),
+    "input": (MessageItem, {"role": '"user"', "content": '"a"'}, "[{}]"),
+    "text": (TextFormat, {"type": '"text"'}, '{"format": {}}'),
+    "reasoning": (ReasoningConfig, {"effort": '"low"'}, "{}"),
+    "output_config": (OutputConfig, {"effort": '"low"'}, "{}"),
+    "system": (
+        ToolResultBlock,
+        {"type": '"tool_result"', "tool_use_id": '"a"'},
+        "[{}]",
+    ),
     "content": (TextPart, {"type": '"text"', "text": '"a"'}, "[{}]"),
 }
 _INT64 = 2**63 - 1
@@ -160,7 +183,7 @@ _LIMITS = {path: limits(model) for path, (model, _) in ROUTES.items()}
 
 def body(rng: Random) -> Body:
     """One body: mostly right, and wrong in a few places."""
-    path = rng.choices(list(ROUTES), [5, 3, 1, 1])[0]
+    path = rng.choices(list(ROUTES), _SHARES)[0]
     model, base = ROUTES[path]
     fields = dict(base)
     kind = rng.choices(["field", "limit", "inner", "unknown", "text"], [5, 3, 2, 1, 3])[0]

@@ -63,19 +63,26 @@ class ChoiceReader:
 
     def take(self) -> ChoiceParts:
         """Return the parts since the last call."""
-        events, self._events = self._events, []
-        calls = []
-        for event in events:
-            if isinstance(event, ToolCall):
-                calls.append(
-                    NumberedCall(self._num_numbered, _new_id(), event.name, arguments_text(event))
-                )
-                self._num_numbered += 1
+        events = self.take_in_order()
         return ChoiceParts(
             "".join(event.text for event in events if isinstance(event, TextDelta)),
             "".join(event.text for event in events if isinstance(event, ReasoningDelta)),
-            calls,
+            [event for event in events if isinstance(event, NumberedCall)],
         )
+
+    def take_in_order(self) -> list[TextDelta | ReasoningDelta | NumberedCall]:
+        """Return the same in the order in which the model wrote it."""
+        events, self._events = self._events, []
+        found: list[TextDelta | ReasoningDelta | NumberedCall] = []
+        for event in events:
+            if isinstance(event, ToolCall):
+                found.append(
+                    NumberedCall(self._num_numbered, _new_id(), event.name, arguments_text(event))
+                )
+                self._num_numbered += 1
+            else:
+                found.append(event)
+        return found
 
     def finish_reason(self, output: Output) -> str | None:
         """Return OpenAI's finish reason; `length` wins, and a named function ends with `stop`."""

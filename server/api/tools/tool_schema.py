@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from model_runtime.tools.tool_format import Tool
 from server.api.strict_body import Body, FirstMistakes, other_kind
@@ -112,6 +112,16 @@ ToolChoiceField = Annotated[
 ]
 
 
+def problem_of_arguments(field: str, arguments: str) -> Iterator[tuple[str, str]]:
+    """Yield the field of a call's arguments if they are no JSON object."""
+    try:
+        given = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        yield field, "must be a JSON object as text"
+
+
 class CalledFunction(Body):
     """The function of a call that is sent back."""
 
@@ -134,12 +144,7 @@ class CallField(Body):
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield the arguments if they are no JSON object."""
-        try:
-            given = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            given = None
-        if not isinstance(given, dict):
-            yield "function.arguments", "must be a JSON object as text"
+        yield from problem_of_arguments("function.arguments", self.function.arguments)
 
     def for_template(self) -> dict[str, Any]:
         """Return it with the arguments as a mapping, as chat templates expect them."""
@@ -191,3 +196,11 @@ class DeltaCall(AnswerCall):
     """A call in a piece of an answer."""
 
     index: int
+
+
+class SkippedTool(BaseModel):
+    """A tool of a type that is not served. Agents offer such tools by default."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    type: str = Field(max_length=64, json_schema_extra={"not": {"const": "function"}})

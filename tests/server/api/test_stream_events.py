@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,14 +24,20 @@ from server.api.chat import _ChatAnswer
 from server.api.chat_schema import ChatRequest
 from server.api.completion_schema import CompletionRequest
 from server.api.completions import _CompletionAnswer
-from server.api.generation_response import HttpAnswer
+from server.api.generation_response import ChunkAnswer
 from server.api.output_queue import OutputQueue, Submission
 from server.api.sse import DONE, KEEP_ALIVE, OPENING, event
+from server.api.tools.chat_turn import ChatTurn
 from tests.engines import deployment_of, tiny_checkpoint
 from tests.tokens import byte_tokenizer
 
+PLAIN = {"turn": ChatTurn(messages=[]), "plan": None}  # an answer that is text
 ROUTES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "chat": (_ChatAnswer, ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
+    "chat": (
+        partial(_ChatAnswer, **PLAIN),
+        ChatRequest,
+        {"messages": [{"role": "user", "content": "a"}]},
+    ),
     "completions": (_CompletionAnswer, CompletionRequest, {"prompt": "ab"}),
 }
 DEPLOYMENT = deployment_of(tiny_checkpoint("llama"), policy="grow", max_rope_factor=4.0)
@@ -66,7 +73,7 @@ class Outputs:
 
 def answer_of(
     route: str, *, keep_alive_s: float = 0.0, max_unread: int = 1000, **fields: Any
-) -> tuple[HttpAnswer[Any], Outputs]:
+) -> tuple[ChunkAnswer[Any], Outputs]:
     """An answer to a streamed request, and the engine behind it. Needs a running loop."""
     answer_type, body_type, prompt = ROUTES[route]
     body = body_type(**{**prompt, "stream": True, **fields})
@@ -92,7 +99,7 @@ def answer_of(
 
 
 async def sent_by(
-    answer: HttpAnswer[Any], engine: Outputs, steps: Sequence[Sequence[tuple[int, Output]]]
+    answer: ChunkAnswer[Any], engine: Outputs, steps: Sequence[Sequence[tuple[int, Output]]]
 ) -> list[bytes]:
     """What the stream sends if each step is given when the one before has been sent."""
     sent, left = [], list(steps)
@@ -104,7 +111,7 @@ async def sent_by(
     return sent
 
 
-def whole_bodies(answer: HttpAnswer[Any], outputs: Sequence[tuple[int, Output]]) -> bytes:
+def whole_bodies(answer: ChunkAnswer[Any], outputs: Sequence[tuple[int, Output]]) -> bytes:
     """The events of the outputs, each built as a whole body."""
     return b"".join(event(answer.event_body([answer.piece(*each)])) for each in outputs)
 

@@ -16,6 +16,8 @@ ROUTES = [
     ("GET", "/v1/models/ropewalk-demo"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/tokenizer_info"),
@@ -73,9 +75,14 @@ def test_everything_needs_a_key(client: httpx.Client, method: str, path: str) ->
         {"Authorization": "Bearer first,"},
         {"Authorization": "first"},
         {"Authorization": "Bearer"},
+        {"x-api-key": "firs"},
+        {"Authorization": "Bearer wrong", "x-api-key": "first"},
     ):
         answer = client.request(method, path, headers=headers)
         assert answer.status_code == 401
+        if path == "/v1/messages":  # Anthropic's envelope
+            assert answer.json()["error"]["type"] == "authentication_error"
+            assert answer.json()["type"] == "error"
         assert answer.json()["error"]["code"] == "invalid_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
 
@@ -90,8 +97,8 @@ def test_watchers_need_none(client: httpx.Client, path: str) -> None:
 @pytest.mark.parametrize("key", ["first", "second", "third", "fourth"])
 def test_any_of_the_keys_opens(client: httpx.Client, key: str) -> None:
     """The accepted keys come from the flag and from the file."""
-    answer = client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
-    assert answer.status_code == 200
+    for headers in ({"Authorization": f"Bearer {key}"}, {"x-api-key": key}):
+        assert client.get("/v1/models", headers=headers).status_code == 200
 
 
 def test_openais_client_sends_its_key_over_tls(guarded: Server, client: httpx.Client) -> None:

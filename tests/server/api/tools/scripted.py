@@ -26,11 +26,15 @@ from tests.tokens import byte_tokenizer_fast
 
 
 class Said:
-    """Replaces the model runner: generates the tokens of a text after any prompt, then the end."""
+    """Replaces the model runner: each prompt gets the tokens of the next text, then the end.
 
-    def __init__(self, vocab_size: int, token_ids: Sequence[int]) -> None:
+    The last text is repeated.
+    """
+
+    def __init__(self, vocab_size: int, texts: Sequence[Sequence[int]]) -> None:
         self._vocab_size = vocab_size
-        self._token_ids = token_ids
+        self._left = [*texts]
+        self._token_ids: Sequence[int] = texts[0]
         self._start: int | None = None  # the position whose logits give the first token
 
     def table_id(self, profile: Any) -> int:
@@ -49,6 +53,7 @@ class Said:
                 position = span.first_position + row
                 if self._start is None or len(span.token_ids) > 1:
                     self._start = position  # of another prompt
+                    self._token_ids = self._left.pop(0) if len(self._left) > 1 else self._left[0]
                 logits = torch.full((self._vocab_size,), -30.0)
                 logits[self._token_ids[min(position - self._start, len(self._token_ids) - 1)]] = 0.0
                 rows.append(logits)
@@ -62,7 +67,7 @@ def _loaded() -> Service:
 
 @dataclass(frozen=True)
 class Scripted:
-    """A server whose model says one text."""
+    """A server whose model says given texts."""
 
     service: Service
     app: Any
@@ -80,10 +85,11 @@ class Scripted:
         return asyncio.run(self._post(path, body))
 
     async def _post(self, path: str, body: Any) -> httpx.Response:
-        async with self._http() as http:
+        async with self.http() as http:
             return await http.post(path, json=body)
 
-    def _http(self) -> httpx.AsyncClient:
+    def http(self) -> httpx.AsyncClient:
+        """A client of the application, for the clients of APIs."""
         transport = httpx.ASGITransport(app=self.app)
         return httpx.AsyncClient(transport=transport, base_url="http://scripted")
 
@@ -91,7 +97,7 @@ class Scripted:
         given = {"model": "ropewalk-demo", "max_tokens": 400, "temperature": 0, **body}
         given.setdefault("messages", [{"role": "user", "content": "Hi."}])
         client = openai.AsyncOpenAI(
-            base_url="http://scripted/v1", api_key="none", max_retries=0, http_client=self._http()
+            base_url="http://scripted/v1", api_key="none", max_retries=0, http_client=self.http()
         )
         async with client:
             found = await client.chat.completions.create(**given)
@@ -100,19 +106,26 @@ class Scripted:
 
 @contextmanager
 def saying(
-    text: str, template: str | None = None, special: Sequence[str] = (), **changes: Any
+    text: str | Sequence[str],
+    template: str | None = None,
+    special: Sequence[str] = (),
+    **changes: Any,
 ) -> Iterator[Scripted]:
-    """A server whose model says a text. `special`: special tokens of its byte tokenizer."""
+    """A server whose model says a text, or one text after the other.
+
+    `special`: special tokens of its byte tokenizer.
+    """
     fast = byte_tokenizer_fast()
     fast.add_special_tokens({"eos_token": "<|end|>", "additional_special_tokens": [*special]})
     tokenizer = Tokenizer(fast)
     service = _loaded()
     chat_template = ChatTemplate(fast, template)
     vocab_size = len(fast)
-    ids = [*tokenizer.encode(text), fast.eos_token_id]
+    texts = [text] if isinstance(text, str) else text
+    said = [[*tokenizer.encode(each), fast.eos_token_id] for each in texts]
     settings = service.settings.model_copy(update=changes)
     engine = Engine(
-        Said(vocab_size, ids),
+        Said(vocab_size, said),
         tokenizer,
         service.engine.config,
         frozenset([fast.eos_token_id]),

@@ -1,0 +1,101 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from fastapi import APIRouter, Request, Response
+
+from server.api.generation_response import respond
+from server.api.json_body import JsonBodyRoute
+from server.api.messages.answer import MessageAnswer
+from server.api.messages.block_schema import messages_for_template
+from server.api.messages.message_schema import (
+    CountTokensRequest,
+    MessageBody,
+    MessagesRequest,
+    TokenCount,
+)
+from server.api.service import Service
+from server.api.tools.chat_turn import ChatTurn, check_variables, prepare, prompt_ids, render
+from server.api.tools.turn_request import TurnRequest, in_words_of
+
+# Our names of fields in errors -> the names that these bodies have for them.
+_NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+}
+
+
+class _Request(TurnRequest):
+    id_prefix: ClassVar[str] = "msg"
+    prompt_field: ClassVar[str] = "messages"
+
+
+def messages_router(service: Service) -> APIRouter:
+    """Build a router with the routes over one service."""
+    router = APIRouter(route_class=JsonBodyRoute)
+
+    @router.post("/v1/messages", response_model=MessageBody)
+    async def messages(body: MessagesRequest, http: Request) -> Response:
+        asked = _Request.model_construct(
+            model=body.model,
+            max_tokens=body.max_tokens,
+            stop=body.stop_sequences,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            seed=body.seed,
+            cache_salt=body.cache_salt,
+            rope=body.rope,
+            stream=body.stream,
+        )
+        with in_words_of(_NAMES):
+            async with service.reserve(asked, service.chat_template.stop) as reservation:
+                prepared = await prepare(service, _turn(service, body))
+                # The field is required, so clients send more than there may be room for.
+                room = reservation.deployment.max_len - len(prepared.prompt_ids) + 1
+                if room < body.max_tokens:
+                    asked = asked.model_copy(update={"max_tokens": max(room, 1)})
+                submission = replace(reservation, body=asked).submit(
+                    [prepared.prompt_ids], prepared.grammar, prepared.shown_ids, prepared.masked_id
+                )
+        return await respond(http, MessageAnswer(service, submission, asked, prepared.plan, body))
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountTokensRequest) -> TokenCount:
+        service.deployment(body.model)
+        turn = _turn(service, body)
+        tokens = await prompt_ids(service, turn, await render(service, turn))
+        return TokenCount(input_tokens=len(tokens))
+
+    return router
+
+
+def _turn(service: Service, body: CountTokensRequest) -> ChatTurn:
+    """Return what a body asks of the model. Raises RequestError."""
+    variables = body.chat_template_kwargs or {}
+    check_variables(service, variables)
+    choice = body.tool_choice
+    return ChatTurn(
+        messages=messages_for_template(body.system, body.messages),
+        opens_answer=not body.continues,
+        continue_final_message=body.continues,
+        variables=variables,
+        reasoning_effort=body.effort,
+        tools=[tool.tool() for tool in body.functions],
+        **_choice(body),
+        is_parallel=choice is None or not choice.disable_parallel_tool_use,
+        answer_schema=body.schema_asked,
+    )
+
+
+def _choice(body: CountTokensRequest) -> dict[str, Any]:
+    """Return the fields of a turn for a `tool_choice`."""
+    choice = body.tool_choice
+    if choice is None:
+        return {}
+    if choice.name is not None:
+        names = frozenset([choice.name])
+        return {"choice": "required", "callable_names": names, "is_named": True}
+    return {"choice": {"any": "required"}.get(choice.type, choice.type)}

@@ -1,0 +1,4 @@
+"""OpenAI's /v1/responses, without a store: its bodies, its items as messages, its answers.
+
+May import: server/api.
+"""

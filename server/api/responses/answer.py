@@ -1,0 +1,198 @@
+"""The answer of /v1/responses: an object with items, or a stream of typed events."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+from model_runtime.errors import EngineStoppedError
+from model_runtime.request import FinishReason, Output
+from model_runtime.tools.answer_reader import ReadingPlan
+from server.api.output_queue import Submission
+from server.api.responses.response_schema import (
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseBody,
+    ResponsesRequest,
+    ResponseUsage,
+)
+from server.api.service import Service
+from server.api.sse import OPENING, event
+from server.api.tools.part_answer import Part, PartAnswer
+from server.api.tools.turn_request import TurnRequest
+
+_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}  # of an item's id
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class ResponseAnswer(PartAnswer):
+    """An answer in the format of OpenAI's Responses."""
+
+    always_has_text: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        service: Service,
+        submission: Submission,
+        asked: TurnRequest,
+        plan: ReadingPlan | None,
+        body: ResponsesRequest,
+    ) -> None:
+        """`body`: the request, whose fields the answer repeats."""
+        super().__init__(service, submission, asked, plan)
+        self._body = body
+        self._num_events = 0
+
+    def whole_body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Build the whole answer."""
+        for _ in self.changes(outputs[0]):
+            pass
+        return self._response(_status(outputs[0]), outputs[0])
+
+    def first_events(self) -> bytes:
+        """Return the events before the first item."""
+        response = self._response("in_progress")
+        return b"".join(
+            [
+                OPENING,
+                self._event("response.created", response=response),
+                self._event("response.in_progress", response=response),
+            ]
+        )
+
+    def begun(self, part: Part) -> bytes:
+        """Return the events of an item that begins."""
+        item = self._item(part, "in_progress")
+        added = self._event("response.output_item.added", output_index=part.index, item=item)
+        if part.call is not None:
+            return added
+        return added + self._of_part("response.content_part.added", part, part=_content(part))
+
+    def grown(self, part: Part, text: str) -> bytes:
+        """Return an event with more of a text, or with a call's arguments."""
+        if part.call is not None:
+            kind = "response.function_call_arguments.delta"
+            return self._event(kind, **self._place(part), delta=text)
+        if part.kind == "reasoning":
+            return self._of_part("response.reasoning_text.delta", part, delta=text)
+        return self._of_part("response.output_text.delta", part, delta=text, logprobs=[])
+
+    def ended(self, part: Part) -> bytes:
+        """Return the events of an item that is over."""
+        if part.call is not None:
+            kind = "response.function_call_arguments.done"
+            done = self._event(kind, **self._place(part), name=part.call.name, arguments=part.text)
+        else:
+            if part.kind == "reasoning":
+                done = self._of_part("response.reasoning_text.done", part, text=part.text)
+            else:
+                done = self._of_part("response.output_text.done", part, text=part.text, logprobs=[])
+            done += self._of_part("response.content_part.done", part, part=_content(part))
+        item = self._item(part, _status_of_part(part))
+        return done + self._event("response.output_item.done", output_index=part.index, item=item)
+
+    def closed(self, output: Output) -> bytes:
+        """Return the event with the whole answer."""
+        status = _status(output)
+        return self._event(f"response.{status}", response=self._response(status, output))
+
+    def error_events(self, error: EngineStoppedError) -> bytes:
+        """Return the event of an answer that failed."""
+        response = self._response("failed")
+        response["error"] = {"code": "server_error", "message": str(error)}
+        return self._event("response.failed", response=response)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
+
+    def _of_part(self, kind: str, part: Part, /, **fields: Any) -> bytes:
+        return self._event(kind, **self._place(part), content_index=0, **fields)
+
+    def _place(self, part: Part) -> dict[str, Any]:
+        return {"item_id": self._item_id(part), "output_index": part.index}
+
+    def _item_id(self, part: Part) -> str:
+        number = self.request_id.partition("-")[2]
+        return f"{_PREFIXES[part.kind]}_{number}_{part.index}"
+
+    def _item(self, part: Part, status: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._item_id(part), "status": status}
+        if part.call is not None:
+            named = {"call_id": part.call.call_id, "name": part.call.name}
+            return {"type": "function_call", **item, **named, "arguments": part.text}
+        content = [] if status == "in_progress" else [_content(part)]
+        if part.kind == "reasoning":
+            return {"type": "reasoning", **item, "summary": [], "content": content}
+        return {"type": "message", **item, "role": "assistant", "content": content}
+
+    def _response(self, status: Status, output: Output | None = None) -> dict[str, Any]:
+        """Build the object; `output`: the last one, at the end."""
+        body, sampling = self._body, self.choices[0].request.sampling
+        reasoning, text, choice = body.reasoning, body.text, body.tool_choice
+        is_whole = output is not None
+        return ResponseBody(
+            id=self.request_id,
+            created_at=self.created,
+            completed_at=int(time.time()) if status == "completed" else None,
+            status=status,
+            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            model=self.model,
+            output=[self._item(part, _status_of_part(part)) for part in self.parts],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            reasoning={
+                "effort": None if reasoning is None else reasoning.effort,
+                "summary": None,
+            },
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            text={"format": _format(text.format if text is not None else None)},
+            tool_choice=_plain(choice) if choice is not None else "auto",
+            tools=[_plain(tool) for tool in body.functions],
+            skipped_tools=body.skipped or None,
+            metadata=body.metadata or {},
+            prompt_cache_key=body.prompt_cache_key,
+            safety_identifier=body.safety_identifier,
+            user=body.user,
+            usage=self._usage() if is_whole else None,
+            rope=None if output is None else self.rope(0, output),
+        ).model_dump()
+
+    def _usage(self) -> ResponseUsage:
+        counts = self.usage()
+        cached = counts.prompt_tokens_details.cached_tokens
+        return ResponseUsage(
+            input_tokens=counts.prompt_tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=cached),
+            output_tokens=counts.completion_tokens,
+            output_tokens_details=OutputTokensDetails(
+                reasoning_tokens=self.reader.num_reasoning_tokens
+            ),
+            total_tokens=counts.total_tokens,
+        )
+
+
+def _status(output: Output) -> Status:
+    return "incomplete" if output.finish_reason is FinishReason.LENGTH else "completed"
+
+
+def _status_of_part(part: Part) -> str:
+    return "incomplete" if part.is_cut else "completed"
+
+
+def _content(part: Part) -> dict[str, Any]:
+    if part.kind == "reasoning":
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
+
+
+def _format(given: Any) -> dict[str, Any]:
+    return {"type": "text"} if given is None else _plain(given)
+
+
+def _plain(given: Any) -> Any:
+    """Return a field of the request for the answer."""
+    if isinstance(given, str):
+        return given
+    return given.model_dump(by_alias=True, exclude_unset=True)
