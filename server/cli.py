@@ -69,7 +69,7 @@ _COMMANDS = {
     "chat": Entry(
         "server.terminal.chat_command",
         "chat",
-        "Talk to the server at URL from a terminal, or send it one message from a pipe.",
+        "Talk to the server at URL from a terminal, or send it one message.",
     ),
     "doctor": Entry(
         "server.doctor.command",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from model_runtime.request import MAX_LOGPROBS
 from server.api.generation_schema import (
@@ -48,6 +48,9 @@ class TextPart(Body):
 
 class Message(Body):
     """One turn."""
+
+    # Which fields a role needs cannot be said by a schema's list of required fields.
+    model_config = ConfigDict(json_schema_extra={"examples": [{"role": "user", "content": "text"}]})
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "refusal": (None,),

@@ -83,6 +83,8 @@ def example(schema: Schema, components: Mapping[str, Schema]) -> Any:
     referred = referred_name(schema)
     if referred is not None:
         return example(components[referred], components)
+    if "examples" in schema:
+        return schema["examples"][0]
     parts = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf")
     if parts:
         return example(parts[0], components)

@@ -25,9 +25,9 @@ def chromium() -> str:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One Chromium for all tests of the page."""
+    """One Chromium for a module's tests; Playwright's event loop must not outlive them."""
     path = chromium()
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=path, args=list(ARGUMENTS))

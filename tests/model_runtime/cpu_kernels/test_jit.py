@@ -20,8 +20,13 @@ FOLDER = Path(compiled.__file__).parent
 
 
 def test_every_source_of_the_kernels_counts() -> None:
-    """Every file that imports numba or llvmlite, or uses `@jit`, is in the kernels' folder."""
+    """Every file that imports numba or llvmlite, or uses `@jit`, is in the kernels' folder.
+
+    Triton's kernels have a decorator of that name, too.
+    """
     for path in FOLDER.parent.rglob("*.py"):
+        if path.stem.startswith("triton_"):
+            continue
         is_source = re.search(
             r"^(import|from) (numba|llvmlite)|^ *@jit\(", path.read_text(), re.MULTILINE
         )

@@ -216,7 +216,8 @@ def test_the_model_may_be_left_out_and_is_listed(
     assert answer.json()["model"] == "ropewalk-demo"
     models = openai_client.models.list().data
     assert [(model.id, model.owned_by) for model in models] == [("ropewalk-demo", "ropewalk")]
-    assert models[0].model_extra == {"max_model_len": 2048}
+    assert models[0].model_extra is not None
+    assert models[0].model_extra["max_model_len"] == 2048
 
 
 def test_tokenize(server: Server) -> None:

@@ -37,6 +37,11 @@ class Said:
         self._token_ids: Sequence[int] = texts[0]
         self._start: int | None = None  # the position whose logits give the first token
 
+    is_asynchronous = False
+
+    def check_device(self) -> None:
+        """Wait for a CPU, which never fails here."""
+
     def table_id(self, profile: Any) -> int:
         """A table_id without a table."""
         return 0
