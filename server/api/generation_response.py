@@ -35,7 +35,7 @@ from server.api.sse import (
     EventStream,
     TextEvent,
     event,
-    json_text,
+    json_bytes,
 )
 from server.envelope import envelope
 
@@ -128,7 +128,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
                 outputs[index].append(output)
         # Off the event loop, because an echoed long prompt with logprobs takes megabytes.
         content = await asyncio.to_thread(
-            lambda: json_text(self.whole_body([_joined(each) for each in outputs]))
+            lambda: json_bytes(self.whole_body([_joined(each) for each in outputs]))
         )
         return Response(content, media_type="application/json")
 

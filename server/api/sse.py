@@ -19,15 +19,20 @@ OPENING, KEEP_ALIVE = b": open\n\n", b": keep-alive\n\n"
 _MARK = uuid.uuid4().hex
 
 
-def json_text(body: BaseModel | dict[str, Any]) -> str:
-    """Format a body as JSON."""
-    return body.model_dump_json() if isinstance(body, BaseModel) else json.dumps(body)
+def json_bytes(body: BaseModel | dict[str, Any]) -> bytes:
+    """Format a body as JSON.
+
+    A dictionary may have lone surrogates, which a client sent. They are escaped.
+    """
+    if isinstance(body, BaseModel):
+        return body.model_dump_json().encode()
+    return json.dumps(body, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
 def event(body: BaseModel | dict[str, Any], name: str | None = None) -> bytes:
     """Format one event, with the name of its kind if it has one."""
-    head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {json_text(body)}\n\n".encode()
+    head = b"" if name is None else b"event: %b\n" % name.encode()
+    return b"%bdata: %b\n\n" % (head, json_bytes(body))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.api.sse import json_bytes
+
 _PATH = "/v1/messages"
 # status -> Anthropic's type of an error
 _TYPES = {
@@ -59,7 +61,7 @@ def _in_envelope(status: int, body: bytes) -> bytes:
     except (ValueError, KeyError, TypeError):
         return body  # an empty body, or none of ours
     error["type"] = error_type(status)
-    return json.dumps({"type": "error", "error": error}).encode()
+    return json_bytes({"type": "error", "error": error})
 
 
 def error_type(status: int) -> str:

@@ -240,3 +240,15 @@ def test_what_agents_send_by_default_is_accepted() -> None:
     assert lines[0] == ": open"
     assert "event: response.created" in lines
     assert lines[-3] == "event: response.completed"
+
+
+def test_text_is_sent_as_it_is() -> None:
+    """Only what UTF-8 cannot hold is escaped: here a lone surrogate of the client's schema."""
+    tool = {**LOOK, "output_schema": {"title": "\ud800"}}
+    with saying("\u00e9\U0001f9f6") as server:
+        for stream in (True, False):
+            body = {"input": "Hi.", "tools": [tool], "temperature": 0, "stream": stream}
+            answer = server.post("/v1/responses", body)
+            assert answer.status_code == 200
+            assert "\u00e9\U0001f9f6".encode() in answer.content
+            assert b'"title": "\\ud800"' in answer.content
