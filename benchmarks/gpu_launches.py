@@ -49,7 +49,7 @@ _FREE = frozenset(
         "unbind",
         "unsqueeze",
     }
-    | {"view", "_reshape_alias", "_unsafe_view"}
+    | {"unbind", "view", "_reshape_alias", "_unsafe_view"}
 )
 _PERHAPS_FREE = frozenset({"contiguous", "reshape", "to"})  # free if the memory is the argument's
 

@@ -94,7 +94,7 @@ _COMMANDS = {
     "top": Entry(
         "server.terminal.top_command",
         "top",
-        "Show the latency of the server at URL by context length, refreshed.",
+        "Show the queue, cache and latency by context length of the server at URL.",
     ),
 }
 _CONFIG_COMMANDS = {

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from server.api.chat_schema import Messages, TemplateVariables, Tools, problems_of_results
 from server.api.generation_schema import TokenId
@@ -61,6 +61,9 @@ class ModelList(Body):
 
 class TokenizeRequest(Body):
     """POST /tokenize: a text, or the messages of a chat."""
+
+    # One of two fields is required, which a list of required fields cannot say.
+    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "text"}]})
 
     model: str | None = Field(None, max_length=256)
     prompt: str | None = None
