@@ -38,18 +38,8 @@ _MAX_LEN = 2048
 # Calls that only describe memory, or reserve it.
 _FREE = frozenset(
     {"alias", "as_strided", "detach", "empty", "empty_like", "expand", "new_empty", "permute"}
-    | {
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "t",
-        "transpose",
-        "unbind",
-        "unsqueeze",
-    }
-    | {"unbind", "view", "_reshape_alias", "_unsafe_view"}
+    | {"select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind"}
+    | {"unsqueeze", "view", "_reshape_alias", "_unsafe_view"}
 )
 _PERHAPS_FREE = frozenset({"contiguous", "reshape", "to"})  # free if the memory is the argument's
 

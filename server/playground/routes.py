@@ -37,13 +37,13 @@ def playground_router(service: Service) -> APIRouter:
 
     @router.get("/playground/needle")
     def needle(
-        context_len: int,
+        context_len: int | None = None,
         depth: Annotated[float, Query(ge=0, le=1, allow_inf_nan=False)] = 0.1,
         seed: Annotated[int, Query(ge=0, lt=2**63)] = 0,
         model: Annotated[str | None, Query(max_length=256)] = None,
     ) -> NeedleAnswer:  # not async: it tokenises a long text
         longest = service.deployment(model).max_len
-        return NeedleMaker(service.tokenizer, longest).make(context_len, depth, seed)
+        return NeedleMaker(service.tokenizer, longest).make(context_len or longest, depth, seed)
 
     return router
 

@@ -32,8 +32,8 @@ _FAILED = 1
 def top(url: str, interval_s: float, since_start: bool, once: bool, api_key: str | None) -> None:  # noqa: FBT001
     """Show the queue, cache and latency by context length of the server at URL.
 
-    The numbers are those of /metrics over the last minute. Ctrl-C ends it. The exit code is 1 if the server cannot
-    be asked.
+    The numbers are those of /metrics over the last minute. Ctrl-C ends it. The exit code is
+    1 if the server cannot be asked.
     """
     # Imported here, so that the other commands do not wait for the import of an HTTP client.
     from server.terminal.connection import ClientError, Connection  # noqa: PLC0415
