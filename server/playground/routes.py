@@ -43,7 +43,9 @@ def playground_router(service: Service) -> APIRouter:
         model: Annotated[str | None, Query(max_length=256)] = None,
     ) -> NeedleAnswer:  # not async: it tokenises a long text
         longest = service.deployment(model).max_len
-        return NeedleMaker(service.tokenizer, longest).make(context_len or longest, depth, seed)
+        return NeedleMaker(service.tokenizer, longest).make(
+            longest if context_len is None else context_len, depth, seed
+        )
 
     return router
 
