@@ -176,7 +176,8 @@ class EngineCore:
             if is_ahead and all(map(_RUNS_AHEAD, states)):
                 self._finish(self._launch(plan, states, None))
                 return
-            spans = [self._span(*each) for each in zip(chunks, states, strict=True)]
+            with memory_errors_told():  # of a new rotation table
+                spans = [self._span(*each) for each in zip(chunks, states, strict=True)]
             logits_RV = self._forward(spans)
         if plan.is_decode_only and all(map(_IS_PLAIN, states)):
             self._postprocessor.process_decodes(states, logits_RV)

@@ -6,12 +6,14 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from model_runtime.batch import Span
+from model_runtime.cache.rope_tables import LayerTables
 from model_runtime.config import EngineConfig
 from model_runtime.engine.engine import Engine
 from model_runtime.engine.step_faults import is_device_fault, is_out_of_memory
@@ -283,3 +285,29 @@ def test_nothing_of_a_failed_step_is_alive_at_its_retry(engines: EngineFactory) 
         gc.enable()
     assert alive == [2, 0]
     assert [each.finish_reason for each in results] == [FinishReason.LENGTH] * 2
+
+
+def test_a_rotation_table_without_memory_is_built_at_the_retry(
+    engines: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The retry has the numbers of its own table, so its answer is that of another engine."""
+    checkpoint = tiny_checkpoint("llama")
+    linear = {"rope_type": "linear", "factor": 4.0}
+    scaled = deployment_of(checkpoint, rope_scaling=linear, policy="fixed")
+    requests = [
+        request(each, [7] * 20, max_tokens=8, ignore_eos=True)
+        for each in (deployment_of(checkpoint), scaled)
+    ]
+    expected = answer(engines.over(checkpoint), *requests)
+    fill, num_calls = LayerTables.fill, 0
+
+    def fails_once(*arguments: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:  # of the second profile
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        fill(*arguments)
+
+    monkeypatch.setattr(LayerTables, "fill", fails_once)
+    assert answer(engines.over(checkpoint), *requests) == expected
+    assert num_calls > 4
