@@ -24,7 +24,7 @@ from model_runtime.layers.last_layer import (
     pruned_layer,
     pruned_spans,
 )
-from model_runtime.layers.merged_linear import forget_products
+from model_runtime.layers.merged_linear import forget_results
 from model_runtime.runner.cuda_graphs import DecodeGraphs, Recorder, RecordingError
 from model_runtime.runner.launched_step import HostBuffers, LaunchedStep
 from model_runtime.runner.sampler import SamplingRow, sampled_on_device
@@ -164,7 +164,7 @@ class ModelRunner:
                 **{STEP: step},
             )
         except Exception:
-            forget_products(self._model)  # a retry needs the memory
+            forget_results(self._model)  # a retry needs the memory
             raise
         logits_RV: Tensor = answer.logits[0].float()
         return logits_RV
