@@ -9,6 +9,7 @@ P = rotated pairs, T = positions, Q = offsets in a tile.
 """
 
 import math
+from collections.abc import Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -172,7 +173,8 @@ class RopeTables:
         self.device = device
         self.generation = 0  # how often all tables have moved in memory
         self._ids: dict[Profile, int] = {}
-        self._allocate(room)
+        self._room = max(1, room)
+        self._layers = self._allocated(self._room)
 
     @property
     def num_tables(self) -> int:
@@ -185,42 +187,52 @@ class RopeTables:
         All tables move if there is no room for another one.
         """
         if profile not in self._ids:
-            if len(self._ids) == self._room:
+            table_id = len(self._ids)
+            if table_id == self._room:
                 self._move()
-            self._ids[profile] = len(self._ids)
-            self._fill(profile)
+            self._fill(self._layers, table_id, profile)
+            # Last, because an error before it leaves a table without its numbers.
+            self._ids[profile] = table_id
         return self._ids[profile]
 
     def layer(self, layer_type: str | None) -> LayerTables:
         """Return the tables of a layer type; None: layers that do not rotate."""
         return self._layers[layer_type]
 
-    def _allocate(self, room: int) -> None:
-        self._room = max(1, room)
-        self._layers: dict[str | None, LayerTables] = {}
+    def _allocated(self, room: int) -> dict[str | None, LayerTables]:
+        """Allocate the tables of every layer type; none is filled."""
+        layers: dict[str | None, LayerTables] = {}
         for layer_type in (*self._native.tables, None):
             pairs = 0
             if layer_type is not None:
                 pairs = len(self._native.tables[layer_type].frequencies().inv_freq_P)
-            self._layers[layer_type] = LayerTables(
-                self._room, self._num_pages, self._page_size, pairs, self.device
+            layers[layer_type] = LayerTables(
+                room, self._num_pages, self._page_size, pairs, self.device
             )
+        return layers
 
     def _move(self) -> None:
-        """Double the room. An engine with the right `num_rope_tables` never does."""
-        self.generation += 1
-        self._allocate(2 * self._room)
-        for profile in self._ids:
-            self._fill(profile)
+        """Double the room. An engine with the right `num_rope_tables` never does.
 
-    def _fill(self, profile: Profile) -> None:
+        The old tables are valid until the new ones are complete, so an error changes nothing.
+        """
+        room = 2 * self._room
+        layers = self._allocated(room)
+        for profile, table_id in self._ids.items():
+            self._fill(layers, table_id, profile)
+        self._room, self._layers = room, layers
+        self.generation += 1
+
+    def _fill(
+        self, layers: Mapping[str | None, LayerTables], table_id: int, profile: Profile
+    ) -> None:
         """Build the tables of one profile in their place."""
-        for layer_type, tables in self._layers.items():
+        for layer_type, tables in layers.items():
             table = self._frequencies(layer_type, profile)
             inv_freq_P = table.inv_freq_P.to(self.device)
             is_scaled = layer_type == self._native.scaled_layer_type
             tables.fill(
-                self._ids[profile],
+                table_id,
                 page_start_angles(inv_freq_P, self._num_pages, self._page_size),
                 offset_angles(inv_freq_P, self._page_size),
                 table.attention_factor,

@@ -143,7 +143,7 @@ class EngineCore:
         try:
             self._run(plan)
         except StepMemoryError:
-            self._runner.check_device()
+            self._wait_for_device()
             self._prefill_budget.note_failure(plan.num_prefill_tokens)
             self._is_retrying = not self._is_retrying and self._make_room()
             if not self._is_retrying:
@@ -153,12 +153,17 @@ class EngineCore:
             # On a broken device all later steps fail, too, so the engine must end.
             if is_device_fault(error):
                 raise
-            self._runner.check_device()
+            self._wait_for_device()
             _log.exception("step_failed", num_sequences=len(plan.chunks))
             self._fail(plan, f"{type(error).__name__} in a step of the engine")
             return False
         self._is_retrying = False
         return True
+
+    def _wait_for_device(self) -> None:
+        """Wait after a failed step, and release the pages of a launched step that nothing reads."""
+        self._runner.check_device()
+        self.scheduler.pages.release_detained()
 
     def _run(self, plan: StepPlan) -> None:
         if self._in_flight is not None:
@@ -171,7 +176,8 @@ class EngineCore:
             if is_ahead and all(map(_RUNS_AHEAD, states)):
                 self._finish(self._launch(plan, states, None))
                 return
-            spans = [self._span(*each) for each in zip(chunks, states, strict=True)]
+            with memory_errors_told():  # of a new rotation table
+                spans = [self._span(*each) for each in zip(chunks, states, strict=True)]
             logits_RV = self._forward(spans)
         if plan.is_decode_only and all(map(_IS_PLAIN, states)):
             self._postprocessor.process_decodes(states, logits_RV)

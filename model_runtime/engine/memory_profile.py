@@ -37,9 +37,12 @@ GRAPH_BYTES = 8 * 2**20
 # cuBLAS keeps 32 MiB on a Hopper for each stream with matrix products. There are three: for the
 # warm-up, the capture and the replay of steps.
 WORKSPACE_BYTES = 3 * 32 * 2**20
-# The parameters with the largest sampler tensors: a bias copies the logits, top_p ranks them. The
-# temperature makes all tokens alike, so that no row's nucleus ends among its candidates.
-_SAMPLING = SamplingParams(temperature=1e9, top_p=0.9, logit_bias=((0, 0.0),))
+# The parameters with the largest sampler tensors. A bias copies the logits. Rows without a cut are
+# drawn from sums in float64, and top_p ranks a row. The temperature makes all tokens alike, so that
+# no row's nucleus ends among its candidates.
+_DRAWN = SamplingParams(temperature=1e9, logit_bias=((0, 0.0),))
+_RANKED = replace(_DRAWN, top_p=0.9)
+_GREEDY = replace(_DRAWN, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +161,16 @@ def profile_memory(
 def run_step(runner: ModelRunner, spans: Sequence[Span]) -> None:
     """Run a forward and the work of `postprocess.py` on its logits; the results are discarded.
 
-    One token is sampled for every sequence. Then logprobs are computed for all rows, like those of
-    a prompt, and for the sampled rows.
+    One token is sampled for every sequence, once in each way with large tensors. Then logprobs are
+    computed for all rows, like those of a prompt, and for the sampled rows.
     """
     logits_RV = runner.run(spans)
     places = [end - 1 for end in accumulate(len(span.logit_rows) for span in spans)]
-    sample_rows(logits_RV, places, [SamplingRow(_SAMPLING, 0, frozenset()) for _ in spans])
+    for params in (_DRAWN, _RANKED):
+        # A greedy row makes the sampler copy the others.
+        num_greedy = min(1, len(spans) - 1)
+        every = [_GREEDY] * num_greedy + [params] * (len(spans) - num_greedy)
+        sample_rows(logits_RV, places, [SamplingRow(each, 0, frozenset()) for each in every])
     for rows_RV in (logits_RV, rows_at(logits_RV, places)):
         num_rows = len(rows_RV)
         logprobs(rows_RV, [0] * num_rows, [MAX_LOGPROBS] * num_rows)

@@ -14,6 +14,7 @@ from torch import Tensor
 from model_runtime.engine.observer import Observer
 from model_runtime.engine.output_processor import Answer
 from model_runtime.engine.request_state import RequestState, RequestStates
+from model_runtime.engine.runner import memory_errors_told
 from model_runtime.errors import GrammarError
 from model_runtime.request import FinishReason, Output, PromptProgress, TokenLogprob
 from model_runtime.runner.sampler import logprobs, rows_at, sample_rows
@@ -61,7 +62,7 @@ class Postprocessor:
 
     def process(self, computed: Sequence[ComputedChunk], logits_RV: Tensor) -> None:
         """Update the requests of a step, whose chunks are in the order of their rows."""
-        with self._clock.part("sample"):
+        with self._clock.part("sample"), memory_errors_told():  # no state has changed yet
             sampled, endings = _split(computed)
             is_finite_R, token_ids = sample_rows(
                 logits_RV,
@@ -92,7 +93,7 @@ class Postprocessor:
 
     def process_decodes(self, states: Sequence[RequestState], logits_RV: Tensor) -> None:
         """Update the requests of a step of plain decodes, which has one row for each."""
-        with self._clock.part("sample"):
+        with self._clock.part("sample"), memory_errors_told():
             rows = [state.sampling_row() for state in states]
             is_finite_R, token_ids = sample_rows(logits_RV, range(len(rows)), rows)
         self.add_tokens(states, is_finite_R, token_ids)

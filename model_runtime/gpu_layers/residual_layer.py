@@ -136,7 +136,8 @@ def fuse_residuals(model: nn.Module) -> None:
     # A norm that is not called with the sum of the layer before it would compute for nothing.
     run_probe(model, _OwnValue())
     for layer, norm in linked:
-        if norm.forget():
+        norm.forget()
+        if not norm.has_used_kept:
             layer.link(None)
 
 
@@ -174,7 +175,10 @@ def _fused(layer: nn.Module, call: _Call | None) -> ResidualLayer | None:
         output = fused(call.hidden_states, **call.arguments)
     except Exception:  # noqa: BLE001  # parts of a checkpoint that take other arguments
         return None
-    of_change, of_output = _ROUNDING[output.dtype]
+    rounding = _ROUNDING.get(output.dtype)
+    if rounding is None:  # such as float16, whose error here is not known
+        return None
+    of_change, of_output = rounding
     given, got, expected = (each.float() for each in (call.hidden_states, output, call.output))
     change, apart = (expected - given).norm(dim=-1), (got - expected).norm(dim=-1)
     bound = of_change * change + of_output * expected.norm(dim=-1)

@@ -25,11 +25,13 @@ class GpuRmsNorm(nn.Module):
         self.scale = scale
         self._sum: Tensor | None = None
         self._norm: Tensor | None = None
+        self.has_used_kept = False  # in the last call
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm, same shape and dtype; the kept one, if x is the sum it belongs to."""
         kept, norm = self._sum, self._norm
         self.forget()
+        self.has_used_kept = norm is not None and kept is x
         if norm is not None and kept is x:
             return norm
         return normalize(x, self.scale)
@@ -42,11 +44,9 @@ class GpuRmsNorm(nn.Module):
         self._sum, self._norm = add_and_normalize(residual, x, self.scale, inner)
         return self._sum
 
-    def forget(self) -> bool:
-        """Free a kept result; return whether there was one."""
-        had_one = self._sum is not None
+    def forget(self) -> None:
+        """Free a kept result."""
         self._sum = self._norm = None
-        return had_one
 
 
 def candidates(weight: nn.Parameter, eps: float) -> Iterator[tuple[nn.Module, IsEqual]]:

@@ -75,10 +75,11 @@ class MergedPart(nn.Module):
         self._shared.forget()
 
 
-def forget_products(model: nn.Module) -> None:
-    """Free what a failed forward has left in the merged linears of a model."""
+def forget_results(model: nn.Module) -> None:
+    """Free what a failed forward has left in merged linears, and in the norms of a GPU."""
     for module in model.modules():
-        if isinstance(module, MergedPart):
+        # Of the class, because a checkpoint's module may have a child with this name.
+        if callable(getattr(type(module), "forget", None)):
             module.forget()
 
 

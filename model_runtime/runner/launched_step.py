@@ -15,11 +15,36 @@ from torch import Tensor
 from model_runtime.runner.sampler import split_told
 from model_runtime.transfer import on_device
 
+_NUM_BUFFERS = 3  # at most two launched steps are not read yet
+_LEAST_NUMBERS = 512  # of a buffer: 256 sequences
+
+
+class HostBuffers:
+    """Pinned memory for the tokens of launched steps, used in turn.
+
+    None is freed before its owner is. To free pinned memory, torch asks the device, and on a broken
+    device that may end the process.
+    """
+
+    def __init__(self) -> None:
+        """Keep no memory until a step needs it."""
+        self._buffers: list[list[Tensor]] = [[] for _ in range(_NUM_BUFFERS)]
+        self._turn = 0
+
+    def take(self, num: int, dtype: torch.dtype) -> Tensor:
+        """Return `num` numbers of pinned memory, valid until it is taken three more times."""
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
+        grown = self._buffers[self._turn]
+        if not grown or len(grown[-1]) < num:
+            size = max(_LEAST_NUMBERS, 1 << (num - 1).bit_length())
+            grown.append(torch.empty(size, dtype=dtype, pin_memory=True))
+        return grown[-1][:num]
+
 
 class LaunchedStep:
     """The tokens of a launched step, one for each sequence."""
 
-    def __init__(self, told_A: Tensor) -> None:
+    def __init__(self, told_A: Tensor, buffers: HostBuffers) -> None:
         """Queue the copy for the host. `told_A`: what `sampled_on_device` returns, [2 S]."""
         self._num_rows = len(told_A) // 2
         self._token_S = told_A[self._num_rows :]
@@ -27,8 +52,8 @@ class LaunchedStep:
         if not told_A.is_cuda:  # the device has run the step already
             self._told_A = told_A
             return
-        # Pinned memory of its own, because a later step may end before this one is read.
-        self._told_A = torch.empty(len(told_A), dtype=told_A.dtype, pin_memory=True)
+        # Not the memory of the step before, which may be unread when this one ends.
+        self._told_A = buffers.take(len(told_A), told_A.dtype)
         self._told_A.copy_(told_A, non_blocking=True)
         self._done = torch.cuda.current_stream(told_A.device).record_event()
 

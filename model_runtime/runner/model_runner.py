@@ -24,9 +24,9 @@ from model_runtime.layers.last_layer import (
     pruned_layer,
     pruned_spans,
 )
-from model_runtime.layers.merged_linear import forget_products
+from model_runtime.layers.merged_linear import forget_results
 from model_runtime.runner.cuda_graphs import DecodeGraphs, Recorder, RecordingError
-from model_runtime.runner.launched_step import LaunchedStep
+from model_runtime.runner.launched_step import HostBuffers, LaunchedStep
 from model_runtime.runner.sampler import SamplingRow, sampled_on_device
 from rope import Profile
 
@@ -53,6 +53,7 @@ class ModelRunner:
         self._backend = backend_for(self._device)
         self._pruned_layer = pruned_layer(model)
         self._graphs: DecodeGraphs | None = None
+        self._host_buffers = HostBuffers()
 
     def table_id(self, profile: Profile) -> int:
         """Return the id of the rotation table for sequences of this profile."""
@@ -97,7 +98,8 @@ class ModelRunner:
         """
         token_S = None if before is None else before[0].tokens_at(before[1])
         logits_RV = self.prepare(spans, token_S)()
-        return LaunchedStep(sampled_on_device(logits_RV, logits_RV, rows))
+        told_A = sampled_on_device(logits_RV, logits_RV, rows)
+        return LaunchedStep(told_A, self._host_buffers)
 
     def run(self, spans: Sequence[Span]) -> Tensor:
         """Run one forward over all spans; return float32 [R, V] in the order of their rows."""
@@ -162,7 +164,7 @@ class ModelRunner:
                 **{STEP: step},
             )
         except Exception:
-            forget_products(self._model)  # a retry needs the memory
+            forget_results(self._model)  # a retry needs the memory
             raise
         logits_RV: Tensor = answer.logits[0].float()
         return logits_RV

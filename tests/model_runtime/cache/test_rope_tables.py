@@ -1,10 +1,13 @@
 """Rotation tables that are filled in beside others, and the memory that they are in."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from model_runtime.cache import rope_tables
 from model_runtime.cache.rope_tables import TILE, LayerTables, RopeTables
 from rope import Linear, Profile, Unscaled, Yarn, native_rope, offset_angles, page_start_angles
 
@@ -78,4 +81,43 @@ def test_more_tables_than_room_move_and_keep_their_numbers() -> None:
     assert (small.generation, large.generation) == (3, 0)
     for table_id in range(len(PROFILES)):
         ours, theirs = (numbers(each.layer("all"), table_id) for each in (small, large))
+        assert all(np.array_equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("part", "num_before", "room"),
+    [
+        ("page_start_angles", 0, 4),
+        ("offset_angles", 1, 4),
+        ("offset_angles", 1, 2),
+        ("LayerTables", 0, 1),
+        ("LayerTables", 1, 2),
+    ],
+)
+def test_a_table_without_memory_is_built_at_the_next_request(
+    monkeypatch: pytest.MonkeyPatch, part: str, num_before: int, room: int
+) -> None:
+    """The fault comes once, also while all tables move; no table is left half filled."""
+    tables = RopeTables(NATIVE, 16, 256, CPU, room=room)
+    whole = RopeTables(NATIVE, 16, 256, CPU, room=len(PROFILES))
+    for profile in PROFILES[:2]:
+        assert tables.id_of(profile) == whole.id_of(profile)
+    real, calls_left = getattr(rope_tables, part), num_before
+
+    def fails_once(*arguments: Any) -> Any:
+        nonlocal calls_left
+        calls_left -= 1
+        if calls_left == -1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*arguments)
+
+    generation = tables.generation
+    monkeypatch.setattr(rope_tables, part, fails_once)
+    with pytest.raises(torch.OutOfMemoryError):
+        tables.id_of(PROFILES[2])
+    assert (tables.num_tables, tables.generation) == (2, generation)
+    for profile in PROFILES:
+        assert tables.id_of(profile) == whole.id_of(profile)
+    for table_id in range(len(PROFILES)):
+        ours, theirs = (numbers(each.layer("all"), table_id) for each in (tables, whole))
         assert all(np.array_equal(*pair) for pair in zip(ours, theirs, strict=True))

@@ -197,6 +197,7 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
     page_counts: list[int] = []
     scored: list[int] = []
     sampled: list[tuple[int, int]] = []
+    top_p: list[set[float]] = []
     new_store, logprobs, sample_rows = (
         build_engine.new_store,
         memory_profile.logprobs,
@@ -216,7 +217,10 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
         return found
 
     def noted_sample_rows(logits_RV: Tensor, places: Sequence[int], rows: Sequence[Any]) -> Any:
-        assert all(row.params.top_p < 1 for row in rows)
+        temperatures = [row.params.temperature for row in rows]
+        assert temperatures[0] == 0
+        assert min(temperatures[1:]) > 0
+        top_p.append({row.params.top_p for row in rows[1:]})
         is_finite_R, token_ids = sample_rows(logits_RV, places, rows)
         assert all(is_finite_R)
         sampled.append((len(logits_RV), len(token_ids)))
@@ -228,7 +232,8 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
     measured(embedded, CONFIG)
     assert sizes == [(150, 5, 74), (150, 5, 5)]
     assert page_counts == [1]
-    assert (scored, sampled) == ([74, 5], [(74, 5)])
+    assert (scored, sampled) == ([74, 5], [(74, 5)] * 2)
+    assert top_p == [{1.0}, {0.9}]
     assert [store() for store in stores] == [None]
 
 
@@ -236,8 +241,8 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
     ("more", "row_bytes"),
     [
         ({"max_num_logit_rows": 110}, 4),  # float32 logits
-        # With a copy, scaled, a probability in two types.
-        ({"max_num_seqs": 105}, 4 + 4 + 4 + 4 + 8),
+        # With a bias, without the greedy row, scaled, a probability in two types, summed.
+        ({"max_num_seqs": 105}, 4 + 4 + 4 + 4 + 4 + 8 + 8),
     ],
 )
 def test_what_is_measured_grows_with_the_rows(
@@ -271,10 +276,11 @@ def test_tables_of_later_profiles_are_counted() -> None:
 def sample_as_on_a_device(
     logits_RV: Tensor, places: Sequence[int], rows: Sequence[SamplingRow]
 ) -> tuple[list[bool], list[int]]:
-    """Sample as `sample_rows` does on a GPU; each row must be sorted whole."""
+    """Sample as `sample_rows` does on a GPU; each row with top_p must be sorted whole."""
     chosen_RV = rows_at(logits_RV, places)
     first = sampler.sampled(chosen_RV, rows, sampler.NUM_CANDIDATES)
-    assert set(first.tolist()) == {NOT_FOUND}
+    for row, token_id in zip(rows, first.tolist(), strict=True):
+        assert (token_id == NOT_FOUND) is (row.params.top_p < 1)
     return in_one_transfer(logits_RV, chosen_RV, rows)
 
 

@@ -269,6 +269,24 @@ def test_a_step_that_fails_ends_its_requests_not_the_engine(
     assert len(answers.results()["r3"].token_ids) == 30
 
 
+@pytest.mark.parametrize("where", ["fails_to_launch", "fails_to_read"])
+def test_no_page_is_detained_after_a_failed_step(llama_checkpoint: Checkpoint, where: str) -> None:
+    """A request that needs the whole cache is served, though no step of it is launched ahead."""
+    core, answers = decoding(
+        llama_checkpoint, plain(llama_checkpoint, 1), plain(llama_checkpoint, 2)
+    )
+    core.abort("r2")
+    setattr(device_of(core), where, RuntimeError("a device is broken"))
+    core.step()
+    assert core.scheduler.pool.num_used == 0
+    large = request(
+        deployment_of(llama_checkpoint), [5] * 230, max_tokens=10, ignore_eos=True, top_p=0.9
+    )
+    answers.add(large)
+    answers.finish()
+    assert len(answers.results()[large.request_id].token_ids) == 10
+
+
 def test_a_launch_without_memory_falls_back_to_a_step_that_waits(
     llama_checkpoint: Checkpoint,
 ) -> None:
