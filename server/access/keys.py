@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 UNNAMED = "unnamed"  # the name of all keys that have none of their own
+NAME_RULE = "up to 64 letters, digits, points, hyphens and underscores, a letter or digit first"
+KEY_RULE = "one or more printable ASCII characters without spaces"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_KEY = re.compile(r"[\x21-\x7e]+")
+
+
+class KeyLineError(ValueError):
+    """A line of the key file that is no key; the message is a part of a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +59,28 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
+def is_key(text: str) -> bool:
+    """Return whether a client can send a text as a bearer token, which has no space in it."""
+    return _KEY.fullmatch(text) is not None
+
+
 def named_key(line: str) -> tuple[str, str]:
-    """Split a line of the key file, `name:key` or `key`, into name and key."""
-    name, colon, key = line.partition(":")
-    if colon and is_name(name):
-        return name, key.strip()
-    return UNNAMED, line
+    """Split a line of the key file, `name:key` or `key`, into name and key.
+
+    Raises KeyLineError, whose message never holds any of the line: all of it may be secret.
+    """
+    before, colon, after = line.partition(":")
+    name, key = (before, after.strip()) if colon else (UNNAMED, line)
+    if not is_name(name):
+        raise KeyLineError(
+            f"the name before the colon must be {NAME_RULE}; a key with a colon needs one, for "
+            f"example `{UNNAMED}:KEY`"
+        )
+    if not key:
+        raise KeyLineError("there must be a key after the colon")
+    if not is_key(key):
+        raise KeyLineError(f"a key must be {KEY_RULE}")
+    return name, key
 
 
 def key_under_two_names(pairs: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
