@@ -33,8 +33,8 @@ _MAX_NAMES = 200  # each has series in the metrics
 def key_table_of(settings: ServeSettings) -> KeyTable:
     """Return the keys of the settings and of the key file, with their bounds.
 
-    Raises SettingsError if the key file cannot be read or holds no key, or if a line is malformed or
-    a key has two names. Bounds for a name that no key has raise it, too.
+    Raises SettingsError if the key file cannot be read or holds no key, or if a line is malformed,
+    or a key has two names. Bounds for a name that no key has raise it, too.
     """
     for number, key in enumerate(settings.api_key, start=1):
         if not is_key(key):
