@@ -49,6 +49,36 @@ class KeyTable:
         return tuple(dict.fromkeys(key.name for key in self.keys))
 
 
+@dataclass(frozen=True, slots=True)
+class KeyChanges:
+    """Names whose keys or bounds differ between two tables, in the order of the keys."""
+
+    added: tuple[str, ...]
+    changed: tuple[str, ...]
+    removed: tuple[str, ...]
+
+
+def changes_between(before: KeyTable, after: KeyTable) -> KeyChanges:
+    """Return the names that differ; a key that moved to another line has not changed."""
+    old, new = _rules_by_name(before), _rules_by_name(after)
+    return KeyChanges(
+        added=tuple(name for name in new if name not in old),
+        changed=tuple(name for name in new if name in old and new[name] != old[name]),
+        removed=tuple(name for name in old if name not in new),
+    )
+
+
+def _rules_by_name(table: KeyTable) -> dict[str, tuple[frozenset[bytes], KeyBounds]]:
+    """Return the digests of each name's keys, and its bounds."""
+    return {
+        name: (
+            frozenset(key.digest for key in table.keys if key.name == name),
+            table.bounds.get(name, NO_BOUNDS),
+        )
+        for name in table.names
+    }
+
+
 def digest_of(key: str) -> bytes:
     """Return the digest under which a key is held and compared."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

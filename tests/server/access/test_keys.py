@@ -6,7 +6,14 @@ import pytest
 
 from server.access.key_metrics import KeyMetrics
 from server.access.key_ring import KeyRing
-from server.access.keys import UNNAMED, KeyBounds, KeyTable, named_key
+from server.access.keys import (
+    UNNAMED,
+    KeyBounds,
+    KeyChanges,
+    KeyTable,
+    changes_between,
+    named_key,
+)
 from server.metrics import MetricFactory
 from server.settings.load import SettingsError, load_settings
 from server.startup.gate import key_table_of
@@ -153,6 +160,16 @@ def test_a_replaced_table_forgets_names_and_their_series(tmp_path: Path) -> None
         sample.labels["key"] for metric in factory.registry.collect() for sample in metric.samples
     }
     assert labels == {"alice", "carol"}
+
+
+def test_changes_are_told_by_name(tmp_path: Path) -> None:
+    """Another key, one key more and other bounds are changes; another order is none."""
+    before = table(tmp_path, "alice:a\nbob:b\ncarol:c\ndave:d\ndave:e\neve:f\n")
+    bounds = '[{"name": "bob", "max_running": 1}]'
+    after = table(tmp_path, "dave:e\ndave:d\nnew:n\nalice:a2\nbob:b\neve:f\neve:g\n", keys=bounds)
+    found = changes_between(before, after)
+    assert found == KeyChanges(("new",), ("alice", "bob", "eve"), ("carol",))
+    assert changes_between(after, after) == KeyChanges((), (), ())
 
 
 def test_yaml_reads_off_as_a_word(tmp_path: Path) -> None:
