@@ -3,11 +3,12 @@
 import gc
 import sys
 
-from server.startup.preflight import bound_memory, foreign_package, wait_briefly
+from server.startup.preflight import bound_memory, foreign_package, keep_hangups, wait_briefly
 
 
 def main() -> None:
     """Check that Python will import our own packages, then run the command line."""
+    keep_hangups(sys.argv[1:])
     problem = foreign_package()
     if problem is not None:
         sys.stderr.write(f"ropewalk: {problem}\n")

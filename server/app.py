@@ -70,6 +70,8 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
         routers.append(playground_router(service))
         # The files hold no secret, and a browser sends no key when it opens a page.
         open_paths |= {"/", *page_files()}
+    # None: no path needs a key
+    open_without_key = None if gate.key_ring is None else open_paths
     for router in routers:
         app.include_router(router)
 
@@ -78,7 +80,7 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
         page = render(
             app.openapi(),
             next(iter(service.deployments)),
-            None if gate.key_ring is None else open_paths,
+            open_without_key,
         )
         return HTMLResponse(page, headers=HEADERS)
 
@@ -99,7 +101,7 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
     app.add_middleware(
         HttpMetricsMiddleware, metrics=service.http_metrics, opener=_opener(gate, routers)
     )
-    describe(app)
+    describe(app, open_without_key)
     return app
 
 

@@ -1,5 +1,6 @@
 """FastAPI's OpenAPI document, with the statuses and bodies that the server really sends."""
 
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,10 +10,10 @@ from pydantic import BaseModel
 _ANSWERS = {
     "400": "A mistake in the request.",
     "401": "No API key, or none that is known.",
-    "404": "No such model or route.",
+    "404": "No such model.",
     "408": "The body came too slowly.",
     "413": "The body is too large.",
-    "429": "The queue is full; with Retry-After.",
+    "429": "The queue is full, or a bound of the API key is reached; with Retry-After.",
     "431": "Too many headers.",
     "500": "A bug of the server.",
     "503": "The model loads, the process ends, or the engine failed; with Retry-After.",
@@ -34,8 +35,11 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def describe(app: FastAPI) -> None:
-    """Set the application's document, which is built at its first request."""
+def describe(app: FastAPI, open_paths: Collection[str] | None) -> None:
+    """Set the application's document, which is built at its first request.
+
+    `open_paths` need no API key; None: no path needs one.
+    """
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -49,17 +53,34 @@ def describe(app: FastAPI) -> None:
                 "properties": {"error": {"$ref": "#/components/schemas/ErrorDetail"}},
                 "required": ["error"],
             }
-            for methods in found["paths"].values():
+            for path, methods in found["paths"].items():
+                needs_key = open_paths is not None and path not in open_paths
                 for operation in methods.values():
-                    _tell_errors(operation["responses"])
+                    _tell_errors(operation, path, needs_key)
             app.openapi_schema = found
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
 
 
-def _tell_errors(responses: dict[str, Any]) -> None:
+def _tell_errors(operation: dict[str, Any], path: str, needs_key: bool) -> None:  # noqa: FBT001
+    """Add the errors that a route can answer to its responses."""
+    responses = operation["responses"]
     responses.pop("422", None)  # FastAPI's own, which this server never sends
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
-    for status, text in _ANSWERS.items():
-        responses[status] = {"description": text, "content": content}
+    statuses = sorted(_statuses(operation, path, needs_key))
+    responses |= {each: {"description": _ANSWERS[each], "content": content} for each in statuses}
+
+
+def _statuses(operation: dict[str, Any], path: str, needs_key: bool) -> Iterator[str]:  # noqa: FBT001
+    """Yield the statuses of the errors that a route can answer."""
+    yield from ("431", "500", "503")
+    if needs_key:
+        yield "401"
+    has_body = "requestBody" in operation
+    if has_body or operation.get("parameters"):
+        yield from ("400", "404")
+    if has_body:
+        yield from ("408", "413")
+    if path.endswith("/completions"):  # only an answer waits in the queue
+        yield "429"

@@ -17,7 +17,7 @@ from server.access.keys import KeyBounds
 from server.access.refusals import ClientDisconnectedError, KeyLimitError
 
 _MINUTE_S = 60.0
-_RETRY_S = 1  # when a waiting answer will start is not known
+_RETRY_S = 1  # at the least: when a waiting answer will start is not known
 
 
 @dataclass(slots=True)
@@ -149,8 +149,9 @@ class Allowance:
         if most is not None and self._num_waiting + num > most:
             self._counters.asked(Outcome.MAX_QUEUED)
             raise KeyLimitError(
-                f"{self._num_waiting} answers of the API key {self.name!r} wait; at most {most} "
-                "may (max_queued).",
+                f"{_answers(self._num_waiting)} of the API key {self.name!r} "
+                f"{'waits' if self._num_waiting == 1 else 'wait'}; at most {most} may "
+                "(max_queued).",
                 Outcome.MAX_QUEUED,
                 most,
                 _RETRY_S,
@@ -181,3 +182,7 @@ class Allowance:
             gained = (now - self._filled_at) * most / _MINUTE_S
             self._tokens_left = min(float(most), self._tokens_left + gained)
         self._filled_at = now
+
+
+def _answers(num: int) -> str:
+    return f"{num} answer{'s' * (num != 1)}"

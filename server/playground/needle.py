@@ -46,7 +46,7 @@ class NeedleMaker:
         """
         if not SHORTEST <= context_len <= self.longest:
             raise RequestError(
-                f"context_len must be {SHORTEST} to {self.longest} tokens, got {context_len}",
+                f"`context_len` must be {SHORTEST} to {self.longest} tokens. Given: {context_len}",
                 param="context_len",
             )
         rng = random.Random(seed)  # noqa: S311  # a choice of text, no secret
@@ -61,7 +61,7 @@ class NeedleMaker:
             query = haystack.queries(context_len, self.tokenizer, texts)[0]
         except EvalError as error:
             raise RequestError(
-                f"context_len: no text for {context_len} tokens at depth {depth:g}",
+                f"`context_len`: no text for {context_len} tokens at depth {depth:g}",
                 param="context_len",
             ) from error
         text = self.tokenizer.decode(

@@ -3,13 +3,18 @@
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import RedirectResponse, Response
 
+from model_runtime.errors import RequestError
 from server.api.service import Service
 from server.page.page_files import HEADERS, PageFile, page_files
-from server.playground.needle import NeedleAnswer, NeedleMaker
+from server.playground.needle import SHORTEST, NeedleAnswer, NeedleMaker
 from server.playground.stats import Stats, read_stats
+from server.wording import did_you_mean
+
+_PARAMETERS = ("context_len", "depth", "seed", "model")  # of /playground/needle
+_MAX_NAME = 64  # characters of an unknown parameter in the error message
 
 
 def stats_router(service: Service) -> APIRouter:
@@ -27,17 +32,21 @@ def playground_router(service: Service) -> APIRouter:
     """Build a router with the page over one service."""
     router = APIRouter()
 
+    @router.head("/", include_in_schema=False)
     @router.get("/", include_in_schema=False)
     def root() -> RedirectResponse:
         # Relative, because a proxy may serve this under a prefix.
         return RedirectResponse("playground/", 307)
 
     for path, file in page_files().items():
-        router.add_api_route(path, _answering(file), methods=["GET"], include_in_schema=False)
+        router.add_api_route(
+            path, _answering(file), methods=["GET", "HEAD"], include_in_schema=False
+        )
 
-    @router.get("/playground/needle")
+    @router.get("/playground/needle", dependencies=[Depends(_no_unknown_parameter)])
     def needle(
-        context_len: int | None = None,
+        # Its maximum is the deployment's, so NeedleMaker checks both and names them.
+        context_len: Annotated[int | None, Query(json_schema_extra={"minimum": SHORTEST})] = None,
         depth: Annotated[float, Query(ge=0, le=1, allow_inf_nan=False)] = 0.1,
         seed: Annotated[int, Query(ge=0, lt=2**63)] = 0,
         model: Annotated[str | None, Query(max_length=256)] = None,
@@ -48,6 +57,17 @@ def playground_router(service: Service) -> APIRouter:
         )
 
     return router
+
+
+def _no_unknown_parameter(request: Request) -> None:
+    """Refuse a parameter that would have no effect. Raises RequestError."""
+    for name in request.query_params:
+        if name not in _PARAMETERS:
+            hint = did_you_mean(name, _PARAMETERS)
+            told = name[:_MAX_NAME]
+            raise RequestError(
+                f"`{told}` is not a parameter of this route, remove it.{hint}", param=told
+            )
 
 
 def _answering(file: PageFile) -> Callable[[Request], Awaitable[Response]]:

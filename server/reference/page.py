@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from server.reference.schema_words import Schema, example, field_rows, kind, referred_name
 
@@ -62,7 +62,7 @@ def render(document: Mapping[str, Any], model: str, open_paths: frozenset[str] |
         '<a href="openapi.json">openapi.json</a>. The examples need the variable ',
         "<code>ROPEWALK</code> with the address of this server, for example ",
         "<code>http://127.0.0.1:8000</code>",
-        "" if open_paths is None else ", and <code>KEY</code> with an API key",
+        "" if open_paths is None else ", and <code>ROPEWALK_API_KEY</code> with an API key",
         ".</p></header>",
         f'<nav aria-label="Operations"><ul>{links}</ul></nav><main id="operations">',
     ]
@@ -139,9 +139,14 @@ def _curl(
     needs_key: bool,  # noqa: FBT001  # a private function with one call
 ) -> str:
     """Return a command that a shell runs as it stands."""
-    lines = [f'curl "$ROPEWALK{path}"']
+    query = {
+        each["name"]: example(each["schema"], components)
+        for each in operation.get("parameters", ())
+        if each["in"] == "query" and each.get("required")
+    }
+    lines = [f'curl "$ROPEWALK{path}{"?" * bool(query)}{urlencode(query)}"']
     if needs_key:
-        lines.append('--header "Authorization: Bearer $KEY"')
+        lines.append('--header "Authorization: Bearer $ROPEWALK_API_KEY"')
     if method == "post":
         body = json.dumps(example(_body(operation), components))
         lines += ["--header 'Content-Type: application/json'", f"--data {shlex.quote(body)}"]

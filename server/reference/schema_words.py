@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Schema = Mapping[str, Any]
+# Fields that a schema does not require, because another one may stand instead.
+_TEXTS = ("prompt", "content")
 _PREFIX = "#/components/schemas/"
 # keyword -> words before its value
 _LIMITS = {
@@ -79,7 +81,7 @@ def _limits(schema: Schema) -> Iterator[str]:
 
 
 def example(schema: Schema, components: Mapping[str, Schema]) -> Any:
-    """Return a small value that a schema accepts: the required fields only."""
+    """Return a small value that a route accepts: the required fields and the text."""
     referred = referred_name(schema)
     if referred is not None:
         return example(components[referred], components)
@@ -90,7 +92,9 @@ def example(schema: Schema, components: Mapping[str, Schema]) -> Any:
         return example(parts[0], components)
     if schema.get("type") == "object":
         fields = schema.get("properties", {})
-        return {each: example(fields[each], components) for each in schema.get("required", ())}
+        names = [*schema.get("required", ())]
+        names += [each for each in _TEXTS if each in fields]
+        return {each: example(fields[each], components) for each in dict.fromkeys(names)}
     if schema.get("type") == "array":
         return [example(schema.get("items", {}), components)]
     return _scalar(schema)

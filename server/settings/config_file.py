@@ -17,8 +17,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigFileError(f"config: cannot read {path}: {reason}") from error
+        raise ConfigFileError(f"config: cannot read {path}: {why_unreadable(error)}") from error
     try:
         found = yaml.load(text, _StrictLoader)  # noqa: S506  # a SafeLoader
     except yaml.YAMLError as error:
@@ -33,6 +32,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigFileError(f"config: {path} must hold settings as `name: value`")
     return found
+
+
+def why_unreadable(error: OSError | UnicodeDecodeError) -> str:
+    """Return the reason why a text file could not be read, as a part of a sentence."""
+    return str(error.strerror) if isinstance(error, OSError) else "it is not UTF-8"
 
 
 _MERGE = "tag:yaml.org,2002:merge"

@@ -61,7 +61,10 @@ class AccessSettings(Section):
         repr=False,
     )
     api_key_file: Path | None = setting(
-        None, "File with more keys, one a line, as `name:key` or `key`.", unit="path"
+        None,
+        "File with more keys, one a line, as `name:key` or `key`. A line that begins with # is a "
+        "comment.",
+        unit="path",
     )
     keys: Annotated[tuple[KeyEntry, ...] | None, NoDecode, FromJson] = setting(
         None,

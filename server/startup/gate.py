@@ -4,16 +4,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.access.keys import (
+    KEY_RULE,
+    NAME_RULE,
     UNNAMED,
     ApiKey,
     KeyBounds,
+    KeyLineError,
     KeyTable,
     digest_of,
+    is_key,
+    is_name,
     key_under_two_names,
     named_key,
 )
 from server.page.page_files import has_playground
+from server.settings.config_file import why_unreadable
 from server.settings.load import ServeSettings, SettingsError
+from server.settings.problems import shown
 
 if TYPE_CHECKING:
     from server.access.key_ring import KeyRing
@@ -26,14 +33,15 @@ _MAX_NAMES = 200  # each has series in the metrics
 def key_table_of(settings: ServeSettings) -> KeyTable:
     """Return the keys of the settings and of the key file, with their bounds.
 
-    Raises SettingsError if the key file cannot be read or holds no key, or if a key is empty or has
-    two names. Bounds for a name that no key has raise it, too.
+    Raises SettingsError if the key file cannot be read or holds no key, or if a line is malformed,
+    or a key has two names. Bounds for a name that no key has raise it, too.
     """
+    for number, key in enumerate(settings.api_key, start=1):
+        if not is_key(key):
+            raise SettingsError(f"api_key: key {number} must be {KEY_RULE}")
     pairs = [(UNNAMED, key) for key in settings.api_key]
     if settings.api_key_file is not None:
         pairs += _in_file(settings.api_key_file)
-    if any(not key for _, key in pairs):
-        raise SettingsError("api_key: a key must not be empty")
     names = list(dict.fromkeys(name for name, _ in pairs))
     if len(names) > _MAX_NAMES:
         raise SettingsError(
@@ -44,6 +52,8 @@ def key_table_of(settings: ServeSettings) -> KeyTable:
         raise SettingsError(f"api_key_file: {shared[0]} and {shared[1]} have the same key")
     bounds = {}
     for entry in settings.keys or ():
+        if not is_name(entry.name):
+            raise SettingsError(f"keys: name must be {NAME_RULE}, got {shown(entry.name)}")
         if entry.name not in names:
             raise SettingsError(
                 f"keys: {entry.name} has no key, add a line `{entry.name}:KEY` to api_key_file"
@@ -55,15 +65,19 @@ def key_table_of(settings: ServeSettings) -> KeyTable:
 
 
 def _in_file(path: Path) -> list[tuple[str, str]]:
-    """Return names and keys of a key file. Raises SettingsError."""
+    """Return names and keys of a key file, without its comments. Raises SettingsError."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"api_key_file: cannot read {path}") from error
-    found = [named_key(line.strip()) for line in lines if line.strip()]
-    empty = [name for name, key in found if not key]
-    if empty:
-        raise SettingsError(f"api_key_file: {path} has no key after the colon of {empty[0]}")
+        raise SettingsError(f"api_key_file: cannot read {path}: {why_unreadable(error)}") from error
+    found = []
+    for number, line in enumerate(map(str.strip, text.split("\n")), start=1):
+        if not line or line.startswith("#"):
+            continue
+        try:
+            found.append(named_key(line))
+        except KeyLineError as error:
+            raise SettingsError(f"api_key_file: {path}, line {number}: {error}") from error
     if not found:
         # Without a key the server would accept every client.
         raise SettingsError(f"api_key_file: {path} holds no key")

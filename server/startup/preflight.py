@@ -1,4 +1,4 @@
-"""The steps before torch is imported: our own packages, memory between steps, and waiting threads.
+"""The steps before torch is imported: SIGHUP, our own packages, memory, and waiting threads.
 
 PyPI has another package called `rope` (a refactoring library that language servers pull in). If an
 environment has both, Python may import the other one. The installed command is safe from that
@@ -8,8 +8,9 @@ environment has both, Python may import the other one. The installed command is 
 import ctypes
 import importlib.util
 import os
+import signal
 import sys
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt
@@ -33,6 +34,16 @@ _MOST_PRIMITIVES = "256"
 # little, and made 1,000 and none 3 times slower.
 _SPINS = "1000"
 _ALREADY_SAID = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+
+def keep_hangups(arguments: Sequence[str]) -> None:
+    """Keep SIGHUP until `serve` handles it; `arguments` are those of the command.
+
+    Else the signal ends the process while the command is imported. The system keeps a blocked
+    signal and delivers it later. Other commands end with their terminal, as any program does.
+    """
+    if arguments[:1] == ["serve"] and hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
 
 
 def foreign_package() -> str | None:

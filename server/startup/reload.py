@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from model_runtime.deployment import Deployment
-from server.access.keys import KeyTable
+from server.access.keys import KeyTable, changes_between
 from server.api.service import Service
 from server.settings.load import ServeSettings, SettingsError, load_settings
 from server.settings.sections import DeploymentSettings
@@ -108,7 +108,9 @@ class Reloader:
         after = {deployment.name: deployment for deployment in read.deployments}
         service.metrics.serve(applicable_of(read.deployments))
         service.replace_deployments(after)
+        keys = changes_between(KeyTable(), read.keys)
         if service.key_ring is not None:
+            keys = changes_between(service.key_ring.table, read.keys)
             service.key_ring.replace(read.keys)
         if read.ignored:
             _log.warning(
@@ -125,4 +127,7 @@ class Reloader:
             ),
             removed=", ".join(name for name in before if name not in after),
             keys=len(read.keys.keys),
+            keys_added=", ".join(keys.added),
+            keys_changed=", ".join(keys.changed),
+            keys_removed=", ".join(keys.removed),
         )

@@ -111,6 +111,8 @@ class Hangups:
         ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._ends_with_terminal = not ignored and _has_terminal()
         signal.signal(signal.SIGHUP, self._while_loading)
+        # One that came before this line is delivered now (preflight.py).
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
     def connect(
         self,

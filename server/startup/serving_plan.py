@@ -17,6 +17,7 @@ from model_runtime.quantised.scheme import Scheme
 from model_runtime.size_text import size_text
 from model_runtime.text.chat_template import MAX_TEMPLATE_STOPS, RESERVED, ChatTemplate
 from rope import NativeRope, Profile, RopeConfigError
+from server.settings.config_file import why_unreadable
 from server.settings.fields import MAX_CONTEXT_BUCKETS
 from server.settings.load import ServeSettings, SettingsError
 from server.settings.sections import DeploymentEntry, DeploymentSettings
@@ -204,7 +205,9 @@ def chat_template_of(settings: ServeSettings, tokenizer: Templated) -> ChatTempl
     try:
         return tokenizer.chat_template(settings.chat_template.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"chat_template: cannot read {settings.chat_template}") from error
+        raise SettingsError(
+            f"chat_template: cannot read {settings.chat_template}: {why_unreadable(error)}"
+        ) from error
 
 
 def computing_line(products: str, attention: str, bits: str) -> str:

@@ -1,5 +1,6 @@
 """A conversation in a terminal, with the scaling of each message chosen by command."""
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -34,7 +35,8 @@ class Chat:
     ) -> None:
         """Look for the model. Raises ClientError if there is no such server or name."""
         self._connection = connection
-        self._names = [each["id"] for each in connection.get("/v1/models")["data"]]
+        self._models = {each["id"]: each for each in connection.get("/v1/models")["data"]}
+        self._names = list(self._models)
         self._model = self._checked(model or self._names[0])
         self._system = system
         self._limits = {name: value for name, value in limits.items() if value is not None}
@@ -126,12 +128,9 @@ class Chat:
         elif len(words) > 2:
             raise ClientError(f"/rope takes a type and a factor, got {text}")
         else:
-            rope: dict[str, Any] = {"rope_type": words[0]}
+            rope: dict[str, Any] = {"rope_type": self._checked_type(words[0])}
             if len(words) == 2:
-                try:
-                    rope["factor"] = float(words[1])
-                except ValueError as error:
-                    raise ClientError(f"the factor must be a number, got {words[1]}") from error
+                rope["factor"] = _factor(words[1])
             self._rope = rope
         shown = " ".join(
             f"{value:g}" if isinstance(value, float) else value for value in self._rope.values()
@@ -150,6 +149,16 @@ class Chat:
             raise ClientError(f"there is no model {name}. Served: {', '.join(self._names)}")
         return name
 
+    def _checked_type(self, name: str) -> str:
+        """Return a type that requests to the model may name. Raises ClientError."""
+        allowed = [*self._models[self._model]["ropewalk"]["allowed_rope_types"]]
+        allowed += [] if "default" in allowed else ["default"]
+        if name not in allowed:
+            raise ClientError(
+                f"{self._model} has no scaling of the type {name}. Allowed: {', '.join(allowed)}"
+            )
+        return name
+
     def _set_system(self, text: str) -> None:
         self._system = text
         click.secho("system message set" if text else "no system message", dim=True)
@@ -165,7 +174,7 @@ class Chat:
     def _compare(self, text: str) -> None:
         if not self._turns:
             raise ClientError("there is no message to answer again yet")
-        rope = {"rope_type": text or "default"}
+        rope = {"rope_type": self._checked_type(text or "default")}
         click.secho(f"the last message under {rope['rope_type']}:", dim=True)
         self._shown(self._turns[:-1], rope)
 
@@ -184,3 +193,14 @@ class Chat:
     @staticmethod
     def _help(_: str) -> None:
         click.echo(_HELP)
+
+
+def _factor(text: str) -> float:
+    """Return a factor as it was typed. Raises ClientError."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 1 <= found < math.inf:
+        raise ClientError(f"the factor must be a number of at least 1, got {text}")
+    return found

@@ -46,6 +46,9 @@ class Connection:
     """A connection to one server."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
+        """Open no connection yet. Raises ClientError if the URL is not one of a server."""
+        if not url.lower().startswith(("http://", "https://")):
+            raise ClientError(f"the URL needs http:// or https:// in front, got {url}")
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:

@@ -124,7 +124,7 @@ def test_the_grace_period_covers_the_drain(tmp_path: Path) -> None:
 
 def test_the_shipped_secret_starts_no_server(tmp_path: Path) -> None:
     """A key that everybody knows would be worse than none."""
-    with pytest.raises(SettingsError, match="has no key after the colon of example"):
+    with pytest.raises(SettingsError, match="line 1: there must be a key after the colon"):
         key_table_of(load_settings({"config": str(unpacked(tmp_path, ""))}))
 
 

@@ -194,6 +194,40 @@ def test_headers_are_exact(server: Server) -> None:
     assert httpx.get(f"{server.url}/").headers["location"] == "playground/"
 
 
+def test_head_is_answered_as_get_without_a_body(server: Server) -> None:
+    """A monitor may ask for the headers only."""
+    for path in ("/", *page_files()):
+        full, head = (getattr(httpx, each)(f"{server.url}{path}") for each in ("get", "head"))
+        assert head.status_code == full.status_code, path
+        assert head.content == b""
+        varying = {"date", "x-request-id"}
+        one, other = (
+            {k: v for k, v in each.headers.items() if k not in varying} for each in (full, head)
+        )
+        assert one == other, path
+
+
+@pytest.mark.parametrize(
+    ("query", "message", "param"),
+    [
+        (
+            {"context_len": 512, "deptt": 0.5},
+            "`deptt` is not a parameter of this route, remove it. Did you mean `depth`?",
+            "deptt",
+        ),
+        ({"context_len": 63}, "`context_len` must be 64 to 2048 tokens. Given: 63", "context_len"),
+    ],
+)
+def test_a_wrong_query_is_one_sentence(
+    server: Server, query: dict[str, float], message: str, param: str
+) -> None:
+    """A misspelt parameter is refused and not ignored."""
+    answer = httpx.get(f"{server.url}/playground/needle", params=query, timeout=30)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["message"], error["param"]) == (message, param)
+
+
 def test_the_files_are_small_and_ask_no_one_else() -> None:
     """All files together stay below 80 KB. They never set HTML, and name no other host."""
     files = page_files()

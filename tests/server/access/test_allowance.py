@@ -77,7 +77,10 @@ def test_a_full_queue_refuses_and_names_its_bound() -> None:
         made = Case(max_running=1, max_queued=1)
         await made.entering()
         waiting = await made.entering()
-        with pytest.raises(KeyLimitError, match=r"'alice' wait; at most 1 may \(max_queued\)") as e:
+        with pytest.raises(
+            KeyLimitError,
+            match=r"^1 answer of the API key 'alice' waits; at most 1 may \(max_queued\)",
+        ) as e:
             await made.allowance.enter(1, stays)
         assert e.value.details == {"limit": "max_queued", "limit_value": 1}
         assert e.value.retry_after_s == 1

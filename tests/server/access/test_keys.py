@@ -6,7 +6,14 @@ import pytest
 
 from server.access.key_metrics import KeyMetrics
 from server.access.key_ring import KeyRing
-from server.access.keys import UNNAMED, KeyBounds, KeyTable, named_key
+from server.access.keys import (
+    UNNAMED,
+    KeyBounds,
+    KeyChanges,
+    KeyTable,
+    changes_between,
+    named_key,
+)
 from server.metrics import MetricFactory
 from server.settings.load import SettingsError, load_settings
 from server.startup.gate import key_table_of
@@ -30,14 +37,64 @@ def ring_of(found: KeyTable) -> KeyRing:
         ("alice:secret", ("alice", "secret")),
         ("alice: secret:with:colons", ("alice", "secret:with:colons")),
         ("plain-key", (UNNAMED, "plain-key")),
-        ("not a name:rest", (UNNAMED, "not a name:rest")),
-        (":rest", (UNNAMED, ":rest")),
-        ("x" * 65 + ":rest", (UNNAMED, "x" * 65 + ":rest")),
+        ("unnamed:a/b:c", (UNNAMED, "a/b:c")),
+        ("x" * 64 + ":rest", ("x" * 64, "rest")),
     ],
 )
 def test_a_line_has_a_name_or_is_a_key(line: str, expected: tuple[str, str]) -> None:
     """A name has up to 64 letters, digits, points, hyphens and underscores."""
     assert named_key(line) == expected
+
+
+def test_comments_and_empty_lines_are_no_keys(tmp_path: Path) -> None:
+    """A comment would otherwise be a key that everybody can guess."""
+    ring = ring_of(table(tmp_path, "# old keys below\n\n  # alice:gone\nalice:a#1\r\n"))
+    assert len(ring.table.keys) == 1
+    assert ring.find("a#1") is not None
+    for comment in ("# old keys below", "# alice:gone", "gone", "#"):
+        assert ring.find(comment) is None
+    with pytest.raises(SettingsError, match="holds no key"):
+        table(tmp_path, "# nothing else\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("a b:secret", "the name before the colon must be up to 64 letters"),
+        (":secret", "the name before the colon must be up to 64 letters"),
+        ("x" * 65 + ":secret", "the name before the colon must be up to 64 letters"),
+        ("x:secret two", "a key must be one or more printable ASCII characters without spaces"),
+        ("secret two", "a key must be one or more printable ASCII characters without spaces"),
+        ("x:secret\u00e9", "a key must be one or more printable ASCII characters without spaces"),
+        ("x: ", "there must be a key after the colon"),
+    ],
+)
+def test_a_malformed_line_is_named_by_its_number(tmp_path: Path, line: str, message: str) -> None:
+    """The sentence names the file and the line, and holds nothing of the line."""
+    with pytest.raises(SettingsError) as raised:
+        table(tmp_path, f"# comment\nalice:a\n{line}\n")
+    told = str(raised.value)
+    assert told.startswith(f"api_key_file: {tmp_path / 'keys'}, line 3: {message}")
+    assert "secret" not in told
+    assert "\n" not in told
+
+
+def test_a_key_of_the_settings_can_be_sent_in_a_header() -> None:
+    """It is named by its number in the list."""
+    with pytest.raises(SettingsError) as raised:
+        key_table_of(load_settings({"api_key": "good,bad key"}))
+    rule = "one or more printable ASCII characters without spaces"
+    assert str(raised.value) == f"api_key: key 2 must be {rule}"
+
+
+def test_a_file_of_keys_that_cannot_be_read_has_a_reason(tmp_path: Path) -> None:
+    """The reason is the system's, or the encoding."""
+    missing = load_settings({"api_key_file": str(tmp_path / "none")})
+    with pytest.raises(SettingsError, match=r"none: No such file or directory$"):
+        key_table_of(missing)
+    (tmp_path / "latin").write_bytes(b"alice:\xe9\n")
+    with pytest.raises(SettingsError, match=r"latin: it is not UTF-8$"):
+        key_table_of(load_settings({"api_key_file": str(tmp_path / "latin")}))
 
 
 def test_keys_are_found_by_name_and_two_keys_may_share_one(tmp_path: Path) -> None:
@@ -76,7 +133,7 @@ def test_bounds_are_those_of_the_name(tmp_path: Path) -> None:
         ("alice:a", '[{"name": "alice", "max_runing": 1}]', "Did you mean `max_running`"),
         ("alice:a", '[{"name": "alice", "max_running": 0}]', "keys: alice: max_running: "),
         ("alice:a\nbob:a", "[]", "api_key_file: alice and bob have the same key"),
-        ("alice:", "[]", "has no key after the colon of alice"),
+        ("alice:a", '[{"name": "web site"}]', "keys: name must be up to 64 letters, digits"),
         ("\n".join(f"n{i}:k{i}" for i in range(201)), "[]", "at most 200 different names, got 201"),
     ],
 )
@@ -103,6 +160,16 @@ def test_a_replaced_table_forgets_names_and_their_series(tmp_path: Path) -> None
         sample.labels["key"] for metric in factory.registry.collect() for sample in metric.samples
     }
     assert labels == {"alice", "carol"}
+
+
+def test_changes_are_told_by_name(tmp_path: Path) -> None:
+    """Another key, one key more and other bounds are changes; another order is none."""
+    before = table(tmp_path, "alice:a\nbob:b\ncarol:c\ndave:d\ndave:e\neve:f\n")
+    bounds = '[{"name": "bob", "max_running": 1}]'
+    after = table(tmp_path, "dave:e\ndave:d\nnew:n\nalice:a2\nbob:b\neve:f\neve:g\n", keys=bounds)
+    found = changes_between(before, after)
+    assert found == KeyChanges(("new",), ("alice", "bob", "eve"), ("carol",))
+    assert changes_between(after, after) == KeyChanges((), (), ())
 
 
 def test_yaml_reads_off_as_a_word(tmp_path: Path) -> None:

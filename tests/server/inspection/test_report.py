@@ -176,7 +176,7 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
         ("port: x", "port: must be an integer, got 'x'"),
         ("port: true", "port: must be an integer, got true"),
         ("served_model_name: 2024-13-01\nport: x", "port: must be an integer"),
-        ("chat_template: ./none.jinja", "chat_template: cannot read none.jinja"),
+        ("chat_template: ./none.jinja", "chat_template: cannot read none.jinja: No such file"),
         ("allowed_chat_template_kwargs: [messages]", "messages is the rendering's own"),
         ("model: ./none", "there is no folder ./none"),
         ("kv_cache_tokens: 3", "the KV cache holds no page"),

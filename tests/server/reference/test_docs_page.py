@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from server.middleware.auth import OPEN_PATHS
 from server.reference.page import HEADERS, render
 from server.reference.schema_words import example, field_rows, kind
 from tests.processes import Server, running_server
@@ -111,18 +112,42 @@ def test_every_example_is_answered(tmp_path: Path) -> None:
         assert httpx.get(f"{guarded.url}/docs").status_code == 401
         page = httpx.get(f"{guarded.url}/docs", headers=bearer, timeout=30).text
         examples = curls(page)
-        assert sum("$KEY" in each for each in examples) == len(examples) - 4, "probes, /version"
+        assert sum("$ROPEWALK_API_KEY" in each for each in examples) == len(examples) - 4, (
+            "probes, /version"
+        )
+        document = httpx.get(f"{guarded.url}/openapi.json", headers=bearer, timeout=30).json()
+        asked = {
+            path
+            for path, each in document["paths"].items()
+            if any("401" in one["responses"] for one in each.values())
+        }
+        assert asked == set(document["paths"]) - OPEN_PATHS
         for each in examples:
             told = "--silent --show-error --output /dev/null --write-out '%{http_code}'"
             ended = subprocess.run(
                 ["/bin/sh", "-c", f"{each} {told}"],
-                env={"ROPEWALK": guarded.url, "KEY": "first", "PATH": "/usr/bin:/bin"},
+                env={"ROPEWALK": guarded.url, "ROPEWALK_API_KEY": "first", "PATH": "/usr/bin:/bin"},
                 capture_output=True,
                 text=True,
                 timeout=60,
                 check=False,
             )
             assert (ended.stdout, ended.stderr) == ("200", ""), each
+
+
+def test_a_route_lists_the_errors_that_it_can_answer(server: Server) -> None:
+    """Only a route with a body reads one, and only answers wait in a queue."""
+    paths = httpx.get(f"{server.url}/openapi.json", timeout=30).json()["paths"]
+    every = {"200", "431", "500", "503"}
+    for probe in ("/live", "/ready", "/health", "/version", "/metrics", "/v1/models"):
+        assert set(paths[probe]["get"]["responses"]) == every, probe
+    assert set(paths["/v1/models/{name}"]["get"]["responses"]) == {*every, "400", "404"}
+    with_body = {*every, "400", "404", "408", "413"}
+    assert set(paths["/tokenize"]["post"]["responses"]) == with_body
+    for route in ("/v1/completions", "/v1/chat/completions"):
+        responses = paths[route]["post"]["responses"]
+        assert set(responses) == {*with_body, "429"}
+        assert "a bound of the API key" in responses["429"]["description"]
 
 
 def test_names_cannot_leave_their_place() -> None:

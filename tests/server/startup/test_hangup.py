@@ -3,9 +3,10 @@
 import os
 import pty
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,6 +30,38 @@ def test_a_hangup_while_loading_is_kept(tmp_path: Path) -> None:
         started.process.send_signal(signal.SIGHUP)
         assert started.get("/health").status_code == 200
         assert started.log().count("will be read again") == 1
+
+
+def test_a_hangup_before_the_command_is_imported_is_kept(tmp_path: Path) -> None:
+    """The process blocks the signal at its first lines, and gets it when it can handle it."""
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        started = subprocess.Popen(command("serve", "--port", "0"), stderr=stderr)
+    try:
+        deadline = time.monotonic() + 120
+
+        def wait_until(holds: Callable[[], bool]) -> None:
+            while not holds():
+                assert started.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+
+        status = Path(f"/proc/{started.pid}/status")
+        wait_until(lambda: _blocks_hangups(status.read_text()))
+        assert not log.read_text()
+        started.send_signal(signal.SIGHUP)
+        wait_until(lambda: "event='reloaded'" in log.read_text())
+        assert not _blocks_hangups(status.read_text())
+        text = log.read_text()
+        assert text.index("SIGHUP: the settings will be read") < text.index("listening on")
+    finally:
+        started.kill()
+        started.wait()
+
+
+def _blocks_hangups(status: str) -> bool:
+    """Whether a process blocks SIGHUP, by its /proc/PID/status."""
+    mask = next(line for line in status.splitlines() if line.startswith("SigBlk:"))
+    return bool(int(mask.split()[1], 16) >> (signal.SIGHUP - 1) & 1)
 
 
 @contextmanager

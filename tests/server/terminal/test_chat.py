@@ -86,6 +86,14 @@ def test_a_conversation_by_commands(server: Server, tmp_path: Path) -> None:
         assert "1x default" in shell.until(r"tokens, .*ms/token\n")
         shell.type("/rope yarn 4")
         shell.until("rope: yarn 4\n")
+        for typed, told in (
+            ("/rope foo", r"no scaling of the type foo\. Allowed: .*yarn.*\n"),
+            ("/compare foo", "no scaling of the type foo"),
+            ("/rope yarn 0.5", "the factor must be a number of at least 1, got 0.5"),
+            ("/rope yarn many", "the factor must be a number of at least 1, got many"),
+        ):
+            shell.type(typed)
+            shell.until(told)
         shell.type("again")
         assert "4x yarn" in shell.until(r"tokens, .*ms/token\n")
         shell.type("/compare")
@@ -149,6 +157,7 @@ def test_piped_input_is_one_message(server: Server) -> None:
     ("url", "text", "sentence"),
     [
         ("http://127.0.0.1:9", "hello", "no server answers at http://127.0.0.1:9: start one"),
+        ("127.0.0.1:1", "hello", "the URL needs http:// or https:// in front, got 127.0.0.1:1"),
         (None, " ", "the input is empty"),
         (None, "word " * 5000, "maximum context length"),
     ],
