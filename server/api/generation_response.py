@@ -126,9 +126,11 @@ class HttpAnswer(ABC, Generic[BodyT]):
         yield OPENING
         limit_s = self.service.settings.sse_keep_alive_seconds or None
         error: EngineStoppedError | None = None
+        sent_at = time.monotonic()
         while error is None and not self._submission.is_over:
             if not await self._submission.has_output(limit_s):
                 yield KEEP_ALIVE
+                sent_at = time.monotonic()
                 continue
             events = []
             try:
@@ -137,7 +139,11 @@ class HttpAnswer(ABC, Generic[BodyT]):
             except EngineStoppedError as found:
                 error = found
                 events.append(event(envelope(str(error), "server_error", code="engine_stopped")))
-            yield b"".join(events)
+            # Outputs of a call that is held back are no events, and yet break the silence above.
+            is_late = limit_s is not None and time.monotonic() - sent_at >= limit_s
+            if sending := b"".join(events) or (KEEP_ALIVE if is_late else b""):
+                yield sending
+                sent_at = time.monotonic()
         if error is None and self.body.includes_usage:
             yield event(self.event_body([], usage=self.usage()))
         yield DONE
@@ -177,8 +183,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
 
     def _piece_event(self, index: int, output: Output) -> bytes:
         body = self._piece_body(index, output)
-        # A call that is held back for long must not look like a silent stream.
-        return KEEP_ALIVE if body is None else event(body)
+        return b"" if body is None else event(body)
 
     def _piece_body(self, index: int, output: Output) -> BaseModel | None:
         piece = self.piece(index, output)

@@ -33,9 +33,14 @@ class Said:
         self._token_ids = token_ids
         self._start: int | None = None  # the position whose logits give the first token
 
+    is_asynchronous = False
+
     def table_id(self, profile: Any) -> int:
         """A table_id without a table."""
         return 0
+
+    def check_device(self) -> None:
+        """Nothing fails here."""
 
     def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
         """Return the forward of a step."""
