@@ -142,7 +142,9 @@ def _merged(problems: Sequence[Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for loc, of_field in merged.items():
         limits = [each for each in of_field if not each["type"].endswith("_type")]
-        if loc[-1] not in _SHAPES:
+        # A route whose prompt has one shape, /tokenize, has no branch in the location.
+        has_one = loc == ("body", "prompt") and of_field[0]["loc"] == loc
+        if loc[-1] not in _SHAPES or has_one:
             found += of_field
         elif limits:
             shape = limits[0]["loc"][: len(loc) + 1]

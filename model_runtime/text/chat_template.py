@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from model_runtime.errors import ModelError, RequestError
@@ -50,9 +50,6 @@ class ChatTemplate:
             self.variables = frozenset(meta.find_undeclared_variables(parsed)) - RESERVED
         except TemplateSyntaxError as error:
             raise ModelError(f"the chat template, line {error.lineno}: {error.message}") from error
-        self.reads_names = any(
-            node.attr == "name" for node in parsed.find_all(nodes.Getattr)
-        ) or any(node.value == "name" for node in parsed.find_all(nodes.Const))
 
     def render(
         self,

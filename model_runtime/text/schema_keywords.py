@@ -5,20 +5,22 @@ from typing import Any
 
 from model_runtime.errors import RequestError
 
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties")
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
+SCHEMAS = ("items", "additionalProperties")
 _VALUES = (
     *("type", "enum", "const", "$ref", "format", "pattern", "minLength", "maxLength"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     *("required", "minItems", "maxItems", "minProperties", "maxProperties"),
 )
-_SAY_NOTHING = (
-    *("$schema", "$id", "$comment", "title", "description", "default", "examples"),
-    *("deprecated", "readOnly", "writeOnly"),
-    "discriminator",  # OpenAPI's hint beside a oneOf, as pydantic writes it
+ANNOTATIONS = frozenset(
+    (
+        *("$schema", "$id", "$comment", "title", "description", "default", "examples"),
+        *("deprecated", "readOnly", "writeOnly"),
+        "discriminator",  # OpenAPI's hint beside a oneOf, as pydantic writes it
+    )
 )
-SUPPORTED = frozenset((*_SCHEMAS_BY_NAME, *_LISTS_OF_SCHEMAS, *_SCHEMAS, *_VALUES, *_SAY_NOTHING))
+SUPPORTED = frozenset((*SCHEMAS_BY_NAME, *LISTS_OF_SCHEMAS, *SCHEMAS, *_VALUES, *ANNOTATIONS))
 
 
 def refuse_unsupported(schema: Mapping[str, Any], field: str = "response_format") -> None:
@@ -39,27 +41,31 @@ def refuse_unsupported(schema: Mapping[str, Any], field: str = "response_format"
             raise _refused(
                 field, "items", path, "must be one schema; for a list there is prefixItems"
             )
-        _check_least_properties(field, path, found)
+        if not holds_least_properties(found):
+            told = "must be at most 1, or what `required` names"
+            raise _refused(field, "minProperties", path, told)
         waiting += _inner(path, found)
 
 
-def _check_least_properties(field: str, path: str, found: Mapping[str, Any]) -> None:
-    """Raise if minProperties exceeds `required`; a grammar does not detect repeated names."""
+def holds_least_properties(found: Mapping[str, Any]) -> bool:
+    """Return whether a schema's minProperties is enforced.
+
+    It may not exceed `required`, because a grammar does not detect repeated names.
+    """
     least, required = found.get("minProperties", 0), found.get("required", ())
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
-    if isinstance(least, int | float) and least > max(1, num_required):
-        raise _refused(field, "minProperties", path, "must be at most 1, or what `required` names")
+    return not isinstance(least, int | float) or least <= max(1, num_required)
 
 
 def _inner(path: str, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the direct subschemas of a schema, each with its path."""
-    for keyword in _SCHEMAS:
+    for keyword in SCHEMAS:
         yield f"{path}.{keyword}", found.get(keyword)
-    for keyword in _LISTS_OF_SCHEMAS:
+    for keyword in LISTS_OF_SCHEMAS:
         listed = found.get(keyword)
         for index, each in enumerate(listed if isinstance(listed, list) else ()):
             yield f"{path}.{keyword}[{index}]", each
-    for keyword in _SCHEMAS_BY_NAME:
+    for keyword in SCHEMAS_BY_NAME:
         named = found.get(keyword)
         for name, each in (named if isinstance(named, Mapping) else {}).items():
             yield f"{path}.{keyword}.{name}", each

@@ -13,17 +13,9 @@ from enum import Enum
 from typing import Any
 
 from model_runtime.text.grammar_trial import schema_options
+from model_runtime.tools.argument_schema import arguments_schema
 from model_runtime.tools.decode_calls import is_text
 from model_runtime.tools.tool_format import ReasoningFormat, Tool, ToolFormat
-
-NO_ARGUMENTS: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {},
-    "additionalProperties": False,
-}
-_ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
-# A schema with no other keywords says all about its properties, so it can be closed.
-_PLAIN = {"type", "properties", "required", "title", "description", "$schema", "$defs", "$id"}
 
 
 class Mode(Enum):
@@ -63,19 +55,6 @@ class AnswerGrammar:
     def for_one(self, tool: Tool) -> "AnswerGrammar":
         """Return the grammar of calls of one tool, to find out whose schema is wrong."""
         return replace(self, mode=Mode.CALLS, tools=[tool], thinking=Thinking.NO)
-
-
-def arguments_schema(tool: Tool) -> Mapping[str, Any]:
-    """Return the schema that the arguments of a call are held to."""
-    if not tool.is_strict:
-        return _ANY_ARGUMENTS
-    if not tool.parameters:
-        return NO_ARGUMENTS
-    schema = {"type": "object", **tool.parameters}
-    if "properties" in schema and schema.keys() <= _PLAIN:
-        # Functions seldom accept arguments that they do not name.
-        schema["additionalProperties"] = False
-    return schema
 
 
 class _Writer:

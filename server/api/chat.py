@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from model_runtime.errors import RequestError
 from model_runtime.request import Output
 from model_runtime.tools.answer_reader import ReadingPlan
 from server.api.chat_schema import (
@@ -24,14 +25,13 @@ from server.api.generation_schema import CompletionTokensDetails, PromptProgress
 from server.api.json_body import JsonBodyRoute
 from server.api.output_queue import Submission
 from server.api.service import Service
-from server.api.tools.chat_turn import ChatTurn, check_variables, prepare
+from server.api.tools.chat_turn import ChatTurn, ToolSchemaError, check_variables, prepare
 from server.api.tools.choice_reader import ChoiceReader
 from server.api.tools.tool_schema import (
     AnswerCall,
     AnswerFunction,
     DeltaCall,
-    ToolChoice,
-    named_tools,
+    choice_fields,
 )
 
 
@@ -43,7 +43,13 @@ def chat_router(service: Service) -> APIRouter:
     async def chat(body: ChatRequest, http: Request) -> Response:
         async with service.reserve(body, service.chat_template.stop) as reservation:
             turn = _turn(service, body)
-            prepared = await prepare(service, turn)
+            try:
+                prepared = await prepare(service, turn)
+            except ToolSchemaError as error:
+                index = [tool.name for tool in turn.tools].index(error.tool.name)
+                raise RequestError(
+                    str(error), param=f"tools.{index}.function.parameters"
+                ) from error
             submission = reservation.submit(
                 [prepared.prompt_ids], prepared.grammar, prepared.shown_ids, prepared.masked_id
             )
@@ -64,21 +70,11 @@ def _turn(service: Service, body: ChatRequest) -> ChatTurn:
         variables=variables,
         reasoning_effort=body.reasoning_effort,
         tools=[tool.tool() for tool in body.tools or ()],
-        **_choice(body.tool_choice),
+        **choice_fields(body.tool_choice),
         is_parallel=body.parallel_tool_calls is not False,
         answer_schema=body.schema_asked,
         whitespace=body.whitespace_asked,
     )
-
-
-def _choice(choice: str | ToolChoice | None) -> dict[str, Any]:
-    """Return the fields of a turn for a `tool_choice`."""
-    if not isinstance(choice, ToolChoice):
-        return {"choice": choice or "auto"}
-    names = frozenset(named_tools(choice))
-    if choice.allowed_tools is not None:
-        return {"choice": choice.allowed_tools.mode, "callable_names": names}
-    return {"choice": "required", "callable_names": names, "is_named": True}
 
 
 class _ChatAnswer(ChunkAnswer[ChatRequest]):

@@ -14,7 +14,7 @@ from server.api.generation_schema import (
     RopeAnswer,
     Usage,
 )
-from server.api.strict_body import Body, FirstMistakes, few, is_none, other_kind
+from server.api.strict_body import Body, FirstMistakes, few, given, is_none, other_kind
 from server.api.tools.tool_schema import (
     MAX_TOOLS,
     AnswerCall,
@@ -42,7 +42,8 @@ class TextPart(Body):
     def _refuse_other_parts(cls, value: Any) -> Any:
         """Refuse other types before a field that only they have is reported as unknown."""
         if isinstance(value, dict) and value.get("type", "text") != "text":
-            raise other_kind("type", "must be text; images, sound and files are not supported")
+            told = "must be text; images, sound and files are not supported"
+            raise other_kind("type", told + given(value.get("type")))
         return value
 
 
@@ -81,15 +82,19 @@ class Message(Body):
         """Refuse other roles before a field that only they have is unknown."""
         roles = get_args(Role)
         if isinstance(value, dict) and "role" in value and value["role"] not in roles:
-            raise other_kind("role", f"must be one of {', '.join(roles)}")
+            told = f"must be one of {', '.join(roles)}"
+            raise other_kind("role", told + given(value["role"]))
         return value
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield fields that this role has not, or lacks."""
         if self.content is None and not (self.role == "assistant" and self._says_something):
             is_given = "content" in self.model_fields_set
-            told = "must be a string or a list of text parts" if is_given else "is missing"
-            yield "content", told
+            told = "must be a string or a list of text parts. Given: null"
+            yield "content", told if is_given else "is missing"
+        two = self.reasoning_content, self.reasoning
+        if all(two) and two[0] != two[1]:
+            yield "reasoning", "differs from `reasoning_content`, give one"
         if self.role != "assistant":
             for name in ("tool_calls", "reasoning_content", "reasoning"):
                 if getattr(self, name):
@@ -133,15 +138,38 @@ TemplateVariables = Annotated[dict[str, bool | int | float | str | None], few(16
 
 
 def problems_of_results(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
-    """Yield the first result of a call that no message before it has."""
-    known: set[str] = set()
+    """Yield the first result without a call of its own before it, or the first id of two calls."""
+    open_ids: set[str] = set()  # of calls without a result
+    answered: set[str] = set()
     for index, message in enumerate(messages):
-        known.update(call.id for call in message.tool_calls or ())
-        given = message.tool_call_id
-        if given is not None and given not in known:
-            told = f"[{index}].tool_call_id must name a call of a message before it"
-            yield "messages", f"{told}. Given: {given[:64]!a}"
+        for at, call in enumerate(message.tool_calls or ()):
+            if call.id in open_ids:
+                told = "must not be that of an earlier call without a result"
+                yield f"messages.{index}.tool_calls.{at}.id", told + given(call.id)
+                return
+            open_ids.add(call.id)
+        asked = message.tool_call_id
+        if asked is not None and asked not in open_ids:
+            told = "must name a call of a message before it"
+            if asked in answered:
+                told = "names a call that has a result already"
+            yield f"messages.{index}.tool_call_id", told + given(asked)
             return
+        if asked is not None:
+            open_ids.remove(asked)
+            answered.add(asked)
+
+
+def problems_of_opening(
+    messages: Sequence[Message], *, opens: bool | None, continues: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the end of a prompt that continues the last message."""
+    if continues and messages[-1].role != "assistant":
+        yield "continue_final_message", "needs a last message of the assistant"
+    if continues and opens:
+        yield "add_generation_prompt", "cannot be true together with `continue_final_message`"
+    if continues and messages[-1].tool_calls:
+        yield "continue_final_message", "needs a last message without `tool_calls`"
 
 
 class ChatRequest(GenerationRequest):
@@ -155,6 +183,8 @@ class ChatRequest(GenerationRequest):
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
     }
+
+    instead: ClassVar[Mapping[str, str]] = {"functions": "tools", "function_call": "tool_choice"}
 
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=INT64)
@@ -181,12 +211,9 @@ class ChatRequest(GenerationRequest):
         two = self.max_tokens, self.max_completion_tokens
         if None not in two and two[0] != two[1]:
             yield ("max_tokens", "differs from `max_completion_tokens`: give one")
-        if self.continue_final_message and self.messages[-1].role != "assistant":
-            yield ("continue_final_message", "needs a last message of the assistant")
-        if self.continue_final_message and self.add_generation_prompt:
-            yield ("add_generation_prompt", "cannot be true together with `continue_final_message`")
-        if self.continue_final_message and self.messages[-1].tool_calls:
-            yield ("continue_final_message", "needs a last message without `tool_calls`")
+        yield from problems_of_opening(
+            self.messages, opens=self.add_generation_prompt, continues=self.continue_final_message
+        )
         yield from problems_of_choice(self.tools or (), self.tool_choice)
         yield from problems_of_results(self.messages)
         if self.tools and self.tool_choice != "none" and self.ignore_eos:

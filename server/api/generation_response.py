@@ -140,9 +140,11 @@ class HttpAnswer(ABC, Generic[BodyT]):
         yield self.first_events()
         limit_s = self.service.settings.sse_keep_alive_seconds or None
         error: EngineStoppedError | None = None
+        sent_at = time.monotonic()
         while error is None and not self._submission.is_over:
             if not await self._submission.has_output(limit_s):
                 yield self.silent_event()
+                sent_at = time.monotonic()
                 continue
             events = []
             try:
@@ -151,7 +153,11 @@ class HttpAnswer(ABC, Generic[BodyT]):
             except EngineStoppedError as found:
                 error = found
                 events.append(self.error_events(error))
-            yield b"".join(events)
+            # Outputs of a call that is held back are no events, and yet break the silence above.
+            is_late = limit_s is not None and time.monotonic() - sent_at >= limit_s
+            if sending := b"".join(events) or (self.silent_event() if is_late else b""):
+                yield sending
+                sent_at = time.monotonic()
         if error is None:
             yield self.last_events()
 
@@ -230,8 +236,7 @@ class ChunkAnswer(HttpAnswer[BodyT]):
 
     def _piece_event(self, index: int, output: Output) -> bytes:
         body = self._piece_body(index, output)
-        # A call that is held back for long must not look like a silent stream.
-        return KEEP_ALIVE if body is None else event(body)
+        return b"" if body is None else event(body)
 
     def _piece_body(self, index: int, output: Output) -> BaseModel | None:
         piece = self.piece(index, output)

@@ -5,10 +5,17 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from server.api.chat_schema import Messages, TemplateVariables, Tools, problems_of_results
+from server.api.chat_schema import (
+    Messages,
+    ReasoningEffort,
+    TemplateVariables,
+    Tools,
+    problems_of_opening,
+    problems_of_results,
+)
 from server.api.generation_schema import TokenId
 from server.api.strict_body import Body, FirstMistakes
-from server.api.tools.tool_schema import problems_of_choice
+from server.api.tools.tool_schema import ToolChoiceField, problems_of_choice
 
 
 class TierEntry(Body):
@@ -59,6 +66,12 @@ class ModelList(Body):
     data: list[Model]
 
 
+_OF_MESSAGES = (
+    *("tools", "tool_choice", "reasoning_effort", "continue_final_message"),
+    "chat_template_kwargs",
+)
+
+
 class TokenizeRequest(Body):
     """POST /tokenize: a text, or the messages of a chat."""
 
@@ -69,7 +82,10 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
-    add_generation_prompt: bool = True
+    tool_choice: ToolChoiceField | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     chat_template_kwargs: TemplateVariables | None = None
     # Default: as the route does that generates: added to a prompt, not to messages.
     add_special_tokens: bool | None = None
@@ -81,11 +97,22 @@ class TokenizeRequest(Body):
         if self.prompt is not None and self.messages is not None:
             yield "messages", "and `prompt` exclude each other"
         if self.messages is None:
-            for name in ("tools", "chat_template_kwargs"):
+            for name in _OF_MESSAGES:
                 if getattr(self, name):
                     yield name, "needs `messages`"
-        yield from problems_of_results(self.messages or ())
-        yield from problems_of_choice(self.tools or (), None)
+            return
+        yield from problems_of_results(self.messages)
+        yield from problems_of_choice(self.tools or (), self.tool_choice)
+        yield from problems_of_opening(
+            self.messages, opens=self.add_generation_prompt, continues=self.continue_final_message
+        )
+
+    @property
+    def opens_answer(self) -> bool:
+        """Return whether the prompt ends with the head of an assistant's turn."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
 
 
 class TokenizeResponse(Body):

@@ -21,6 +21,7 @@ from server.api.model_schema import (
 )
 from server.api.service import Service
 from server.api.tools.chat_turn import ChatTurn, check_variables, prompt_ids, render
+from server.api.tools.tool_schema import choice_fields
 
 
 async def _tokens_of(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
@@ -33,10 +34,13 @@ async def _tokens_of(service: Service, body: TokenizeRequest) -> tuple[int, ...]
     check_variables(service, variables)
     turn = ChatTurn(
         messages=[message.for_template() for message in body.messages],
-        opens_answer=body.add_generation_prompt,
+        opens_answer=body.opens_answer,
+        continue_final_message=body.continue_final_message,
+        reasoning_effort=body.reasoning_effort,
         add_special_tokens=bool(asked),
         variables=variables,
         tools=[tool.tool() for tool in body.tools or ()],
+        **choice_fields(body.tool_choice),
     )
     return await prompt_ids(service, turn, await render(service, turn))
 

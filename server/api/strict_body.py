@@ -4,6 +4,7 @@ A number in quotes is not a number. NaN and Infinity are refused everywhere. A f
 refused, never ignored.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, ClassVar, Self
@@ -32,6 +33,17 @@ def unusable(param: str, problem: str) -> PydanticCustomError:
     return _of_field("unusable", param, problem)
 
 
+def given(value: Any) -> str:
+    """Return `. Given:` with a short value in JSON, to follow the words of a problem."""
+    if isinstance(value, list | dict):
+        return f". Given: {'a list' if isinstance(value, list) else 'an object'}"
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return ". Given: an integer of more than 20 digits"
+    if isinstance(value, str) and len(value) > _MAX_NAME:
+        return f". Given: {json.dumps(value[:_MAX_NAME])}..."
+    return f". Given: {json.dumps(value)}"
+
+
 def other_kind(param: str, problem: str) -> PydanticCustomError:
     """Build an error of an object of another kind, whose other fields are then not looked at."""
     return _of_field(_OTHER_KIND, param, problem)
@@ -49,6 +61,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     # OpenAI's fields that are accepted only with values that have no effect.
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    instead: ClassVar[Mapping[str, str]] = {}  # the fields to use instead of some of them
     known: ClassVar[frozenset[str]] = frozenset()  # names of the fields in JSON
 
     @classmethod
@@ -91,7 +104,9 @@ class Body(BaseModel):
         """Yield the fields that are neutral with another value, then some that are unknown."""
         for name, values in cls.neutral.items():
             if name in value and value[name] not in values:
-                yield name, "is not supported, remove it"
+                instead = cls.instead.get(name)
+                told = f"is not supported, use `{instead}`" if instead else None
+                yield name, told or _not_served(values, value[name])
         if not value.keys() <= cls.known:
             for name in islice((name for name in value if name not in cls.known), _MAX_NAMES):
                 hint = did_you_mean(name, cls.known)
@@ -99,6 +114,16 @@ class Body(BaseModel):
                     name[:_MAX_NAME],
                     f"is not a field of this body, remove it{hint and '.'}{hint}",
                 )
+
+
+def _not_served(values: tuple[Any, ...], value: Any) -> str:
+    """Return the words for a value other than those that have no effect."""
+    served = [json.dumps(each) for each in values if each not in (None, [], "")]
+    if not served:
+        return "is not supported, remove it"
+    words = json.dumps(value) if isinstance(value, list) else ""
+    told = f". Given: {words}" if 0 < len(words) <= _MAX_NAME else given(value)
+    return f"must be {' or '.join(served)}, or left out{told}"
 
 
 def _joined(

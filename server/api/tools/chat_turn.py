@@ -13,10 +13,19 @@ from typing import Any, Literal
 from model_runtime.errors import RequestError
 from model_runtime.text.grammar import Grammar, Lark
 from model_runtime.tools.answer_reader import ReadingPlan
-from model_runtime.tools.call_grammar import AnswerGrammar, Mode, Thinking, arguments_schema
+from model_runtime.tools.argument_schema import arguments_schema
+from model_runtime.tools.call_grammar import AnswerGrammar, Mode, Thinking
 from model_runtime.tools.instructions import with_instructions
 from model_runtime.tools.tool_format import GENERIC, ReasoningFormat, Tool, special_ids
 from server.api.service import Service
+
+
+class ToolSchemaError(RequestError):
+    """A tool whose schema is refused; a route knows the name of the field."""
+
+    def __init__(self, problem: str, tool: Tool) -> None:
+        super().__init__(problem, param="tools")
+        self.tool = tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +114,6 @@ async def render(service: Service, turn: ChatTurn) -> str:
     if turn.tools and formats.tools is None:
         raise RequestError("`tools` are not served (tool_format is none)", param="tools")
     messages: Sequence[Mapping[str, Any]] = turn.messages
-    if not template.reads_names and any(
-        "name" in each and each["role"] != "tool" for each in messages
-    ):
-        raise RequestError(
-            "`name` of a message is not read by this model's chat template, remove it",
-            param="messages",
-        )
     tools = [] if turn.choice == "none" else list(turn.tools)
     service.check_length(_num_characters(turn), "messages")
     rendered_tools: list[dict[str, Any]] = []
@@ -175,13 +177,23 @@ def _effort_variables(service: Service, effort: str | None) -> dict[str, Any]:
     """Return the template's variables for OpenAI's `reasoning_effort`.
 
     If the template reads no effort but a switch, then `none` turns it off and the others on.
+    Raises RequestError if the operator allows none of the variables that the template reads.
     """
     if effort is None:
         return {}
-    read = service.chat_template.variables & set(service.settings.allowed_chat_template_kwargs)
-    if "reasoning_effort" in read:
-        return {"reasoning_effort": effort}
-    return {name: effort != "none" for name in ("enable_thinking", "thinking") if name in read}
+    read = service.chat_template.variables
+    found: dict[str, Any] = {"reasoning_effort": effort}
+    if "reasoning_effort" not in read:
+        switches = ("enable_thinking", "thinking")
+        found = {name: effort != "none" for name in switches if name in read}
+    allowed = service.settings.allowed_chat_template_kwargs
+    if found and not found.keys() & set(allowed):
+        raise RequestError(
+            f"`reasoning_effort` sets {next(iter(found))} of this model's chat template, which "
+            "allowed_chat_template_kwargs must hold, remove the field",
+            param="reasoning_effort",
+        )
+    return {name: value for name, value in found.items() if name in allowed}
 
 
 def _thinking(reasoning: ReasoningFormat | None, prompt: str, turn: ChatTurn) -> Thinking:
@@ -223,8 +235,10 @@ async def _grammar(
     try:
         return await _compiled(service, asked)
     except RequestError as error:
-        if not any(_label(tool) in str(error) for tool in tools):
-            await _blame(service, asked)
+        for tool in tools:
+            if _label(tool) in str(error):
+                raise ToolSchemaError(str(error), tool) from error
+        await _blame(service, asked)
         raise
 
 
@@ -277,7 +291,7 @@ async def _blame(service: Service, asked: AnswerGrammar) -> None:
 
 
 def _of_tool(tool: Tool, error: RequestError) -> RequestError:
-    return RequestError(f"{error} ({_label(tool)})", param="tools")
+    return ToolSchemaError(f"{error} ({_label(tool)})", tool)
 
 
 def _label(tool: Tool) -> str:

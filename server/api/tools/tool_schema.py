@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from model_runtime.tools.tool_format import Tool
-from server.api.strict_body import Body, FirstMistakes, other_kind
+from server.api.strict_body import Body, FirstMistakes, given, other_kind
 
 MAX_TOOLS = 128  # OpenAI's limit
 FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
@@ -41,13 +41,15 @@ class ToolField(Body):
             function.description,
             function.parameters,
             is_strict=function.strict is not False,
+            is_exact=function.strict is True,
         )
 
 
 def _function_only(value: Any) -> Any:
     """Refuse other types before a field that only they have is reported as unknown."""
     if isinstance(value, dict) and value.get("type", "function") != "function":
-        raise other_kind("type", "must be function; custom and built-in tools are not supported")
+        told = "must be function; custom and built-in tools are not supported"
+        raise other_kind("type", told + given(value.get("type")))
     return value
 
 
@@ -89,15 +91,16 @@ class ToolChoice(Body):
     @classmethod
     def _refuse_custom(cls, value: Any) -> Any:
         if isinstance(value, dict) and value.get("type") == "custom":
-            raise other_kind("type", "must be function or allowed_tools; custom is not supported")
+            told = "must be function or allowed_tools; custom is not supported"
+            raise other_kind("type", told + given("custom"))
         return value
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield the object that the type asks for if it is missing, or the other if it is there."""
         for name in ("function", "allowed_tools"):
-            given = getattr(self, name) is not None
-            if given != (self.type == name):
-                yield name, f"is {'given' if given else 'missing'}: `type` is {self.type}"
+            is_given = getattr(self, name) is not None
+            if is_given != (self.type == name):
+                yield name, f"is {'given' if is_given else 'missing'}: `type` is {self.type}"
 
 
 def _kind_of_choice(value: Any) -> str:
@@ -112,14 +115,46 @@ ToolChoiceField = Annotated[
 ]
 
 
+class _TwiceError(ValueError):
+    """A name that an object has twice."""
+
+
+class _NotANumberError(ValueError):
+    """NaN or an infinity, which JSON has not."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _TwiceError(json.dumps(name[:64]))
+        found[name] = value
+    return found
+
+
+def _not_a_number(word: str) -> Any:
+    raise _NotANumberError(word)
+
+
+_ARGUMENTS = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_not_a_number)
+
+
 def problem_of_arguments(field: str, arguments: str) -> Iterator[tuple[str, str]]:
     """Yield the field of a call's arguments if they are no JSON object."""
+    told = ""
     try:
-        given = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        given = None
-    if not isinstance(given, dict):
-        yield field, "must be a JSON object as text"
+        if isinstance(_ARGUMENTS.decode(arguments or "{}"), dict):
+            return
+    except _TwiceError as error:
+        yield field, f"must have each name once. Given twice: {error}"
+        return
+    except ValueError as error:
+        # json's own error is of its syntax; the other one is Python's limit of digits.
+        if not isinstance(error, json.JSONDecodeError | _NotANumberError):
+            told = ", with numbers of at most 4300 digits"
+    except RecursionError:
+        told = ", not so deeply nested"
+    yield field, f"must be a JSON object as text{told}" + given(arguments)
 
 
 class CalledFunction(Body):
@@ -158,6 +193,16 @@ def named_tools(choice: ToolChoice) -> list[str]:
     if choice.allowed_tools is not None:
         return [each.function.name for each in choice.allowed_tools.tools]
     return [] if choice.function is None else [choice.function.name]
+
+
+def choice_fields(choice: str | ToolChoice | None) -> dict[str, Any]:
+    """Return the fields of a turn for a `tool_choice`."""
+    if not isinstance(choice, ToolChoice):
+        return {"choice": choice or "auto"}
+    names = frozenset(named_tools(choice))
+    if choice.allowed_tools is not None:
+        return {"choice": choice.allowed_tools.mode, "callable_names": names}
+    return {"choice": "required", "callable_names": names, "is_named": True}
 
 
 def problems_of_choice(

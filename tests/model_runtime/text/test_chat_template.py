@@ -72,9 +72,6 @@ def test_the_variables_that_a_template_reads_are_known(tokenizer: Any) -> None:
     assert "thinking" in chat.variables
     assert "enable_thinking" not in chat.variables
     assert not chat.variables & RESERVED, "those that rendering gives are none of a request's"
-    assert not chat.reads_names
-    for reads in ("{{ messages[0].name }}", "{{ messages[0]['name'] }}"):
-        assert ChatTemplate(tokenizer, reads).reads_names
 
 
 def test_what_the_template_refuses_is_a_request_error(tokenizer: Any) -> None:

@@ -18,7 +18,8 @@ from model_runtime.text.grammar_trial import matcher_of, problem_of
 from model_runtime.text.tokenizer import Tokenizer
 from model_runtime.text.whitespace import ONE_SPACE
 from model_runtime.tools.answer_reader import AnswerReader, Event, ReadingPlan, TextDelta
-from model_runtime.tools.call_grammar import AnswerGrammar, Mode, Thinking, arguments_schema
+from model_runtime.tools.argument_schema import arguments_schema
+from model_runtime.tools.call_grammar import AnswerGrammar, Mode, Thinking
 from model_runtime.tools.find_format import ChatFormats, find_formats
 from model_runtime.tools.tool_format import ReasoningFormat, Tool, ToolCall
 from tests.tokens import byte_tokenizer_fast

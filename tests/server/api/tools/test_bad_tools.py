@@ -65,23 +65,23 @@ def said(*messages: Any) -> Any:
         ),
         ({"tools": [F], "ignore_eos": True}, "ignore_eos", "cannot be true together with `tools`"),
         (
-            {"tools": [function(parameters={"type": "object", "not": {}})]},
-            "tools",
+            {"tools": [function(parameters={"type": "object", "not": {}}, strict=True)]},
+            "tools.0.function.parameters",
             "the keyword 'not' is not supported (at '$') (function 'f'; with \"strict\": false",
         ),
         (
             {"tools": [F, function(name="g", parameters={"type": "array"})]},
-            "tools",
+            "tools.1.function.parameters",
             "the type of `parameters` must be object (function 'g'",
         ),
         (
             {"tools": [function(name="g", parameters={"$ref": "#/$defs/no"})]},
-            "tools",
+            "tools.0.function.parameters",
             "(function 'g'",
         ),
         (
             {"tools": [function(parameters={"title": "x" * 70_000})]},
-            "tools",
+            "tools.0.function.parameters",
             "must be at most 65536 bytes (max_schema_bytes)",
         ),
         (
@@ -95,16 +95,16 @@ def said(*messages: Any) -> Any:
         ),
         (
             said({"role": "tool", "tool_call_id": "b", "content": "c"}),
-            "messages",
-            "[1].tool_call_id must name a call of a message before it. Given: 'b'",
+            "messages.1.tool_call_id",
+            '`messages.1.tool_call_id` must name a call of a message before it. Given: "b"',
         ),
         (
             said(
                 {"role": "tool", "tool_call_id": "a", "content": "c"},
                 {"role": "assistant", "tool_calls": [CALL]},
             ),
-            "messages",
-            "[1].tool_call_id must name a call",
+            "messages.1.tool_call_id",
+            "must name a call of a message before it",
         ),
         (said({"role": "assistant"}), "messages.1.content", "is missing"),
         (said({"role": "user", "content": None}), "messages.1.content", "must be a string or"),
@@ -134,11 +134,57 @@ def said(*messages: Any) -> Any:
                 "messages.1.tool_calls.0.function.arguments",
                 "must be a JSON object as text",
             )
-            for given in ("[]", "{", "1", "[" * 5000)
+            for given in ("[]", "{", "1", "[" * 5000, '{"a": NaN}', '{"a": -Infinity}')
+        ),
+        *(
+            (
+                said(
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{**CALL, "function": {"name": "f", "arguments": given}}],
+                    }
+                ),
+                "messages.1.tool_calls.0.function.arguments",
+                told,
+            )
+            for given, told in (
+                ('{"a": {"b": 1, "b": 1}}', 'must have each name once. Given twice: "b"'),
+                ('{"a": ' + "1" * 5000 + "}", "with numbers of at most 4300 digits. Given"),
+                ("[]", 'must be a JSON object as text. Given: "[]"'),
+            )
         ),
         ({"metadata": {"a": "b" * 513}}, "metadata.a", "must have at most 512 characters"),
         ({"metadata": {"a": 1}}, "metadata.a", "must be a string"),
-        ({"verbosity": "high"}, "verbosity", "is not supported"),
+        (
+            said(
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "a", "content": "c"},
+                {"role": "tool", "tool_call_id": "a", "content": "c"},
+            ),
+            "messages.3.tool_call_id",
+            'names a call that has a result already. Given: "a"',
+        ),
+        (
+            said({"role": "assistant", "tool_calls": [CALL, CALL]}),
+            "messages.1.tool_calls.1.id",
+            'must not be that of an earlier call without a result. Given: "a"',
+        ),
+        (
+            said({"role": "assistant", "reasoning": "a", "reasoning_content": "b"}),
+            "messages.1.reasoning",
+            "differs from `reasoning_content`, give one",
+        ),
+        (said({"role": "robot", "content": "a"}), "messages.1.role", 'Given: "robot"'),
+        ({"tools": [{"type": "custom"}]}, "tools.0.type", 'Given: "custom"'),
+        ({"verbosity": "low"}, "verbosity", 'must be "medium", or left out. Given: "low"'),
+        ({"service_tier": "flex"}, "service_tier", 'must be "auto" or "default", or left out'),
+        (
+            {"modalities": ["text", "audio"]},
+            "modalities",
+            'must be ["text"], or left out. Given: ["text", "audio"]',
+        ),
+        ({"functions": [{"name": "f"}]}, "functions", "is not supported, use `tools`"),
+        ({"function_call": {"name": "f"}}, "function_call", "is not supported, use `tool_choice`"),
         ({"reasoning_effort": "much"}, "reasoning_effort", "must be none, minimal, low"),
     ],
 )
