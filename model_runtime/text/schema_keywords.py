@@ -18,6 +18,8 @@ _SAY_NOTHING = (
     *("deprecated", "readOnly", "writeOnly"),
     "discriminator",  # OpenAPI's hint beside a oneOf, as pydantic writes it
 )
+# Values of propertyNames that restrict nothing, because names are strings.
+_EVERY_NAME: tuple[Any, ...] = ({"type": "string"}, {}, True)
 SUPPORTED = frozenset((*_SCHEMAS_BY_NAME, *_LISTS_OF_SCHEMAS, *_SCHEMAS, *_VALUES, *_SAY_NOTHING))
 
 
@@ -41,6 +43,28 @@ def refuse_unsupported(schema: Mapping[str, Any], field: str = "response_format"
             )
         _check_least_properties(field, path, found)
         waiting += _inner(path, found)
+
+
+def without_every_name(schema: Any) -> Any:
+    """Return a schema without each `propertyNames` that restricts nothing.
+
+    The compiler refuses the keyword whatever it says. Zod writes it for every record.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword == "propertyNames" and value in _EVERY_NAME:
+            continue
+        if keyword in _SCHEMAS:
+            found[keyword] = without_every_name(value)
+        elif keyword in _LISTS_OF_SCHEMAS and isinstance(value, list):
+            found[keyword] = [without_every_name(each) for each in value]
+        elif keyword in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            found[keyword] = {name: without_every_name(each) for name, each in value.items()}
+        else:
+            found[keyword] = value
+    return found
 
 
 def _check_least_properties(field: str, path: str, found: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from model_runtime.text.grammar_trial import schema_options
+from model_runtime.text.schema_keywords import without_every_name
 from model_runtime.tools.decode_calls import is_text
 from model_runtime.tools.tool_format import ReasoningFormat, Tool, ToolFormat
 
@@ -71,7 +72,7 @@ def arguments_schema(tool: Tool) -> Mapping[str, Any]:
         return _ANY_ARGUMENTS
     if not tool.parameters:
         return NO_ARGUMENTS
-    schema = {"type": "object", **tool.parameters}
+    schema = {"type": "object", **without_every_name(tool.parameters)}
     if "properties" in schema and schema.keys() <= _PLAIN:
         # Functions seldom accept arguments that they do not name.
         schema["additionalProperties"] = False
