@@ -35,6 +35,8 @@ _SAY_NOTHING = {
 _FORMATS = {
     *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
 }
+# Values of propertyNames that restrict nothing, because names are strings. Zod writes them.
+_EVERY_NAME: tuple[Any, ...] = ({"type": "string"}, {}, True)
 # Their schemas apply to the same value as the keywords beside them.
 _IN_PLACE = ("anyOf", "oneOf", "allOf", "$ref")
 _DEFINITIONS = ("$defs", "definitions")
@@ -71,6 +73,8 @@ def _leave_out(schema: dict[str, Any], *, is_exact: bool) -> None:
     for keyword in list(schema):
         if keyword in _SAY_NOTHING or keyword.startswith("x-"):
             del schema[keyword]
+    if schema.get("propertyNames", False) in _EVERY_NAME:
+        del schema["propertyNames"]
     given = schema.get("format")
     if isinstance(given, str) and given not in _FORMATS:
         del schema["format"]

@@ -40,9 +40,6 @@ class Said:
 
     is_asynchronous = False
 
-    def check_device(self) -> None:
-        """Wait for a CPU, which never fails here."""
-
     def table_id(self, profile: Any) -> int:
         """A table_id without a table."""
         return 0
