@@ -79,8 +79,9 @@ def forget_results(model: nn.Module) -> None:
     """Free what a failed forward has left in merged linears, and in the norms of a GPU."""
     for module in model.modules():
         # Of the class, because a checkpoint's module may have a child with this name.
-        if callable(getattr(type(module), "forget", None)):
-            module.forget()
+        forget: Any = getattr(type(module), "forget", None)
+        if callable(forget):
+            forget(module)
 
 
 def merged_weight(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
