@@ -30,7 +30,7 @@ def _turn(
     token = tl.program_id(0)
     row = tl.load(rows + token).to(tl.int64)
     position = tl.load(positions + token)
-    table_id = tl.load(table_ids + token)
+    table_id = tl.load(table_ids + token).to(tl.int64)
     log_len = tl.load(log_lens + table_id)
     is_scaled = log_len > 0
     growth = tl.log(position.to(tl.float32) + 1.0) / tl.where(is_scaled, log_len, 1.0)
@@ -81,7 +81,7 @@ def _gather(
     place = tl.load(tiles + 2 * tl.program_id(0) + 1) + tl.arange(0, TILE)
     first_row = tl.load(cu_keys + prompt)
     is_key = place < tl.load(cu_keys + prompt + 1) - first_row
-    table_id = tl.load(table_ids + prompt)
+    table_id = tl.load(table_ids + prompt).to(tl.int64)
     index = tl.load(first_keys + prompt) + place  # the key's position
     page = tl.load(page_table + tl.load(page_ats + prompt) + index // PAGE, mask=is_key, other=0)
     page = page.to(tl.int64)

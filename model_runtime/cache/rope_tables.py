@@ -2,7 +2,8 @@
 
 The operator's configuration bounds the set of profiles (deployments x methods x tiers). The engine
 therefore allocates room for all of them at start. A table is filled in when its profile is first
-used, and is never removed. No table moves, so recorded steps (cuda_graphs.py) stay valid.
+used, and is never removed. No table moves, so recorded steps (cuda_graphs.py) stay valid. Only
+profiles that come later, by a reload on a CPU, may need more room: then all tables move.
 
 Shapes: S = places of rotation tables, N = pages of the longest context, O = offsets in a page,
 P = rotated pairs, T = positions, Q = offsets in a tile.

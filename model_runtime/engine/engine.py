@@ -192,8 +192,8 @@ class Engine:
         self._admission.close()
         self._take_waiting_commands()
         self._core.fail_all("the engine stopped")
+        self._after_step()  # clients hear of it even if the device never answers
         self._drain()
-        self._after_step()
         self._core.update_gauges()
 
     def _drain(self) -> None:

@@ -24,7 +24,6 @@ from model_runtime.engine.observer import Observer
 from model_runtime.engine.postprocess import ComputedChunk, Postprocessor
 from model_runtime.engine.request_state import RequestState, RequestStates
 from model_runtime.engine.runner import Launched, Runner, StepMemoryError, memory_errors_told
-from model_runtime.engine.step_faults import is_device_fault
 from model_runtime.request import FinishReason, Output
 from model_runtime.runner.step_timer import StepTimer
 from model_runtime.scheduling.prefill_budget import PrefillBudget
@@ -149,10 +148,9 @@ class EngineCore:
             if not self._is_retrying:
                 self._fail(plan, "out of memory in a step of the engine")
             return False
-        except Exception as error:
-            # On a broken device all later steps fail, too, so the engine must end.
-            if is_device_fault(error):
-                raise
+        except Exception as error:  # noqa: BLE001  # it is logged, and ends its requests
+            # On a broken device all later steps fail, too, so the engine must end. Only the device
+            # can tell, because CUDA reports a mere wrong argument with the same kind of error.
             self._wait_for_device()
             _log.exception("step_failed", num_sequences=len(plan.chunks))
             self._fail(plan, f"{type(error).__name__} in a step of the engine")
@@ -173,12 +171,16 @@ class EngineCore:
         with self._clock.part("build"):
             states = [self._requests.of(sequence) for sequence in plan.chunks]
             is_ahead = self._runner.is_asynchronous and plan.is_decode_only
+            launched = None
             if is_ahead and all(map(_RUNS_AHEAD, states)):
-                self._finish(self._launch(plan, states, None))
-                return
-            with memory_errors_told():  # of a new rotation table
-                spans = [self._span(*each) for each in zip(chunks, states, strict=True)]
-            logits_RV = self._forward(spans)
+                launched = self._launch(plan, states, None)
+            else:
+                with memory_errors_told():  # of a new rotation table
+                    spans = [self._span(*each) for each in zip(chunks, states, strict=True)]
+                logits_RV = self._forward(spans)
+        if launched is not None:
+            self._finish(launched)
+            return
         if plan.is_decode_only and all(map(_IS_PLAIN, states)):
             self._postprocessor.process_decodes(states, logits_RV)
             return

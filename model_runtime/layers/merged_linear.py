@@ -79,7 +79,7 @@ def forget_results(model: nn.Module) -> None:
     """Free what a failed forward has left in merged linears, and in the norms of a GPU."""
     for module in model.modules():
         # Of the class, because a checkpoint's module may have a child with this name.
-        forget = getattr(type(module), "forget", None)
+        forget: Any = getattr(type(module), "forget", None)
         if callable(forget):
             forget(module)
 

@@ -153,10 +153,10 @@ class DecodeGraphs:
             recorded = self._recorded[size] = self._new(size)
         changed = recorded.pages.follow(spans)
         if changed is not None:
-            rows_RN = np.ascontiguousarray(recorded.pages.pages_SN[changed])
             try:
+                rows_RN = np.ascontiguousarray(recorded.pages.pages_SN[changed])
                 fill(recorded.batch.page_table_SN[changed], rows_RN)
-            except RuntimeError:  # out of memory
+            except Exception:  # the device may lack these rows
                 recorded.pages.forget()
                 raise
         numbers_FS = self._numbers(spans, recorded.pages.pages_SN)

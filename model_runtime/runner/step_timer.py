@@ -6,6 +6,9 @@ of a step counts once. Entering or leaving a part reads the clock and adds one n
 On a GPU a forward call returns when the work is queued, not when it is done. `forward` is then the
 time to queue it. The wait for the results is in `sample`, the first part that reads them. A wait
 for the device between the parts would give clearer figures but longer steps.
+
+If a step is launched ahead, then `build` and `forward` are of the next step. `sample` is then the
+wait for the current one.
 """
 
 from collections.abc import Mapping

@@ -56,6 +56,7 @@ class Service:
     chat_template: ChatTemplate
     chat_formats: ChatFormats
     grammars: GrammarCompiler
+    is_on_gpu: bool = False  # where no rotation table finds room that was not made at start
     key_ring: KeyRing | None = None  # None: no key is asked for
     output_queue: OutputQueue = field(default_factory=OutputQueue)  # flushed after each step
     created: int = field(default_factory=lambda: int(time.time()))

@@ -66,6 +66,7 @@ def load_service(
     is_watched = ring is not None or settings.access_log != "off"
     metrics = _metrics(factory, plan, output_queue.put if is_watched else None)
     service = Service(
+        is_on_gpu=checkpoint.device.type == "cuda",
         settings=settings,
         engine=build_engine(checkpoint, plan.config, metrics, profiles_of(plan.deployments)),
         tokenizer=checkpoint.tokenizer,

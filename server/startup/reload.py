@@ -5,7 +5,7 @@ change without a new process: a warning names settings that differ from those in
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,12 @@ from server.api.service import Service
 from server.settings.load import ServeSettings, SettingsError, load_settings
 from server.settings.sections import DeploymentSettings
 from server.startup.gate import key_table_of
-from server.startup.serving_plan import applicable_of, plan_deployments, within_cache
+from server.startup.serving_plan import (
+    applicable_of,
+    num_profiles,
+    plan_deployments,
+    within_cache,
+)
 
 # What a reload puts in force. The file of keys is read, too, under an unchanged name.
 RELOADED = frozenset(
@@ -37,6 +42,20 @@ class _Read:
     ignored: tuple[str, ...]  # settings that differ and cannot change
 
 
+def check_table_room(deployments: Iterable[Deployment], room: int, *, is_on_gpu: bool) -> None:
+    """Raise SettingsError if a GPU has no room for the tables of all deployments.
+
+    More tables would take memory that the cache has, and every captured step would be captured
+    again. A CPU makes more room when a request needs it.
+    """
+    num_tables = num_profiles(deployments)
+    if is_on_gpu and num_tables > room:
+        raise SettingsError(
+            f"deployments: the old and the new ones need {num_tables} rotation tables, but the GPU "
+            f"has room for {room} since the start: restart the server"
+        )
+
+
 class Reloader:
     """Reads the settings again, and puts in force what can change."""
 
@@ -48,6 +67,8 @@ class Reloader:
         self._flags = flags
         self._started_with = settings
         self._service = service
+        # Rotation tables are never removed, so those of earlier deployments take room, too.
+        self._ever_served = list(service.deployments.values())
         self._lock = asyncio.Lock()
 
     async def reload(self) -> None:
@@ -99,6 +120,11 @@ class Reloader:
                     for each in too_long
                 )
             )
+        check_table_room(
+            [*self._ever_served, *deployments],
+            config.num_rope_tables,
+            is_on_gpu=service.is_on_gpu,
+        )
         return _Read(deployments, keys, tuple(ignored))
 
     def _apply(self, read: _Read) -> None:
@@ -108,6 +134,7 @@ class Reloader:
         after = {deployment.name: deployment for deployment in read.deployments}
         service.metrics.serve(applicable_of(read.deployments))
         service.replace_deployments(after)
+        self._ever_served += [each for each in read.deployments if each not in self._ever_served]
         keys = changes_between(KeyTable(), read.keys)
         if service.key_ring is not None:
             keys = changes_between(service.key_ring.table, read.keys)

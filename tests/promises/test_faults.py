@@ -6,18 +6,15 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from model_runtime.batch import Span
-from model_runtime.cache.rope_tables import LayerTables
 from model_runtime.config import EngineConfig
-from model_runtime.engine import postprocess
 from model_runtime.engine.engine import Engine
-from model_runtime.engine.step_faults import is_device_fault, is_out_of_memory
+from model_runtime.engine.step_faults import is_out_of_memory
 from model_runtime.errors import EngineStoppedError
 from model_runtime.layers.merged_linear import MergedPart
 from model_runtime.loading.checkpoint import Checkpoint
@@ -165,10 +162,10 @@ class Broken(Script):
 @pytest.mark.parametrize(
     ("error", "device_error"),
     [
-        (accelerator_error(), None),
+        (accelerator_error(), accelerator_error()),
         (
             RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"),
-            None,
+            accelerator_error(),
         ),
         (ValueError("found nothing"), accelerator_error()),
         (RuntimeError("Triton Error [CUDA]: an illegal memory access"), accelerator_error()),
@@ -211,22 +208,47 @@ def test_a_broken_device_ends_the_engine_after_every_request(
 
 
 @pytest.mark.parametrize(
-    ("error", "is_memory", "is_device"),
+    "error",
     [
-        (accelerator_error(), False, True),
-        (accelerator_error("CUDA error: out of memory"), True, False),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling create"), True, False),
-        (torch.OutOfMemoryError("CUDA out of memory"), True, False),
-        (RuntimeError("The size of tensor a must match the size of tensor b"), False, False),
-        (ValueError("CUDA error: a text of ours"), False, False),
+        torch.AcceleratorError("CUDA error: invalid argument"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul"),
+    ],
+    ids=["accelerator", "cublas"],
+)
+def test_an_error_of_a_device_that_still_works_ends_its_requests_only(
+    engines: EngineFactory, llama_checkpoint: Checkpoint, error: Exception
+) -> None:
+    """The device is asked, and has no error, so the next request is served."""
+    script = Broken(llama_checkpoint, "x")
+    script.error = error
+    engine = engines.over(llama_checkpoint, runner=script)
+    deployment = deployment_of(llama_checkpoint)
+    (failed,) = answer(engine, request(deployment, [1], max_tokens=40))
+    assert failed.finish_reason is FinishReason.ERROR
+    assert engine.is_running
+    script.num_calls = 0
+    (served,) = answer(engine, request(deployment, [1], max_tokens=3))
+    assert served.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (accelerator_error(), False),
+        (accelerator_error("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling create"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("The size of tensor a must match the size of tensor b"), False),
+        (ValueError("CUDA error: out of memory, a text of ours"), False),
     ],
 )
-def test_errors_of_a_device_are_told_from_others(
-    error: Exception, *, is_memory: bool, is_device: bool
+def test_a_shortage_of_a_device_is_told_from_its_other_errors(
+    error: Exception, *, is_memory: bool
 ) -> None:
-    """A shortage is retried, a device's fault ends the engine, and another error the requests."""
+    """After a shortage the step is retried."""
     assert is_out_of_memory(error) is is_memory
-    assert is_device_fault(error) is is_device
 
 
 class Panic(BaseException):
@@ -286,57 +308,3 @@ def test_nothing_of_a_failed_step_is_alive_at_its_retry(engines: EngineFactory) 
         gc.enable()
     assert alive == [2, 0]
     assert [each.finish_reason for each in results] == [FinishReason.LENGTH] * 2
-
-
-def test_a_rotation_table_without_memory_is_built_at_the_retry(
-    engines: EngineFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The retry has the numbers of its own table, so its answer is that of another engine."""
-    checkpoint = tiny_checkpoint("llama")
-    linear = {"rope_type": "linear", "factor": 4.0}
-    scaled = deployment_of(checkpoint, rope_scaling=linear, policy="fixed")
-    requests = [
-        request(each, [7] * 20, max_tokens=8, ignore_eos=True)
-        for each in (deployment_of(checkpoint), scaled)
-    ]
-    expected = answer(engines.over(checkpoint), *requests)
-    fill, num_calls = LayerTables.fill, 0
-
-    def fails_once(*arguments: Any) -> None:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == 3:  # of the second profile
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        fill(*arguments)
-
-    monkeypatch.setattr(LayerTables, "fill", fails_once)
-    assert answer(engines.over(checkpoint), *requests) == expected
-    assert num_calls > 4
-
-
-@pytest.mark.parametrize("sampling", [{}, {"logprobs": 1}], ids=["decodes", "others"])
-def test_a_draw_without_memory_is_tried_again_with_one_fewer(
-    engines: EngineFactory,
-    llama_checkpoint: Checkpoint,
-    monkeypatch: pytest.MonkeyPatch,
-    sampling: dict[str, Any],
-) -> None:
-    """Nothing of the step is recorded before its tokens are known, so no token differs."""
-    deployment = deployment_of(llama_checkpoint)
-    requests = [
-        request(deployment, [number] * 4, temperature=1.0, seed=number, max_tokens=9, **sampling)
-        for number in range(3)
-    ]
-    expected = answer(engines.over(llama_checkpoint), *requests)
-    draw, num_draws = postprocess.sample_rows, 0
-
-    def fails_twice(*arguments: Any) -> Any:
-        nonlocal num_draws
-        num_draws += 1
-        if num_draws in {1, 6}:  # of the prompts, and of decodes
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return draw(*arguments)
-
-    monkeypatch.setattr(postprocess, "sample_rows", fails_twice)
-    assert answer(engines.over(llama_checkpoint), *requests) == expected
-    assert num_draws > 6

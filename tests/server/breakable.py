@@ -55,6 +55,10 @@ def break_on_signals() -> None:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
         return prepare(runner, *arguments)
 
+    def breakable_check_device(_: ModelRunner) -> None:
+        if breaks.is_set():
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
     def slowly(server: GracefulServer) -> None:
         time.sleep(_DYING_S)
         engine_died(server)
@@ -62,6 +66,7 @@ def break_on_signals() -> None:
     for owner, name, placeholder in (
         (EngineCore, "step", breakable_step),
         (ModelRunner, "prepare", breakable_prepare),
+        (ModelRunner, "check_device", breakable_check_device),
         (GracefulServer, "_engine_died", slowly),
     ):
         setattr(owner, name, placeholder)

@@ -10,6 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from model_runtime.loading.checkpoint import Checkpoint
+from server.settings.load import SettingsError
+from server.startup.reload import check_table_room
+from server.startup.serving_plan import num_profiles
+from tests.engines import deployment_of
 from tests.processes import Server, running_server
 from tests.server.soak_watch import wait_for
 
@@ -180,3 +185,18 @@ def test_bounds_and_keys_come_into_force(reloading: Reloading) -> None:
     os.kill(reloading.server.pid, signal.SIGHUP)
     assert wait_for(lambda: "was started with keys" in "".join(reloading.server.log[first:]))
     assert reloading.post(key="none").status_code == 401
+
+
+def test_a_gpu_refuses_more_rotation_tables_than_it_has_room_for(
+    embedded: Checkpoint,
+) -> None:
+    """A CPU makes more room at the first request; the sentence names both numbers."""
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    before = deployment_of(embedded)
+    after = deployment_of(embedded, rope_scaling=scaling)
+    needed = num_profiles([before, after])
+    room = needed - 1
+    check_table_room([before, after], needed, is_on_gpu=True)
+    check_table_room([before, after], room, is_on_gpu=False)
+    with pytest.raises(SettingsError, match=f"need {needed} rotation tables.* room for {room} "):
+        check_table_room([before, after], room, is_on_gpu=True)
