@@ -34,10 +34,11 @@ _FAILED = 1
 def chat(
     url: str, model: str | None, system: str | None, api_key: str | None, **limits: float | None
 ) -> None:
-    """Talk to the server at URL. Default: http://127.0.0.1:8000.
+    """Talk to the server at URL from a terminal, or send it one message from a pipe.
 
-    /help lists the commands inside. If the input is no terminal, it is sent as one message, and
-    standard output has the answer only. The exit code is 1 if a request failed.
+    URL begins with http:// or https://. Default: http://127.0.0.1:8000. /help lists the commands
+    inside. If the input is no terminal, it is sent as one message, and standard output has the
+    answer only. The exit code is 1 if a request failed.
     """
     # Imported here, so that the other commands do not wait for the import of an HTTP client.
     from server.terminal.chat import Chat  # noqa: PLC0415

@@ -30,9 +30,9 @@ _FAILED = 1
     help="API key, sent as a bearer token. Default: none.  [ROPEWALK_API_KEY]",
 )
 def top(url: str, interval_s: float, since_start: bool, once: bool, api_key: str | None) -> None:  # noqa: FBT001
-    """Show the server's queue, cache and latency by context length. Ctrl-C ends it.
+    """Show the latency of the server at URL by context length, refreshed.
 
-    The numbers are those of /metrics over the last minute. The exit code is 1 if the server cannot
+    Above it stand the queue and the cache. Ctrl-C ends it. The numbers are those of /metrics over the last minute. The exit code is 1 if the server cannot
     be asked.
     """
     # Imported here, so that the other commands do not wait for the import of an HTTP client.
