@@ -10,8 +10,9 @@ from model_runtime.loading.model_config import ModelConfig, read_outline
 from model_runtime.loading.plain_config import PlainConfig, plain_template
 from model_runtime.size_text import size_text
 from model_runtime.text.chat_template import ChatTemplate
+from model_runtime.tools.tool_format import GENERIC, REASONING_FORMATS
 from server.settings.load import ServeSettings, SettingsError
-from server.startup.limit_lines import limit_lines
+from server.startup.limit_lines import chat_line, limit_lines
 from server.startup.load_model import find_model
 from server.startup.serving_plan import (
     ModelFacts,
@@ -32,6 +33,7 @@ class Outlook:
     outline: ModelConfig
     plan: ServingPlan
     num_weight_bytes: int | None  # None: a hub id without weights in the cache
+    template: str  # of chats
 
 
 def outline_of(settings: ServeSettings) -> ModelConfig:
@@ -55,7 +57,7 @@ def outlook_of(settings: ServeSettings) -> Outlook:
     The architecture is not checked, because only loading shows whether it is supported.
     """
     outline = outline_of(settings)
-    chat_template_of(settings, _templated(settings, outline))
+    template = chat_template_of(settings, _templated(settings, outline))
     num_weight_bytes = outline.num_weight_bytes()
     facts = ModelFacts(
         outline.native(),
@@ -70,7 +72,7 @@ def outlook_of(settings: ServeSettings) -> Outlook:
                 f"weights and KV cache need {size_text(needed)}, this machine has "
                 f"{size_text(total_memory())}"
             )
-    return Outlook(outline, plan, num_weight_bytes)
+    return Outlook(outline, plan, num_weight_bytes, template.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,18 @@ def _stored_lines(outlook: Outlook) -> list[str]:
     return [f"  weights          {text}"]
 
 
+def _chat_line(settings: ServeSettings, template: str) -> list[str]:
+    """Return what the text of a chat template tells about tool calls and reasoning.
+
+    Only a loaded tokenizer renders it, so the format that a template for tools writes is not known.
+    """
+    tools = {"auto": None, "none": "not served"}.get(settings.tool_format, settings.tool_format)
+    if settings.tool_format == "auto" and "tools" not in template:
+        tools = f"{GENERIC.name}, with our instructions"
+    opening = next((each.open for each in REASONING_FORMATS if each.close in template), None)
+    return chat_line(tools, None if opening is None else f"{opening} ({settings.reasoning})")
+
+
 def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
     """Return the banner lines of `serve`, with the memory that it would take."""
     outline, plan = outlook.outline, outlook.plan
@@ -137,6 +151,7 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         *_stored_lines(outlook),
         *describe(plan),
         *limit_lines(settings),
+        *_chat_line(settings, outlook.template),
         computing_line(*expected_computing(outline.device, outline.dtype), "the self-check tells"),
         f"  memory           {memory}",
         f"  would listen on  {settings.host}, port {settings.port}",

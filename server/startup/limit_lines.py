@@ -1,5 +1,6 @@
-"""The banner's lines about access and limits, which hold for all deployments."""
+"""The banner's lines about access, limits and chats, which hold for all deployments."""
 
+from server.page.page_files import has_playground
 from server.settings.load import ServeSettings
 from server.settings.request_sections import GrammarSettings, LimitSettings
 
@@ -13,7 +14,7 @@ _NAMES = (
 
 
 def limit_lines(settings: ServeSettings) -> list[str]:
-    """Return who may ask, and the limits that differ from their defaults."""
+    """Return who may ask, what is logged and served, and the limits that were changed."""
     changed = [
         f"{name} {_text(getattr(settings, name))}"
         for name in _NAMES
@@ -21,7 +22,18 @@ def limit_lines(settings: ServeSettings) -> list[str]:
     ]
     return [
         f"  access           {_access(settings)}",
+        f"  access log       {settings.access_log}",
+        f"  playground       {'at /playground/' if has_playground(settings) else 'not served'}",
         f"  limits           {'; '.join(changed) or 'all at their defaults'}",
+    ]
+
+
+def chat_line(tools: str | None, reasoning: str | None) -> list[str]:
+    """Return the line about tool calls and reasoning; None: not known, and left out."""
+    if tools is None:
+        return [] if reasoning is None else [f"  reasoning        {reasoning}"]
+    return [
+        f"  tool calls       {tools}" + ("" if reasoning is None else f"; reasoning: {reasoning}")
     ]
 
 

@@ -21,7 +21,7 @@ from server.errors import rejection_reasons
 from server.metrics import MetricFactory, Metrics
 from server.middleware.http_metrics import HttpMetrics
 from server.settings.load import ServeSettings
-from server.startup.limit_lines import limit_lines
+from server.startup.limit_lines import chat_line, limit_lines
 from server.startup.load_model import load_model
 from server.startup.model_facts import facts_of
 from server.startup.serving_plan import (
@@ -110,7 +110,7 @@ def _torch_lines() -> list[str]:
     return [] if found is None else [f"  warning          {found.text}; {found.action}"]
 
 
-def _chat_line(formats: ChatFormats, settings: ServeSettings) -> str:
+def _chat_line(formats: ChatFormats, settings: ServeSettings) -> list[str]:
     """Return the banner's line about tool calls and reasoning."""
     tools = "not served"
     if formats.tools is not None:
@@ -119,7 +119,7 @@ def _chat_line(formats: ChatFormats, settings: ServeSettings) -> str:
     reasoning = "none known"
     if formats.reasoning is not None:
         reasoning = f"{formats.reasoning.open} ({settings.reasoning})"
-    return f"  tool calls       {tools}; reasoning: {reasoning}"
+    return chat_line(tools, reasoning)
 
 
 def _banner(
@@ -142,7 +142,7 @@ def _banner(
             *_torch_lines(),
             *describe(plan),
             *limit_lines(settings),
-            _chat_line(formats, settings),
+            *_chat_line(formats, settings),
             computing_line(checkpoint.products, described(checkpoint.device), bits),
             f"  self-check       passed; answers are the same in any batch {exact}",
         ]

@@ -36,9 +36,9 @@ def chat(
 ) -> None:
     """Talk to the server at URL from a terminal, or send it one message.
 
-    The default URL is http://127.0.0.1:8000. /help lists the commands inside. If the input is no
-    terminal, it is sent as one message, and standard output has the answer only. The exit code is
-    1 if a request failed.
+    URL begins with http:// or https://. Default: http://127.0.0.1:8000. /help lists the commands
+    inside. If the input is no terminal, it is sent as one message, and standard output has the
+    answer only. The exit code is 1 if a request failed.
     """
     # Imported here, so that the other commands do not wait for the import of an HTTP client.
     from server.terminal.chat import Chat  # noqa: PLC0415

@@ -18,7 +18,7 @@ from server.startup.load_service import load_service
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("api_key_file: /nowhere/keys", "api_key_file: cannot read /nowhere/keys"),
+        ("api_key_file: /nowhere/keys", "api_key_file: cannot read /nowhere/keys: No such file"),
         ("ssl_certfile: /nowhere/cert.pem", "/nowhere/cert.pem"),
         ("host: 999.1.1.1", "cannot listen on host 999.1.1.1"),
         ("host: ''", "host"),
@@ -55,6 +55,21 @@ def test_a_gguf_file_needs_a_model_folder(tmp_path: Path) -> None:
     ended = CliRunner().invoke(check, [str(path)])
     assert ended.exit_code == 2
     assert "gguf_file needs the folder of a model" in ended.stderr
+
+
+def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
+    """The lines about products and memory are the machine's."""
+    page = (Path(__file__).parents[3] / "docs" / "settings.md").read_text()
+    before, sample = page.split("ropewalk config check ropewalk.yaml\n", 1)
+    path = tmp_path / "ropewalk.yaml"
+    path.write_text(before.rpartition("<<'YAML'\n")[2].removesuffix("YAML\n"))
+    path.write_text(path.read_text() + "device: cpu\nkv_cache_tokens: 65536\n")
+    shown = sample.split("```text\n", 1)[1].split("```", 1)[0].splitlines()
+    printed = CliRunner().invoke(check, [str(path)]).stdout.splitlines()
+    assert len(shown) == len(printed) > 20
+    for one, other in zip(shown, printed, strict=True):
+        is_machines = one.startswith(("  products ", "  memory "))
+        assert one == other or (is_machines and one[:19] == other[:19])
 
 
 @pytest.mark.parametrize("case", _ENTRIES)

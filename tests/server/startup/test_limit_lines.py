@@ -1,5 +1,6 @@
 """The banner and `config check` tell who may ask for what."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,8 @@ def test_changed_limits_and_access_are_told_without_secrets() -> None:
     """A key never appears in a banner, which ends up in logs."""
     assert limit_lines(load_settings({})) == [
         "  access           every client that reaches the port, without a key",
+        "  access log       requests",
+        "  playground       at /playground/",
         "  limits           all at their defaults",
     ]
     settings = load_settings(
@@ -50,6 +53,8 @@ def test_changed_limits_and_access_are_told_without_secrets() -> None:
             "api_key": "secret-1,secret-2",
             "keys": '[{"name": "alice", "max_running": 1}]',
             "open_metrics": True,
+            "access_log": "off",
+            "host": "0.0.0.0",  # noqa: S104  # nothing listens
             "allowed_origins": "https://a.example",
             "max_prompt_chars": "500",
             "max_queued_requests": "3",
@@ -60,6 +65,8 @@ def test_changed_limits_and_access_are_told_without_secrets() -> None:
     assert limit_lines(settings) == [
         "  access           clients with a key (/metrics without), bounded: alice; web pages of "
         "https://a.example",
+        "  access log       off",
+        "  playground       not served",
         "  limits           max_queued_requests 3; max_prompt_chars 500; whitespace_pattern "
         "' {0,2}'; allowed_chat_template_kwargs none",
     ]
@@ -72,6 +79,28 @@ def test_config_check_tells_the_same_as_serve() -> None:
     lines = outlook_lines(settings, outlook_of(settings))
     assert "  limits           max_n 2" in lines
     assert any(line.startswith("    requests       may name default, ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("template", "flags", "line"),
+    [
+        ("{{ messages }}", {}, "  tool calls       generic, with our instructions"),
+        ("{{ tools }}", {}, None),
+        ("{{ tools }}", {"tool_format": "hermes"}, "  tool calls       hermes"),
+        ("{{ tools }}", {"tool_format": "none"}, "  tool calls       not served"),
+        ("{{ tools }}</think>", {"reasoning": "inline"}, "  reasoning        <think> (inline)"),
+    ],
+)
+def test_config_check_tells_of_chats_what_the_template_shows(
+    tmp_path: Path, template: str, flags: dict[str, str], line: str | None
+) -> None:
+    """The rest is left out, because only a loaded tokenizer renders a template."""
+    path = tmp_path / "a.jinja"
+    path.write_text(template)
+    settings = load_settings({"chat_template": str(path), "device": "cpu", **flags})
+    lines = outlook_lines(settings, outlook_of(settings))
+    told = [each for each in lines if each.startswith(("  tool calls ", "  reasoning "))]
+    assert told == ([] if line is None else [line])
 
 
 @pytest.mark.parametrize(
