@@ -243,8 +243,8 @@ def test_a_model_without_a_template_gets_a_transcript(bare: Server) -> None:
         ),
         (
             {"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]},
-            "messages",
-            "[0].tool_call_id must name a call of a message before it",
+            "messages.0.tool_call_id",
+            "must name a call of a message before it",
         ),
         ({"messages": ["a"]}, "messages.0", 'must be an object. Given: "a"'),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "Unicode"),

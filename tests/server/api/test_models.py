@@ -65,6 +65,10 @@ def test_messages_are_tokenised_as_the_chat_route_does(
     asked = {"model": "ropewalk-demo", "max_tokens": 1, **talk}
     usage = openai_client.chat.completions.create(**asked).usage  # type: ignore[call-overload]
     assert counted["count"] == len(counted["tokens"]) == usage.prompt_tokens
+    without = httpx.post(f"{server.url}/tokenize", json={**talk, "tool_choice": "none"}).json()
+    assert without["count"] < counted["count"]
+    told = httpx.post(f"{server.url}/tokenize", json={"prompt": ["a", "b"]}).json()["error"]
+    assert told["message"] == "`prompt` must be a string. Given: a list"
     closed = httpx.post(f"{server.url}/tokenize", json={**talk, "add_generation_prompt": False})
     assert closed.json()["tokens"] == counted["tokens"][: closed.json()["count"]]
     assert closed.json()["count"] == counted["count"] - 1
@@ -72,7 +76,14 @@ def test_messages_are_tokenised_as_the_chat_route_does(
         ({}, "prompt"),
         ({**talk, "prompt": "a"}, "messages"),
         ({"prompt": "a", "tools": talk["tools"]}, "tools"),
-        ({"messages": [{"role": "tool", "tool_call_id": "a", "content": ""}]}, "messages"),
+        (
+            {"messages": [{"role": "tool", "tool_call_id": "a", "content": ""}]},
+            "messages.0.tool_call_id",
+        ),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": "a", "reasoning_effort": "low"}, "reasoning_effort"),
+        ({**talk, "continue_final_message": True}, "continue_final_message"),
+        ({**talk, "tool_choice": "maybe"}, "tool_choice"),
         ({"messages": talk["messages"], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
     ):
         refused = httpx.post(f"{server.url}/tokenize", json=body)

@@ -93,7 +93,8 @@ def answer_of(
         Places(len(requests)),
         max_unread=max_unread,
     )
-    answer = answer_type(service, submission, body)
+    of_chat = (ChatTurn(messages=[]), None) if route == "chat" else ()
+    answer = answer_type(service, submission, body, *of_chat)
     answer.created = 7
     return answer, engine
 
@@ -290,6 +291,27 @@ def test_comments_are_sent_in_silence_only() -> None:
         assert all(each >= 0.19 for each in silences)
 
     asyncio.run(check())
+
+
+def test_outputs_without_an_event_are_silence() -> None:
+    """Nothing is sent for each of them, and a comment once the client has waited long enough."""
+    held = (0, Output(text="a", tier=TIERS[0]))
+
+    async def check(keep_alive_s: float) -> list[bytes]:
+        answer, engine = answer_of("chat", keep_alive_s=keep_alive_s)
+        answer.listener = lambda index, output: None
+        answer.piece = lambda index, output: None  # type: ignore[method-assign]
+        at([0.02 * number for number in range(1, 26)], lambda: engine.give(held))
+        at([0.55], lambda: engine.give(end()))
+        sent = [piece async for piece in answer.events()]
+        answer.close()
+        return sent
+
+    assert asyncio.run(check(0.0)) == [OPENING, DONE]
+    sent = asyncio.run(check(0.2))
+    assert sent[0] == OPENING
+    assert 1 <= sent.count(KEEP_ALIVE) <= 3
+    assert b"" not in sent
 
 
 def test_a_stream_without_comments_has_no_timer() -> None:

@@ -1,0 +1,35 @@
+"""Fields that become variables of a chat template, and fields that it does not read."""
+
+from tests.server.api.tools.scripted import saying
+
+EFFORT = "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}"
+SWITCH = EFFORT.replace("reasoning_effort", "enable_thinking")
+BODY = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+
+
+def test_an_effort_that_no_variable_may_take_is_refused() -> None:
+    """The sentence names the variable and the operator's setting; null asks for nothing."""
+    for template, name in ((EFFORT, "reasoning_effort"), (SWITCH, "enable_thinking")):
+        with saying("Yes.", template, allowed_chat_template_kwargs=()) as server:
+            for path in ("/v1/chat/completions", "/tokenize"):
+                body = dict(BODY) if path != "/tokenize" else {"messages": BODY["messages"]}
+                refused = server.post(path, {**body, "reasoning_effort": "none"})
+                assert refused.status_code == 400, refused.text
+                error = refused.json()["error"]
+                assert error["param"] == "reasoning_effort"
+                assert f"sets {name} of" in error["message"]
+                assert "allowed_chat_template_kwargs" in error["message"]
+                assert server.post(path, {**body, "reasoning_effort": None}).status_code == 200
+        with saying("Yes.", template, allowed_chat_template_kwargs=(name,)) as server:
+            answer = server.post("/v1/chat/completions", {**BODY, "reasoning_effort": "none"})
+            assert answer.status_code == 200, answer.text
+
+
+def test_a_name_that_the_template_does_not_read_changes_nothing() -> None:
+    """As with OpenAI and vLLM."""
+    named = {"messages": [{"role": "user", "content": "a", "name": "b"}]}
+    with saying("Yes.") as server:
+        plain = server.post("/tokenize", {"messages": BODY["messages"]}).json()
+        assert server.post("/tokenize", named).json() == plain
+    with saying("Yes.", "{{ messages[0].name }}: {{ messages[0].content }}") as server:
+        assert server.post("/tokenize", named).json()["count"] == len("b: a")
