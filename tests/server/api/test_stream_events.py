@@ -93,8 +93,7 @@ def answer_of(
         Places(len(requests)),
         max_unread=max_unread,
     )
-    of_chat = (ChatTurn(messages=[]), None) if route == "chat" else ()
-    answer = answer_type(service, submission, body, *of_chat)
+    answer = answer_type(service, submission, body)
     answer.created = 7
     return answer, engine
 
