@@ -34,7 +34,11 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "pytest.ini").write_text("[pytest]\n")
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", *options, "."],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # A run of its own, even if this test is a worker's.
+        env={
+            **{name: each for name, each in os.environ.items() if "XDIST" not in name},
+            "PYTHONPATH": str(ROOT),
+        },
         cwd=folder,
         capture_output=True,
         text=True,

@@ -200,7 +200,7 @@ def test_what_agents_send_by_default_is_accepted() -> None:
 
 
 def test_schemas_as_zod_writes_them_are_enforced() -> None:
-    """Agents in TypeScript send `propertyNames` with each record; a restricting one is refused."""
+    """Agents in TypeScript send `propertyNames` with each record."""
     record = {"type": "object", "additionalProperties": {"enum": ["x"]}}
     named = {**record, "propertyNames": {"type": "string"}}
     draft = "https://json-schema.org/draft/2020-12/schema"
@@ -215,9 +215,6 @@ def test_schemas_as_zod_writes_them_are_enforced() -> None:
     with saying("</think>" + CALL.replace('{"city":"Paris"}', given), THINKING) as server:
         found = create(server, tools=[{**LOOK, "input_schema": schema}])
         assert found.content[0].input == {"propertyNames": {"a": "x"}}
-        named["propertyNames"] = {"pattern": "^a"}
-        with pytest.raises(anthropic.BadRequestError, match="is not supported \\(at"):
-            create(server, tools=[{**LOOK, "input_schema": schema}])
 
 
 def test_the_clients_errors_have_their_classes() -> None:
