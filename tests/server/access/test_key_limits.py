@@ -20,7 +20,7 @@ BODY = {"prompt": [7] * 20, "max_tokens": 40, "ignore_eos": True, "temperature":
 KEYS = f'[{{"name": "crowd", "max_running": {MAX_RUNNING}, "max_queued": {MAX_QUEUED}}}]'
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with a bounded key, and two that are not; four sequences run at a time."""
     path = tmp_path_factory.mktemp("keys") / "keys"
