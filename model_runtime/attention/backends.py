@@ -42,22 +42,10 @@ def backend_for(device: torch.device) -> type[Backend]:
 
         return CpuAttention
     if has_gpu_kernels(device):
-        from model_runtime.attention.triton_backend import TritonAttention  # noqa: PLC0415  # optional
+        from model_runtime.attention.triton.backend import TritonAttention  # noqa: PLC0415  # optional
 
         return TritonAttention
     return TorchAttention
-
-
-def check_positions(profiles: Iterable[Profile], device: torch.device) -> None:
-    """Raise ModelError if the device's backend cannot read under the profiles' positions."""
-    if backend_for(device).reads_ranges:
-        return
-    for profile in profiles:
-        if profile.positions is not None:
-            raise ModelError(
-                f"positions: {profile.positions.method} is not served on a {device.type} device "
-                "yet, only on a CPU (device: cpu)"
-            )
 
 
 def check_layers(profiles: Iterable[Profile], plans: Mapping[int, LayerPlan]) -> None:

@@ -39,7 +39,6 @@ class CpuAttention:
     # A SIMD register of keys is scored at once, one dimension at a time.
     row_keys: ClassVar[bool] = False
     can_capture: ClassVar[bool] = False
-    reads_ranges: ClassVar[bool] = True
 
     def __init__(self, batch: Batch) -> None:
         self._places_S = batch.places_S

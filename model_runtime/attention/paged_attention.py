@@ -108,7 +108,6 @@ class Backend(Protocol):
     row_keys: ClassVar[bool]  # the memory order of keys, see kv_cache.py
     # True if a step of single tokens makes the same kernel calls for any values in the batch.
     can_capture: ClassVar[bool]
-    reads_ranges: ClassVar[bool]  # whether it serves position methods (key ranges)
 
     def __init__(self, batch: Batch) -> None:
         """Prepare the data that all layers of the step use."""

@@ -8,10 +8,10 @@ single launch serves prompts of all lengths.
 Shapes: T = packed query tokens, G = prompts of a group, W = tiles.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from model_runtime.batch import Batch, Place
 from model_runtime.transfer import on_device
+from rope import KeyMap
 
 Ints = NDArray[np.integer[Any]]
 
@@ -29,6 +30,41 @@ MOST_KEYS = 32_768
 _ALIGNED = 4  # int32 numbers in 16 bytes
 
 
+class Mask(NamedTuple):
+    """The keys that a row sees, counted from its own; the last row's own key is the last one.
+
+    Both are in the sense of torch's flash attention.
+    """
+
+    left: int  # keys before its own; -1: all
+    right: int  # keys after its own: 0 (causal) or -1 (all)
+
+
+class Part(NamedTuple):
+    """Successive query tokens of a sequence, and the successive keys that they see."""
+
+    sequence: int  # in the batch
+    begin: int  # the first token's place in the flat row
+    num_tokens: int
+    first_position: int  # absolute
+    first_key: int
+    num_keys: int
+    table_id: int
+    placed_T: Ints | None = None  # the positions at which the tokens stand; None: their own
+    key_map: KeyMap = KeyMap()
+
+    @classmethod
+    def whole(cls, sequence: int, place: Place, window: int | None) -> Self:
+        """Return all tokens of a prompt, with the keys up to its last token.
+
+        With a window, the keys before the first one that is seen are left out.
+        """
+        begin, num_tokens, first, table_id = place
+        first_key = max(0, first + 1 - window) if window else 0
+        num_keys = first + num_tokens - first_key
+        return cls(sequence, begin, num_tokens, first, first_key, num_keys, table_id)
+
+
 @dataclass(frozen=True, slots=True)
 class QueryRows:
     """The packed query tokens of a step, in the order of the flat row."""
@@ -36,37 +72,44 @@ class QueryRows:
     row_T: Tensor  # int32, each token's place in the flat row
     position_T: Tensor  # int32, absolute
     table_id_T: Tensor  # int32
+    placed_T: Tensor | None = None  # int32, positions at which they stand; None: their own
 
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """Successive prompts whose keys are gathered together.
+    """Parts of prompts whose keys are gathered together, and which have one mask.
 
-    The tiles are pairs of a prompt in the group and a first row, counted from the prompt's start.
+    The tiles are pairs of a part in the group and a first row, counted from the part's start.
     """
 
-    rows: slice  # of the packed query tokens
-    num_keys: int  # of all prompts
-    most_tokens: int  # of a prompt
+    mask: Mask
+    num_keys: int  # of all parts
+    most_tokens: int  # of a part
     most_keys: int
     row_T: Tensor  # int32, the flat rows of the group's query tokens
     cu_tokens_G1: Tensor  # int32 [G + 1], cumulative numbers of query tokens
     cu_keys_G1: Tensor  # int32 [G + 1], cumulative numbers of keys
-    first_key_G: Tensor  # int32, position of each prompt's first key
-    page_at_G: Tensor  # int32, place of each prompt's first page in the flattened page table
+    first_key_G: Tensor  # int32, index of each part's first key
+    page_at_G: Tensor  # int32, place of each part's first page in the flattened page table
     table_id_G: Tensor  # int32
     token_tiles_W2: Tensor  # int32, tiles of query tokens
     key_tiles_W2: Tensor  # int32, tiles of keys
 
 
 class Prompts:
-    """The prompts of one step. Layers with the same window and tile length share the groups."""
+    """The prompts of one step. Layers with the same window and tile length share the groups.
 
-    def __init__(self, batch: Batch) -> None:
+    `placed`: tables whose sequences are left out, because a position method reads them.
+    """
+
+    def __init__(self, batch: Batch, placed: Collection[int] = ()) -> None:
         self._device = batch.page_T.device
         self._table_width = batch.page_table_SN.shape[1]
-        places = enumerate(batch.places_S)
-        self._places = [(index, place) for index, place in places if place.num_tokens > 1]
+        self._places = [
+            (index, place)
+            for index, place in enumerate(batch.places_S)
+            if place.num_tokens > 1 and place.table_id not in placed
+        ]
         self._groups: dict[tuple[int, int], list[PromptGroup]] = {}
 
     def __len__(self) -> int:
@@ -76,69 +119,77 @@ class Prompts:
     @cached_property
     def queries(self) -> QueryRows:
         """Return the places of all query tokens."""
-        places = [place for _, place in self._places]
-        positions_T = [np.arange(p.num_tokens) + p.first_position for p in places]
-        num_tokens = [place.num_tokens for place in places]
-        table_id_T = np.repeat([place.table_id for place in places], num_tokens)
-        parts = (_rows(places), np.concatenate(positions_T), table_id_T)
-        return QueryRows(*_on_device(parts, self._device))
+        parts = [Part.whole(index, place, None) for index, place in self._places]
+        table_id_T = np.repeat([each.table_id for each in parts], [each[2] for each in parts])
+        numbers = (rows_of(parts), positions_of(parts), table_id_T)
+        return QueryRows(*together_on_device(numbers, self._device))
 
     def groups(self, window: int | None, tile: int) -> list[PromptGroup]:
         """Return the groups of a layer with this window; `tile`: rows that a program takes.
 
-        The keys of a group are in memory at the same time. They are at most MOST_KEYS, or the keys
-        of one longer prompt. With a window, the keys before the first one that is seen are left
-        out.
+        They have the prompts in order.
         """
         chosen = (window or 0, tile)
         if chosen not in self._groups:
-            self._groups[chosen] = list(self._divided(window, tile))
+            parts = [Part.whole(index, place, window) for index, place in self._places]
+            mask = Mask(window - 1 if window else -1, 0)
+            self._groups[chosen] = [
+                group_of(each, mask, tile, self._table_width, self._device)
+                for each in divided(parts)
+            ]
         return self._groups[chosen]
 
-    def _divided(self, window: int | None, tile: int) -> Iterator[PromptGroup]:
-        first_row, num_rows, num_keys = 0, 0, 0
-        waiting: list[tuple[int, Place, int]] = []
-        for index, place in self._places:
-            first_key = max(0, place.first_position + 1 - window) if window else 0
-            more = place.first_position + place.num_tokens - first_key
-            if waiting and num_keys + more > MOST_KEYS:
-                yield self._group(waiting, first_row, tile)
-                first_row, num_rows, num_keys, waiting = first_row + num_rows, 0, 0, []
-            waiting.append((index, place, first_key))
-            num_rows, num_keys = num_rows + place.num_tokens, num_keys + more
-        yield self._group(waiting, first_row, tile)
 
-    def _group(
-        self, prompts: list[tuple[int, Place, int]], first_row: int, tile: int
-    ) -> PromptGroup:
-        places = [place for _, place, _ in prompts]
-        first_key_G = np.array([first_key for _, _, first_key in prompts])
-        num_tokens_G = np.array([place.num_tokens for place in places])
-        end_G = np.array([place.first_position for place in places]) + num_tokens_G
-        num_keys_G = end_G - first_key_G
-        num_rows, num_keys = int(num_tokens_G.sum()), int(num_keys_G.sum())
-        parts = (
-            _rows(places),
-            _cumulative(num_tokens_G),
-            _cumulative(num_keys_G),
-            first_key_G,
-            np.array([index for index, _, _ in prompts]) * self._table_width,
-            np.array([place.table_id for place in places]),
-            _tiles(num_tokens_G, tile)[::-1],  # a prompt's last tokens see the most keys
-            _tiles(num_keys_G, tile),
-        )
-        return PromptGroup(
-            slice(first_row, first_row + num_rows),
-            num_keys,
-            int(num_tokens_G.max()),
-            int(num_keys_G.max()),
-            *_on_device(parts, self._device),
-        )
+def divided(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Yield successive parts whose keys may be in memory at the same time.
+
+    The keys are at most MOST_KEYS, or those of one part with more.
+    """
+    num_keys = 0
+    together: list[Part] = []
+    for part in parts:
+        if together and num_keys + part.num_keys > MOST_KEYS:
+            yield together
+            num_keys, together = 0, []
+        together.append(part)
+        num_keys += part.num_keys
+    yield together
 
 
-def _rows(places: list[Place]) -> Ints:
-    """Return the flat rows of the places' tokens."""
-    return np.concatenate([np.arange(p.num_tokens) + p.begin for p in places])
+def group_of(
+    parts: Sequence[Part], mask: Mask, tile: int, table_width: int, device: torch.device
+) -> PromptGroup:
+    """Return the group of these parts, with its numbers on the device by one transfer."""
+    num_tokens_G, num_keys_G = (
+        np.array([getattr(part, name) for part in parts]) for name in ("num_tokens", "num_keys")
+    )
+    numbers = (
+        rows_of(parts),
+        _cumulative(num_tokens_G),
+        _cumulative(num_keys_G),
+        np.array([part.first_key for part in parts]),
+        np.array([part.sequence for part in parts]) * table_width,
+        np.array([part.table_id for part in parts]),
+        _tiles(num_tokens_G, tile)[::-1],  # a part's last tokens see the most keys
+        _tiles(num_keys_G, tile),
+    )
+    return PromptGroup(
+        mask,
+        int(num_keys_G.sum()),
+        int(num_tokens_G.max()),
+        int(num_keys_G.max()),
+        *together_on_device(numbers, device),
+    )
+
+
+def rows_of(parts: Iterable[Part]) -> Ints:
+    """Return the flat rows of the parts' tokens."""
+    return np.concatenate([np.arange(part.num_tokens) + part.begin for part in parts])
+
+
+def positions_of(parts: Iterable[Part]) -> Ints:
+    """Return the absolute positions of the parts' tokens."""
+    return np.concatenate([np.arange(part.num_tokens) + part.first_position for part in parts])
 
 
 def _cumulative(lens_G: Ints) -> Ints:
@@ -153,7 +204,7 @@ def _tiles(lens_G: Ints, tile: int) -> Ints:
     return np.stack((prompt_W, number_W * tile), axis=1)
 
 
-def _on_device(parts: tuple[Ints, ...], device: torch.device) -> list[Tensor]:
+def together_on_device(parts: tuple[Ints, ...], device: torch.device) -> list[Tensor]:
     """Return the parts as int32 tensors, by one transfer.
 
     Each begins at a multiple of 16 bytes. Triton compiles a kernel again if the alignment of an

@@ -24,7 +24,6 @@ class TorchAttention:
 
     row_keys: ClassVar[bool] = True  # either order works; this one needs no transpose to gather
     can_capture: ClassVar[bool] = False
-    reads_ranges: ClassVar[bool] = True
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch

@@ -175,7 +175,7 @@ def test_a_layer_without_rotation_ignores_the_profile() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_lies_behind_the_last_token_is_never_read(dtype: torch.dtype) -> None:
+def test_memory_behind_the_last_token_is_never_read(dtype: torch.dtype) -> None:
     """NaN in all unused pages and offsets leaves every row as it was."""
     case = Case(dtype=dtype)
     clean = CpuAttention(case.batch).read(case.read())

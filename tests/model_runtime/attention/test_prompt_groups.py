@@ -41,7 +41,8 @@ def test_query_tokens_of_prompts_are_packed() -> None:
 def test_keys_of_prompts_are_packed() -> None:
     """All keys up to a prompt's last token are taken, and tiles do not cross prompts."""
     (group,) = Prompts(batch_of(SEQUENCES)).groups(None, 4)
-    assert (group.rows, group.num_keys) == (slice(0, 12), 33)
+    assert (len(group.row_T), group.num_keys) == (12, 33)
+    assert group.mask == (-1, 0)
     assert (group.most_tokens, group.most_keys) == (7, 20)
     assert group.cu_tokens_G1.tolist() == [0, 7, 10, 12]
     assert group.cu_keys_G1.tolist() == [0, 7, 27, 33]
@@ -60,6 +61,7 @@ def test_keys_before_a_window_are_left_out(window: int, first_keys: list[int]) -
     """The first token of a chunk sees `window` keys, its own included."""
     (group,) = Prompts(batch_of(SEQUENCES)).groups(window, 4)
     assert group.first_key_G.tolist() == first_keys
+    assert group.mask == (window - 1, 0)
     nums = [end - first for end, first in zip((7, 20, 6), first_keys, strict=True)]
     assert group.cu_keys_G1.diff().tolist() == nums
 
@@ -74,9 +76,6 @@ def test_the_keys_of_a_group_are_bounded(
     monkeypatch.setattr(prompt_groups, "MOST_KEYS", most_keys)
     groups = Prompts(batch_of(SEQUENCES)).groups(None, 4)
     assert [group.num_keys for group in groups] == sizes
-    ends = [group.rows.stop for group in groups]
-    assert [group.rows.start for group in groups] == [0, *ends[:-1]]
-    assert ends[-1] == 12
     rows = torch.cat([group.row_T for group in groups])
     assert rows.tolist() == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]
 

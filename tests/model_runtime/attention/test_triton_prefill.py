@@ -17,8 +17,10 @@ from tests.exact_flash import exact_flash
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
-from model_runtime.attention import prompt_groups, triton_flash
-from model_runtime.attention.triton_backend import TritonAttention
+from model_runtime.attention import prompt_groups
+from model_runtime.attention.prompt_groups import Mask
+from model_runtime.attention.triton import flash as triton_flash
+from model_runtime.attention.triton.backend import TritonAttention
 from tests.launches import counted_launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -204,25 +206,23 @@ class Noted(TorchDispatchMode):
         return func(*args, **self.named)
 
 
-@pytest.mark.parametrize(("window", "left"), [(None, -1), (1, 0), (5, 4)])
-def test_the_arguments_are_those_of_torchs_function(window: int | None, left: int) -> None:
-    """Torch's own description of the function gives the output's shapes for our arguments.
-
-    Torch counts a window's keys without the query's own.
-    """
+@pytest.mark.parametrize("mask", [Mask(-1, 0), Mask(0, 0), Mask(4, 0), Mask(-1, -1), Mask(3, -1)])
+def test_the_arguments_are_those_of_torchs_function(mask: Mask) -> None:
+    """Torch's own description of the function gives the output's shapes for our arguments."""
     meta = torch.device("meta")
     query_THD = torch.empty(12, 6, 24, dtype=torch.bfloat16, device=meta)
     key_CKD = torch.empty(30, 2, 24, dtype=torch.bfloat16, device=meta)
     offsets_G1 = torch.zeros(3, dtype=torch.int32, device=meta)
     with Noted() as noted:
         out_THD, lse_HT = triton_flash.flash(
-            query_THD, key_CKD, key_CKD, offsets_G1, offsets_G1, 8, 20, 0.2, window
+            query_THD, key_CKD, key_CKD, offsets_G1, offsets_G1, 8, 20, 0.2, mask
         )
     assert (out_THD.shape, out_THD.dtype) == (query_THD.shape, torch.bfloat16)
     assert (lse_HT.shape, lse_HT.dtype) == ((6, 12), torch.float32)
-    dropout, is_causal = 0.0, True
+    dropout, is_causal = 0.0, mask.right == 0
     assert noted.arguments[5:9] == (8, 20, dropout, is_causal)
-    assert noted.named == {"scale": 0.2, "window_size_left": left, "window_size_right": 0}
+    sides = {"window_size_left": mask.left, "window_size_right": mask.right}
+    assert noted.named == {"scale": 0.2, **sides}
 
 
 def test_the_library_serves_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from model_runtime.attention.paged_attention import LayerRead
 from model_runtime.attention.prompt_groups import PromptGroup
-from model_runtime.attention.triton_pieces import (
+from model_runtime.attention.triton.pieces import (
+    KERNEL_LN_2,
     KERNEL_LOG2_E,
     LOG2_E,
     capped,
@@ -23,20 +24,26 @@ from model_runtime.attention.triton_pieces import (
     product,
     tile_len,
 )
+from model_runtime.work_list import BEYOND
 
 _TILE = 64  # max number of keys, and of query tokens, that a program holds at once
 _WARPS, _STAGES = 4, 2
 
 
-@jit("tiles", "rows", "cu_tokens", "cu_keys")
+@jit("tiles", "rows", "cu_tokens", "cu_keys", "window", "after")
 def _attend(
-    query, keys, values, sinks, out, tiles, rows, cu_tokens, cu_keys,
-    scaling, softcap, window, out_t, out_h,
+    query, keys, values, sinks, out, lses, tiles, rows, cu_tokens, cu_keys,
+    scaling, softcap, window, out_t, out_h, after,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
     TILE: tl.constexpr, DIM_2: tl.constexpr, VALUES_2: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SUNK: tl.constexpr, WIDE: tl.constexpr,
+    WINDOWED: tl.constexpr, PARTIAL: tl.constexpr,
+    CAPPED: tl.constexpr, SUNK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a prompt's query tokens. The last token sees all keys up to the last."""
+    """A tile of a prompt's query tokens. The last token sees all keys up to the last.
+
+    PARTIAL: a token also sees `after` keys behind its own. The output is a part of the answer, in
+    packed rows, and the log-sum-exp goes with it.
+    """
     head = tl.program_id(1)
     prompt = tl.load(tiles + 2 * tl.program_id(0))
     first = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -62,7 +69,12 @@ def _attend(
     acc = tl.zeros([TILE, VALUES_2], tl.float32)
     least = num_keys - num_tokens + first
     begin = tl.maximum(0, least - window + 1) // TILE if WINDOWED else 0
-    end = (tl.minimum(num_keys, least + TILE) + TILE - 1) // TILE
+    last = own
+    end = tl.minimum(num_keys, least + TILE)
+    if PARTIAL:
+        last = tl.minimum(own + after, num_keys - 1)
+        end = tl.minimum(num_keys, least + TILE + after)
+    end = (end + TILE - 1) // TILE
     for tile in range(begin, end):
         index = tile * TILE + tl.arange(0, TILE)
         is_key = index < num_keys
@@ -75,7 +87,7 @@ def _attend(
         scores = product(queries, tl.trans(key), scores, WIDE) * scaling
         if CAPPED:
             scores = capped(scores, softcap)
-        is_seen = index[None, :] <= own[:, None]
+        is_seen = index[None, :] <= last[:, None]
         if WINDOWED:
             is_seen = is_seen & (index[None, :] > own[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
@@ -93,7 +105,12 @@ def _attend(
         )  # fmt: skip
         acc = product(probs, value, acc * keep[:, None], WIDE)
     acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # rows after the last token: 0
-    row = tl.load(rows + first_token + token, mask=is_token, other=0).to(tl.int64)
+    if PARTIAL:
+        row = (first_token + token).to(tl.int64)
+        lse = (row_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0))) * KERNEL_LN_2
+        tl.store(lses + row * HEADS + head, lse, mask=is_token)
+    else:
+        row = tl.load(rows + first_token + token, mask=is_token, other=0).to(tl.int64)
     target = out + row[:, None] * out_t + head * out_h + v[None, :]
     tl.store(target, acc, mask=is_token[:, None] & (v < VALUES)[None, :])
 
@@ -113,17 +130,48 @@ def attend(
     out_RHV: Tensor,
 ) -> None:
     """Write a group's output to its rows of `out_RHV`, R = flat rows. No other row is changed."""
+    _launch(read, group, (query_THD, key_CKD, value_CKV), read.sinks_H, out_RHV, None)
+
+
+def attend_part(
+    read: LayerRead, group: PromptGroup, query_THD: Tensor, key_CKD: Tensor, value_CKV: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return a group's output without sinks, [T, H, V], and its natural log-sum-exp, [H, T].
+
+    Both are float32, in packed rows.
+    """
+    num_tokens, num_heads, _ = query_THD.shape
+    out_THV = query_THD.new_empty(num_tokens, num_heads, value_CKV.shape[-1], dtype=torch.float32)
+    lse_TH = query_THD.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    _launch(read, group, (query_THD, key_CKD, value_CKV), None, out_THV, lse_TH)
+    return out_THV, lse_TH.T
+
+
+def _launch(
+    read: LayerRead,
+    group: PromptGroup,
+    packed: tuple[Tensor, Tensor, Tensor],
+    sinks_H: Tensor | None,
+    out_XHV: Tensor,
+    lse_TH: Tensor | None,
+) -> None:
+    """Run the kernel; with `lse_TH` the output is in packed rows, else in the flat row."""
+    query_THD, _, value_CKV = packed
     _, num_heads, dim = query_THD.shape
     _, num_key_heads, value_dim = value_CKV.shape
-    softcap = read.softcap or 0.0
+    softcap, is_partial = read.softcap or 0.0, lse_TH is not None
+    # All parts have one kernel, so that none is compiled while requests wait.
+    left, right = (BEYOND if side < 0 else side for side in group.mask)
     _attend[(len(group.token_tiles_W2), num_heads)](
-        query_THD, key_CKD, value_CKV, query_THD if read.sinks_H is None else read.sinks_H,
-        out_RHV, group.token_tiles_W2, group.row_T, group.cu_tokens_G1, group.cu_keys_G1,
-        read.scaling * (1.0 if softcap else LOG2_E), softcap, read.sliding_window or 0,
-        *out_RHV.stride()[:2],
+        *packed, query_THD if sinks_H is None else sinks_H,
+        out_XHV, query_THD if lse_TH is None else lse_TH,
+        group.token_tiles_W2, group.row_T, group.cu_tokens_G1, group.cu_keys_G1,
+        read.scaling * (1.0 if softcap else LOG2_E), softcap, left + 1,
+        *out_XHV.stride()[:2], right,
         HEADS=num_heads, GROUP=num_heads // num_key_heads, DIM=dim, VALUES=value_dim,
         TILE=rows_at_once(read), DIM_2=padded(dim), VALUES_2=padded(value_dim),
-        WINDOWED=bool(read.sliding_window), CAPPED=softcap > 0, SUNK=read.sinks_H is not None,
+        WINDOWED=is_partial or left < BEYOND, PARTIAL=is_partial,
+        CAPPED=softcap > 0, SUNK=sinks_H is not None,
         WIDE=is_interpreted() and query_THD.dtype == torch.bfloat16,
         num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip

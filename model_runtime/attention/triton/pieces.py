@@ -16,6 +16,7 @@ from torch import Tensor
 
 LOG2_E = math.log2(math.e)
 KERNEL_LOG2_E = tl.constexpr(LOG2_E)  # a kernel can read a global only if it is a constexpr
+KERNEL_LN_2 = tl.constexpr(math.log(2))
 _LEAST = 16  # rows and columns of the smallest matrix product
 
 

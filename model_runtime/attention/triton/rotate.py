@@ -12,21 +12,24 @@ from torch import Tensor
 
 from model_runtime.attention.paged_attention import LayerRead
 from model_runtime.attention.prompt_groups import PromptGroup, QueryRows
-from model_runtime.attention.triton_pieces import angles, jit, key_strides, padded
+from model_runtime.attention.triton.pieces import angles, jit, key_strides, padded
 
 _MOST_NUMBERS = 4096  # numbers of queries that a program holds at once
 _WARPS = 4
 
 
-@jit("rows", "positions", "table_ids", "num_starts")
+@jit("rows", "positions", "placed", "table_ids", "num_starts")
 def _turn(
-    query, turned, rows, positions, table_ids,
+    query, turned, rows, positions, placed, table_ids,
     start_cos, start_sin, offset_cos, offset_sin, factors, log_lens,
     num_starts, query_t, query_h,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    HEADS_2: tl.constexpr, PAIRS_2: tl.constexpr, REST_2: tl.constexpr,
+    HEADS_2: tl.constexpr, PAIRS_2: tl.constexpr, REST_2: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one query token. Positions and factors are the token's own."""
+    """Some heads of one query token. Positions and factors are the token's own.
+
+    PLACED: it stands at another position. Log-n takes the true one.
+    """
     token = tl.program_id(0)
     row = tl.load(rows + token).to(tl.int64)
     position = tl.load(positions + token)
@@ -39,6 +42,8 @@ def _turn(
     source = query + row * query_t + (h * query_h)[:, None]
     target = turned + (token.to(tl.int64) * HEADS + h)[:, None] * DIM
     is_head = (h < HEADS)[:, None]
+    if PLACED:
+        position = tl.load(placed + token)
     kind = turned.dtype.element_ty
     if PAIRS > 0:
         p = tl.arange(0, PAIRS_2)
@@ -63,26 +68,33 @@ def _turn(
 
 
 @jit(
-    "page_table", "tiles", "cu_keys", "first_keys", "page_ats", "table_ids", "num_starts",
+    "page_table", "tiles", "cu_keys", "first_keys", "page_ats", "table_ids", "moduli", "divisors",
+    "num_starts",
 )  # fmt: skip
 def _gather(
     keys, values, page_table, rotated, gathered,
     start_cos, start_sin, offset_cos, offset_sin,
-    tiles, cu_keys, first_keys, page_ats, table_ids, num_starts,
+    tiles, cu_keys, first_keys, page_ats, table_ids, moduli, divisors, num_starts,
     KEY_N: tl.constexpr, KEY_K: tl.constexpr, KEY_O: tl.constexpr, KEY_D: tl.constexpr,
     VALUE_N: tl.constexpr, VALUE_K: tl.constexpr, VALUE_O: tl.constexpr, VALUE_V: tl.constexpr,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr,
-    PAIRS_2: tl.constexpr, REST_2: tl.constexpr, VALUES_2: tl.constexpr,
+    PAIRS_2: tl.constexpr, REST_2: tl.constexpr, VALUES_2: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one key head: keys rotated to their absolute positions, values unchanged."""
+    """A tile of one key head: keys rotated to their absolute positions, values unchanged.
+
+    PLACED: keys stand where the key map of their part says.
+    """
     head = tl.program_id(1)
     prompt = tl.load(tiles + 2 * tl.program_id(0))
     place = tl.load(tiles + 2 * tl.program_id(0) + 1) + tl.arange(0, TILE)
     first_row = tl.load(cu_keys + prompt)
     is_key = place < tl.load(cu_keys + prompt + 1) - first_row
     table_id = tl.load(table_ids + prompt).to(tl.int64)
-    index = tl.load(first_keys + prompt) + place  # the key's position
+    index = tl.load(first_keys + prompt) + place
+    position = index
+    if PLACED:
+        position = index % tl.load(moduli + prompt) // tl.load(divisors + prompt)
     page = tl.load(page_table + tl.load(page_ats + prompt) + index // PAGE, mask=is_key, other=0)
     page = page.to(tl.int64)
     row = (first_row + place).to(tl.int64) * HEADS + head
@@ -93,8 +105,8 @@ def _gather(
         is_pair = is_key[:, None] & (p < PAIRS)[None, :]
         cos, sin = angles(
             start_cos, start_sin, offset_cos, offset_sin,
-            table_id * num_starts * PAIRS + (index // PAGE * PAIRS)[:, None] + p[None, :],
-            table_id * PAGE * PAIRS + (index % PAGE * PAIRS)[:, None] + p[None, :], is_pair,
+            table_id * num_starts * PAIRS + (position // PAGE * PAIRS)[:, None] + p[None, :],
+            table_id * PAGE * PAIRS + (position % PAGE * PAIRS)[:, None] + p[None, :], is_pair,
         )  # fmt: skip
         one = tl.load(source[:, None] + p[None, :] * KEY_D, mask=is_pair, other=0.0)
         two = tl.load(source[:, None] + (p + PAIRS)[None, :] * KEY_D, mask=is_pair, other=0.0)
@@ -126,11 +138,13 @@ def turned(read: LayerRead, queries: QueryRows) -> Tensor:
     tensors, pairs = read.tables.device_tensors, read.tables.num_pairs
     heads = heads_at_once(num_heads, dim)
     _turn[(num_tokens, -(-num_heads // heads))](
-        query_THD, turned_THD, queries.row_T, queries.position_T, queries.table_id_T,
+        query_THD, turned_THD, queries.row_T, queries.position_T,
+        queries.position_T if queries.placed_T is None else queries.placed_T, queries.table_id_T,
         *tensors.pages, tensors.squared_factor_S, tensors.logn_S,
         read.tables.starts.cos.shape[1], *query_THD.stride()[:2],
         HEADS=num_heads, PAIRS=pairs, DIM=dim, PAGE=read.keys_NKDO.shape[-1],
         HEADS_2=heads, PAIRS_2=padded(pairs), REST_2=padded(dim - 2 * pairs),
+        PLACED=queries.placed_T is not None,
         num_warps=_WARPS,
     )  # fmt: skip
     return turned_THD
@@ -142,11 +156,16 @@ def heads_at_once(num_heads: int, dim: int) -> int:
 
 
 def gathered(
-    read: LayerRead, group: PromptGroup, page_table_SN: Tensor, tile: int
+    read: LayerRead,
+    group: PromptGroup,
+    page_table_SN: Tensor,
+    tile: int,
+    key_maps: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gather the rotated keys [C, K, D] and the values [C, K, V] of a group, prompt by prompt.
 
     The keys are without the attention factor, because the query includes it for both.
+    `key_maps`: modulus and divisor of each part; None: keys stand at their index.
     """
     num_heads, dim, page_size = read.keys_NKDO.shape[1:]
     value_dim = read.values_NKOV.shape[-1]
@@ -157,10 +176,11 @@ def gathered(
         read.keys_NKDO, read.values_NKOV, page_table_SN, key_CKD, value_CKV,
         *read.tables.device_tensors.pages,
         group.key_tiles_W2, group.cu_keys_G1, group.first_key_G, group.page_at_G, group.table_id_G,
-        read.tables.starts.cos.shape[1],
+        *(key_maps or (group.first_key_G,) * 2), read.tables.starts.cos.shape[1],
         *key_strides(read.keys_NKDO), *read.values_NKOV.stride(),
         HEADS=num_heads, PAIRS=pairs, DIM=dim, VALUES=value_dim, PAGE=page_size, TILE=tile,
         PAIRS_2=padded(pairs), REST_2=padded(dim - 2 * pairs), VALUES_2=padded(value_dim),
+        PLACED=key_maps is not None,
         num_warps=_WARPS,
     )  # fmt: skip
     return key_CKD, value_CKV

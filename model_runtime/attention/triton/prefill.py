@@ -15,9 +15,9 @@ from torch import Tensor
 
 from model_runtime.attention.paged_attention import LayerRead
 from model_runtime.attention.prompt_groups import PromptGroup, Prompts
-from model_runtime.attention.triton_attend import attend, rows_at_once
-from model_runtime.attention.triton_flash import flash_attend, serves
-from model_runtime.attention.triton_rotate import gathered, turned
+from model_runtime.attention.triton.attend import attend, rows_at_once
+from model_runtime.attention.triton.flash import flash_attend, serves
+from model_runtime.attention.triton.rotate import gathered, turned
 
 # Takes a read, a group, its packed queries, keys and values, and the output of all flat rows.
 Attend = Callable[[LayerRead, PromptGroup, Tensor, Tensor, Tensor, Tensor], None]
@@ -36,8 +36,10 @@ def prefill(
     """
     attention = chosen or (flash_attend if serves(read) else attend)
     turned_THD = turned(read, prompts.queries)
-    for group in prompts.groups(read.sliding_window, rows_at_once(read)):
-        _prefill_group(read, group, page_table_SN, turned_THD[group.rows], out_RHV, attention)
+    groups = prompts.groups(read.sliding_window, rows_at_once(read))
+    rows = turned_THD.split_with_sizes([len(group.row_T) for group in groups])
+    for group, query_THD in zip(groups, rows, strict=True):
+        _prefill_group(read, group, page_table_SN, query_THD, out_RHV, attention)
 
 
 def _prefill_group(

@@ -5,15 +5,15 @@ sequence's keys, tile by tile. A tile's keys are rotated by the angles of their 
 from one small table for all tiles. The query is rotated to its own position, then rotated back by
 the tile's start.
 
-Pieces are merged by their log-sum-exp. So are several key ranges of one query, which may place the
-same query and the same pages at other positions.
+Pieces are merged by their log-sum-exp. So are the ranges of a position method. Their pieces carry
+the position of the query and the key map. Tiles begin anew with every period of the key map, so the
+angles in a tile are the same for all tiles there, too.
 
 Shapes: T = flat query tokens, B = sequences with one query token, S = sequences or tables,
 H = query heads, K = key heads, L = slots for partial results, V = value dimensions, N = pages,
 O = offsets in a page, P = rotated pairs.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,9 +21,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from model_runtime.attention.key_range import KeyRange
 from model_runtime.attention.paged_attention import LayerRead
-from model_runtime.attention.triton_pieces import (
+from model_runtime.attention.triton.pieces import (
+    KERNEL_LN_2,
     LOG2_E,
     angles,
     capped,
@@ -40,7 +40,6 @@ from model_runtime.cache.rope_tables import TILE
 from model_runtime.work_list import Cut, WorkList
 
 _MERGE = tl.constexpr(16)  # pieces that the merge holds at once
-_LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +55,11 @@ AS_COMPILED = Tuning()
 
 
 @jit(
-    "page_table", "page_positions", "entries", "pieces", "query_start", "table_ids", "positions",
-    "true_positions",
+    "page_table", "entries", "pieces", "query_start", "table_ids", "positions",
     "num_starts", "table_width",
 )  # fmt: skip
 def _decode(
-    query, keys, values, page_table, page_positions, entries, pieces,
-    query_start, table_ids, positions, true_positions,
+    query, keys, values, page_table, entries, pieces, query_start, table_ids, positions,
     start_cos, start_sin, offset_cos, offset_sin, tile_cos, tile_sin, factors, log_lens,
     out, partials, lses,
     scaling, softcap, num_starts, table_width,
@@ -72,11 +69,15 @@ def _decode(
     GROUP: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, TILE_ANGLES: tl.constexpr,
     ROWS: tl.constexpr, PAIRS_2: tl.constexpr, REST_2: tl.constexpr, VALUES_2: tl.constexpr,
-    MAPPED: tl.constexpr, DIVISOR: tl.constexpr, CAPPED: tl.constexpr, SUNK: tl.constexpr,
-    WIDE: tl.constexpr,
+    FIELDS: tl.constexpr, PLACED: tl.constexpr,
+    CAPPED: tl.constexpr, SUNK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One key head and one piece of a sequence. The only piece of one writes the output itself."""
-    head, entry = tl.program_id(0), entries + 4 * tl.program_id(1)
+    """One key head and one piece of a sequence. The only piece of one writes the output itself.
+
+    PLACED: the piece has its own position of the query and its own key map. Tiles begin anew with
+    every period, and keys stand at their index without whole moduli, over the divisor.
+    """
+    head, entry = tl.program_id(0), entries + FIELDS * tl.program_id(1)
     sequence, slot = tl.load(entry), tl.load(entry + 3)
     begin, end = tl.load(entry + 1), tl.load(entry + 2)
     if begin == end:
@@ -84,15 +85,24 @@ def _decode(
     num_pieces = tl.load(pieces + 2 * sequence + 1)
     token = tl.load(query_start + sequence)
     table_id = tl.load(table_ids + sequence)
-    position = tl.load(positions + sequence)
+    true_position = tl.load(positions + sequence)
+    position = true_position
+    first_tile, end_tile = begin // TILE, (end + TILE - 1) // TILE
+    if PLACED:
+        position, period = tl.load(entry + 4), tl.load(entry + 5)
+        modulus, divisor = tl.load(entry + 6), tl.load(entry + 7)
+        per_period = (period + TILE - 1) // TILE
+        first_tile = begin // period * per_period + begin % period // TILE
+        end_tile = (end - 1) // period * per_period + (end - 1) % period // TILE + 1
     r, t = tl.arange(0, ROWS), tl.arange(0, TILE)
+    in_tile = t // divisor if PLACED else t
     p, e, v = tl.arange(0, PAIRS_2), tl.arange(0, REST_2), tl.arange(0, VALUES_2)
 
     log_len = tl.load(log_lens + table_id)
     if log_len > 0:
-        # By the true position, wherever the range places the query.
-        true_position = tl.load(true_positions + sequence).to(tl.float32)
-        scaling = scaling * tl.maximum(1.0, tl.log(true_position + 1.0) / log_len)
+        # By the true position, wherever a range places the query.
+        growth = tl.log(true_position.to(tl.float32) + 1.0) / log_len
+        scaling = scaling * tl.maximum(1.0, growth)
     rows = query + token * query_t + (head * GROUP + r)[:, None] * query_h
     is_row = (r < GROUP)[:, None]
     starts, offsets = table_id * num_starts * PAIRS + p, table_id * PAGE * PAIRS + p
@@ -106,23 +116,26 @@ def _decode(
         first = tl.load(rows + p[None, :], mask=is_pair, other=0.0).to(tl.float32) * scale
         second = tl.load(rows + (p + PAIRS)[None, :], mask=is_pair, other=0.0).to(tl.float32)
         second = second * scale
-        if MAPPED:
-            first_rotated = (first * own_cos - second * own_sin).to(keys.dtype.element_ty)
-            second_rotated = (second * own_cos + first * own_sin).to(keys.dtype.element_ty)
     if REST > 0:
         is_rest = is_row & (e < REST)[None, :]
         rest = tl.load(rows + (e + 2 * PAIRS)[None, :], mask=is_rest, other=0.0)
         rest = (rest.to(tl.float32) * scaling).to(keys.dtype.element_ty)
 
-    table, placed = page_table + sequence * table_width, page_positions + sequence * table_width
+    table = page_table + sequence * table_width
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUES_2], tl.float32)
-    for tile in range(begin // TILE, (end + TILE - 1) // TILE):
-        start = tile * TILE
+    for tile in range(first_tile, end_tile):
+        start, stop = tile * TILE, end
+        at = start  # the position of the tile's first key
+        if PLACED:
+            nth = tile // per_period
+            start = nth * period + (tile - nth * per_period) * TILE
+            stop = tl.minimum(end, (nth + 1) * period)
+            at = (start - nth * modulus) // divisor
         # An index outside the piece loads a key of the piece again, with a probability of zero.
         # Loads without masks are cheaper, and memory that may hold NaN is never read.
-        index = tl.minimum(tl.maximum(start + t, begin), end - 1)
+        index = tl.minimum(tl.maximum(start + t, begin), stop - 1)
         is_seen = index == start + t
         if PAGE % TILE == 0:
             # The tile is in one page, so its number is loaded once and not for every key.
@@ -135,36 +148,27 @@ def _decode(
         scores = tl.zeros([ROWS, TILE], tl.float32)
         if PAIRS > 0:
             is_angle = (p < PAIRS)[None, :]
-            at = key[:, None] + p[None, :] * KEY_D
-            one = row(at, is_angle, PAIRS == PAIRS_2).to(tl.float32)
-            two = row(at + PAIRS * KEY_D, is_angle, PAIRS == PAIRS_2).to(tl.float32)
-            if MAPPED:
-                at = tl.load(placed + index // PAGE) + index % PAGE
-                at = at * 0 if DIVISOR == 0 else at // DIVISOR
-                cos, sin = angles(
-                    start_cos, start_sin, offset_cos, offset_sin,
-                    starts[None, :] + (at // PAGE * PAIRS)[:, None],
-                    offsets[None, :] + (at % PAGE * PAIRS)[:, None], is_angle,
-                )  # fmt: skip
-            else:
-                back_cos, back_sin = angles(
-                    start_cos, start_sin, offset_cos, offset_sin,
-                    starts + start // PAGE * PAIRS, offsets + start % PAGE * PAIRS, p < PAIRS,
-                )  # fmt: skip
-                cos = own_cos * back_cos + own_sin * back_sin
-                sin = own_sin * back_cos - own_cos * back_sin
-                first_rotated = (first * cos - second * sin).to(keys.dtype.element_ty)
-                second_rotated = (second * cos + first * sin).to(keys.dtype.element_ty)
-                in_tile = table_id * TILE_ANGLES * PAIRS + t[:, None] * PAIRS + p[None, :]
-                cos = row(tile_cos + in_tile, is_angle, PAIRS == PAIRS_2)
-                sin = row(tile_sin + in_tile, is_angle, PAIRS == PAIRS_2)
+            place = key[:, None] + p[None, :] * KEY_D
+            one = row(place, is_angle, PAIRS == PAIRS_2).to(tl.float32)
+            two = row(place + PAIRS * KEY_D, is_angle, PAIRS == PAIRS_2).to(tl.float32)
+            back_cos, back_sin = angles(
+                start_cos, start_sin, offset_cos, offset_sin,
+                starts + at // PAGE * PAIRS, offsets + at % PAGE * PAIRS, p < PAIRS,
+            )  # fmt: skip
+            cos = own_cos * back_cos + own_sin * back_sin
+            sin = own_sin * back_cos - own_cos * back_sin
+            first_rotated = (first * cos - second * sin).to(keys.dtype.element_ty)
+            second_rotated = (second * cos + first * sin).to(keys.dtype.element_ty)
+            place = table_id * TILE_ANGLES * PAIRS + in_tile[:, None] * PAIRS + p[None, :]
+            cos = row(tile_cos + place, is_angle, PAIRS == PAIRS_2)
+            sin = row(tile_sin + place, is_angle, PAIRS == PAIRS_2)
             rotated = (one * cos - two * sin).to(keys.dtype.element_ty)
             scores = product(first_rotated, tl.trans(rotated), scores, WIDE)
             rotated = (two * cos + one * sin).to(keys.dtype.element_ty)
             scores = product(second_rotated, tl.trans(rotated), scores, WIDE)
         if REST > 0:
-            at = key[:, None] + (e + 2 * PAIRS)[None, :] * KEY_D
-            plain = row(at, (e < REST)[None, :], REST == REST_2)
+            place = key[:, None] + (e + 2 * PAIRS)[None, :] * KEY_D
+            plain = row(place, (e < REST)[None, :], REST == REST_2)
             scores = product(rest, tl.trans(plain), scores, WIDE)
         if CAPPED:
             scores = capped(scores, softcap)
@@ -175,9 +179,9 @@ def _decode(
         keep = tl.exp2(row_max - new_max)
         row_sum = row_sum * keep + tl.sum(probs.to(tl.float32), 1)
         row_max = new_max
-        at = values + page * VALUE_N + (head * VALUE_K + offset * VALUE_O)
-        at = at[:, None] + v[None, :] * VALUE_V
-        value = row(at, (v < VALUES)[None, :], VALUES == VALUES_2)
+        place = values + page * VALUE_N + (head * VALUE_K + offset * VALUE_O)
+        place = place[:, None] + v[None, :] * VALUE_V
+        value = row(place, (v < VALUES)[None, :], VALUES == VALUES_2)
         acc = product(probs, value, acc * keep[:, None], WIDE)
 
     acc = acc / row_sum[:, None]
@@ -186,7 +190,7 @@ def _decode(
     if SUNK or num_pieces > 1:
         line = slot.to(tl.int64) * tl.num_programs(0) * GROUP + heads
         tl.store(partials + line[:, None] * VALUES + v[None, :], acc, mask=is_value)
-        tl.store(lses + line, (row_max + tl.log2(row_sum)) * _LN_2, mask=r < GROUP)
+        tl.store(lses + line, (row_max + tl.log2(row_sum)) * KERNEL_LN_2, mask=r < GROUP)
     else:
         target = out + token * out_t + heads[:, None] * out_h + v[None, :]
         tl.store(target, acc, mask=is_value)
@@ -244,7 +248,8 @@ def _num_processors(device: torch.device) -> int:
 def cut_of(read: LayerRead, tuning: Tuning = AS_COMPILED) -> Cut:
     """Return how a layer cuts the contexts of its step."""
     num_programs = _num_processors(read.query_THD.device) * tuning.programs_per_processor
-    return Cut(read.sliding_window, _tile(read), max(1, num_programs // read.keys_NKDO.shape[1]))
+    num_places = max(1, num_programs // read.keys_NKDO.shape[1])
+    return Cut(read.sliding_window, _tile(read), num_places, bool(read.tables.positions))
 
 
 def _tile(read: LayerRead) -> int:
@@ -254,24 +259,17 @@ def _tile(read: LayerRead) -> int:
 
 
 def decode(
-    read: LayerRead,
-    batch: Batch,
-    ranges: Sequence[KeyRange],
-    work: WorkList,
-    out_THV: Tensor,
-    tuning: Tuning = AS_COMPILED,
+    read: LayerRead, batch: Batch, work: WorkList, out_THV: Tensor, tuning: Tuning = AS_COMPILED
 ) -> None:
     """Write the rows of the batch's single query tokens to `out_THV`; no other row is changed.
 
-    `work`: the ranges, cut as `cut_of` says. A key that several ranges see counts once in each. The
-    caller must avoid overlaps.
+    `work`: the contexts, cut as `cut_of` says.
     """
     num_heads, value_dim = out_THV.shape[1:]
-    num_slots = work.entries_RE4.shape[:2].numel()
+    num_slots = len(work.entries_EF)
     partials_LHV = torch.empty(num_slots, num_heads, value_dim, device=out_THV.device)
     lses_LH = torch.empty(num_slots, num_heads, device=out_THV.device)
-    for keys, entries_E4 in zip(ranges, work.entries_RE4, strict=True):
-        _launch(read, batch, keys, entries_E4, work, out_THV, partials_LHV, lses_LH, tuning)
+    _launch(read, batch, work, out_THV, partials_LHV, lses_LH, tuning)
     sinks_H = read.sinks_H
     _merge[(len(batch.single_B), num_heads)](
         partials_LHV, lses_LH, lses_LH if sinks_H is None else sinks_H,
@@ -284,30 +282,25 @@ def decode(
 def _launch(
     read: LayerRead,
     batch: Batch,
-    keys: KeyRange,
-    entries_E4: Tensor,
     work: WorkList,
     out_THV: Tensor,
     partials_LHV: Tensor,
     lses_LH: Tensor,
     tuning: Tuning,
 ) -> None:
-    """Run the kernel on the pieces of one key range."""
+    """Run the kernel on the pieces of all contexts."""
     _, num_heads, dim = read.query_THD.shape
     num_key_heads, _, page_size = read.keys_NKDO.shape[1:]
     value_dim = read.values_NKOV.shape[-1]
     group, pairs = num_heads // num_key_heads, read.tables.num_pairs
     query_THD = read.query_THD if read.query_THD.stride(-1) == 1 else read.query_THD.contiguous()
     rest = dim - 2 * pairs
-    map_SN = keys.page_position_SN
-    assert keys.divisor == 1 or map_SN is not None, "a divisor without the positions of pages"
     softcap = read.softcap or 0.0
     # Key heads first: the entries are in falling order, and so are then all programs.
-    _decode[(num_key_heads, len(entries_E4))](
+    _decode[(num_key_heads, len(work.entries_EF))](
         query_THD, read.keys_NKDO, read.values_NKOV, batch.page_table_SN,
-        batch.page_table_SN if map_SN is None else map_SN,
-        entries_E4, work.pieces_S2, batch.cu_seqlens_S1, batch.table_id_S, keys.position_S,
-        batch.first_position_S,
+        work.entries_EF, work.pieces_S2,
+        batch.cu_seqlens_S1, batch.table_id_S, batch.first_position_S,
         *read.tables.device_tensors,
         out_THV, partials_LHV, lses_LH,
         read.scaling * (1.0 if softcap else LOG2_E), softcap,
@@ -317,8 +310,8 @@ def _launch(
         GROUP=group, PAIRS=pairs, REST=rest, VALUES=value_dim, PAGE=page_size,
         ROWS=padded(group), PAIRS_2=padded(pairs), REST_2=padded(rest), VALUES_2=padded(value_dim),
         TILE=work.tile, TILE_ANGLES=TILE,
-        MAPPED=map_SN is not None, DIVISOR=keys.divisor, CAPPED=softcap > 0,
-        SUNK=read.sinks_H is not None,
+        FIELDS=work.entries_EF.shape[1], PLACED=bool(work.methods),
+        CAPPED=softcap > 0, SUNK=read.sinks_H is not None,
         WIDE=is_interpreted() and read.keys_NKDO.dtype == torch.bfloat16,
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
     )  # fmt: skip

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from model_runtime.attention.paged_attention import LayerRead
-from model_runtime.attention.prompt_groups import PromptGroup
-from model_runtime.attention.triton_pieces import jit, padded
-from model_runtime.attention.triton_rotate import heads_at_once
+from model_runtime.attention.prompt_groups import Mask, PromptGroup
+from model_runtime.attention.triton.pieces import jit, padded
+from model_runtime.attention.triton.rotate import heads_at_once
 
 _MOST_DIM = 256
 _DIM_STEP = 8
@@ -81,13 +81,12 @@ def flash(
     most_tokens: int,
     most_keys: int,
     scaling: float,
-    window: int | None,
+    mask: Mask,
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention, [T, H, D], and the log-sum-exp of its logits, float32 [H, T].
+    """Compute attention, [T, H, D], and the natural log-sum-exp of its logits, float32 [H, T].
 
     The rows are packed prompt by prompt, with cumulative int32 offsets [G + 1]. A prompt's last
-    token sees its last key, and a token one before sees one key less. With a window, a token sees
-    that many keys, its own included.
+    token has the last key as its own, and a token one before has the key before.
     """
     out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward.default(  # noqa: SLF001  # has no other name
         query_THD,
@@ -98,13 +97,30 @@ def flash(
         most_tokens,
         most_keys,
         0.0,  # dropout
-        True,  # noqa: FBT003  # causal, aligned to the lower right
+        mask.right == 0,  # causal, aligned to the lower right
         False,  # noqa: FBT003  # no mask for debugging
         scale=scaling,
-        window_size_left=window - 1 if window else -1,  # keys before the token's own
-        window_size_right=0,
+        window_size_left=mask.left,
+        window_size_right=mask.right,
     )
     return out_THD, lse_HT
+
+
+def flash_part(
+    read: LayerRead, group: PromptGroup, query_THD: Tensor, key_CKD: Tensor, value_CKD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return a group's output, [T, H, D], and its log-sum-exp, float32 [H, T], in packed rows."""
+    return flash(
+        query_THD,
+        key_CKD,
+        value_CKD,
+        group.cu_tokens_G1,
+        group.cu_keys_G1,
+        group.most_tokens,
+        group.most_keys,
+        read.scaling,
+        group.mask,
+    )
 
 
 def flash_attend(
@@ -116,17 +132,7 @@ def flash_attend(
     out_RHD: Tensor,
 ) -> None:
     """Write a group's output to its rows of `out_RHD`, R = flat rows. No other row is changed."""
-    packed_THD, lse_HT = flash(
-        query_THD,
-        key_CKD,
-        value_CKD,
-        group.cu_tokens_G1,
-        group.cu_keys_G1,
-        group.most_tokens,
-        group.most_keys,
-        read.scaling,
-        read.sliding_window,
-    )
+    packed_THD, lse_HT = flash_part(read, group, query_THD, key_CKD, value_CKD)
     num_tokens, num_heads, dim = query_THD.shape
     heads = heads_at_once(num_heads, dim)
     _place[(num_tokens, -(-num_heads // heads))](

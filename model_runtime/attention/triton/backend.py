@@ -1,12 +1,14 @@
 """The cache on a GPU: Triton kernels, and torch's attention if that is faster.
 
-Sequences with one query token go to the decode kernel together, and the others to the prefill.
+Sequences with one query token go to the decode kernel together, and the others to the prefill, or
+to the prefill of parts if their table has a position method.
 Importing this file imports triton, which torch's CUDA builds include.
 
 Shapes: T = flat query tokens, H = query heads, K = key heads, D = key dimensions, V = value
 dimensions, S = sequences, N = pages, O = offsets in a page.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -14,14 +16,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from model_runtime.attention.key_range import KeyRange
 from model_runtime.attention.paged_attention import LayerRead
+from model_runtime.attention.placed_prompts import PlacedPrompts
 from model_runtime.attention.prompt_groups import Prompts
-from model_runtime.attention.triton_decode import cut_of, decode
-from model_runtime.attention.triton_pieces import jit, key_strides, padded
-from model_runtime.attention.triton_prefill import prefill
+from model_runtime.attention.triton.decode import cut_of, decode
+from model_runtime.attention.triton.pieces import jit, key_strides, padded
+from model_runtime.attention.triton.placed_prefill import prefill_placed
+from model_runtime.attention.triton.prefill import prefill
 from model_runtime.batch import Batch
-from model_runtime.work_list import WorkList, whole_bounds
+from model_runtime.work_list import WorkList, contexts_of
+from rope import PositionMethod
 
 
 @jit("page_T", "offset_T")
@@ -54,13 +58,13 @@ class TritonAttention:
     # A key is read and written as one row, in whole cache lines.
     row_keys: ClassVar[bool] = True
     can_capture: ClassVar[bool] = True
-    reads_ranges: ClassVar[bool] = False
 
     def __init__(self, batch: Batch) -> None:
         if batch.page_T.is_cuda:
             torch.cuda.set_device(batch.page_T.device)  # triton launches on the current device
         self._batch = batch
-        self._prompts = Prompts(batch)
+        self._prompts = Prompts(batch)  # of layers whose tables have no position method
+        self._divided: tuple[Prompts, PlacedPrompts] | None = None  # of the others
 
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
@@ -86,21 +90,33 @@ class TritonAttention:
             dtype=read.query_THD.dtype,
             device=read.query_THD.device,
         )
-        if len(self._batch.single_B):
-            ranges = [KeyRange(self._batch.first_position_S)]
-            decode(read, self._batch, ranges, self._work(read), out_THV)
-        if len(self._prompts):
-            prefill(read, self._prompts, self._batch.page_table_SN, out_THV)
+        batch, methods = self._batch, read.tables.positions
+        if len(batch.single_B):
+            decode(read, batch, self._work(read), out_THV)
+        prompts = self._prompts
+        if methods:
+            prompts, placed = self._divided_by(methods)
+            if len(placed):
+                prefill_placed(read, placed, batch.page_table_SN, out_THV)
+        if len(prompts):
+            prefill(read, prompts, batch.page_table_SN, out_THV)
         return out_THV
+
+    def _divided_by(self, methods: Mapping[int, PositionMethod]) -> tuple[Prompts, PlacedPrompts]:
+        """Return the prompts without a method, and those with one. All such layers share them."""
+        if self._divided is None:
+            self._divided = Prompts(self._batch, methods), PlacedPrompts(self._batch, methods)
+        return self._divided
 
     def _work(self, read: LayerRead) -> WorkList:
         """Return the pieces of the contexts with one query token, for a layer's cut."""
-        cut, lists = cut_of(read), self._batch.work_lists
+        cut, lists, methods = cut_of(read), self._batch.work_lists, read.tables.positions
         if cut not in lists:
             places = self._batch.places_S
             position_S = np.array(
                 [place.first_position if place.num_tokens == 1 else -1 for place in places]
             )
-            device = read.query_THD.device
-            lists[cut] = WorkList.of(*whole_bounds(position_S, cut.window), cut, device)
+            table_id_S = np.array([place.table_id for place in places])
+            contexts = contexts_of(position_S, table_id_S, cut, methods)
+            lists[cut] = WorkList.of(contexts, cut, read.query_THD.device, methods)
         return lists[cut]

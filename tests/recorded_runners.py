@@ -1,0 +1,87 @@
+"""Runners that replay recorded decode steps, and conversations that two runners serve alike.
+
+Without a GPU a recording is the forward called again: it then reads the fixed places, and knows as
+little of the step's numbers as a CUDA graph does.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from model_runtime.batch import Span
+from model_runtime.config import EngineConfig
+from model_runtime.engine.build_engine import build_runner
+from model_runtime.loading.checkpoint import Checkpoint
+from model_runtime.runner.model_runner import ModelRunner
+from rope import Profile
+
+CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, max_num_seqs=6)
+SPARE = CONFIG.num_pages
+
+
+class Again:
+    """A recorder that keeps the function and counts recordings and replays."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+        self.num_replayed = 0
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """Record as in `Recorder`; the result is not there before the first replay."""
+        self.num_recorded += 1
+        work()  # as a CUDA graph's warm-up: what is made at first use is made here
+        result = torch.empty(0)
+        return result, partial(self._replay, work, result)
+
+    def _replay(self, work: Callable[[], Tensor], result: Tensor) -> None:
+        self.num_replayed += 1
+        result.set_(work())
+
+
+def runner_of(
+    checkpoint: Checkpoint,
+    record: Again | None,
+    profiles: Sequence[Profile],
+    num_rope_tables: int = 1,
+) -> ModelRunner:
+    """A runner with a page that no sequence holds."""
+    larger = EngineConfig(
+        kv_cache_tokens=CONFIG.kv_cache_tokens + CONFIG.page_size,
+        max_model_len=CONFIG.max_model_len,
+        page_size=CONFIG.page_size,
+        num_rope_tables=num_rope_tables,
+    )
+    runner = build_runner(checkpoint, larger, profiles)
+    if record is not None:
+        runner.capture_graphs(CONFIG.max_model_len, CONFIG.max_num_seqs, SPARE, record)
+    return runner
+
+
+class Conversations:
+    """Sequences that two runners serve in the same steps."""
+
+    def __init__(self, runners: Sequence[ModelRunner], profiles: Sequence[Profile]) -> None:
+        self.runners = runners
+        self.profiles = list(profiles)
+        self.tokens = [torch.randint(199, (250,)).tolist() for _ in profiles]
+        self.lens = [0] * len(profiles)
+        self.pages = [list(range(16 * index, 16 * index + 16)) for index in range(len(profiles))]
+
+    def step(self, num_tokens: dict[int, int]) -> tuple[Tensor, Tensor]:
+        """Both runners' logits of the last token of each sequence."""
+        answers = []
+        for runner in self.runners:
+            spans = []
+            for index, count in num_tokens.items():
+                first = self.lens[index]
+                tokens = self.tokens[index][first : first + count]
+                table_id = runner.table_id(self.profiles[index])
+                spans.append(
+                    Span(tokens, first, self.pages[index], table_id, range(count - 1, count))
+                )
+            answers.append(runner.run(spans).clone())
+        for index, count in num_tokens.items():
+            self.lens[index] += count
+        return answers[0], answers[1]
