@@ -52,7 +52,7 @@ def _product_fields(product: RowProducts) -> list[int]:
         product.packed_Q.size,
         product.bias_N.ctypes.data,
         product.bias_N.size,
-        product.num_packed,
+        product.layout,
         product.chain,
     ]
 
@@ -82,17 +82,25 @@ def _runner(multiplying: Multiplying, attend: Any) -> Any:
 
     @jit()
     def product(
-        x_RK: Numbers, fields_W: Ints, index: int, out_RN: Numbers, thread: int, num_threads: int
+        x_RK: Numbers,
+        fields_W: Ints,
+        index: np.int64,
+        out_RN: Numbers,
+        thread: int,
+        num_threads: int,
     ) -> None:
-        """Compute a thread's part of one of a layer's products."""
+        """Compute a thread's part of one of a layer's products.
+
+        `index` is no literal, because numba would compile this again for each literal.
+        """
         at = index * _PRODUCT_FIELDS
         packed_Q = carray(_pointer(fields_W[at], x_RK), fields_W[at + 1])
         bias_N = carray(_pointer(fields_W[at + 2], x_RK), fields_W[at + 3])
-        num_packed, chain = fields_W[at + 4], fields_W[at + 5]
-        num_panels = packed_Q.shape[0] // (num_packed * PANEL)
+        layout, chain = fields_W[at + 4], fields_W[at + 5]
+        num_panels = (out_RN.shape[1] + PANEL - 1) // PANEL
         begin = num_panels * thread // num_threads
         end = num_panels * (thread + 1) // num_threads
-        multiply(rows_for(x_RK), packed_Q, bias_N, out_RN, num_packed, chain, begin, end)
+        multiply(rows_for(x_RK), packed_Q, bias_N, out_RN, layout, chain, begin, end)
 
     @jit()
     def run(
@@ -124,7 +132,7 @@ def _runner(multiplying: Multiplying, attend: Any) -> Any:
             scales = fields_W[_NORMS:]
             keys_NKDO = carray(_pointer(step.addresses_L2[layer, 0], hidden_RE), keys_shape)
             values_NKOV = carray(_pointer(step.addresses_L2[layer, 1], hidden_RE), values_shape)
-            product(normal_RE, fields_W, 0, joined_RC, thread, num_threads)
+            product(normal_RE, fields_W, np.int64(0), joined_RC, thread, num_threads)
             barrier = barrier_wait(arrived, barrier, num_threads)
             if thread == 0:
                 if heads.are_normalized:
@@ -140,14 +148,14 @@ def _runner(multiplying: Multiplying, attend: Any) -> Any:
                 items_W3, joined_RC, group, keys_NKDO, values_NKOV, sequences, params, attended_RC
             )
             barrier = barrier_wait(arrived, barrier, num_threads)
-            product(attended_RC, fields_W, 1, output_RE, thread, num_threads)
+            product(attended_RC, fields_W, np.int64(1), output_RE, thread, num_threads)
             barrier = barrier_wait(arrived, barrier, num_threads)
             scale_E = carray(_pointer(scales[0], like_scale), width)
             add_and_normalize(hidden_RE, output_RE, scale_E, eps, normal_RE)
-            product(normal_RE, fields_W, 2, both_RG, thread, num_threads)
+            product(normal_RE, fields_W, np.int64(2), both_RG, thread, num_threads)
             barrier = barrier_wait(arrived, barrier, num_threads)
             gate(both_RG, between_RI, 0, num_rows)
-            product(between_RI, fields_W, 3, output_RE, thread, num_threads)
+            product(between_RI, fields_W, np.int64(3), output_RE, thread, num_threads)
             barrier = barrier_wait(arrived, barrier, num_threads)
             scale_E = carray(_pointer(scales[1], like_scale), width)
             add_and_normalize(hidden_RE, output_RE, scale_E, eps, normal_RE)

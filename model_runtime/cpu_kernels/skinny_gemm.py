@@ -34,7 +34,7 @@ from model_runtime.cpu_kernels.threads import parallel_for
 
 MOST_ROWS = 16  # in one pass over a panel
 PANEL = 64  # outputs with adjacent weights
-_CHUNK = 64  # inputs of a panel that stay in the level-1 cache while all rows use them
+CHUNK = 64  # inputs of a panel that stay in the level-1 cache while all rows use them
 _LINE_BYTES = 64
 _AHEAD_BYTES = 32 << 10
 _BYTES_PER_SHARE = 4 << 20  # with a smaller part, waking a thread costs more time than it saves
@@ -49,7 +49,7 @@ _TILES = (
 )
 
 
-def _adder(num_rows: int, columns: int, add: Any, step: int) -> Any:
+def _adder(num_rows: int, columns: int, add: Any, step: int, ahead_bytes: int) -> Any:
     """Compiled: `num_rows` rows times a chunk of a panel; `add` takes `step` inputs at once."""
     width = columns * WIDTH
 
@@ -59,7 +59,7 @@ def _adder(num_rows: int, columns: int, add: Any, step: int) -> Any:
         packed_Q: Numbers, base: int, sums: Floats,
     ) -> None:  # fmt: skip
         num_inputs = x_RK.shape[1]
-        line, ahead = _LINE_BYTES // packed_Q.itemsize, _AHEAD_BYTES // packed_Q.itemsize
+        line, ahead = _LINE_BYTES // packed_Q.itemsize, ahead_bytes // packed_Q.itemsize
         for column in range(0, PANEL, width):
             tile = load_sums(sums, row * PANEL + column, PANEL, num_rows, columns)
             if chunk == begin:
@@ -68,7 +68,7 @@ def _adder(num_rows: int, columns: int, add: Any, step: int) -> Any:
                 first = base + k * PANEL + column * step
                 # The first pass over a chunk prefetches later chunks; later passes need no
                 # prefetch.
-                if column == 0 and row == 0:
+                if ahead_bytes and column == 0 and row == 0:
                     for at in range(first, first + PANEL * step, line):
                         prefetch(packed_Q, at + ahead)
                 factor = (top + row) * num_inputs + k
@@ -78,11 +78,68 @@ def _adder(num_rows: int, columns: int, add: Any, step: int) -> Any:
     return add_chunk
 
 
-def _multiplier(add: Any, step: int) -> Any:
-    """Compiled: rows times panels."""
-    adders = {num_rows: _adder(num_rows, columns, add, step) for num_rows, columns in _TILES}
+def rows_adder(add: Any, step: int, ahead_bytes: int = _AHEAD_BYTES) -> Any:
+    """Compiled: any number of rows up to MOST_ROWS, times a chunk of a panel.
+
+    `ahead_bytes`: the distance to the memory that is prefetched; 0 if the chunk is in a cache.
+    """
+    adders = {
+        num_rows: _adder(num_rows, columns, add, step, ahead_bytes) for num_rows, columns in _TILES
+    }
     most, add_most = next(iter(adders.items()))
     add_4, add_2, add_1 = (adders[num_rows] for num_rows in (4, 2, 1))
+
+    @jit(inline=True)
+    def add_rows(
+        x_RK: Numbers, top: int, num_rows: int, chunk: int, stop: int, begin: int,
+        packed_Q: Numbers, base: int, sums: Floats,
+    ) -> None:  # fmt: skip
+        row = 0
+        while row < num_rows:
+            left = num_rows - row
+            arguments = (x_RK, top, row, chunk, stop, begin, packed_Q, base, sums)
+            if left >= most:
+                add_most(*arguments)
+                row += most
+            elif left >= 4:
+                add_4(*arguments)
+                row += 4
+            elif left >= 2:
+                add_2(*arguments)
+                row += 2
+            else:
+                add_1(*arguments)
+                row += 1
+
+    return add_rows
+
+
+@jit(inline=True)
+def add_chain(sums: Floats, num_rows: int, totals: Floats, begin: int) -> None:
+    """Add the sums of a chain to the totals; the chain at input 0 is the first."""
+    for r in range(num_rows):
+        for n in range(PANEL):
+            totals[r, n] = sums[r, n] if begin == 0 else totals[r, n] + sums[r, n]
+
+
+@jit(inline=True)
+def write_totals(
+    totals: Floats, num_rows: int, bias_N: Numbers, bias: Floats, out_RN: Numbers, top: int, at: int
+) -> None:
+    """Add the bias of a panel, if there is one, and write the outputs from `at` on."""
+    width = min(PANEL, out_RN.shape[1] - at)
+    if bias_N.shape[0]:
+        widen(bias_N[at : at + width], bias)
+        for r in range(num_rows):
+            for n in range(width):
+                totals[r, n] += bias[n]
+    for r in range(num_rows):
+        narrow(totals[r, :width], out_RN[top + r, at : at + width])
+
+
+def _multiplier(add: Any, step: int) -> Any:
+    """Compiled: rows times panels."""
+    add_rows = rows_adder(add, step)
 
     @jit()
     def multiply(
@@ -94,58 +151,32 @@ def _multiplier(add: Any, step: int) -> Any:
         Each panel has `num_packed` inputs.
         """
         num_inputs = x_RK.shape[1]
-        num_outputs = out_RN.shape[1]
         sums = np.empty((MOST_ROWS, PANEL), np.float32)
         totals = np.empty((MOST_ROWS, PANEL), np.float32)
         bias = np.empty(PANEL, np.float32)
         for panel in range(first_panel, end_panel):
             base = panel * PANEL * num_packed
-            at = panel * PANEL
-            width = min(PANEL, num_outputs - at)
-            if bias_N.shape[0]:
-                widen(bias_N[at : at + width], bias)
             for top in range(0, x_RK.shape[0], MOST_ROWS):
                 num_rows = min(MOST_ROWS, x_RK.shape[0] - top)
                 for begin in range(0, num_inputs, chain):
                     end = min(num_inputs, begin + chain)
-                    for chunk in range(begin, end, _CHUNK):
-                        stop = min(end, chunk + _CHUNK)
-                        row = 0
-                        while row < num_rows:
-                            left = num_rows - row
-                            arguments = (x_RK, top, row, chunk, stop, begin, packed_Q, base, sums)
-                            if left >= most:
-                                add_most(*arguments)
-                                row += most
-                            elif left >= 4:
-                                add_4(*arguments)
-                                row += 4
-                            elif left >= 2:
-                                add_2(*arguments)
-                                row += 2
-                            else:
-                                add_1(*arguments)
-                                row += 1
-                    for r in range(num_rows):
-                        for n in range(PANEL):
-                            totals[r, n] = sums[r, n] if begin == 0 else totals[r, n] + sums[r, n]
-                if bias_N.shape[0]:
-                    for r in range(num_rows):
-                        for n in range(width):
-                            totals[r, n] += bias[n]
-                for r in range(num_rows):
-                    narrow(totals[r, :width], out_RN[top + r, at : at + width])
+                    for chunk in range(begin, end, CHUNK):
+                        stop = min(end, chunk + CHUNK)
+                        add_rows(x_RK, top, num_rows, chunk, stop, begin, packed_Q, base, sums)
+                    add_chain(sums, num_rows, totals, begin)
+                write_totals(totals, num_rows, bias_N, bias, out_RN, top, panel * PANEL)
 
     return multiply
 
 
 @jit()
-def _as_they_are(x_RK: Numbers) -> Numbers:
+def as_they_are(x_RK: Numbers) -> Numbers:
+    """Return the rows themselves."""
     return x_RK
 
 
 @jit()
-def _widened(x_RK: Numbers) -> Floats:
+def widened(x_RK: Numbers) -> Floats:
     """Return a copy in float32."""
     wide_RK = np.empty(x_RK.shape, np.float32)
     for r in range(x_RK.shape[0]):
@@ -164,11 +195,7 @@ def widen_panels(packed_Q: Numbers, first: int, out_Q: Numbers) -> None:
 
 
 class Multiplying(NamedTuple):
-    """One way to multiply rows by panels; its functions are compiled.
-
-    Weights stored in eight or four bits would need another one, with products that scale a weight
-    as it is loaded.
-    """
+    """One way to multiply rows by panels; its functions are compiled."""
 
     dtype: torch.dtype  # of rows, stored weight and output
     step: int  # inputs that one product takes
@@ -177,9 +204,9 @@ class Multiplying(NamedTuple):
 
 
 _multiply_numbers = _multiplier(add_products, 1)
-FLOAT32 = Multiplying(torch.float32, 1, _as_they_are, _multiply_numbers)
-WIDENED = Multiplying(torch.bfloat16, 1, _widened, _multiply_numbers)
-IN_PAIRS = Multiplying(torch.bfloat16, 2, _as_they_are, _multiplier(add_pair_products, 2))
+FLOAT32 = Multiplying(torch.float32, 1, as_they_are, _multiply_numbers)
+WIDENED = Multiplying(torch.bfloat16, 1, widened, _multiply_numbers)
+IN_PAIRS = Multiplying(torch.bfloat16, 2, as_they_are, _multiplier(add_pair_products, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +214,19 @@ class Panels:
     """A weight in panels, and the bias beside it."""
 
     packed_Q: Numbers  # numpy, float32 or bf16's bits; the last panel is padded
-    num_packed: int  # inputs that a panel holds; the last ones may be padding
+    # Inputs that a panel holds; the last ones may be padding. Or the address of the panels' table,
+    # if they are of few bits (low_bits/products.py).
+    layout: int
     num_outputs: int
     num_inputs: int
     bias_N: Tensor | None
     owner: Any = None  # object that owns the memory, kept alive
+    low_bit_bytes: int = 0  # of the panels in the table
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the panels."""
+        return self.packed_Q.nbytes + self.low_bit_bytes
 
     @property
     def num_panels(self) -> int:
@@ -220,10 +255,11 @@ class RowProducts:
     def __init__(self, panels: Panels, chain: int, multiplying: Multiplying) -> None:
         """Prepare the product. `chain`: inputs of one chain of sums."""
         self._panels, self.chain, self.multiplying = panels, chain, multiplying
-        self.packed_Q, self.num_packed = panels.packed_Q, panels.num_packed
+        self.packed_Q, self.layout = panels.packed_Q, panels.layout
+        self.num_bytes = panels.num_bytes
         bias_N = panels.bias_N
         self.bias_N = np.empty(0, self.packed_Q.dtype) if bias_N is None else as_numpy(bias_N)
-        num_shares = max(1, min(torch.get_num_threads(), self.packed_Q.nbytes // _BYTES_PER_SHARE))
+        num_shares = max(1, min(torch.get_num_threads(), panels.num_bytes // _BYTES_PER_SHARE))
         self._shares = _parts(panels.num_panels, num_shares)
         self._many_shares = _parts(panels.num_panels, torch.get_num_threads())
 
@@ -240,7 +276,7 @@ class RowProducts:
         _, _, rows_for, kernel = self.multiplying
         out_RN = np.empty((len(x_RK), self._panels.num_outputs), x_RK.dtype)
         arguments = (
-            rows_for(x_RK), self.packed_Q, self.bias_N, out_RN, self.num_packed, self.chain,
+            rows_for(x_RK), self.packed_Q, self.bias_N, out_RN, self.layout, self.chain,
         )  # fmt: skip
         shares = self._shares if len(x_RK) <= MOST_ROWS else self._many_shares
         parallel_for(lambda share: kernel(*arguments, *share), shares)

@@ -3,17 +3,18 @@
 Shapes: H = heads, D = key dimensions, C = hidden size.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from model_runtime.errors import ModelError
 from model_runtime.gguf.architectures import architecture_of
+from model_runtime.gguf.blocks import Blocks
 from model_runtime.gguf.file import GgufFile, TensorInfo
 from model_runtime.gguf.ggml import file_name_of
 from model_runtime.gguf.rope_block import ROPE_TENSORS
-from model_runtime.gguf.tensors import read_tensor
+from model_runtime.gguf.tensors import read_blocks, read_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -39,11 +40,28 @@ class Weights:
                 f"{file.architecture} with block_count {config['num_hidden_layers']}"
             )
 
-    def read(self, dtype: "torch.dtype") -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Yield names of transformers and tensors in a number type. Raises ModelError."""
+    def type_of(self, name: str) -> str | None:
+        """Return the type in which a parameter is stored; None if it is joined from several."""
+        infos = self._sources.get(name, ())
+        return infos[0].type_name if len(infos) == 1 else None
+
+    def blocks(self, name: str) -> Iterator[tuple[int, Blocks]]:
+        """Yield the first row and the unpacked numbers of pieces of a parameter."""
+        (info,) = self._sources[name]
+        return read_blocks(info, self._row_order(name))
+
+    def read(
+        self, dtype: "torch.dtype", *, without: Container[str] = ()
+    ) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """Yield names of transformers and tensors in a number type. Raises ModelError.
+
+        Parameters in `without` are left out.
+        """
         import torch  # noqa: PLC0415
 
         for name, infos in self._sources.items():
+            if name in without:
+                continue
             offset = -self._kind.norm_offset if name.endswith("norm.weight") else 0.0
             order = self._row_order(name)
             found = [read_tensor(each, dtype, row_order=order, offset=offset) for each in infos]

@@ -232,7 +232,7 @@ class DecoderLayers:
             if len(skinny) < len(products) or len(kinds) > 1:
                 return None
             (self._multiplying,) = kinds
-            self._num_bytes += sum(each.packed_Q.nbytes for each in skinny)
+            self._num_bytes += sum(each.num_bytes for each in skinny)
             norms = (layer.block_norm, next_norm, *layer.head_norms)
             fields.append(layer_fields(skinny, [norm.scale_D for norm in norms]))
         return np.array(fields, np.int64)

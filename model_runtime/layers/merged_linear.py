@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from model_runtime.cpu_kernels.low_bits.formats import PANEL
+from model_runtime.layers.low_bits.modules import LowBitLinear
 from model_runtime.layers.probe import recorded_calls
 
 Product = Callable[[Tensor], Tensor]
@@ -53,7 +55,7 @@ class MergedPart(nn.Module):
     Its output is a slice, so its rows are not contiguous in memory.
     """
 
-    def __init__(self, linear: nn.Linear, shared: SharedInput, index: int) -> None:
+    def __init__(self, linear: nn.Linear | LowBitLinear, shared: SharedInput, index: int) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = placeholder(linear.weight)
@@ -86,18 +88,31 @@ def forget_results(model: nn.Module) -> None:
 
 def merged_weight(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Concatenate weights and biases; a linear without a bias gets zeros if another has one."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
+    return torch.cat([linear.weight.detach() for linear in linears]), merged_bias(linears)
+
+
+def merged_bias(linears: Sequence[nn.Linear | LowBitLinear]) -> Tensor | None:
+    """Concatenate biases; a linear without one gets zeros if another has one."""
     if all(linear.bias is None for linear in linears):
-        return weight, None
+        return None
     biases = [
         linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
         for linear in linears
     ]
-    return weight, torch.cat([bias.detach() for bias in biases])
+    return torch.cat([bias.detach() for bias in biases])
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a plain linear, with a weight of any number of bits."""
+    return type(module) is nn.Linear or isinstance(module, LowBitLinear)
 
 
 def can_join(modules: Sequence[nn.Module]) -> bool:
-    """Return whether all are plain linears of one dtype, and no two use the same weight."""
+    """Return whether all are linears of one kind and dtype, and no two use the same weight."""
+    if all(isinstance(module, LowBitLinear) for module in modules):
+        # Panels stay as they are, and only the last of a product may be filled in part.
+        low: list[Any] = list(modules)
+        return all(each.out_features % PANEL == 0 for each in low[:-1])
     linears = [module for module in modules if type(module) is nn.Linear]
     dtypes = {linear.weight.dtype for linear in linears}
     weights = {id(linear.weight) for linear in linears}
@@ -143,7 +158,7 @@ def shared_inputs(model: nn.Module) -> list[list[str]]:
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            if type(module) is nn.Linear:
+            if is_linear(module):
                 hook = module.register_forward_pre_hook(watch(name))
                 stack.callback(hook.remove)
         recorded_calls(model)

@@ -5,17 +5,23 @@ in the last bit near the end of each thread's part, unless the part is a multipl
 Padded blocks that are too small for two threads have no such end.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from model_runtime.layers.merged_linear import join, placeholder
+from model_runtime.cpu_kernels.low_bits.formats import panels_text
+from model_runtime.layers.low_bits.modules import LowBitLinear
+from model_runtime.layers.merged_linear import is_linear, join, placeholder
 from model_runtime.layers.packed_product import DTYPES, PackedProduct, Way, Workshop
 from model_runtime.layers.replace_modules import activation_classes, swap_modules
 from model_runtime.layers.way_trial import choose_way
+
+if TYPE_CHECKING:
+    from model_runtime.layers.low_bits.product import LowBitWorkshop
 
 _VECTOR = 64  # elements; a multiple of every SIMD width in use
 _UNSPLIT = 16_384  # elements; torch gives a thread at least this many of any activation
@@ -24,10 +30,12 @@ _UNSPLIT = 16_384  # elements; torch gives a thread at least this many of any ac
 class PackedLinear(nn.Module):
     """A linear with a weight that is laid out once for the processor; the original is freed."""
 
-    def __init__(self, linear: nn.Linear, product: PackedProduct | None = None) -> None:
+    def __init__(
+        self, linear: nn.Linear | LowBitLinear, product: PackedProduct | None = None
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.product = product or PackedProduct([linear], workshop_for(linear.weight.dtype))
+        self.product = product or Workshops([linear]).product([linear])
         self.weight = placeholder(linear.weight)
         self.bias = linear.bias
 
@@ -75,20 +83,16 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
     `groups`: names of linears that read one tensor, in the order of their calls
     (merged_linear.shared_inputs finds them).
     """
-    workshops = {dtype: workshop_for(dtype) for dtype in _dtypes(model)}
-
-    def product(linears: Sequence[nn.Linear]) -> PackedProduct:
-        return PackedProduct(linears, workshops[linears[0].weight.dtype])
-
+    workshops = Workshops([module for module in model.modules() if _is_packable(module)])
     packable = [
         names for names in groups if all(_is_packable(model.get_submodule(name)) for name in names)
     ]
-    join(model, packable, product)
+    join(model, packable, workshops.product)
     activations = activation_classes()
 
     def other(module: nn.Module) -> nn.Module | None:
         if _is_packable(module):
-            return PackedLinear(module, product([module]))
+            return PackedLinear(module, workshops.product([module]))
         if isinstance(module, activations) and not list(module.parameters()):
             return RowwiseActivation(module)
         return None
@@ -96,13 +100,34 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
     swap_modules(model, other)
 
 
+class Workshops:
+    """The workshops of a model's linears: one for each number type, and one for few bits."""
+
+    def __init__(self, linears: Sequence[nn.Linear | LowBitLinear]) -> None:
+        """Choose the way that suits this processor, by number type."""
+        low = [each for each in linears if isinstance(each, LowBitLinear)]
+        self._low = _low_bit_workshop(low) if low else None
+        dtypes = {each.weight.dtype for each in linears if not isinstance(each, LowBitLinear)}
+        self._by_dtype = {dtype: workshop_for(dtype) for dtype in dtypes}
+
+    def product(self, linears: Sequence[Any]) -> PackedProduct:
+        """Lay out the weights of linears of one kind."""
+        if isinstance(linears[0], LowBitLinear):
+            assert self._low is not None
+            return self._low.product(linears)
+        return PackedProduct(linears, self._by_dtype[linears[0].weight.dtype])
+
+
+def _low_bit_workshop(linears: Sequence[LowBitLinear]) -> "LowBitWorkshop":
+    """Return a workshop for weights of few bits; models without them do not import its kernels."""
+    from model_runtime.layers.low_bits.product import LowBitWorkshop  # noqa: PLC0415
+
+    return LowBitWorkshop(linears)
+
+
 def workshop_for(dtype: torch.dtype) -> Workshop:
     """Return a workshop for weights of a dtype, with the way that suits this processor."""
     return Workshop(choose_way(dtype))
-
-
-def _dtypes(model: nn.Module) -> set[torch.dtype]:
-    return {module.weight.dtype for module in model.modules() if _is_packable(module)}
 
 
 def described(ways: Iterable[Way], dtype: torch.dtype) -> str:
@@ -111,11 +136,32 @@ def described(ways: Iterable[Way], dtype: torch.dtype) -> str:
     return " and ".join(way.value.format(name) for way in sorted(set(ways), key=list(Way).index))
 
 
+def products_text(model: nn.Module, dtype: torch.dtype) -> str:
+    """Return how the weights of a packed model are laid out, for the banner."""
+    sizes: Counter[str] = Counter()
+    for product in products_of(model):
+        sizes.update({each.kind.name: each.memory.nbytes for each in product.weights})
+    formats = " and ".join(name for name, _ in sizes.most_common())
+    texts = [panels_text(formats)] if formats else []
+    ways = ways_of(model)
+    return " and ".join(texts + ([described(ways, dtype)] if ways else []))
+
+
+def products_of(model: nn.Module) -> list[PackedProduct]:
+    """Return the products of a packed model, each once."""
+    found = {}
+    for module in model.modules():
+        for name in ("product", "gate_up", "down"):
+            product = getattr(module, name, None)
+            if isinstance(product, PackedProduct):
+                found[id(product)] = product
+    return list(found.values())
+
+
 def ways_of(model: nn.Module) -> set[Way]:
-    """Return the ways of all products of a packed model."""
-    products = (getattr(module, "product", None) for module in model.modules())
-    return {product.way for product in products if isinstance(product, PackedProduct)}
+    """Return the ways of all products of a packed model, but for weights of few bits."""
+    return {each.way for each in products_of(model) if not each.weights}
 
 
-def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:
-    return type(module) is nn.Linear and module.weight.dtype in DTYPES
+def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear | LowBitLinear]:
+    return is_linear(module) and module.weight.dtype in DTYPES

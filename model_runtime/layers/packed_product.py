@@ -31,12 +31,13 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor
+from model_runtime.cpu_kernels.low_bits.formats import block_outputs
 from model_runtime.cpu_kernels.skinny_gemm import (
     FLOAT32,
     IN_PAIRS,
@@ -51,6 +52,9 @@ from model_runtime.cpu_kernels.skinny_gemm import (
 )
 from model_runtime.layers.merged_linear import merged_weight
 from model_runtime.layers.onednn import OneDnnWeight
+
+if TYPE_CHECKING:
+    from model_runtime.cpu_kernels.low_bits.panels import LowBitPanels
 
 DTYPES = (torch.float32, torch.bfloat16)
 _WIDEST_SINGLE_ROW = 1024  # max inputs of a product that may compute one row alone
@@ -83,10 +87,12 @@ class Tried:
 class Workshop:
     """The way, the trials by shape and the scratch memory of one model's products."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: Way, scratch_bytes: int = _SCRATCH_BYTES) -> None:
+        """Begin without trials. `scratch_bytes`: the most that a block of a weight may take."""
         self.way = way
+        self._scratch_bytes = scratch_bytes
         self._tried: dict[tuple[int | bool | torch.dtype, ...], Tried] = {}
-        self._scratch: dict[int, OneDnnWeight] = {}
+        self._scratch: dict[tuple[int, int], OneDnnWeight] = {}
 
     def tried(self, product: "PackedProduct", shape: tuple[int | bool | torch.dtype, ...]) -> Tried:
         """Return the trial's result for this shape; the first product of a shape runs it."""
@@ -94,52 +100,69 @@ class Workshop:
             self._tried[shape] = product.trial()
         return self._tried[shape]
 
-    def scratch(self, num_inputs: int) -> OneDnnWeight:
-        """Return a float32 scratch weight of `num_inputs`, with as many outputs as fit."""
-        if num_inputs not in self._scratch:
-            panels = max(1, _SCRATCH_BYTES // (4 * PANEL * num_inputs))
-            self._scratch[num_inputs] = OneDnnWeight(torch.zeros(panels * PANEL, num_inputs))
-        return self._scratch[num_inputs]
+    def scratch(self, num_outputs: int, num_inputs: int) -> OneDnnWeight:
+        """Return float32 scratch memory for equal blocks of a weight of this shape."""
+        shape = block_outputs(num_outputs, num_inputs, self._scratch_bytes), num_inputs
+        if shape not in self._scratch:
+            self._scratch[shape] = OneDnnWeight(torch.zeros(shape))
+        return self._scratch[shape]
 
 
-class _Stored:
-    """bfloat16 panels, widened block by block for oneDNN's float32 product."""
+class BlockProduct:
+    """Panels that are widened block by block for oneDNN's float32 product."""
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, workshop: Workshop) -> None:
-        self._scratch = workshop.scratch(weight_NK.shape[1])
-        inside = self._scratch.panels(None)
-        if inside is None:
-            raise RuntimeError("oneDNN packs float32 weights in an order that is not known")
-        self._block = inside.num_panels
-        self._scratch_Q = inside.packed_Q
-        self.panels = own_panels(weight_NK, bias_N, inside.num_packed)
+    def __init__(self, panels: Panels, bias_N: Tensor | None, workshop: Workshop) -> None:
+        """Take the workshop's scratch memory. Raises RuntimeError if its order is not known."""
+        self._scratch = workshop.scratch(panels.num_outputs, panels.num_inputs)
+        self.scratch = scratch_panels(self._scratch)
+        self.panels = panels
         self._bias_N = None if bias_N is None else bias_N.float()
 
     def multiply(self, x_RK: Tensor) -> Tensor:
         """Multiply rows, [R, K] -> [R, N]."""
         num_outputs, rows_RK = self.panels.num_outputs, x_RK.float()
-        out_RN = x_RK.new_empty(len(x_RK), num_outputs)
-        for first in range(0, self.panels.num_panels, self._block):
-            self._widen(first)
-            columns = slice(first * PANEL, min((first + self._block) * PANEL, num_outputs))
+        num_panels, block = self.panels.num_panels, self.scratch.num_panels
+        out_RN = None
+        for first in range(0, num_panels, block):
+            self.widen(first, min(first + block, num_panels))
+            columns = slice(first * PANEL, min((first + block) * PANEL, num_outputs))
             part_RN = self._scratch.multiply(rows_RK, None)
             part_RN = part_RN[:, : columns.stop - columns.start]
             if self._bias_N is not None:
                 part_RN += self._bias_N[columns]
+            if part_RN.shape[1] == num_outputs:  # the only block
+                return part_RN.to(x_RK.dtype).contiguous()
+            if out_RN is None:
+                out_RN = x_RK.new_empty(len(x_RK), num_outputs)
             out_RN[:, columns] = part_RN
+        assert out_RN is not None
         return out_RN
 
-    def _widen(self, first: int) -> None:
-        """Widen a block of panels into the scratch memory."""
-        size = self.panels.num_packed * PANEL
-        begin = first * size
-        end = min(begin + self._block * size, len(self.panels.packed_Q))
-        scratch_Q = self._scratch_Q[: end - begin]
+    def widen(self, first: int, end: int) -> None:
+        """Widen panels `first` to `end` - 1 into the scratch memory."""
+        raise NotImplementedError
+
+
+class _Stored(BlockProduct):
+    """bfloat16 panels."""
+
+    def widen(self, first: int, end: int) -> None:
+        """Widen panels `first` to `end` - 1 into the scratch memory."""
+        size = self.panels.layout * PANEL
+        numbers_Q = self.panels.packed_Q[first * size : end * size]
+        scratch_Q = self.scratch.packed_Q[: len(numbers_Q)]
         if torch.get_num_threads() <= _THREADS_OF_OWN_COPY:
-            widen_panels(self.panels.packed_Q, begin, scratch_Q)
+            widen_panels(self.panels.packed_Q, first * size, scratch_Q)
         else:
-            values_Q = as_tensor(self.panels.packed_Q[begin:end], torch.bfloat16)
-            torch.from_numpy(scratch_Q).copy_(values_Q)
+            torch.from_numpy(scratch_Q).copy_(as_tensor(numbers_Q, torch.bfloat16))
+
+
+def scratch_panels(scratch: OneDnnWeight) -> Panels:
+    """Return the memory of a scratch weight. Raises RuntimeError if its order is not known."""
+    panels = scratch.panels(None)
+    if panels is None:
+        raise RuntimeError("oneDNN packs float32 weights in an order that is not known")
+    return panels
 
 
 @cache
@@ -165,32 +188,45 @@ def _blocks(num_rows: int, sizes: tuple[int, ...], *, has_skinny: bool) -> tuple
 class PackedProduct:
     """The weight of one or several linears with one input, laid out once for the processor."""
 
+    weights: Sequence["LowBitPanels"] = ()  # if they are of few bits
+    _panels: Panels | None
+    _many: Callable[[Tensor], Tensor] | None
+
     def __init__(self, linears: Sequence[nn.Linear], workshop: Workshop) -> None:
         """Lay out the weight. Raises RuntimeError if the workshop's way is not possible here."""
         weight_NK, bias_N = merged_weight(linears)
-        self.out_features, self.in_features = weight_NK.shape
-        self._dtype = weight_NK.dtype
-        self.way = workshop.way
-        self._num_threads = torch.get_num_threads()
-        self._small = SMALL_SIZES[1 if self.in_features > _WIDEST_SINGLE_ROW else 0 :]
-        self._panels: Panels | None
-        self._many: Callable[[Tensor], Tensor] | None = None
+        num_outputs, num_inputs = weight_NK.shape
+        self._begin(num_outputs, num_inputs, weight_NK.dtype, workshop)
         if self.way is Way.ONEDNN:
             packed = OneDnnWeight(weight_NK)
             self._panels = packed.panels(bias_N)
             self._many = lambda x_RK: packed.multiply(x_RK, bias_N)
         elif self.way is Way.STORED:
-            stored = _Stored(weight_NK, bias_N, workshop)
+            num_packed = scratch_panels(workshop.scratch(num_outputs, num_inputs)).layout
+            stored = _Stored(own_panels(weight_NK, bias_N, num_packed), bias_N, workshop)
             self._panels, self._many = stored.panels, stored.multiply
         else:
             self._panels = own_panels(weight_NK, bias_N)
+        self._try(workshop, has_bias=bias_N is not None)
+
+    def _begin(
+        self, num_outputs: int, num_inputs: int, dtype: torch.dtype, workshop: Workshop
+    ) -> None:
+        """Set what does not depend on the layout."""
+        self.out_features, self.in_features = num_outputs, num_inputs
+        self._dtype = dtype
+        self.way = workshop.way
+        self._num_threads = torch.get_num_threads()
+        self._small = SMALL_SIZES[1 if num_inputs > _WIDEST_SINGLE_ROW else 0 :]
+        self._panels = self._many = None
+
+    def _try(self, workshop: Workshop, *, has_bias: bool) -> None:
+        """Find the sizes of blocks and the chain of sums, now that the weight is laid out."""
         self._sizes: tuple[int, ...] = ()
         chain: int | None = self.in_features
         if self._many is not None:
-            has_bias = bias_N is not None
-            tried = workshop.tried(
-                self, (*weight_NK.shape, has_bias, self._dtype, self._num_threads)
-            )
+            shape = (self.out_features, self.in_features, has_bias, self._dtype, self._num_threads)
+            tried = workshop.tried(self, shape)
             self._sizes, chain = tried.sizes, tried.chain
             if chain is None and self.way is Way.STORED:
                 self.way, self._many, chain = Way.OWN, None, self.in_features
@@ -242,7 +278,8 @@ class PackedProduct:
         """
         generator = torch.Generator().manual_seed(0)
         min_rows = -(-_TRIAL_VALUES // self.out_features)
-        count = max(MOST_ROWS, min_rows)
+        # A last block of a single row would have other bits than the rows of larger blocks.
+        count = max(1, -(-min_rows // MOST_ROWS)) * MOST_ROWS
         num_rows = count + LARGE_SIZES[-1]
         rows = torch.randn(num_rows, self.in_features, generator=generator).to(self._dtype)
 

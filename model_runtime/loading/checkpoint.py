@@ -24,6 +24,9 @@ from model_runtime.layers.probe import text_config
 from model_runtime.loading.choose_forward import choose_forward
 from model_runtime.loading.load_faults import faults_of
 from model_runtime.loading.load_progress import logged_progress
+from model_runtime.loading.low_bits.hold import storage_of
+from model_runtime.loading.low_bits.quantise import Distance, quantise_model
+from model_runtime.loading.low_bits.sizes import Storage, Weights, format_of_type, refuse_int8
 from model_runtime.loading.model_config import ModelConfig, read_model_config
 from model_runtime.loading.patch_model import patch_model, read_native_rope
 from model_runtime.loading.phases import OnPhase, no_phases
@@ -65,6 +68,8 @@ class Checkpoint:
     stored: Scheme | None = None  # how the files store the weights, if they are quantised
     weight_bytes: int | None = None  # of such weights, once loaded
     source: Path | None = None  # the folder or GGUF file; None if the model was not loaded from one
+    low_bits: Storage | None = None  # of weights in few bits, if there are any
+    distance: Distance | None = None  # of int8 weights from the stored ones
 
 
 def load_checkpoint(
@@ -73,14 +78,16 @@ def load_checkpoint(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
+    weights: Weights = "stored",
     on_phase: OnPhase = no_phases,
     on_native: Callable[[NativeRope], object] | None = None,
     division: Division | None = None,
 ) -> Checkpoint:
     """Load, patch and check a model. Raises ModelError with a sentence that names the problem.
 
-    `on_native` gets the rotary tables of the config before any weight is read, and may raise.
-    `division`: this process is one of several that hold the model together.
+    `weights`: `stored` keeps the bits of a GGUF file on a CPU, `int8` quantises on a CPU, and
+    `dequantised` makes floats. `on_native` gets the rotary tables of the config before any weight
+    is read, and may raise. `division`: this process is one of several that hold the model together.
     """
     model_config = read_model_config(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code
@@ -88,6 +95,8 @@ def load_checkpoint(
     where, number_type = model_config.device, model_config.dtype
     assert isinstance(where, torch.device)
     assert isinstance(number_type, torch.dtype)
+    if weights == "int8":
+        refuse_int8(where.type, is_divided=division is not None)
     if on_native is not None:
         on_native(model_config.native())
     on_phase("loading weights")
@@ -96,7 +105,8 @@ def load_checkpoint(
     )
     path = Path(model_config.source)
     if path.is_file():
-        return replace(_load_gguf(path, model_config, on_phase, division), source=path)
+        loaded = _load_gguf(path, model_config, weights, on_phase, division)
+        return replace(loaded, source=path)
     if model_config.stored is not None:
         name = str(number_type).removeprefix("torch.")
         on_phase(f"dequantising {model_config.stored} to {name}")
@@ -109,6 +119,7 @@ def load_checkpoint(
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         generation = _generation_defaults(source, model_config.config)
         sampling = {name: generation.get(name) for name in SAMPLING_DEFAULTS}
+        low_bits = _quantised(model, tokenizer, weights, on_phase)
         checkpoint = prepare_model(
             model,
             tokenizer,
@@ -117,7 +128,7 @@ def load_checkpoint(
             on_phase,
             division=division,
         )
-        checkpoint = replace(checkpoint, source=path)
+        checkpoint = replace(checkpoint, source=path, **low_bits)
         if model_config.stored is None:
             return checkpoint
         num_bytes = model_config.num_weight_bytes()
@@ -132,8 +143,24 @@ def _placed(
     return placed.eval()
 
 
+def _quantised(
+    model: nn.Module, tokenizer: Tokenizer, weights: Weights, on_phase: OnPhase
+) -> dict[str, Any]:
+    """Quantise a loaded model if that is asked for; return the fields of Checkpoint about it."""
+    distance = None
+    if weights == "int8":
+        on_phase("quantising weights to int8")
+        distance = quantise_model(model, tokenizer)
+    found = storage_of(model)
+    return {"low_bits": found, "distance": distance} if found.by_format else {}
+
+
 def _load_gguf(
-    path: Path, model_config: ModelConfig, on_phase: OnPhase, division: Division | None
+    path: Path,
+    model_config: ModelConfig,
+    weights: Weights,
+    on_phase: OnPhase,
+    division: Division | None,
 ) -> Checkpoint:
     """Load, patch and check the model of a GGUF file. Raises ModelError."""
     from model_runtime.gguf.file import read_gguf  # noqa: PLC0415  # only for such a file
@@ -147,20 +174,31 @@ def _load_gguf(
     assert isinstance(where, torch.device)
     assert isinstance(number_type, torch.dtype)
     file = read_gguf(path)
-    loaded_bytes = num_parameters(file) * number_type.itemsize
-    name = str(number_type).removeprefix("torch.")
-    on_phase(
-        f"dequantising {size_text(file.num_bytes)} of GGUF to {size_text(loaded_bytes)} of {name}"
-    )
+    is_possible = weights != "dequantised" and division is None and has_cpu_kernels(where)
+    types = (each.type_name for each in file.tensors.values())
+    keeps_bits = is_possible and any(map(format_of_type, types))
+    on_phase(_gguf_phase(file.num_bytes, num_parameters(file), number_type, keeps_bits=keeps_bits))
     with faults_of(str(path), number_type, where):
         tokenizer, end_ids = load_gguf_tokenizer(path)
         if division is not None:
             division.read_dtype(None, number_type)
-        model = load_gguf_model(path, model_config.config, number_type)
+        model = load_gguf_model(path, model_config.config, number_type, keeps_bits=keeps_bits)
         model = _placed(model, number_type, where, division)
-        return prepare_model(
+        low_bits = _quantised(model, tokenizer, weights, on_phase)
+        checkpoint = prepare_model(
             model, tokenizer, end_ids, sampling_of(file), on_phase, division=division
         )
+        return replace(checkpoint, **low_bits)
+
+
+def _gguf_phase(
+    file_bytes: int, num_parameters: int, dtype: torch.dtype, *, keeps_bits: bool
+) -> str:
+    """Return the words for the reading of a GGUF file."""
+    if keeps_bits:
+        return f"reading {size_text(file_bytes)} of GGUF"
+    loaded, name = size_text(num_parameters * dtype.itemsize), str(dtype).removeprefix("torch.")
+    return f"dequantising {size_text(file_bytes)} of GGUF to {loaded} of {name}"
 
 
 def prepare_model(
@@ -244,7 +282,7 @@ def _pack(model: nn.Module, dtype: torch.dtype, division: Division | None) -> st
     gated_mlp.fuse(model)
     _leave_file(model)
     replace_norms(model, cpu_candidates)
-    return packed_linear.described(packed_linear.ways_of(model), dtype)
+    return packed_linear.products_text(model, dtype)
 
 
 def _leave_file(model: nn.Module) -> None:

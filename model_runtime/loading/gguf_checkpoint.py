@@ -18,6 +18,8 @@ from model_runtime.gguf.sizes import num_parameters
 from model_runtime.gguf.tokenizer import read_tokenizer
 from model_runtime.gguf.weights import Weights
 from model_runtime.loading.load_progress import logged_progress
+from model_runtime.loading.low_bits.hold import hold, holders
+from model_runtime.loading.low_bits.sizes import can_hold, format_of_type
 from model_runtime.text.tokenizer import Tokenizer
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -30,36 +32,65 @@ def gguf_config(path: Path) -> Any:
     return AutoConfig.for_model(**config_of(read_gguf(path)))
 
 
-def load_gguf_model(path: Path, config: Any, dtype: torch.dtype) -> Any:
+def load_gguf_model(
+    path: Path, config: Any, dtype: torch.dtype, *, keeps_bits: bool = False
+) -> Any:
     """Load the model in a number type. Raises ModelError.
 
-    Beside the loaded weights, a piece of one tensor is held in float32.
+    With `keeps_bits`, weights of linears and of the embedding stay in the bits of the file, if the
+    kernels read their type. Beside the loaded weights, a piece of one tensor is held in float32.
     """
     file = read_gguf(path)
-    _log.info(
-        "dequantising_gguf",
-        file_bytes=file.num_bytes,
-        loaded_bytes=num_parameters(file) * dtype.itemsize,
-        dtype=str(dtype).removeprefix("torch."),
-    )
+    if keeps_bits:
+        _log.info("reading_gguf", file_bytes=file.num_bytes)
+    else:
+        _log.info(
+            "dequantising_gguf",
+            file_bytes=file.num_bytes,
+            loaded_bytes=num_parameters(file) * dtype.itemsize,
+            dtype=str(dtype).removeprefix("torch."),
+        )
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(each.shape) for name, each in empty.state_dict().items()}
     weights = Weights(file, config_of(file), shapes)
-    loaded: dict[str, torch.Tensor] = {}
+    panels = _panels(weights, empty) if keeps_bits else {}
+    # A view of one number stands for a weight in panels, and takes no memory.
+    loaded = {name: torch.zeros(1, dtype=dtype).expand(shapes[name]) for name in panels}
     told_s = time.monotonic()
-    for name, tensor in weights.read(dtype):
+    for name, tensor in weights.read(dtype, without=panels):
         loaded[name] = tensor
         if time.monotonic() - told_s >= _SECONDS_BETWEEN_LINES:
             told_s = time.monotonic()
-            _log.info("load_progress", what="Dequantising", done=len(loaded), total=len(shapes))
+            _log.info("load_progress", what="Reading", done=len(loaded), total=len(shapes))
     with logged_progress():
         model, info = type(empty).from_pretrained(
             None, config=config, state_dict=loaded, dtype=dtype, output_loading_info=True
         )
     left = sorted(map(str, (*info["missing_keys"], *info["unexpected_keys"])))
     assert not left, left  # `Weights` has compared all names
+    hold(model, panels)
     return model
+
+
+def _panels(weights: Weights, model: Any) -> dict[str, Any]:
+    """Return the panels of all weights that can stay in the bits of the file."""
+    from model_runtime.cpu_kernels.low_bits.panels import (  # noqa: PLC0415  # imports numba
+        PanelWriter,
+        Parts,
+    )
+
+    found = {}
+    for name, module in holders(model).items():
+        shape = tuple(module.weight.shape)
+        kind = format_of_type(weights.type_of(name))
+        if kind is None or not can_hold(name, shape, kind):
+            continue
+        writer = PanelWriter(kind, *shape)
+        for first, blocks in weights.blocks(name):
+            writer.write(first, Parts(kind, *blocks))
+        found[name] = writer.panels
+    return found
 
 
 def load_gguf_tokenizer(path: Path) -> tuple[Tokenizer, frozenset[int]]:

@@ -76,6 +76,6 @@ def _fingerprint() -> str:
         lines = [line for line in first.splitlines() if "MHz" not in line]
         found.update("\n".join(lines).encode())
     for folder in _SOURCES:
-        for path in sorted((_ROOT / folder).glob("*.py")):
+        for path in sorted((_ROOT / folder).rglob("*.py")):
             found.update(path.read_bytes())
     return found.hexdigest()

@@ -77,9 +77,9 @@ def original_logits(model: nn.Module, native: NativeRope) -> OriginalLogits:
                 model.set_attn_implementation(implementation)  # type: ignore[operator]
             except (ValueError, ImportError):
                 continue
-            plain = [_logits_of(model, long_ids), _logits_of(model, short_ids)]
+            plain = [logits_of(model, long_ids), logits_of(model, short_ids)]
             with _tables_scaled(model, native):
-                runs.append([*plain, _logits_of(model, long_ids)])
+                runs.append([*plain, logits_of(model, long_ids)])
     long_TV, short_TV, scaled_TV = runs[-1]
     pairs = zip(runs[0], runs[-1], strict=True)
     own_difference = max(float((eager - sdpa).abs().max()) for eager, sdpa in pairs)
@@ -203,7 +203,7 @@ def _compare(
     return found
 
 
-def _logits_of(model: nn.Module, token_ids: list[int]) -> Tensor:
+def logits_of(model: nn.Module, token_ids: list[int]) -> Tensor:
     """Return the float32 logits [T, V] of a plain forward."""
     device = next(model.parameters()).device
     try:

@@ -1,0 +1,4 @@
+"""Weights in eight to four bits: their panels, and products that widen them on the way.
+
+May import: cpu_kernels.
+"""

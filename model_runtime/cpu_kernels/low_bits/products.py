@@ -1,0 +1,144 @@
+"""Few rows times weights of few bits, with the bits of a product of the widened weights.
+
+A chunk of a panel is widened once for all rows (`widen.py`), and then multiplied as a float32
+weight is (`skinny_gemm.py`).
+
+The table of a product has a row for each panel: its address and the number of its format. So the
+linears that share an input may have different formats.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model_runtime.cpu_kernels.jit import jit
+from model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
+from model_runtime.cpu_kernels.low_bits.formats import Format
+from model_runtime.cpu_kernels.low_bits.panels import LowBitPanels, joined_table
+from model_runtime.cpu_kernels.low_bits.widen import numbers_of, row_adder, widener
+from model_runtime.cpu_kernels.register_tiles import add_products
+from model_runtime.cpu_kernels.skinny_gemm import (
+    CHUNK,
+    MOST_ROWS,
+    PANEL,
+    Multiplying,
+    Panels,
+    add_chain,
+    as_they_are,
+    rows_adder,
+    widened,
+    write_totals,
+)
+
+Table = NDArray[np.int64]
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _table_at(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
+    """Convert an address to a pointer to int64."""
+    kind = types.CPointer(types.int64)
+
+    def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], context.get_value_type(kind))
+
+    return kind(address), code
+
+
+@cache
+def _multiplier(numbers: tuple[int, ...], is_rounded: int) -> Any:
+    """Compiled: rows times panels of the formats with these numbers."""
+    widen = widener(numbers, is_rounded)
+    add_row = row_adder(numbers, is_rounded)
+    add_rows = rows_adder(add_products, 1, 0)
+
+    @jit()
+    def multiply(
+        x_RK: Numbers, _: Numbers, bias_N: Numbers, out_RN: Numbers, layout: int,
+        chain: int, first_panel: int, end_panel: int,
+    ) -> None:  # fmt: skip
+        """Write the outputs of panels `first_panel` to `end_panel` - 1.
+
+        `layout` is the address of the table of panels.
+        """
+        num_inputs = x_RK.shape[1]
+        table_P2 = carray(_table_at(layout), (end_panel, 2))
+        sums = np.empty((MOST_ROWS, PANEL), np.float32)
+        totals = np.empty((MOST_ROWS, PANEL), np.float32)
+        bias = np.empty(PANEL, np.float32)
+        wide_Q = np.empty(CHUNK * PANEL, np.float32)
+        for panel in range(first_panel, end_panel):
+            address, number = table_P2[panel, 0], table_P2[panel, 1]
+            for top in range(0, x_RK.shape[0], MOST_ROWS):
+                num_rows = min(MOST_ROWS, x_RK.shape[0] - top)
+                for begin in range(0, num_inputs, chain):
+                    end = min(num_inputs, begin + chain)
+                    if num_rows == 1:
+                        row_RK = x_RK[top : top + 1]
+                        add_row(number, address, begin, end, row_RK, sums)
+                        add_chain(sums, num_rows, totals, begin)
+                        continue
+                    for chunk in range(begin, end, CHUNK):
+                        stop = min(end, chunk + CHUNK)
+                        widen(number, address, chunk, stop, wide_Q)
+                        base = -chunk * PANEL
+                        add_rows(x_RK, top, num_rows, chunk, stop, begin, wide_Q, base, sums)
+                    add_chain(sums, num_rows, totals, begin)
+                write_totals(totals, num_rows, bias_N, bias, out_RN, top, panel * PANEL)
+
+    return multiply
+
+
+@cache
+def _blocks_widener(numbers: tuple[int, ...], is_rounded: int) -> Any:
+    """Compiled: whole panels, for the product of many rows."""
+    widen = widener(numbers, is_rounded)
+
+    @jit()
+    def widen_panels(
+        table_P2: Table, first: int, end: int, num_inputs: int, num_packed: int, out_Q: Floats
+    ) -> None:
+        for panel in range(first, end):
+            at = (panel - first) * num_packed * PANEL
+            wide_Q = out_Q[at : at + num_inputs * PANEL]
+            widen(table_P2[panel, 1], table_P2[panel, 0], np.int64(0), num_inputs, wide_Q)
+
+    return widen_panels
+
+
+class LowBits:
+    """The kernels of a model with weights of these formats, for a number type of its rows."""
+
+    def __init__(self, formats: Sequence[Format], dtype: torch.dtype) -> None:
+        """Find the kernels; each is compiled at its first use."""
+        is_rounded = int(dtype == torch.bfloat16)
+        numbers = numbers_of(formats)
+        self.dtype = dtype
+        multiply = _multiplier(numbers, is_rounded)
+        rows_for = widened if is_rounded else as_they_are
+        self.multiplying = Multiplying(dtype, 1, rows_for, multiply)
+        self._widen = _blocks_widener(numbers, is_rounded)
+
+    def panels(self, weights: Sequence[LowBitPanels], bias_N: Tensor | None) -> Panels:
+        """Return the panels of several weights with outputs one after the other."""
+        table_P2 = np.ascontiguousarray(joined_table(weights))
+        return Panels(
+            np.empty(0, np.float32 if self.dtype == torch.float32 else np.uint16),
+            table_P2.ctypes.data,
+            sum(each.num_outputs for each in weights),
+            weights[0].num_inputs,
+            bias_N,
+            owner=(table_P2, weights),
+            low_bit_bytes=sum(each.memory.nbytes for each in weights),
+        )
+
+    def widen(self, panels: Panels, first: int, end: int, num_packed: int, out_Q: Floats) -> None:
+        """Write the weights of panels `first` to `end` - 1 into panels of `num_packed` inputs."""
+        table_P2, _ = panels.owner
+        self._widen(table_P2, first, end, panels.num_inputs, num_packed, out_Q)

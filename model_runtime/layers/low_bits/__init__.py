@@ -1,0 +1,4 @@
+"""Linears and embeddings with weights of few bits, and their products.
+
+May import: layers, cpu_kernels.
+"""

@@ -1,0 +1,176 @@
+"""Products of weights in few bits: their values, and the same bits in any number of rows."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from torch import Tensor, nn
+
+from model_runtime.cpu_kernels.low_bits.formats import FORMATS, INT8
+from model_runtime.cpu_kernels.low_bits.panels import (
+    LowBitPanels,
+    PanelWriter,
+    Parts,
+    gathered,
+    int8_parts,
+    widened,
+)
+from model_runtime.gguf.blocks import UNPACKED, unpacked
+from model_runtime.layers.low_bits.modules import LowBitLinear
+from model_runtime.layers.low_bits.product import LowBitProduct, LowBitWorkshop
+from model_runtime.layers.packed_linear import PackedLinear
+from model_runtime.layers.packed_product import PackedProduct, Way, Workshop
+from model_runtime.loading.low_bits.sizes import BY_TYPE
+
+# The places of float16 numbers in a block.
+HALVES = {
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+ROWS = (*range(1, 65), 512)
+
+
+def rows_of(type_name: str, num_rows: int, num_inputs: int, seed: int = 0) -> np.ndarray:
+    """Random blocks of a type: any bits, and scales of both signs, small ones too."""
+    rng = np.random.default_rng(seed)
+    num_values, num_bytes = gguf.GGML_QUANT_SIZES[Type[type_name]]
+    blocks = rng.integers(0, 256, (num_rows, num_inputs // num_values, num_bytes), dtype=np.uint8)
+    for at in HALVES[type_name]:
+        scales = rng.normal(0, 1, blocks.shape[:2]) * 10.0 ** rng.integers(-7, -1, blocks.shape[:2])
+        blocks[..., at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    return blocks.reshape(num_rows, -1)
+
+
+def panels_of(type_name: str, rows: np.ndarray) -> LowBitPanels:
+    """The panels of rows of a type."""
+    parts = Parts(BY_TYPE[type_name], *unpacked(rows, type_name))
+    writer = PanelWriter(BY_TYPE[type_name], *parts.q_NK.shape)
+    writer.write(0, parts)
+    return writer.panels
+
+
+def int8_panels(weight_NK: Tensor) -> LowBitPanels:
+    """The panels of a quantised weight."""
+    writer = PanelWriter(INT8, *weight_NK.shape)
+    writer.write(0, int8_parts(weight_NK))
+    return writer.panels
+
+
+def test_the_formats_are_the_types_that_are_unpacked() -> None:
+    """Each type has a format, and each format a number of its own."""
+    assert set(BY_TYPE) == set(UNPACKED)
+    assert [kind.number for kind in FORMATS] == list(range(len(FORMATS)))
+
+
+@pytest.mark.parametrize("type_name", UNPACKED)
+def test_widened_weights_are_those_of_ggufs_own_package(type_name: str) -> None:
+    """Rows are no multiple of a panel; bfloat16 is rounded once, from float32."""
+    rows = rows_of(type_name, 200, 512)
+    panels = panels_of(type_name, rows)
+    expected = torch.from_numpy(gguf.quants.dequantize(rows, Type[type_name]))
+    assert torch.equal(widened(panels, torch.float32), expected)
+    assert torch.equal(widened(panels, torch.bfloat16), expected.bfloat16())
+    ids = np.array([199, 0, 63, 64, 7, 7])
+    assert torch.equal(gathered(panels, ids, torch.float32), expected[ids])
+
+
+@pytest.mark.parametrize(
+    ("type_name", "bits"),
+    [("Q8_0", 8.5), ("Q4_0", 4.5), ("Q4_1", 5), ("Q4_K", 4.625), ("Q5_K", 5.625), ("Q6_K", 6.5625)],
+)
+def test_a_weight_takes_the_bits_of_its_file(type_name: str, bits: float) -> None:
+    """K types take up to an eighth of a bit more, because scales are whole bytes."""
+    kind = BY_TYPE[type_name]
+    panels = PanelWriter(kind, 128, 1024).panels
+    assert panels.memory.nbytes * 8 / (128 * 1024) == bits
+    assert kind.num_bytes(128, 1024) == panels.memory.nbytes
+    in_file = gguf.GGML_QUANT_SIZES[Type[type_name]]
+    assert bits - in_file[1] * 8 / in_file[0] <= 0.125
+
+
+def test_int8_rounds_the_scale_first_and_then_to_the_nearest_even() -> None:
+    """Each weight is at most half a step of the rounded scale from its float, or clipped."""
+    weight_NK = torch.randn(70, 96, generator=torch.manual_seed(0))
+    weight_NK[3, :32] = 0
+    weight_NK[4, 32:64] = 1e-9  # its scale is 0 in float16
+    found_NK = widened(int8_panels(weight_NK), torch.float32)
+    scale_NG = (weight_NK.view(70, 3, 32).abs().amax(2) / 127).half().float()
+    step_NK = scale_NG.repeat_interleave(32, 1)
+    whole_NK = torch.where(step_NK > 0, weight_NK / step_NK, 0.0).round().clamp(-127, 127)
+    assert torch.equal(found_NK, whole_NK * step_NK)
+
+
+def linear_of(
+    type_name: str, num_outputs: int, num_inputs: int, dtype: torch.dtype
+) -> LowBitLinear:
+    """A linear with random blocks and a bias."""
+    panels = panels_of(type_name, rows_of(type_name, num_outputs, num_inputs))
+    bias = torch.randn(num_outputs, generator=torch.manual_seed(1)).to(dtype)
+    return LowBitLinear(panels, bias, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("type_name", "num_outputs", "num_inputs"),
+    [
+        ("Q8_0", 200, 1056),  # inputs of a chunk that is not whole
+        ("Q4_0", 64, 96),
+        ("Q4_1", 1000, 2080),
+        ("Q4_K", 130, 1280),
+        ("Q5_K", 128, 512),
+        ("Q6_K", 129, 768),
+    ],
+)
+def test_rows_have_the_bits_of_the_float_product_in_any_number(
+    type_name: str, num_outputs: int, num_inputs: int, dtype: torch.dtype
+) -> None:
+    """The float product is this project's over the widened weight, and torch's is near."""
+    low = linear_of(type_name, num_outputs, num_inputs, dtype)
+    x = torch.randn(max(ROWS), num_inputs, generator=torch.manual_seed(2)).to(dtype)
+    packed = PackedLinear(low)
+    whole = packed(x)
+    for rows in ROWS:
+        assert torch.equal(packed(x[:rows]), whole[:rows]), rows
+    weight = widened(low.panels, torch.float32 if dtype == torch.float32 else dtype)
+    plain = nn.Linear(num_inputs, num_outputs).requires_grad_(requires_grad=False)
+    plain.weight.copy_(weight.float())
+    plain.bias.copy_(low.bias.float())
+    same = PackedLinear(plain)(x.float())
+    assert torch.equal(whole, same.to(dtype))
+    expected = nn.functional.linear(x.double(), plain.weight.double(), plain.bias.double())
+    near = 1e-6 if dtype == torch.float32 else 5e-3
+    size = float((x.double().abs() @ plain.weight.double().abs().T).max())
+    assert float((whole.double() - expected).abs().max()) < near * size
+    assert float((low(x).double() - expected).abs().max()) < near * size
+
+
+def test_linears_of_several_formats_are_one_product() -> None:
+    """Llama's value projection often has more bits than the query's and the key's."""
+    parts = [("Q4_K", 128), ("Q4_K", 64), ("Q6_K", 96)]
+    linears = [
+        LowBitLinear(panels_of(kind, rows_of(kind, num, 512, seed)), None, torch.float32)
+        for seed, (kind, num) in enumerate(parts)
+    ]
+    joined = LowBitProduct(linears, LowBitWorkshop(linears))
+    x = torch.randn(40, 512, generator=torch.manual_seed(0))
+    expected = torch.cat([PackedLinear(each)(x) for each in linears], dim=-1)
+    assert torch.equal(joined(x), expected)
+    assert torch.equal(joined(x[:3]), expected[:3])
+
+
+def test_without_onednn_rows_have_the_bits_of_the_float_product() -> None:
+    """All rows are then multiplied over the panels."""
+    low = linear_of("Q8_0", 200, 1056, torch.float32)
+    plain = nn.Linear(1056, 200).requires_grad_(requires_grad=False)
+    plain.weight.copy_(widened(low.panels, torch.float32))
+    plain.bias.copy_(low.bias)
+    workshop = LowBitWorkshop([low])
+    workshop.way = Way.OWN
+    x = torch.randn(100, 1056, generator=torch.manual_seed(0))
+    found = LowBitProduct([low], workshop)(x)
+    assert torch.equal(found, PackedProduct([plain], Workshop(Way.OWN))(x))
