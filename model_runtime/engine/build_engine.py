@@ -1,18 +1,14 @@
 """Build an engine with an allocated cache from a checked checkpoint and its limits."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
-from model_runtime.attention.backends import (
-    backend_for,
-    check_layers,
-    check_positions,
-    new_store,
-)
+from model_runtime.attention.backends import backend_for, check_layers, new_store
 from model_runtime.batch import Span
 from model_runtime.cache.rope_tables import RopeTables
-from model_runtime.config import EngineConfig
+from model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig
 from model_runtime.engine.engine import Engine
 from model_runtime.engine.observer import Observer
 from model_runtime.errors import ModelError
@@ -49,25 +45,41 @@ def _built(
     profiles: Sequence[Profile],
     make: Callable[..., ModelRunner],
 ) -> Engine:
+    config = replace(config, max_draft_tokens=draft_tokens(checkpoint, config))
     runner = build_runner(checkpoint, config, profiles, make)
     is_captured = captures_graphs(checkpoint, config)
-    if checkpoint.device.type == "cuda" and profiles:
-        # Nothing is cached yet, so any page will do.
-        page = config.num_pages if is_captured else 0
-        warm_up(runner, profiles[0], page, config)
-    placed = [profile for profile in profiles if profile.positions is not None]
-    if checkpoint.device.type == "cpu" and placed:
-        # A load compiles the plain kernels, and not the one for ranges of keys.
-        warm_up(runner, placed[0], 0, config)
+    # Nothing is cached yet, so any page will do.
+    page = config.num_pages if is_captured else 0
+    for profile in first_of_each_kind(profiles):
+        # On a CPU, a load compiles the plain kernels, and not the one for ranges of keys.
+        if checkpoint.device.type == "cuda" or profile.positions is not None:
+            warm_up(runner, profile, page, config)
     if is_captured:
         runner.capture_graphs(
             config.max_model_len,
-            config.max_num_seqs,
+            config.max_decode_rows,
             config.num_pages,
             cuda_recorder(checkpoint.device, beside_others=make is not ModelRunner),
         )
         torch.cuda.empty_cache()  # memory of the warm-up runs on the capture stream
     return Engine(runner, checkpoint.tokenizer, config, checkpoint.eos_token_ids, observer)
+
+
+def draft_tokens(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """Return the most tokens of a draft; by default none if they could change an answer's bits."""
+    if config.max_draft_tokens is not None:
+        return config.max_draft_tokens
+    return DEFAULT_DRAFT_TOKENS if has_exact_drafts(checkpoint) else 0
+
+
+def has_exact_drafts(checkpoint: Checkpoint) -> bool:
+    """Return whether the bits of a row do not depend on the draft beside it."""
+    return checkpoint.device.type == "cpu" and checkpoint.report.bitwise
+
+
+def first_of_each_kind(profiles: Sequence[Profile]) -> Iterable[Profile]:
+    """Return the first profile without a position method, and the first with one."""
+    return {profile.positions is None: profile for profile in reversed(profiles)}.values()
 
 
 def build_runner(
@@ -82,7 +94,6 @@ def build_runner(
     """
     page_size = config.page_size
     profiles = tuple(profiles)
-    check_positions(profiles, checkpoint.device)
     check_layers(profiles, checkpoint.plans)
     try:
         # One extra page for the padding of a captured step.

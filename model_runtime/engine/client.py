@@ -55,6 +55,19 @@ class EngineClient(Protocol):
         """End a request; no effect if it has already ended."""
 
 
+def problem_of(engine: EngineClient, stall_seconds: float) -> str | None:
+    """Return the reason that an engine cannot serve, or None.
+
+    `stall_seconds`: the longest time that a step may take.
+    """
+    if not engine.is_running:
+        return "The engine is not running."
+    seconds = engine.seconds_since_step
+    if seconds > stall_seconds:
+        return f"The engine has made no step for {seconds:.0f} s."
+    return None
+
+
 def check_request(request: Request, config: EngineConfig) -> None:
     """Raise RequestError for a request that an engine with this config can never serve."""
     config.limits.check(request.sampling)

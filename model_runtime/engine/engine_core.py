@@ -5,7 +5,8 @@ thread-safe.
 
 A device that runs asynchronously stays one step ahead while steps only decode. The step after the
 current one is launched before the tokens of the current one are read. They go from step to step on
-the device. The host delivers them while the device computes the next ones.
+the device. The host delivers them while the device computes the next ones. If drafts are expected,
+then the tokens are read first (`speculator.py`).
 
 Shapes: R = rows of logits, V = vocabulary.
 """
@@ -18,12 +19,13 @@ from operator import attrgetter
 import structlog
 from torch import Tensor
 
-from model_runtime.batch import Span
+from model_runtime.batch import Span, single_rows
 from model_runtime.config import EngineConfig
 from model_runtime.engine.observer import Observer
 from model_runtime.engine.postprocess import ComputedChunk, Postprocessor
 from model_runtime.engine.request_state import RequestState, RequestStates
 from model_runtime.engine.runner import Launched, Runner, StepMemoryError, memory_errors_told
+from model_runtime.engine.speculator import Speculator
 from model_runtime.request import FinishReason, Output
 from model_runtime.runner.step_timer import StepTimer
 from model_runtime.scheduling.prefill_budget import PrefillBudget
@@ -65,6 +67,7 @@ class EngineCore:
         self._postprocessor = Postprocessor(self._requests, self.scheduler, observer, self._clock)
         self._is_retrying = False  # the previous step ran out of memory
         self._in_flight: _InFlight | None = None  # launched before the last tokens were read
+        self._speculator = Speculator.of(runner, config, self.scheduler.pages, observer)
 
     @property
     def is_idle(self) -> bool:
@@ -111,6 +114,8 @@ class EngineCore:
         seconds = self._clock.take()
         if plan.chunks:
             self._observer.timed(seconds)
+        if self._speculator is not None:
+            self._speculator.learn(plan, seconds if is_done else None)
         if is_done:
             self._prefill_budget.note(plan.num_prefill_tokens, sum(seconds.values()))
         return len(plan.chunks)
@@ -135,6 +140,8 @@ class EngineCore:
             num_prefill_tokens=self._prefill_budget.num_tokens(self.scheduler.num_decodes),
         )
         self._note_plan(plan)
+        if self._speculator is not None and plan.is_decode_only and not self._is_retrying:
+            self._speculator.add_drafts(plan, self._requests)
         return plan
 
     def _run_or_fail(self, plan: StepPlan) -> bool:
@@ -170,16 +177,23 @@ class EngineCore:
         chunks = plan.chunks.values()
         with self._clock.part("build"):
             states = [self._requests.of(sequence) for sequence in plan.chunks]
-            is_ahead = self._runner.is_asynchronous and plan.is_decode_only
+            has_drafts = self._speculator is not None and self._speculator.has_drafts
+            is_ahead = self._runner.is_asynchronous and plan.is_decode_only and not has_drafts
             launched = None
             if is_ahead and all(map(_RUNS_AHEAD, states)):
                 launched = self._launch(plan, states, None)
             else:
                 with memory_errors_told():  # of a new rotation table
                     spans = [self._span(*each) for each in zip(chunks, states, strict=True)]
+                if has_drafts and self._runner.is_asynchronous:
+                    spans = single_rows(spans)  # as recorded steps take them
                 logits_RV = self._forward(spans)
         if launched is not None:
             self._finish(launched)
+            return
+        if has_drafts:
+            at_once = self._runner.is_asynchronous
+            self._postprocessor.process_drafts(list(chunks), logits_RV, at_once=at_once)
             return
         if plan.is_decode_only and all(map(_IS_PLAIN, states)):
             self._postprocessor.process_decodes(states, logits_RV)
@@ -194,7 +208,7 @@ class EngineCore:
     def _finish(self, current: _InFlight) -> None:
         """Launch the step after a launched one, then read and deliver the tokens of that one."""
         self._in_flight = None
-        following = self._launch_following(current)
+        following = None if self._expects_drafts(current) else self._launch_following(current)
         is_finite_R, token_ids = self._read(current)
         if following is not None:
             # If a sequence ends now, the device still computes a token of it, which is not read.
@@ -206,6 +220,11 @@ class EngineCore:
             [is_finite_R[row] for row in live],
             [token_ids[row] for row in live],
         )
+
+    def _expects_drafts(self, current: _InFlight) -> bool:
+        """Return whether the step after a launched one needs its tokens, to check drafts."""
+        speculator = self._speculator
+        return speculator is not None and speculator.expects_drafts(current.plan, self._requests)
 
     def _launch_following(self, current: _InFlight) -> _InFlight | None:
         """Launch the step after a launched one; None if it has to be planned anew."""
@@ -259,7 +278,7 @@ class EngineCore:
         if state.table[0] is not tier:
             state.table = tier, self._runner.table_id(tier.profile)
         return Span(
-            _UNKNOWN if num_unknown else sequence.token_ids[first : first + chunk.num_tokens],
+            _UNKNOWN if num_unknown else chunk.token_ids,
             first,
             state.page_row.follow(sequence.pages),
             state.table[1],

@@ -1,11 +1,12 @@
 """Measure the GPU memory of a step by running the largest steps that the limits allow.
 
-One has a long prompt beside decodes. The other has many prompts, whose keys attention gathers
-together (prompt_groups.py). The larger peak counts. The cache gets a fraction of the device, minus
-the weights, this peak and all memory outside torch's allocator. Logits, logprobs and sampling are
-part of the first step, because with a large vocabulary they are its largest tensors. CUDA graphs of
-decode steps are captured after the cache is allocated and keep their tensors in a separate pool. If
-graphs are captured, then an estimate of their memory is added.
+One has a long prompt beside decodes. Another has many prompts, whose keys attention gathers
+together (prompt_groups.py). With drafts a third one has all rows of a decode step. The largest peak
+counts. The cache gets a fraction of the device, minus the weights, this peak and all memory outside
+torch's allocator. Logits, logprobs and sampling are part of the first step, because with a large
+vocabulary they are its largest tensors. CUDA graphs of decode steps are captured after the cache is
+allocated and keep their tensors in a separate pool. If graphs are captured, then an estimate of
+their memory is added.
 
 Shapes: R = rows of logits, V = vocabulary.
 """
@@ -102,7 +103,7 @@ def graphs_bytes(working_bytes: int, config: EngineConfig, vocab_size: int) -> i
     They share the working tensors of one step, because only one runs at a time. Each step also has
     its own float32 logits and page table (int32).
     """
-    sizes = recorded_sizes(config.max_num_seqs)
+    sizes = recorded_sizes(config.max_decode_rows)
     num_pages = -(-config.max_model_len // config.page_size)
     own_bytes = sum(sizes) * 4 * (vocab_size + num_pages) + len(sizes) * GRAPH_BYTES
     return working_bytes + own_bytes + WORKSPACE_BYTES
@@ -133,9 +134,13 @@ def profile_memory(
     tried = replace(config, kv_cache_tokens=config.page_size, max_model_len=context_len)
     try:
         runner = build_runner(checkpoint, tried, profiles, make)
-        table_id = runner.table_id(profiles[-1])
+        # A prompt under a position method needs the most, a sum in float32 (placed_prefill.py).
+        placed = [profile for profile in profiles if profile.positions is not None]
+        table_id = runner.table_id((placed or profiles)[-1])
         run_step(runner, largest_step(tried, table_id, checkpoint.vocab_size))
         runner.run(crowded_step(tried, table_id, checkpoint.vocab_size))
+        if config.max_decode_rows > config.max_num_seqs:  # all rows of drafts are sampled at once
+            run_step(runner, decode_step(tried, table_id, checkpoint.vocab_size))
         after = meter.read()
         graph_bytes = 0
         if captures_graphs(checkpoint, config):
@@ -180,8 +185,8 @@ def run_step(runner: ModelRunner, spans: Sequence[Span]) -> None:
 
 
 def decode_step(config: EngineConfig, table_id: int, vocab_size: int) -> list[Span]:
-    """Return the spans of the largest captured step, one token per sequence."""
-    most = recorded_sizes(config.max_num_seqs)[-1]
+    """Return the spans of the largest captured step, one token per row."""
+    most = recorded_sizes(config.max_decode_rows)[-1]
     decodes = replace(config, max_num_seqs=most, max_num_batched_tokens=most, max_num_logit_rows=1)
     return largest_step(decodes, table_id, vocab_size)
 

@@ -28,6 +28,9 @@ class Observer:
     def next_token(self, request: Request, context_len: int, seconds: float) -> None:
         """Record another token, `seconds` after the last; `context_len`: tokens so far."""
 
+    def speculated(self, num_drafted: int, num_accepted: int) -> None:
+        """Record the tokens of a draft that a step computed, and those that were chosen."""
+
     def finished(
         self, request: Request, tier: Tier, reason: FinishReason, num_generated: int, seconds: float
     ) -> None:

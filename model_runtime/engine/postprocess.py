@@ -5,6 +5,7 @@ Shapes: R = rows of logits, V = vocabulary.
 
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from model_runtime.engine.request_state import RequestState, RequestStates
 from model_runtime.engine.runner import memory_errors_told
 from model_runtime.errors import GrammarError
 from model_runtime.request import FinishReason, Output, PromptProgress, TokenLogprob
-from model_runtime.runner.sampler import logprobs, rows_at, sample_rows
+from model_runtime.runner.sampler import SamplingRow, logprobs, rows_at, sample_rows
 from model_runtime.runner.step_timer import StepTimer
 from model_runtime.scheduling.scheduler import Scheduler
 from model_runtime.scheduling.step_plan import Chunk
@@ -42,6 +43,14 @@ class _NewToken(NamedTuple):
     token_id: int
 
 
+class _Rows(NamedTuple):
+    """A decode with or without a draft, whose first row of logits is `begin`."""
+
+    state: RequestState
+    chunk: Chunk
+    begin: int
+
+
 class _Ending(NamedTuple):
     """A request that ends without another token."""
 
@@ -62,7 +71,7 @@ class Postprocessor:
 
     def process(self, computed: Sequence[ComputedChunk], logits_RV: Tensor) -> None:
         """Update the requests of a step, whose chunks are in the order of their rows."""
-        with self._clock.part("sample"), memory_errors_told():  # no state has changed yet
+        with self._clock.part("sample"), memory_errors_told():  # no token was added yet
             sampled, endings = _split(computed)
             is_finite_R, token_ids = sample_rows(
                 logits_RV,
@@ -97,6 +106,87 @@ class Postprocessor:
             rows = [state.sampling_row() for state in states]
             is_finite_R, token_ids = sample_rows(logits_RV, range(len(rows)), rows)
         self.add_tokens(states, is_finite_R, token_ids)
+
+    def process_drafts(self, chunks: Sequence[Chunk], logits_RV: Tensor, *, at_once: bool) -> None:
+        """Update the requests of a step of decodes, some of which have drafts.
+
+        Row by row, each sequence goes through an ordinary decode. It goes on to its next row if
+        the chosen token is the draft's.
+        `at_once`: choose from all rows beforehand, as far as they do not depend on other tokens.
+        That takes one wait for a device instead of one for each row of the longest draft.
+        """
+        together: list[_Rows] = []
+        in_turn: list[_Rows] = []
+        end = 0
+        for chunk in chunks:
+            state = self._requests.of(chunk.sequence)
+            if state.drafter is not None:
+                state.drafter.computed(chunk.draft)
+            is_together = at_once and state.is_memoryless
+            (together if is_together else in_turn).append(_Rows(state, chunk, end))
+            end += chunk.num_tokens
+        if together:
+            self._verify(together, self._chosen_at_once(together, logits_RV))
+
+        def process_row(states: Sequence[RequestState], rows: Sequence[int]) -> None:
+            chosen_RV = logits_RV[rows[0] : rows[0] + 1]
+            if len(rows) > 1:
+                chosen_RV = rows_at(logits_RV, rows)
+            self._process_row(states, chosen_RV)
+
+        self._verify(in_turn, process_row)
+
+    def _verify(
+        self,
+        live: Sequence[_Rows],
+        process_row: Callable[[Sequence[RequestState], Sequence[int]], None],
+    ) -> None:
+        """Update requests row by row, each as long as its draft is right.
+
+        `process_row`: updates requests from one row of the logits each.
+        """
+        depth = 0
+        while live:
+            process_row([each.state for each in live], [each.begin + depth for each in live])
+            live = [each for each in live if self._is_right(each.state, each.chunk, depth)]
+            depth += 1
+
+    def _chosen_at_once(
+        self, drafted: Sequence[_Rows], logits_RV: Tensor
+    ) -> Callable[[Sequence[RequestState], Sequence[int]], None]:
+        """Choose a token from every row; return the function that adds those of some rows."""
+        with self._clock.part("sample"), memory_errors_told():
+            places: list[int] = []
+            rows: list[SamplingRow] = []
+            for state, chunk, begin in drafted:
+                for depth in range(chunk.num_tokens):
+                    places.append(begin + depth)
+                    rows.append(copy(state.sampling_row(depth)))
+            is_finite_R, token_ids = sample_rows(logits_RV, places, rows)
+        chosen = dict(zip(places, token_ids, strict=True))
+
+        def process_row(states: Sequence[RequestState], rows: Sequence[int]) -> None:
+            is_finite = [is_finite_R[row] for row in rows]
+            self.add_tokens(states, is_finite, [chosen[row] for row in rows])
+
+        return process_row
+
+    def _process_row(self, states: Sequence[RequestState], logits_RV: Tensor) -> None:
+        """Update requests from one row each, as that of an ordinary decode."""
+        if all(state.is_plain for state in states):
+            self.process_decodes(states, logits_RV)
+            return
+        computed = []
+        for row, state in enumerate(states):
+            chunk = Chunk(state.sequence, 1, state.sequence.tier, is_decode=True)
+            computed.append(ComputedChunk(chunk, state, slice(row, row + 1), chunk.is_last))
+        self.process(computed, logits_RV)
+
+    def _is_right(self, state: RequestState, chunk: Chunk, depth: int) -> bool:
+        """Return whether the draft's token at a depth was chosen, and the answer goes on."""
+        if depth >= len(chunk.draft) or not self._requests.is_live(state):
+            return False
+        return bool(state.sequence.token_ids[-1] == chunk.draft[depth])
 
     def add_tokens(
         self, states: Sequence[RequestState], is_finite_R: Sequence[bool], token_ids: Sequence[int]
@@ -169,6 +259,8 @@ def _output(state: RequestState, token_id: int, logprob: TokenLogprob | None) ->
     A fault of the tokenizer or the grammar ends this request only.
     """
     state.add_token(token_id)
+    if state.drafter is not None:
+        state.drafter.chosen(token_id)
     try:
         is_complete = state.constraint is not None and state.constraint.advance(token_id)
         placed = state.sequence.placed

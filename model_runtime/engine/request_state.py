@@ -15,6 +15,7 @@ from model_runtime.runner.ranked_draw import cuts
 from model_runtime.runner.sampler import GREEDY_BELOW, SamplingRow
 from model_runtime.scheduling.scheduler import Scheduler
 from model_runtime.scheduling.sequence import Sequence as TokenSequence
+from model_runtime.speculation.drafter import Drafter
 from model_runtime.text.grammar import Constraint
 from model_runtime.text.tokenizer import Tokenizer
 from rope import Tier
@@ -36,7 +37,9 @@ class RequestState:
     page_row: PageRow = field(default_factory=PageRow)
     table: tuple[Tier | None, int] = (None, 0)  # the newest tier, and the id of its table
     is_plain: bool = False  # a decode's token needs no logprobs and no grammar
+    is_memoryless: bool = False  # plain, and a token's draw does not depend on those before it
     runs_ahead: bool = False  # its next token can be sampled before the host knows the last one
+    drafter: Drafter | None = None  # None: nothing was proposed yet
     _row: SamplingRow | None = None
 
     def __post_init__(self) -> None:
@@ -44,7 +47,8 @@ class RequestState:
         self.is_plain = self.constraint is None and params.logprobs is None
         # On a device, a cut tail may have to be drawn again from all tokens, after a wait.
         may_wait = params.temperature >= GREEDY_BELOW and cuts(params)
-        self.runs_ahead = self.is_plain and not has_penalty(params) and not may_wait
+        self.is_memoryless = self.is_plain and not has_penalty(params)
+        self.runs_ahead = self.is_memoryless and not may_wait
 
     @classmethod
     def of(
@@ -137,6 +141,8 @@ class RequestStates:
             output = output._replace(
                 num_cached_tokens=num_cached_tokens, tier=tier, num_rescales=num_rescales
             )
+        if state.drafter is not None and output.finish_reason is not None:
+            output = output._replace(drafts=state.drafter.counts)
         try:
             state.on_output(output)
         except Exception:  # noqa: BLE001  # a listener's fault is no reason to stop the others

@@ -38,6 +38,10 @@ class Runner(Protocol):
         """Wait for the device. Raises if it no longer works."""
 
     @property
+    def most_draft_rows(self) -> int:
+        """Return the most rows of a decode step with drafts; 0: there is none."""
+
+    @property
     def is_asynchronous(self) -> bool:
         """Return whether `launch` returns before the device has run the step."""
 

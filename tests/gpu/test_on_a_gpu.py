@@ -18,10 +18,11 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu_attention import angle_errors
 from benchmarks.gpu_inputs import LLAMA_3_8B
-from model_runtime.attention import triton_flash
 from model_runtime.attention.backends import backend_for
+from model_runtime.attention.prompt_groups import Mask
 from model_runtime.attention.torch_backend import TorchAttention
-from model_runtime.attention.triton_backend import TritonAttention
+from model_runtime.attention.triton import flash as triton_flash
+from model_runtime.attention.triton.backend import TritonAttention
 from model_runtime.config import EngineConfig
 from model_runtime.engine.build_engine import build_engine
 from model_runtime.engine.memory_profile import CudaMeter
@@ -42,6 +43,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
 ]
 CUDA = torch.device("cuda")
+CAUSAL, NO_MASK = Mask(-1, 0), Mask(-1, -1)
 LLAMA_HEADS = {"heads": (32, 8), "dims": (128, 128), "dtype": torch.bfloat16}
 
 
@@ -80,12 +82,22 @@ def test_flash_attention_equals_float64(window: int | None, dim: int, *, has_sin
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("window", [None, 1, 50])
+@pytest.mark.parametrize(
+    ("tokens", "mask"),
+    [
+        *(
+            ((5, 200, 64), mask)
+            for mask in (CAUSAL, Mask(0, 0), Mask(49, 0), NO_MASK, Mask(300, -1))
+        ),
+        # Rows alone are causal in a step (placed_prompts.py).
+        *(((2, 1, 1), CAUSAL), ((2, 1, 1), NO_MASK), ((1, 1, 1), CAUSAL)),
+    ],
+)
 def test_flash_attention_aligns_masks_to_the_lower_right(
-    window: int | None, dtype: torch.dtype
+    tokens: tuple[int, ...], mask: Mask, dtype: torch.dtype
 ) -> None:
     """The output and the log-sum-exp are those of a mask that is written out in float64."""
-    tokens, keys = (5, 200, 64), (5, 900, 65)
+    keys = (5, 900, 65)
     query_THD = torch.randn(sum(tokens), 6, 64, device=CUDA, dtype=dtype)
     key_CKD = torch.randn(sum(keys), 2, 64, device=CUDA, dtype=dtype)
     value_CKD = torch.randn_like(key_CKD)
@@ -94,8 +106,8 @@ def test_flash_attention_aligns_masks_to_the_lower_right(
         for each in (tokens, keys)
     )
     offsets = (cu_tokens_G1, cu_keys_G1, max(tokens), max(keys))
-    got = triton_flash.flash(query_THD, key_CKD, value_CKD, *offsets, 0.125, window)
-    expected = exact_flash(query_THD, key_CKD, value_CKD, *offsets, 0.125, window)
+    got = triton_flash.flash(query_THD, key_CKD, value_CKD, *offsets, 0.125, mask)
+    expected = exact_flash(query_THD, key_CKD, value_CKD, *offsets, 0.125, mask)
     assert relative_error(got[0], expected[0].double().cpu()) < 1e-2
     assert relative_error(got[1], expected[1].double().cpu()) < 1e-3
 

@@ -211,7 +211,7 @@ def test_an_engine_that_dies_says_so(engines: EngineFactory, llama_checkpoint: C
     assert not engine.is_running
 
 
-def test_what_can_never_be_served_is_refused_at_once(
+def test_a_request_that_can_never_be_served_is_refused_at_once(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """A request that the cache could never hold is refused with the limit in the message."""
@@ -264,7 +264,7 @@ def test_a_group_is_accepted_whole_or_not_at_all(
         engine.generate(group(5))
 
 
-def test_what_can_start_at_once_does_not_wait(
+def test_a_request_that_can_start_at_once_does_not_wait(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """Requests that can start at once are served even if the queue has no places."""

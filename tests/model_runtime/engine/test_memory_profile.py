@@ -88,27 +88,33 @@ class ScriptedMeter:
         return self._left.pop(0)
 
 
+@pytest.mark.parametrize(("most_drafted", "rows"), [(0, 5), (7, 40)])
 def test_the_cache_gets_what_the_rest_leaves_of_the_share(
-    embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    most_drafted: int, rows: int, embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cache gets the share less weights, a step, memory outside torch, and recorded steps."""
+    config = replace(CONFIG, max_draft_tokens=most_drafted)
     steps = sizes_of_runs(monkeypatch)
     monkeypatch.setattr(memory_profile, "captures_graphs", lambda *_: True)
     before, after, begun = (100, 80, 19, 15, 15), (100, 70, 28, 16, 22), (100, 70, 28, 16, 16)
     meter = ScriptedMeter(before, after, begun, (100, 60, 30, 16, 19))
-    profile = measured(embedded, CONFIG, meter)
-    graph_bytes = graphs_bytes(3 * GIB, CONFIG, embedded.vocab_size)
+    profile = measured(embedded, config, meter)
+    graph_bytes = graphs_bytes(3 * GIB, config, embedded.vocab_size)
     assert profile == MemoryProfile(100 * GIB, 2 * GIB, 15 * GIB, 7 * GIB, graph_bytes)
     assert profile.cache_bytes(0.5) == 50 * GIB - (2 + 15 + 7) * GIB - graph_bytes
     assert profile.cache_bytes(0.2) < 0
     assert meter.calls == ["reset", "read", "read", "reset", "read", "read", "reset"]
-    assert steps == [(150, 5, 74), (150, 5, 5), (5, 5, 5)]
+    sampled_at_once = [(rows, rows, rows)] * (most_drafted > 0)
+    assert steps == [(150, 5, 74), (150, 5, 5), *sampled_at_once, (rows, rows, rows)]
 
 
 def test_recorded_steps_share_all_but_logits_and_page_tables() -> None:
     """The recorded sizes are 1, 2, 4 and 5 sequences, and 200 positions are 13 pages."""
     own_bytes = 12 * 4 * (2048 + 13) + 4 * GRAPH_BYTES
     assert graphs_bytes(1000, CONFIG, 2048) == 1000 + own_bytes + WORKSPACE_BYTES
+    drafting = replace(CONFIG, max_draft_tokens=7)  # and 8, 16, 24, 32 and 40 instead of 5
+    own_bytes += (120 - 5) * 4 * (2048 + 13) + 4 * GRAPH_BYTES
+    assert graphs_bytes(1000, drafting, 2048) == 1000 + own_bytes + WORKSPACE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -245,7 +251,7 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
         ({"max_num_seqs": 105}, 4 + 4 + 4 + 4 + 4 + 8 + 8),
     ],
 )
-def test_what_is_measured_grows_with_the_rows(
+def test_measured_memory_grows_with_the_rows(
     more: dict[str, int], row_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scored and sampled rows each cost their vocabulary, and no tensor stays afterwards."""

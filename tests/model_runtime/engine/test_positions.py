@@ -257,23 +257,6 @@ def test_a_request_chooses_among_the_allowed_methods(
     assert results[0] == results[1] != results[2]
 
 
-def test_a_device_whose_kernels_know_no_ranges_refuses_at_load(
-    llama_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the method's name; nothing else is ever computed instead."""
-    from model_runtime.attention import backends
-    from model_runtime.attention.torch_backend import TorchAttention
-
-    class Without(TorchAttention):
-        reads_ranges = False
-
-    monkeypatch.setattr(backends, "backend_for", lambda _: Without)
-    profiles = [tier.profile for tier in placed(llama_checkpoint, "rerope").own_tiers]
-    with pytest.raises(ModelError, match="positions: rerope is not served on a cuda device yet"):
-        backends.check_positions(profiles, torch.device("cuda"))
-    backends.check_positions([profile.native for profile in profiles], torch.device("cuda"))
-
-
 def test_sinks_serve_a_context_far_longer_than_the_cache(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:

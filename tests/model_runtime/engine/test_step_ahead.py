@@ -1,8 +1,7 @@
 """An engine one step ahead of the host gives every request what a waiting engine gives it."""
 
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,72 +11,9 @@ from model_runtime.batch import Span
 from model_runtime.engine.engine_core import EngineCore
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import FinishReason, Request
-from rope import POLICIES
 from tests.deferred_runner import Answers, core_of, device_of
 from tests.engines import deployment_of, request
-from tests.tiny_models import VOCAB_SIZE
-
-YARN = {"rope_type": "yarn", "factor": 4.0}
-
-
-@dataclass
-class Workload:
-    """Requests with the step before which each arrives, and that before which some are aborted."""
-
-    arrivals: dict[int, list[Request]] = field(default_factory=dict)
-    aborts: dict[int, list[str]] = field(default_factory=dict)
-
-
-def workload(checkpoint: Checkpoint, seed: int) -> Workload:
-    """Random requests: lengths, seeds, temperatures, cuts, stops, tiers, shared prefixes."""
-    chance = random.Random(seed)
-    deployments = {
-        policy: deployment_of(checkpoint, rope_scaling=YARN, policy=policy) for policy in POLICIES
-    }
-    made = Workload()
-    for number in range(chance.randint(3, 9)):
-        family = chance.randrange(2)
-        prompt = [
-            (family * 37 + at * (family + 3)) % VOCAB_SIZE
-            for at in range(chance.choice((1, 9, 24, 50)))
-        ]
-        prompt += [chance.randrange(VOCAB_SIZE) for _ in range(chance.randrange(5))]
-        sampling: dict[str, Any] = {
-            "temperature": chance.choice((0.0, 0.0, 0.8, 1.5)),
-            "seed": chance.randrange(1000),
-            "max_tokens": chance.choice((0, 1, 2, 8, 30, 60)),
-            "ignore_eos": chance.random() < 0.3,
-            "min_tokens": chance.choice((0, 0, 5)),
-        }
-        if chance.random() < 0.3:
-            sampling["stop"] = (chance.choice("abcdefgh"),)
-        if chance.random() < 0.2:
-            sampling |= {"top_p": 0.8, "top_k": 20}
-        if chance.random() < 0.2:
-            sampling |= chance.choice(
-                ({"logprobs": 2}, {"repetition_penalty": 1.5}, {"prompt_logprobs": 1})
-            )
-        asked = request(deployments[chance.choice(POLICIES)], prompt, **sampling)
-        asked = replace(asked, request_id=f"r{number}")
-        made.arrivals.setdefault(chance.choice((0, 0, chance.randrange(60))), []).append(asked)
-        if chance.random() < 0.2:
-            made.aborts.setdefault(chance.randrange(80), []).append(asked.request_id)
-    return made
-
-
-def serve(checkpoint: Checkpoint, work: Workload, *, is_ahead: bool) -> tuple[Answers, EngineCore]:
-    """Serve a workload to its end."""
-    core = core_of(checkpoint, is_ahead=is_ahead)
-    answers = Answers(core, checkpoint)
-    for step in range(max((*work.arrivals, *work.aborts), default=0) + 1):
-        answers.add(*work.arrivals.get(step, ()))
-        for name in work.aborts.get(step, ()):
-            core.abort(name)
-        core.check_integrity()
-        core.step()
-        core.check_integrity()
-    answers.finish()
-    return answers, core
+from tests.random_workloads import YARN, Workload, check, serve, workload
 
 
 @pytest.mark.parametrize("first_seed", range(0, 60, 6))
@@ -86,19 +22,10 @@ def test_every_request_has_the_same_answer(llama_checkpoint: Checkpoint, first_s
     num_followed = 0
     for seed in range(first_seed, first_seed + 6):
         work = workload(llama_checkpoint, seed)
-        expected = serve(llama_checkpoint, work, is_ahead=False)[0].results()
+        expected, _ = serve(llama_checkpoint, work, is_ahead=False)
         answers, core = serve(llama_checkpoint, work, is_ahead=True)
         num_followed += device_of(core).num_followed
-        got = answers.results()
-        assert got.keys() == expected.keys()
-        for name, result in expected.items():
-            if FinishReason.ABORT in {result.finish_reason, got[name].finish_reason}:
-                # An abort comes at another token, because one of them may have waited longer.
-                both = [result.token_ids, got[name].token_ids]
-                shorter, longer = sorted(both, key=len)
-                assert longer[: len(shorter)] == shorter
-            else:
-                assert got[name] == result, f"seed {seed}"
+        check(answers, expected)
     assert num_followed > 40, "the engine was hardly ever ahead"
 
 

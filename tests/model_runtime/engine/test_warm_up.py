@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from model_runtime.attention import backends
-from model_runtime.attention.triton_backend import TritonAttention
+from model_runtime.attention.triton.backend import TritonAttention
 from model_runtime.batch import Span
 from model_runtime.config import EngineConfig
 from model_runtime.engine.build_engine import build_runner, warm_up

@@ -8,7 +8,6 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import partial
 
 import numpy as np
 import pytest
@@ -19,11 +18,10 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from model_runtime import work_list
 from model_runtime.attention import backends
-from model_runtime.attention.triton_backend import TritonAttention
+from model_runtime.attention.triton.backend import TritonAttention
 from model_runtime.batch import Batch, Span
 from model_runtime.cache.kv_cache import KVCache
 from model_runtime.cache.rope_tables import RopeTables
-from model_runtime.config import EngineConfig
 from model_runtime.deployment import Deployment
 from model_runtime.engine.build_engine import build_runner
 from model_runtime.loading.checkpoint import Checkpoint
@@ -34,29 +32,9 @@ from model_runtime.runner.model_runner import ModelRunner
 from model_runtime.runner.sampler import SamplingRow
 from rope import Profile
 from tests.engines import deployment_of, tiny_checkpoint
+from tests.recorded_runners import CONFIG, SPARE, Again, Conversations, runner_of
 
 TABLES = 20  # places for rotation tables
-CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, max_num_seqs=6)
-SPARE = CONFIG.num_pages
-
-
-class Again:
-    """A recorder that keeps the function and counts recordings and replays."""
-
-    def __init__(self) -> None:
-        self.num_recorded = 0
-        self.num_replayed = 0
-
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Record as in `Recorder`; the result is not there before the first replay."""
-        self.num_recorded += 1
-        work()  # as a CUDA graph's warm-up: what is made at first use is made here
-        result = torch.empty(0)
-        return result, partial(self._replay, work, result)
-
-    def _replay(self, work: Callable[[], Tensor], result: Tensor) -> None:
-        self.num_replayed += 1
-        result.set_(work())
 
 
 @pytest.fixture
@@ -69,53 +47,6 @@ def checkpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     for module in (backends, model_runner):
         monkeypatch.setattr(module, "backend_for", lambda _: TritonAttention)
     return made
-
-
-def runner_of(
-    checkpoint: Checkpoint,
-    record: Again | None,
-    profiles: Sequence[Profile],
-    num_rope_tables: int = 1,
-) -> ModelRunner:
-    """A runner with a page that no sequence holds."""
-    larger = EngineConfig(
-        kv_cache_tokens=CONFIG.kv_cache_tokens + CONFIG.page_size,
-        max_model_len=CONFIG.max_model_len,
-        page_size=CONFIG.page_size,
-        num_rope_tables=num_rope_tables,
-    )
-    runner = build_runner(checkpoint, larger, profiles)
-    if record is not None:
-        runner.capture_graphs(CONFIG.max_model_len, CONFIG.max_num_seqs, SPARE, record)
-    return runner
-
-
-class Conversations:
-    """Sequences that two runners serve in the same steps."""
-
-    def __init__(self, runners: Sequence[ModelRunner], profiles: Sequence[Profile]) -> None:
-        self.runners = runners
-        self.profiles = list(profiles)
-        self.tokens = [torch.randint(199, (250,)).tolist() for _ in profiles]
-        self.lens = [0] * len(profiles)
-        self.pages = [list(range(16 * index, 16 * index + 16)) for index in range(len(profiles))]
-
-    def step(self, num_tokens: dict[int, int]) -> tuple[Tensor, Tensor]:
-        """Both runners' logits of the last token of each sequence."""
-        answers = []
-        for runner in self.runners:
-            spans = []
-            for index, count in num_tokens.items():
-                first = self.lens[index]
-                tokens = self.tokens[index][first : first + count]
-                table_id = runner.table_id(self.profiles[index])
-                spans.append(
-                    Span(tokens, first, self.pages[index], table_id, range(count - 1, count))
-                )
-            answers.append(runner.run(spans).clone())
-        for index, count in num_tokens.items():
-            self.lens[index] += count
-        return answers[0], answers[1]
 
 
 def profiles_of(deployment: Deployment) -> list[Profile]:
@@ -255,7 +186,7 @@ def test_profiles_within_the_room_are_not_recorded_again(checkpoint: Checkpoint)
     assert record.num_replayed == 3
 
 
-def test_what_kernels_read_is_kept(checkpoint: Checkpoint) -> None:
+def test_tensors_that_kernels_read_are_kept(checkpoint: Checkpoint) -> None:
     """A CUDA graph knows only addresses, so every tensor of its batch must live as long."""
     tables = RopeTables(checkpoint.native, 16, 256, torch.device("cpu"))
     tables.id_of(profiles_of(deployment_of(checkpoint))[0])
@@ -270,7 +201,7 @@ def test_what_kernels_read_is_kept(checkpoint: Checkpoint) -> None:
         return work(), lambda: None
 
     graphs = DecodeGraphs(
-        forward, tables, record, page_size=16, max_len=256, max_num_seqs=2, spare_page=9
+        forward, tables, record, page_size=16, max_len=256, max_rows=2, spare_page=9
     )
     assert graphs.record_all() == 2
     gc.collect()
@@ -279,7 +210,7 @@ def test_what_kernels_read_is_kept(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("are_tables_known", [False, True])
-def test_what_cannot_be_recorded_is_queued(
+def test_a_step_that_cannot_be_recorded_is_queued(
     checkpoint: Checkpoint, *, are_tables_known: bool
 ) -> None:
     """Recording fails at start or at the first step with a table; the step still runs."""
