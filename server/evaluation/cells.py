@@ -8,16 +8,21 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from model_runtime.deployment import Deployment, Placement, RopeRequest
 from model_runtime.engine.engine import Engine
 from model_runtime.request import FinishReason, Output, Request, SamplingParams
 from model_runtime.text.tokenizer import Tokenizer
-from server.eval_run import EvalError, key_of
 from server.evaluation.haystack import Haystack, Query
 from server.evaluation.plan import LengthPlan, Variant
+from server.evaluation.tasks.make import make_samples
+from server.evaluation.tasks.qa import QuestionSet
+from server.evaluation.tasks.sample import Sample, SampleScore
+from server.evaluation.tasks.score import metric_of
 from server.evaluation.texts import LengthWindow, Texts
-from server.progress import Progress
+from server.study.eval_run import EvalError, key_of
+from server.study.progress import Progress
 
 PERPLEXITY, RETRIEVAL = "perplexity", "retrieval"
 TOGETHER = 4  # requests in the engine at the same time
@@ -44,7 +49,7 @@ class QueryScore:
     answer: str
 
 
-Score = WindowScore | QueryScore
+Score = WindowScore | QueryScore | SampleScore
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class Task:
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    of: LengthWindow | Query
+    of: LengthWindow | Query | Sample
 
     def score(self, outputs: Sequence[Output]) -> Score:
         """Return the score. Raises EvalError if the engine answered with an error."""
@@ -64,6 +69,9 @@ class Task:
             nats = -math.fsum(each.logprob for each in entries)
             return WindowScore(self.of.source, nats, len(entries), self.of.target_bytes)
         text = "".join(each.text for each in outputs)
+        if isinstance(self.of, Sample):
+            share = metric_of(self.of.task)(text, self.of.draft.outputs)
+            return SampleScore(self.of.index, share, text)
         needle = self.of.needle
         is_right = text.lstrip(" ").startswith(needle.value)
         return QueryScore(needle.form.name, self.of.depth, self.of.position, is_right, text)
@@ -112,11 +120,21 @@ def make_grid(
     texts: Texts,
     windows: Sequence[LengthWindow],
     haystacks: Sequence[Haystack],
+    question_sets: Mapping[str, QuestionSet],
     tokenizer: Tokenizer,
 ) -> Grid:
     """Build the grid, shortest lengths first for early results. Raises EvalError."""
     cells: dict[tuple[str, int, object], LengthCell] = {}
     of_variant = {}
+    samples_of = partial(
+        make_samples,
+        count=plan.num_samples,
+        seed=plan.seed,
+        essay=texts.words() if plan.tasks else (),
+        question_sets=question_sets,
+        encode=partial(tokenizer.encode, add_special_tokens=False, param="--tasks"),
+        special_ids=texts.special_ids,
+    )
     for context_len in plan.context_lens:
         tasks = {
             PERPLEXITY: tuple(_window_task(each, context_len, texts, plan) for each in windows),
@@ -125,6 +143,10 @@ def make_grid(
                 for haystack in haystacks
                 for query in haystack.queries(context_len, tokenizer, texts)
             )[: plan.num_queries],
+            **{
+                task: tuple(map(_sample_task, samples_of(task, context_len=context_len)))
+                for task in plan.tasks
+            },
         }
         for (kind, of_kind), variant in itertools.product(tasks.items(), plan.variants):
             if not of_kind:
@@ -163,6 +185,12 @@ def _query_task(query: Query) -> Task:
     # The rest of the line after the value is not needed.
     sampling = SamplingParams(max_tokens=query.max_tokens, temperature=0.0, stop=("\n",))
     return Task(query.prompt_ids, sampling, query)
+
+
+def _sample_task(sample: Sample) -> Task:
+    return Task(
+        sample.prompt_ids, SamplingParams(max_tokens=sample.max_tokens, temperature=0.0), sample
+    )
 
 
 def _place(deployment: Deployment, task: Task, *, untouched: bool) -> Placement:

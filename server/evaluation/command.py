@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import click
 
 from model_runtime.errors import ModelError
-from server.eval_run import EvalError, write_texts
 from server.evaluation.option_values import (
+    Comparison,
     ComparisonOption,
     Refusal,
     choose_num_windows,
@@ -21,22 +21,32 @@ from server.evaluation.option_values import (
     parse_lens,
     parse_methods,
     parse_rope_policies,
+    parse_tasks,
 )
 from server.evaluation.plan import LengthOptions
+from server.evaluation.tasks.make import TASKS
 from server.log_lines import log_to_stderr
-from server.plotting import can_plot
 from server.policy_eval.options import CrossingOptions
-from server.progress import printed_progress
 from server.settings.flags import SettingsCommand, given, with_flags
 from server.settings.load import ServeSettings, SettingsError, load_settings
 from server.settings.sections import ModelSettings
+from server.study.eval_run import EvalError, write_texts
+from server.study.plotting import can_plot
+from server.study.progress import printed_progress
 
 _COUNT = click.IntRange(min=1)
 _OptionsT = TypeVar("_OptionsT", LengthOptions, CrossingOptions)
 
-# The options of one comparison; the others belong to both.
-_against_length = partial(click.option, cls=ComparisonOption, with_policies=False)
-_across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
+# The options of some comparisons; the others belong to all.
+_against_length = partial(
+    click.option, cls=ComparisonOption, of=(Comparison.LENGTHS, Comparison.TASKS)
+)
+_of_texts = partial(click.option, cls=ComparisonOption, of=(Comparison.LENGTHS,))
+_of_windows = partial(
+    click.option, cls=ComparisonOption, of=(Comparison.LENGTHS, Comparison.POLICIES)
+)
+_of_tasks = partial(click.option, cls=ComparisonOption, of=(Comparison.TASKS,))
+_across_tiers = partial(click.option, cls=ComparisonOption, of=(Comparison.POLICIES,))
 
 
 @click.command("eval", cls=SettingsCommand)
@@ -45,14 +55,15 @@ _across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
     "--context-lens",
     metavar="N,N,...",
     callback=parse_lens,
-    help="Context lengths in tokens. Default: 1/2, 1, 2, 4 and 8 times the trained length.",
+    help="Context lengths in tokens. Default: 1/2, 1, 2, 4 and 8 times the trained length; "
+    "with --tasks from 1 on.",
 )
 @click.option(
     "--methods",
     metavar="NAME,...",
     callback=parse_methods,
     help="Methods: none, linear, ntk, dynamic, yarn, llama3, yarn+logn. Default: all of these; "
-    "with --policies yarn. Position methods: dual_chunk, rerope, self_extend, sinks.",
+    "with --policies yarn. Position methods: dual_chunk, rerope, self_extend, string, sinks.",
 )
 @_against_length(
     "--rope-policies",
@@ -61,7 +72,7 @@ _across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
     help="Policies: fixed (one factor, the longest length's) and pinned (each length's own). "
     "Default: both.",
 )
-@click.option(
+@_of_windows(
     "--windows",
     "num_windows",
     type=click.IntRange(min=0),
@@ -70,13 +81,13 @@ _across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
     help="Spans of text whose perplexity is measured, the same at every length. 0: none. "
     "Default: 6; with --policies 32.",
 )
-@_against_length(
+@_of_texts(
     "--target-tokens",
     type=click.IntRange(min=1),
     metavar="TOKENS",
     help="Tokens of each span. Default: half of the shortest length, at most 128.",
 )
-@_against_length(
+@_of_texts(
     "--queries",
     "num_queries",
     type=click.IntRange(min=0),
@@ -86,14 +97,14 @@ _across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
     help="Questions per context length, about four in each context. The answer to each is a needle "
     "hidden in the text. 0: none.",
 )
-@_against_length(
+@_of_texts(
     "--forms",
     metavar="NAME,...",
     callback=parse_forms,
     help="Forms of the needles: print, assign, assert, passkey, and sentence for texts in "
     "English. Default: all but sentence.",
 )
-@_against_length(
+@_of_texts(
     "--depths",
     metavar="N,N,...",
     default="0,14,29,43,57,71,86,100",
@@ -115,7 +126,8 @@ _across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
     type=click.Path(path_type=Path),
     multiple=True,
     metavar="PATH",
-    help="Text file, or folder of text files. May be given several times. Default: sources of "
+    help="Text file, or folder of text files. May be given several times. Tasks of RULER with "
+    "essays read it, too. Default: sources of "
     "Python's standard library that the embedded model was not trained on.",
 )
 @click.option(
@@ -129,11 +141,40 @@ _across_tiers = partial(click.option, cls=ComparisonOption, with_policies=True)
 @click.option(
     "--no-resume", "resumes", flag_value=False, default=True, help="Measure everything anew."
 )
-@_against_length(
+@_of_texts(
     "--suggest",
     metavar="N,N,...",
     callback=parse_lens,
     help="Context lengths to suggest a deployment for. It is printed as YAML.",
+)
+@click.option(
+    "--tasks",
+    metavar="NAME,...",
+    is_eager=True,  # the values of other options depend on it
+    callback=parse_tasks,
+    help=f"Measure tasks of RULER instead of perplexity and needles: {', '.join(TASKS)}. qa_1 "
+    "needs --squad, and qa_2 needs --hotpotqa.",
+)
+@_of_tasks(
+    "--samples",
+    "num_samples",
+    type=_COUNT,
+    metavar="N",
+    default=16,
+    show_default=True,
+    help="Samples of each task at each length. RULER has 500.",
+)
+@_of_tasks(
+    "--squad",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="File of SQuAD's JSON, v1.1 or v2.0: the questions and documents of qa_1.",
+)
+@_of_tasks(
+    "--hotpotqa",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="File of HotpotQA's JSON: the questions and documents of qa_2.",
 )
 @click.option(
     "--policies",
@@ -191,6 +232,8 @@ def evaluate(*, policies: bool, **flags: Any) -> None:
     through the server's own engine. With --policies, it measures sequences whose table changes
     while they decode. Without MODEL, it measures the embedded demonstration model.
     """
+    if policies and flags["tasks"]:
+        raise click.UsageError("--tasks has no meaning with --policies")
     log_to_stderr()
     try:
         settings = load_settings(given({name: flags[name] for name in ModelSettings.model_fields}))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from model_runtime.text.tokenizer import Tokenizer
 from server.corpus.needles import Needle, random_needles
-from server.eval_run import EvalError
 from server.evaluation.plan import ANSWER_TOKENS, LengthPlan
 from server.evaluation.texts import LengthSource, Texts
+from server.study.eval_run import EvalError
 
 NEEDLES = 4  # max in a context
 _TRIES = 20

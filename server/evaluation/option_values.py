@@ -5,6 +5,7 @@ Each error names the option, the accepted values and the value.
 
 import math
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,6 +13,7 @@ import click
 
 from server.corpus.needles import FORMS, SENTENCE, Form
 from server.evaluation.plan import METHODS, PLACED, POLICIES
+from server.evaluation.tasks.make import TASKS
 from server.policy_eval.options import METHODS as CROSSING_METHODS
 from server.policy_eval.options import MOST_CROSSINGS
 
@@ -27,21 +29,45 @@ class Refusal(click.ClickException):
             click.echo(f"ropewalk eval: {line}", file=file, err=True)
 
 
-class ComparisonOption(click.Option):
-    """An option of only one of the two comparisons."""
+class Comparison(Enum):
+    """The comparison of one run; the values are the flags that select it."""
 
-    def __init__(self, *args: Any, with_policies: bool, **options: Any) -> None:
+    LENGTHS = ""
+    TASKS = "--tasks"
+    POLICIES = "--policies"
+
+
+class ComparisonOption(click.Option):
+    """An option of only some of the comparisons."""
+
+    def __init__(self, *args: Any, of: Sequence[Comparison], **options: Any) -> None:
         super().__init__(*args, **options)
-        self.with_policies = with_policies
+        self.of = of
 
     def handle_parse_result(
         self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
     ) -> tuple[Any, list[str]]:
-        """Parse the option. Raises UsageError in the other comparison: it would do nothing."""
-        if self.name in opts and ctx.params["policies"] != self.with_policies:
-            without = "without" if self.with_policies else "with"
-            raise click.UsageError(f"{self.opts[0]} has no meaning {without} --policies", ctx)
+        """Parse the option. Raises UsageError in another comparison: it would do nothing."""
+        running = _comparison(ctx)
+        if self.name in opts and running not in self.of:
+            if running is Comparison.LENGTHS:
+                needed = f"without {self.of[0].value}"
+            else:
+                needed = f"with {running.value}"
+            raise click.UsageError(f"{self.opts[0]} has no meaning {needed}", ctx)
         return super().handle_parse_result(ctx, opts, args)
+
+
+def _comparison(ctx: click.Context) -> Comparison:
+    """Return the comparison by the flags that are parsed before the others."""
+    if ctx.params["policies"]:
+        return Comparison.POLICIES
+    return Comparison.TASKS if ctx.params["tasks"] else Comparison.LENGTHS
+
+
+def parse_tasks(_: click.Context, param: click.Parameter, text: str | None) -> tuple[str, ...]:
+    """Parse names of tasks, and None into none of them."""
+    return () if text is None else _names(param, text, TASKS)
 
 
 def parse_lens(_: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
@@ -106,7 +132,12 @@ def choose_num_windows(ctx: click.Context, param: click.Parameter, count: int | 
 
 def choose_output(ctx: click.Context, _: click.Parameter, folder: Path | None) -> Path:
     """Return the folder, or the default of the comparison."""
-    return folder or Path("ropewalk-crossings" if ctx.params["policies"] else "ropewalk-eval")
+    defaults = {
+        Comparison.LENGTHS: "ropewalk-eval",
+        Comparison.TASKS: "ropewalk-tasks",
+        Comparison.POLICIES: "ropewalk-crossings",
+    }
+    return folder or Path(defaults[_comparison(ctx)])
 
 
 def _integers(param: click.Parameter, text: str) -> tuple[int, ...]:

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope import NativeRope
+from rope import NativeRope, parse_positions
 from server.corpus.needles import Form
-from server.eval_run import EvalError
+from server.evaluation.tasks.make import ESSAY_TASKS, read_essays
+from server.evaluation.tasks.qa import QA_FLAGS
 from server.settings.sections import DeploymentEntry
+from server.study.eval_run import EvalError
 
 UNSCALED = "none"
 # Name -> rope_type and fields beside the factor.
@@ -23,7 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
 # Position methods under the trained table. `fixed` reads by them from the first token on.
 PLACED: dict[str, dict[str, Any]] = {
     name: {"rope_type": "default", "positions": {"method": name}}
-    for name in ("dual_chunk", "rerope", "self_extend", "sinks")
+    for name in ("dual_chunk", "rerope", "self_extend", "string", "sinks")
 }
 POLICIES = ("fixed", "pinned")
 ANSWER_TOKENS = 6  # five digits take max five tokens, and a tokenizer may begin with a space
@@ -61,6 +63,16 @@ class LengthOptions:
     output: Path
     resumes: bool
     suggest: tuple[int, ...]  # ascending; empty: nothing is suggested
+    tasks: tuple[str, ...]  # names of TASKS; if there are any, nothing else is measured
+    num_samples: int  # of each task
+    squad: Path | None  # SQuAD's JSON for qa_1
+    hotpotqa: Path | None  # HotpotQA's JSON for qa_2
+
+    @property
+    def qa_paths(self) -> dict[str, Path]:
+        """Return the file of each task that has one."""
+        paths = {"qa_1": self.squad, "qa_2": self.hotpotqa}
+        return {task: path for task, path in paths.items() if path is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +90,8 @@ class LengthPlan:
     depths: tuple[float, ...]  # of needles, 0 to 1
     seed: int
     suggested_lens: tuple[int, ...]  # the lengths to suggest a deployment for
+    tasks: tuple[str, ...] = ()
+    num_samples: int = 0  # of each task
 
     @property
     def longest(self) -> int:
@@ -133,9 +147,16 @@ class LengthPlan:
 
 def make_plan(options: LengthOptions, native: NativeRope) -> LengthPlan:
     """Check the options against each other and the model's length. Raises EvalError."""
-    if options.num_windows == options.num_queries == 0:
+    if not options.tasks and options.num_windows == options.num_queries == 0:
         raise EvalError("--windows and --queries must not both be 0: nothing would be measured")
+    if options.texts and options.tasks and not read_essays(options.tasks):
+        raise EvalError(
+            f"--text has no meaning for --tasks {','.join(options.tasks)}: only "
+            f"{', '.join(ESSAY_TASKS)} read texts"
+        )
+    _check_qa_paths(options)
     lens = _context_lens(options, native.native_len)
+    _check_reach(options, native.native_len, lens[-1])
     if native.carries_scaling:
         if options.methods != (UNSCALED,):
             raise EvalError(
@@ -153,14 +174,41 @@ def make_plan(options: LengthOptions, native: NativeRope) -> LengthPlan:
         carries_scaling=native.carries_scaling,
         context_lens=lens,
         variants=_variants(options),
-        num_windows=options.num_windows,
+        num_windows=0 if options.tasks else options.num_windows,
         target_tokens=_target_tokens(options.target_tokens, lens[0]),
-        num_queries=options.num_queries,
+        num_queries=0 if options.tasks else options.num_queries,
         forms=options.forms,
         depths=options.depths,
         seed=options.seed,
         suggested_lens=options.suggest,
+        tasks=options.tasks,
+        num_samples=options.num_samples if options.tasks else 0,
     )
+
+
+def _check_qa_paths(options: LengthOptions) -> None:
+    """Raise EvalError if a task lacks its file, or a file its task."""
+    for task, flag in QA_FLAGS.items():
+        if task in options.tasks and task not in options.qa_paths:
+            raise EvalError(f"--tasks {task} needs {flag} with the path of its questions' file")
+        if task not in options.tasks and task in options.qa_paths:
+            raise EvalError(
+                f"{flag} has no meaning for --tasks {','.join(options.tasks)}: only {task} reads "
+                f"{options.qa_paths[task]}"
+            )
+
+
+def _check_reach(options: LengthOptions, native_len: int, longest: int) -> None:
+    """Raise EvalError if a method does not reach the longest context (`string`)."""
+    for name in options.methods:
+        if name not in PLACED:
+            continue
+        choice = parse_positions(PLACED[name]["positions"], native_len, longest)
+        reach = None if choice is None else choice.method.reach(native_len)
+        if reach is not None and reach < longest:
+            raise EvalError(
+                f"--context-lens must be <= {reach} for {name} (what it reaches), got {longest}"
+            )
 
 
 def _variants(options: LengthOptions) -> tuple[Variant, ...]:
@@ -175,14 +223,14 @@ def _variants(options: LengthOptions) -> tuple[Variant, ...]:
 
 
 def _context_lens(options: LengthOptions, native_len: int) -> tuple[int, ...]:
-    """Return the requested lengths, or the default L/2 and L.
+    """Return the requested lengths, or the default L/2 and L; tasks begin at L.
 
     Without lengths to suggest for, the default also has 2L, 4L and 8L. Lengths to suggest for are
     always included. Raises EvalError.
     """
     lens = options.context_lens
     if not lens:
-        lens = (native_len // 2, native_len)
+        lens = (native_len,) if options.tasks else (native_len // 2, native_len)
         if not options.suggest:
             lens += (2 * native_len, 4 * native_len, 8 * native_len)
     lens = tuple(sorted({*lens, *options.suggest}))

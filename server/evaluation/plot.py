@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from server.evaluation.plan import METHODS, PLACED, Variant
 from server.evaluation.report import NUM_BINS, LengthReport, LengthRow
-from server.intervals import Estimate
+from server.evaluation.tasks.score import metric_names
+from server.study.intervals import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +25,7 @@ _COLUMNS = 4
 
 
 def plot(report: LengthReport, folder: Path) -> None:
-    """Write perplexity.png, retrieval.png and depth.png, each only if it has measurements."""
+    """Write perplexity.png, retrieval.png, depth.png, tasks.png, each if it has measurements."""
     lens = f"trained for {report.plan.native_len} tokens"
     first = report.rows[0]
     if first.windows:
@@ -46,6 +47,17 @@ def plot(report: LengthReport, folder: Path) -> None:
             lambda row: row.retrieval,
         )
         _heat_map(report, folder / "depth.png", lens)
+    if report.plan.tasks:
+        tasks = report.plan.tasks
+        named = tasks[0] if len(tasks) == 1 else f"mean of {len(tasks)} RULER tasks"
+        _lines(
+            report,
+            folder / "tasks.png",
+            f"{report.model}, {lens}: {named} against context length\n"
+            f"{report.plan.num_samples} samples of each task at every length",
+            f"score ({metric_names(tasks)})",
+            lambda row: row.mean_score,
+        )
 
 
 def _lines(

@@ -1,15 +1,18 @@
 """Statistics of scores, as JSON and CSV."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from server.eval_run import csv_text
 from server.evaluation.cells import PERPLEXITY, RETRIEVAL, QueryScore, Score, WindowScore
 from server.evaluation.plan import LengthPlan, Variant
-from server.intervals import Estimate, exponential, mean, proportion
+from server.evaluation.tasks.sample import Sample, SampleScore
+from server.study.eval_run import csv_text
+from server.study.intervals import Estimate, exponential, mean, proportion
 
 NUM_BINS = 4  # of depth
+PASS_SHARE = 0.85  # of the score at L, at the effective length
 _LN_2 = 0.6931471805599453
 
 
@@ -24,6 +27,14 @@ class DepthBin:
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """A sample of a task and its score."""
+
+    sample: Sample
+    score: SampleScore
+
+
+@dataclass(frozen=True, slots=True)
 class LengthRow:
     """The numbers of one variant at one length; None if not measured."""
 
@@ -35,6 +46,7 @@ class LengthRow:
     windows: tuple[WindowScore, ...]
     retrieval: Estimate | None  # share of right answers
     queries: tuple[QueryScore, ...]
+    answered: Mapping[str, tuple[Answered, ...]]  # by task
 
     @property
     def target_tokens(self) -> int:
@@ -50,6 +62,15 @@ class LengthRow:
     def num_right(self) -> int:
         """Return the number of questions answered correctly."""
         return sum(each.is_right for each in self.queries)
+
+    def task_score(self, task: str) -> Estimate | None:
+        """Return RULER's score of a task, 0 to 1: the mean share over its samples."""
+        return _mean_share(self.answered.get(task, ()))
+
+    @property
+    def mean_score(self) -> Estimate | None:
+        """Return the mean over tasks, which have equally many samples."""
+        return _mean_share([each for answered in self.answered.values() for each in answered])
 
     def depth_bins(self) -> list[DepthBin]:
         """Return equal bins of depth, from the beginning of the text to its end."""
@@ -85,9 +106,34 @@ class LengthReport:
         """Return a variant's rows, shortest context first."""
         return [row for row in self.rows if row.variant == variant]
 
+    def score_at_native_len(self, variant: Variant) -> float | None:
+        """Return the mean score at L that lengths are compared with, or None if not measured.
+
+        It is that of the untouched table if this was measured, otherwise the variant's own.
+        """
+        untouched = next((each for each in self.plan.variants if each.policy is None), variant)
+        for row in self.of(untouched):
+            if row.context_len == self.plan.native_len and row.mean_score is not None:
+                return row.mean_score.value
+        return None
+
+    def effective_len(self, variant: Variant) -> int | None:
+        """Return the longest length with at least PASS_SHARE of the score at L, or None."""
+        base = self.score_at_native_len(variant)
+        passed = [
+            row.context_len
+            for row in self.of(variant)
+            if base and row.mean_score is not None and row.mean_score.value >= PASS_SHARE * base
+        ]
+        return max(passed, default=None)
+
 
 def make_row(
-    variant: Variant, context_len: int, factor: float, scores: Mapping[str, list[Score]]
+    variant: Variant,
+    context_len: int,
+    factor: float,
+    scores: Mapping[str, list[Score]],
+    answered: Mapping[str, tuple[Answered, ...]],
 ) -> LengthRow:
     """Compute statistics over the scores of each kind."""
     windows = tuple(each for each in scores.get(PERPLEXITY, []) if isinstance(each, WindowScore))
@@ -103,7 +149,15 @@ def make_row(
         windows,
         proportion(sum(each.is_right for each in queries), len(queries)) if queries else None,
         queries,
+        answered,
     )
+
+
+def _mean_share(answered: Sequence[Answered]) -> Estimate | None:
+    """Return the mean share, with Wilson's interval: shares spread less than right and wrong."""
+    if not answered:
+        return None
+    return proportion(math.fsum(each.score.share for each in answered), len(answered))
 
 
 def _bits_per_byte(windows: tuple[WindowScore, ...]) -> Estimate:
@@ -139,6 +193,11 @@ def as_json(report: LengthReport) -> dict[str, Any]:
             "forms": [form.name for form in plan.forms],
             "depths": plan.depths,
             "seed": plan.seed,
+            "tasks": plan.tasks,
+            "samples": plan.num_samples,
+        },
+        "effective_lens": {
+            each.label: report.effective_len(each) for each in plan.variants if plan.tasks
         },
         "results": [
             {
@@ -168,6 +227,10 @@ def scalars(row: LengthRow) -> dict[str, Any]:
         found[name] = estimate and estimate.value
         found[f"{name}_low"] = estimate and estimate.low
         found[f"{name}_high"] = estimate and estimate.high
+    for task in row.answered:
+        found |= _percents(f"score_{task}", row.task_score(task))
+    if row.answered:
+        found |= _percents("score", row.mean_score)
     return found | {
         "num_windows": len(row.windows),
         "target_tokens": row.target_tokens,
@@ -175,6 +238,14 @@ def scalars(row: LengthRow) -> dict[str, Any]:
         "num_right": row.num_right,
         "num_queries": len(row.queries),
     }
+
+
+def _percents(name: str, estimate: Estimate | None) -> dict[str, float | None]:
+    """Return a score and its bounds, in percent as RULER has them."""
+    if estimate is None:
+        return {name: None, f"{name}_low": None, f"{name}_high": None}
+    low, high = ((None if each is None else 100 * each) for each in (estimate.low, estimate.high))
+    return {name: 100 * estimate.value, f"{name}_low": low, f"{name}_high": high}
 
 
 def as_csv(report: LengthReport) -> str:

@@ -2,12 +2,12 @@
 
 import json
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from server.eval_run import RunRecord, write_texts, writing
 from server.evaluation.cells import (
     PERPLEXITY,
     RETRIEVAL,
@@ -20,13 +20,23 @@ from server.evaluation.cells import (
 from server.evaluation.haystack import choose_haystacks
 from server.evaluation.plan import LengthOptions, LengthPlan, make_plan
 from server.evaluation.plot import plot
+from server.evaluation.predictions import pair_up, write_predictions
 from server.evaluation.report import LengthReport, LengthRow, as_csv, as_json, make_row
 from server.evaluation.subject import Subject, load_subject, native_of
 from server.evaluation.table import table
-from server.evaluation.texts import Texts, choose_windows, make_texts, read_documents
-from server.plotting import can_plot
-from server.progress import Progress
+from server.evaluation.tasks.qa import QuestionSet
+from server.evaluation.tasks.qa_files import read_question_sets
+from server.evaluation.texts import (
+    Texts,
+    choose_windows,
+    make_task_texts,
+    make_texts,
+    read_documents,
+)
 from server.settings.load import ServeSettings
+from server.study.eval_run import RunRecord, write_texts, writing
+from server.study.plotting import can_plot
+from server.study.progress import Progress
 
 _RECORD_FILE = "results.jsonl"
 
@@ -38,16 +48,21 @@ def run_lengths(
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     plan = make_plan(options, native_of(settings))
     documents = read_documents(options.texts)
+    question_sets = read_question_sets(options.qa_paths, plan.num_samples)
     scores = TypeAdapter(list[Score])
     record = RunRecord(options.output / _RECORD_FILE, scores, resumes=options.resumes)
     subject = load_subject(settings, plan)
-    texts = make_texts(documents, subject.tokenizer, plan.longest)
+    if plan.tasks:
+        texts = make_task_texts(documents, subject.tokenizer, plan.tasks)
+    else:
+        texts = make_texts(documents, subject.tokenizer, plan.longest)
     grid = make_grid(
         plan=plan,
         deployments=subject.deployments,
         texts=texts,
         windows=choose_windows(texts, plan, subject.tokenizer),
         haystacks=choose_haystacks(texts, plan, subject.tokenizer),
+        question_sets=question_sets,
         tokenizer=subject.tokenizer,
     )
     subject.engine.start()
@@ -60,7 +75,7 @@ def run_lengths(
         model_digest=subject.digest,
         dtype=subject.dtype,
         device=subject.device,
-        text=_text_in_words(options, texts),
+        text=_text_in_words(options, texts, question_sets),
         text_tokens=texts.num_tokens,
         started_at=started_at,
         plan=plan,
@@ -76,6 +91,8 @@ def write_files(report: LengthReport, folder: Path) -> None:
         "table.txt": table(report) + "\n",
     }
     write_texts(folder, texts)
+    if report.plan.tasks:
+        write_predictions(report, folder / "ruler")
     if can_plot():
         with writing(folder):
             plot(report, folder)
@@ -116,18 +133,33 @@ def _rows(
         for context_len in plan.context_lens:
             cells = {
                 kind: grid.of_variant[variant, kind, context_len]
-                for kind in (PERPLEXITY, RETRIEVAL)
+                for kind in (PERPLEXITY, RETRIEVAL, *plan.tasks)
                 if (variant, kind, context_len) in grid.of_variant
             }
             scores = {
                 kind: record.get(cell.key(subject.digest)) or [] for kind, cell in cells.items()
             }
             factor = next(iter(cells.values())).placement.tier.factor
-            rows.append(make_row(variant, context_len, factor, scores))
+            answered = {task: pair_up(cells[task], scores.pop(task)) for task in plan.tasks}
+            rows.append(make_row(variant, context_len, factor, scores, answered))
     return tuple(rows)
 
 
-def _text_in_words(options: LengthOptions, texts: Texts) -> str:
+def _text_in_words(
+    options: LengthOptions, texts: Texts, question_sets: Mapping[str, QuestionSet]
+) -> str:
+    files = [
+        f"{each.path} ({len(each.questions)} questions, {len(each.documents)} documents)"
+        for each in question_sets.values()
+    ]
+    if texts.sources:
+        files.insert(0, _sources_in_words(options, texts))
+    elif len(question_sets) < len(options.tasks):
+        files.insert(0, "generated")
+    return "; ".join(files)
+
+
+def _sources_in_words(options: LengthOptions, texts: Texts) -> str:
     named = ", ".join(map(str, options.texts))
     where = named or "held-out sources of Python's standard library"
     joined = ", joined" if texts.is_joined else ""

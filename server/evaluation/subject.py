@@ -9,7 +9,6 @@ from model_runtime.engine.engine import Engine
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.text.tokenizer import Tokenizer
 from rope import NativeRope
-from server.eval_run import EvalError
 from server.evaluation.cells import TOGETHER
 from server.evaluation.plan import LengthPlan, Variant
 from server.policy_eval.model_digest import model_digest
@@ -18,6 +17,7 @@ from server.startup.dry_run import outline_of
 from server.startup.load_model import load_model
 from server.startup.model_facts import facts_of
 from server.startup.serving_plan import ServingPlan, model_name, plan_serving, profiles_of
+from server.study.eval_run import EvalError
 
 
 @dataclass(frozen=True, slots=True)

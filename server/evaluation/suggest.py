@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from server.evaluation.plan import METHODS, LengthPlan, Variant
 from server.evaluation.report import LengthReport
-from server.intervals import mean, proportion
+from server.study.intervals import mean, proportion
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ A cell has the number and its 95 % interval.
 """
 
 from collections.abc import Callable
+from functools import partial
 
-from server.evaluation.report import LengthReport, LengthRow
-from server.intervals import Estimate
+from server.evaluation.report import PASS_SHARE, LengthReport, LengthRow
+from server.evaluation.tasks.score import metric_names
+from server.study.intervals import Estimate
 
 _Pick = Callable[[LengthRow], Estimate | None]
 
@@ -31,7 +33,44 @@ def table(report: LengthReport) -> str:
     if first.queries:
         what = f"right of {len(first.queries)} questions a length"
         blocks.append(_block(report, f"retrieval, % ({what})", lambda row: row.retrieval, _percent))
+    if plan.tasks:
+        blocks += _task_blocks(report)
     return "\n\n".join(blocks)
+
+
+def _task_blocks(report: LengthReport) -> list[str]:
+    """Return a block per task, their mean, and the effective lengths with their rule."""
+    plan = report.plan
+    samples = f"in %, {plan.num_samples} samples a length"
+    blocks = [
+        _block(
+            report,
+            f"{task} ({metric_names([task])} {samples})",
+            partial(LengthRow.task_score, task=task),
+            _percent,
+        )
+        for task in plan.tasks
+    ]
+    if len(plan.tasks) > 1:
+        title = f"mean of {len(plan.tasks)} tasks, %"
+        blocks.append(_block(report, title, lambda row: row.mean_score, _percent))
+    lines = [
+        "effective length: the longest one with a mean score of at least "
+        f"{100 * PASS_SHARE:.0f} % of the score at {plan.native_len} tokens"
+    ]
+    width = max(len(variant.label) for variant in plan.variants)
+    for variant in plan.variants:
+        base = report.score_at_native_len(variant)
+        length = report.effective_len(variant)
+        if base is None:
+            text = f"- (--context-lens has no {plan.native_len})"
+        elif not base:
+            text = f"none (the score at {plan.native_len} tokens is 0)"
+        else:
+            found = "none" if length is None else f"{length} tokens"
+            text = f"{found} (at least {100 * PASS_SHARE * base:.1f} %)"
+        lines.append(f"{variant.label.ljust(width)}  {text}")
+    return [*blocks, "\n".join(lines)]
 
 
 def estimate_text(estimate: Estimate | None, number: Callable[[float], str]) -> str:

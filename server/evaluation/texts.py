@@ -7,8 +7,9 @@ from pathlib import Path
 
 from model_runtime.text.tokenizer import Tokenizer
 from server.corpus.held_out import Document, library_documents
-from server.eval_run import EvalError
 from server.evaluation.plan import LengthPlan
+from server.evaluation.tasks.make import read_essays
+from server.study.eval_run import EvalError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,10 @@ class Texts:
     def num_tokens(self) -> int:
         """Return the number of tokens in all sources."""
         return sum(len(each.token_ids) for each in self.sources)
+
+    def words(self) -> list[str]:
+        """Return the words of all sources in a row."""
+        return [word for each in self.sources for word in each.text.split()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,15 @@ def make_texts(documents: Sequence[Document], tokenizer: Tokenizer, longest: int
             f"has, got {longest}; --text names more of it"
         )
     return Texts((joined,), special_ids, is_joined=True)
+
+
+def make_task_texts(
+    documents: Sequence[Document], tokenizer: Tokenizer, tasks: Sequence[str]
+) -> Texts:
+    """Keep every document for tasks that read essays, and none for the others."""
+    if read_essays(tasks):
+        return make_texts(documents, tokenizer, 0)
+    return Texts((), tokenizer.leading_special_ids(), is_joined=False)
 
 
 def choose_windows(texts: Texts, plan: LengthPlan, tokenizer: Tokenizer) -> list[LengthWindow]:

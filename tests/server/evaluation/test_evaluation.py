@@ -289,7 +289,7 @@ def test_the_suggestion_is_a_file_that_serves(measured: Run) -> None:
         (["--text", "/nowhere.txt"], "--text: cannot read /nowhere.txt"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_by_name(
+def test_an_option_that_cannot_be_measured_is_refused_by_name(
     arguments: list[str], sentence: str, tmp_path: Path
 ) -> None:
     """The command exits with code 2 before any measurement."""

@@ -12,11 +12,11 @@ import pytest
 from model_runtime.loading.checkpoint import Checkpoint
 from server.corpus.held_out import Document
 from server.corpus.needles import FORMS, SENTENCE
-from server.eval_run import EvalError
 from server.evaluation.haystack import Haystack, Query, choose_haystacks
 from server.evaluation.plan import LengthPlan
 from server.evaluation.texts import Texts, choose_windows, make_texts, read_documents
-from server.intervals import Z, exponential, mean, proportion
+from server.study.eval_run import EvalError
+from server.study.intervals import Z, exponential, mean, proportion
 
 DEPTHS = (0.0, 0.14, 0.29, 0.43, 0.57, 0.71, 0.86, 1.0)
 LENS = (128, 300, 2048)

@@ -2,26 +2,35 @@
 
 from typing import Any
 
+import pytest
+
 from rope import NativeRope, native_rope
 from server.evaluation.option_values import METHODS, PLACED
 from server.evaluation.plan import LengthOptions, LengthPlan, Variant, make_plan
 from server.startup.serving_plan import DeploymentOptions, make_deployment
+from server.study.eval_run import EvalError
 
 NATIVE: NativeRope = native_rope({"max_position_embeddings": 256, "head_dim": 16})
 
 
-def plan(context_lens: tuple[int, ...]) -> LengthPlan:
+def plan(
+    context_lens: tuple[int, ...], methods: tuple[str, ...] = ("rerope", "dual_chunk")
+) -> LengthPlan:
     """A plan over the methods of positions."""
     numbers: dict[str, Any] = {"num_windows": 1, "target_tokens": None, "num_queries": 0}
     others: dict[str, Any] = {"forms": (), "depths": (), "seed": 0, "texts": (), "output": None}
+    files: dict[str, Any] = {"squad": None, "hotpotqa": None}
     options = LengthOptions(
         context_lens=context_lens,
-        methods=("rerope", "dual_chunk"),
+        methods=methods,
         rope_policies=("fixed", "pinned"),
         resumes=False,
         suggest=(),
+        tasks=(),
+        num_samples=0,
         **numbers,
         **others,
+        **files,
     )
     return make_plan(options, NATIVE)
 
@@ -42,6 +51,16 @@ def test_fixed_is_always_and_pinned_begins_beyond_l() -> None:
         "dual_chunk fixed": [(1024, "default+dual_chunk")],
         "dual_chunk pinned": [(256, "default"), (1024, "default+dual_chunk")],
     }
+
+
+def test_string_is_measured_up_to_its_reach() -> None:
+    """L + S - W, 256 + 85 - 42 here; the error names it."""
+    entry = plan((128, 256), ("string",)).entry(Variant("string", "fixed"))
+    options = DeploymentOptions(rope_scaling=entry.rope_scaling, max_model_len=entry.max_model_len)
+    (tier,) = make_deployment("m", NATIVE, options).own_tiers
+    assert (tier.ceiling, tier.profile.name) == (256, "default+string")
+    with pytest.raises(EvalError, match=r"--context-lens must be <= 299 for string .*, got 512"):
+        plan((256, 512), ("string",))
 
 
 def test_within_l_pinned_is_the_native_table() -> None:

@@ -22,7 +22,7 @@ def row(variant: Variant, nats: Sequence[float], num_right: int) -> LengthRow:
     queries = tuple(
         QueryScore(FORMS[0].name, 0.5, 100, number < num_right, "") for number in range(NUM_QUERIES)
     )
-    return LengthRow(variant, 1024, 4.0, None, None, windows, None, queries)
+    return LengthRow(variant, 1024, 4.0, None, None, windows, None, queries, {})
 
 
 def chosen(*rows: LengthRow) -> str:
@@ -59,7 +59,7 @@ def test_a_lower_perplexity_on_every_window_wins() -> None:
     assert chosen(row(PINNED, TEXTS, 40), row(LOGN, shifted(-0.05), 40)) == "yarn+logn pinned"
 
 
-def test_of_those_that_cannot_be_told_apart_the_simpler_wins() -> None:
+def test_the_simpler_of_two_equal_methods_wins() -> None:
     """Pinned beats fixed, and no log-n beats log-n, in any order of the plan."""
     same = [row(LOGN, shifted(-0.0002), 40), row(FIXED, TEXTS, 40), row(PINNED, shifted(0.0), 40)]
     assert chosen(*same) == chosen(*reversed(same)) == "yarn pinned"
