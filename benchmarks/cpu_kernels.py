@@ -38,7 +38,7 @@ _ROWS = (1, 4, 8, 16, 64, 256, 1024)
 _HEADS, _KEY_HEADS, _DIM, _PAGE = 12, 4, 64, 64  # `medium`, and the default page size
 _READS = ((8192, 1), (2048, 256), (8192, 256))  # keys, and query tokens at their end
 _PEAK_ROUNDS = 1 << 16
-_READ_BYTES = 256 << 20
+READ_BYTES = 256 << 20
 
 
 class Row(NamedTuple):
@@ -66,7 +66,8 @@ def _multiply_adds(rounds: int) -> Any:
 
 
 @jit()
-def _sum(numbers: Any) -> Any:
+def sum_of(numbers: Any) -> Any:
+    """Add numbers up, four registers at a time: the rate of this is that of reading memory."""
     first = second = third = fourth = broadcast(np.float32(0.0))
     for at in range(0, numbers.shape[0], 4 * WIDTH):
         first = add(first, load(numbers, at))
@@ -154,9 +155,9 @@ def main() -> None:
     """Print the rates and shares as a Markdown table."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    numbers = np.ones(_READ_BYTES // 4, np.float32)
+    numbers = np.ones(READ_BYTES // 4, np.float32)
     peak = 2 * 12 * WIDTH * _PEAK_ROUNDS / seconds(partial(_multiply_adds, _PEAK_ROUNDS))
-    bandwidth = _READ_BYTES / seconds(partial(_sum, numbers))
+    bandwidth = READ_BYTES / seconds(partial(sum_of, numbers))
     ways = {dtype: described([workshop_for(dtype).way], dtype) for dtype in _DTYPES}
     lines = [
         f"{vectors().name}, {vectors().lanes} lanes; multiply-adds {peak / 1e9:.0f} GFLOP/s, "

@@ -30,21 +30,21 @@ from benchmarks.gpu_clock import (
     seconds,
 )
 from benchmarks.gpu_inputs import LLAMA_3_8B, PAGE_SIZE, TINY, Cache, Sizes
+from benchmarks.gpu_positions import measure_positions
 from benchmarks.gpu_report import markdown
-from model_runtime.attention.key_range import KeyRange
 from model_runtime.attention.paged_attention import LayerRead
 from model_runtime.attention.prompt_groups import Prompts
 from model_runtime.attention.torch_backend import TorchAttention
-from model_runtime.attention.triton_attend import attend
-from model_runtime.attention.triton_backend import TritonAttention
-from model_runtime.attention.triton_decode import Tuning, cut_of, decode
-from model_runtime.attention.triton_prefill import prefill
+from model_runtime.attention.triton.attend import attend
+from model_runtime.attention.triton.backend import TritonAttention
+from model_runtime.attention.triton.decode import Tuning, cut_of, decode
+from model_runtime.attention.triton.prefill import prefill
 from model_runtime.batch import Batch
-from model_runtime.work_list import WorkList, whole_bounds
+from model_runtime.work_list import WorkList, whole_contexts
 from rope import offset_angles, page_start_angles, position_angles
-from server.jsonl_file import LineFile
+from server.study.jsonl_file import LineFile
 
-PARTS = ("decode", "prefill", "tuning")
+PARTS = ("decode", "prefill", "tuning", "positions")
 Sequences = Sequence[tuple[int, int]]  # numbers of sequences by context: (context, sequences)
 _MOST_ERROR = 1e-2
 _TUNINGS = tuple(
@@ -102,6 +102,8 @@ def measure(
     if "tuning" in parts:
         for decoded in sizes.tuned:
             yield from _tuned(cache, (decoded,), copy)
+    if "positions" in parts:  # last: its tables change how all later reads are launched
+        yield from measure_positions(cache)
 
 
 def ceilings(sizes: Rates, device: torch.device) -> dict[str, float]:
@@ -200,9 +202,9 @@ def _decode_work(read: LayerRead, batch: Batch, tuning: Tuning) -> Work:
     """Return the call that is measured, with its list of pieces made before."""
     position_S = np.array([place.first_position for place in batch.places_S])
     cut = cut_of(read, tuning)
-    work = WorkList.of(*whole_bounds(position_S, cut.window), cut, read.query_THD.device)
-    ranges, out_THV = [KeyRange(batch.first_position_S)], torch.empty_like(read.query_THD)
-    return lambda: decode(read, batch, ranges, work, out_THV, tuning)
+    work = WorkList.of(whole_contexts(position_S, cut.window), cut, read.query_THD.device)
+    out_THV = torch.empty_like(read.query_THD)
+    return lambda: decode(read, batch, work, out_THV, tuning)
 
 
 def _decode_seconds(
@@ -275,7 +277,7 @@ def _prefill(cache: Cache, matrix: float) -> Iterator[dict[str, Any]]:
     "named",
     default="decode,prefill",
     show_default=True,
-    help="Of decode, prefill and tuning, which tries other warps, stages and cuts.",
+    help="Of decode, prefill, positions, and tuning, which tries other warps, stages and cuts.",
 )
 @click.option("--tiny", is_flag=True, help="Sizes for Triton's interpreter: numbers mean nothing.")
 def main(path: Path | None, commit: str, named: str, *, tiny: bool) -> None:

@@ -6,7 +6,7 @@ names a measurement that was left out, and the reason.
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -79,11 +79,13 @@ class Bench:
         *,
         chunk_len: int | None = None,
         records: bool = True,
+        max_draft_tokens: int = 0,
         make: type[ModelRunner] = ModelRunner,
     ) -> Measured:
         """Start an engine of ours, which stops when the stack ends."""
         chunk_len = chunk_len or self.sizes.chunk_len
         config = self.sizes.config(chunk_len, num_sequences, records=records)
+        config = replace(config, max_draft_tokens=max_draft_tokens)
         return stack.enter_context(measured(self.checkpoint, self.deployment, config, make))
 
 

@@ -4,16 +4,15 @@ import gc
 import itertools
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from model_runtime.batch import Span
+from benchmarks.gpu_forwards import Forwards, timed
 from model_runtime.config import EngineConfig
 from model_runtime.deployment import Deployment, RopeRequest
 from model_runtime.engine.build_engine import build_engine
@@ -47,6 +46,15 @@ class Served:
     seconds: float  # from sending to the last token
     first_token_s: float  # from sending to the last first token
     steps: tuple[Step, ...]
+    answers: tuple[tuple[int, ...], ...]  # token ids, in the order of the prompts
+    num_drafted: int = 0  # tokens of drafts
+    num_accepted: int = 0
+
+    @property
+    def decode_tokens_s(self) -> float:
+        """Return the tokens a second after the last first token."""
+        num_tokens = sum(len(answer) - 1 for answer in self.answers)
+        return num_tokens / (self.seconds - self.first_token_s)
 
     def decode_s(self, num_sequences: int) -> list[float]:
         """Return the times of steps that only decoded all sequences, without a tier change."""
@@ -103,64 +111,20 @@ def _summary(steps: Sequence[Step]) -> dict[str, Any]:
 
 
 class _Parts(Observer):
-    """Keeps the engine's own times of the last step."""
+    """Keeps the engine's own times of the last step, and counts tokens of drafts."""
 
     def __init__(self) -> None:
         self.last: Mapping[str, float] = {}
+        self.num_drafted = self.num_accepted = 0
+
+    def speculated(self, num_drafted: int, num_accepted: int) -> None:
+        """See Observer."""
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
 
     def timed(self, seconds: Mapping[Part, float]) -> None:
         """See Observer."""
         self.last = {str(name): value for name, value in seconds.items()}
-
-
-@dataclass(slots=True)
-class _Forwards:
-    """The forwards since the last look: their prompt tokens, and a function that gives seconds."""
-
-    num_prompt: int = 0
-    seconds: Callable[[], float] | None = None
-
-
-def _timed(make: type[ModelRunner], forwards: _Forwards) -> type[ModelRunner]:
-    """Return the class with a pair of events round each forward. Nothing waits for them."""
-
-    class Timed(make):  # type: ignore[misc, valid-type]  # a class given at run time
-        def prepare(self, spans: Sequence[Span]) -> Callable[[], Tensor]:
-            """See ModelRunner."""
-            forward = super().prepare(spans)
-            lengths = [len(span.token_ids) for span in spans]
-            forwards.num_prompt = sum(length for length in lengths if length > 1)
-
-            def run() -> Tensor:
-                done = _stopwatch(self._device)
-                logits: Tensor = forward()
-                forwards.seconds = done()
-                return logits
-
-            return run
-
-    return Timed
-
-
-def _stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
-    """Begin to measure; the result ends it, and returns a function that tells the seconds."""
-    if device.type != "cuda":
-        begin = time.perf_counter()
-
-        def took() -> Callable[[], float]:
-            seconds = time.perf_counter() - begin
-            return lambda: seconds
-
-        return took
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    first.record()
-
-    def recorded() -> Callable[[], float]:
-        last.record()
-        # Read after the step, which has waited for its tokens, so this waits for nothing.
-        return lambda: first.elapsed_time(last) / 1e3
-
-    return recorded
 
 
 @dataclass(slots=True)
@@ -184,7 +148,7 @@ class _Watch:
     ended: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
     marks: list[_Mark] = field(default_factory=list)
     rescales: dict[int, int] = field(default_factory=dict)
-    started: set[int] = field(default_factory=set)
+    answers: dict[int, list[int]] = field(default_factory=dict)
     num_all: int = 0  # answer tokens of all steps
     num_tokens: int = 0
     num_first: int = 0
@@ -198,8 +162,8 @@ class _Watch:
                 self.rescales[index] = output.num_rescales
                 self.num_crossed += 1
             if output.token_ids:
-                self.num_first += index not in self.started
-                self.started.add(index)
+                self.num_first += index not in self.answers
+                self.answers.setdefault(index, []).extend(output.token_ids)
             self.num_tokens += len(output.token_ids)
             self.num_all += len(output.token_ids)
             if output.finish_reason is not None:
@@ -208,14 +172,13 @@ class _Watch:
 
         return collect
 
-    def mark(self, forwards: _Forwards, parts: Mapping[str, float]) -> None:
+    def mark(self, forwards: Forwards, parts: Mapping[str, float]) -> None:
         """Record the end of a step, and reset the counts."""
-        now, given = time.perf_counter(), forwards.seconds
-        device_s = None if given is None else given()
+        now, device_s = time.perf_counter(), forwards.take()
         counts = (self.num_tokens, self.num_first, self.num_crossed, forwards.num_prompt)
         self.marks.append(_Mark(now, *counts, device_s, parts))
         self.num_tokens = self.num_first = self.num_crossed = 0
-        forwards.num_prompt, forwards.seconds = 0, None
+        forwards.num_prompt = 0
 
 
 class Measured:
@@ -232,9 +195,10 @@ class Measured:
         self._ids = itertools.count()
         self._watch = _Watch(0)
         profiles = [tier.profile for tier in deployment.own_tiers]
-        self._parts, self._forwards = _Parts(), _Forwards()
-        timed = _timed(make, self._forwards)
-        self._engine = build_engine(checkpoint, config, self._parts, profiles, timed)
+        self._parts, self._forwards = _Parts(), Forwards()
+        make = timed(make, self._forwards)
+        self._engine = build_engine(checkpoint, config, self._parts, profiles, make)
+        self._forwards.timings.clear()  # of the warm-up
         self._engine.start(after_step=self._mark)
 
     def _mark(self) -> None:
@@ -249,16 +213,25 @@ class Measured:
         *,
         gap_s: float = 0.0,
         grammar: Grammar | None = None,
+        predictions: Sequence[Sequence[int]] = (),
         **sampling: Any,
     ) -> Served:
         """Serve the prompts, with answers of exactly `num_output` tokens, greedy by default.
 
-        `gap_s`: seconds between two requests; 0 sends all at once. With a grammar, an answer may
-        end earlier. Raises RuntimeError if another answer fails or ends early.
+        `gap_s`: seconds between two requests; 0 sends all at once. `predictions`: what each answer
+        probably contains; none: nothing. With a grammar, an answer may end earlier. Raises
+        RuntimeError if another answer fails or ends early.
         """
-        watch = self._watch = _Watch(len(prompts))
+        watch, parts = _Watch(len(prompts)), self._parts
+        self._watch, parts.num_drafted, parts.num_accepted = watch, 0, 0
         requests = [
-            (self._request(ids, num_output, grammar, sampling), watch.collector(index))
+            (
+                replace(
+                    self._request(ids, num_output, grammar, sampling),
+                    prediction_ids=tuple(predictions[index]) if predictions else (),
+                ),
+                watch.collector(index),
+            )
             for index, ids in enumerate(prompts)
         ]
         begin = time.perf_counter()
@@ -275,7 +248,9 @@ class Measured:
         # The last answer arrives before its step ends.
         while sum(mark.num_tokens for mark in watch.marks) < watch.num_all:
             time.sleep(1e-4)
-        return _served(begin, watch.marks)
+        answers = tuple(tuple(watch.answers.get(index, ())) for index in range(len(prompts)))
+        served = _served(begin, watch.marks, answers)
+        return replace(served, num_drafted=parts.num_drafted, num_accepted=parts.num_accepted)
 
     def _request(
         self,
@@ -300,7 +275,7 @@ class Measured:
         del self._engine
 
 
-def _served(begin: float, marks: Sequence[_Mark]) -> Served:
+def _served(begin: float, marks: Sequence[_Mark], answers: tuple[tuple[int, ...], ...]) -> Served:
     steps = []
     before, first_s = begin, 0.0
     for mark in marks:
@@ -309,7 +284,7 @@ def _served(begin: float, marks: Sequence[_Mark]) -> Served:
         if mark.num_first:
             first_s = mark.at - begin
         before = mark.at
-    return Served(before - begin, first_s, tuple(steps))
+    return Served(before - begin, first_s, tuple(steps), answers)
 
 
 @contextmanager

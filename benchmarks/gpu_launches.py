@@ -21,8 +21,8 @@ from benchmarks.gpu_model_inputs import PAGE_SIZE
 from benchmarks.gpu_report import Column, Row, table
 from benchmarks.make_model import Shape, llama_config
 from model_runtime.attention.paged_attention import STEP, PagedStep
-from model_runtime.attention.triton_backend import TritonAttention
-from model_runtime.attention.triton_pieces import is_interpreted
+from model_runtime.attention.triton.backend import TritonAttention
+from model_runtime.attention.triton.pieces import is_interpreted
 from model_runtime.batch import Span, build_batch
 from model_runtime.cache.kv_cache import KVCache
 from model_runtime.cache.rope_tables import RopeTables

@@ -61,6 +61,7 @@ class ModelSizes:
     bursts: tuple[tuple[int, int], ...]  # prompt tokens, prompts sent together
     arrivals: tuple[int, float]  # requests, and seconds between two of them
     sampled: int  # sequences that decode together with other settings of sampling
+    drafted: tuple[int, ...]  # sequences that decode together with drafts
     window: int  # of the model whose layers have one
     copy_bytes: int
     matrix: int
@@ -148,6 +149,7 @@ LLAMA_3_8B = ModelSizes(
     bursts=((128, 64), (1000, 32), (3001, 8)),
     arrivals=(64, 0.05),
     sampled=64,
+    drafted=(1, 8),
     window=4096,
     copy_bytes=4 * 2**30,
     matrix=8192,
@@ -187,6 +189,7 @@ TINY = ModelSizes(
     bursts=((12, 3),),
     arrivals=(4, 0.02),
     sampled=2,
+    drafted=(1, 2),
     window=16,
     copy_bytes=2**16,
     matrix=64,

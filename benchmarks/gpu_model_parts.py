@@ -10,7 +10,15 @@ from benchmarks.gpu_bench import OURS, WARM_UP_LEN, Bench, Row, left_out
 from benchmarks.gpu_engine import Measured, free_memory
 from benchmarks.gpu_needs import lacks_to_serve
 from benchmarks.gpu_rotated_keys import KINDS
-from benchmarks.gpu_served_parts import arrivals, bursts, memory, profile, sampling, windows
+from benchmarks.gpu_served_parts import (
+    arrivals,
+    bursts,
+    drafts,
+    memory,
+    profile,
+    sampling,
+    windows,
+)
 from benchmarks.gpu_server import ServerError, serve_and_load
 
 
@@ -212,6 +220,7 @@ PARTS: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
     "bursts": bursts,
     "arrivals": arrivals,
     "sampling": sampling,
+    "drafts": drafts,
     "growth": growth,
     "windows": windows,
     "profile": profile,

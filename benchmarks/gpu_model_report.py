@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_report import Column, Row, ceilings_line, machine_line, table
-from server.plotting import (
+from server.study.plotting import (
     COLOURS,
     PlotError,
     check_can_plot,
@@ -69,6 +69,14 @@ _SAMPLING: tuple[Column, ...] = (
     ("setting", lambda row: row["setting"]),
     ("sequences", lambda row: str(row["sequences"])),
     *_STEPS,
+)
+_DRAFTS: tuple[Column, ...] = (
+    ("sequences", lambda row: str(row["sequences"])),
+    ("tokens/s without drafts", lambda row: f"{row['plain_tokens_s']:,.0f}"),
+    ("with", lambda row: f"{row['drafted_tokens_s']:,.0f}"),
+    ("ratio", lambda row: f"{row['drafted_tokens_s'] / row['plain_tokens_s']:.2f}"),
+    ("right tokens of drafts", lambda row: f"{row['accepted']:.0%}"),
+    ("equal answers", lambda row: f"{row['equal']:.0%}"),
 )
 _WINDOWS: tuple[Column, ...] = (
     ("context", lambda row: f"{row['context']:,}"),
@@ -143,6 +151,7 @@ def report(rows: Sequence[Row], pictures: Sequence[Path]) -> str:
         ("Bursts of prompts", _medians(_of(rows, "burst"), ("tokens", "prompts")), _BURST),
         ("Steps with answers and prompts", _medians(_of(rows, "arrivals"), ()), _ARRIVALS),
         ("Settings of sampling", _medians(_of(rows, "sampling"), ("setting",)), _SAMPLING),
+        ("Drafts", _medians(_of(rows, "drafts"), ("sequences",)), _DRAFTS),
         ("Windows", _medians(_of(rows, "windows"), ("context", "sequences")), _WINDOWS),
         ("Memory", _of(rows, "memory"), _MEMORY),
         ("A tier change", _medians(_of(rows, "growth"), ("ceiling",)), _GROWTH),

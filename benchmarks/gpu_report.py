@@ -33,7 +33,18 @@ _TUNING: tuple[Column, ...] = (
     ("programs", lambda row: str(row["programs_per_processor"])),
     ("share of copy", lambda row: f"{row['share_of_copy']:.1%}"),
 )
-_PARTS = (("decode", _DECODE), ("prefill", _PREFILL), ("tuning", _TUNING))
+_POSITIONS: tuple[Column, ...] = (
+    ("method", lambda row: row["method"]),
+    ("read", lambda row: row["read"]),
+    ("ms", lambda row: f"{row['seconds'] * 1e3:.4g}"),
+    ("over native", lambda row: f"{row['over_native']:.3f}"),
+    ("ms, first call", lambda row: f"{row['first_s'] * 1e3:.4g}"),
+    ("difference to the reference", lambda row: f"{row['error']:.2g}"),
+)
+_PARTS = (
+    *(("decode", _DECODE), ("prefill", _PREFILL), ("tuning", _TUNING)),
+    ("positions", _POSITIONS),
+)
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from model_runtime.attention.triton_pieces import jit, padded
+from model_runtime.attention.triton.pieces import jit, padded
 from rope import Angles
 
 

@@ -1,7 +1,7 @@
 """The parts of the whole-model benchmark that show a server's ordinary work.
 
-They measure bursts of prompts, prompts that arrive among answers, settings of sampling, windows,
-the kernels of a step, and the memory that a step takes.
+They measure bursts of prompts, prompts that arrive among answers, settings of sampling, drafts,
+windows, the kernels of a step, and the memory that a step takes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,6 +20,7 @@ from model_runtime.engine.memory_profile import CudaMeter, profile_memory
 from model_runtime.text.grammar import GrammarCompiler
 
 _SHARE = 0.9  # of the device's memory, as a server has by default
+_DRAFT_TOKENS = 7  # of a sequence in a step
 _PROFILED_LEN = 4  # tokens of the answers whose steps are profiled
 # Settings of sampling by name; none of them is the engine's fastest way.
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -87,6 +88,41 @@ def sampling(bench: Bench) -> Iterator[Row]:
                 served = engine.serve(prompts, sizes.output_len, grammar=rule, **setting)
                 row = {"part": "sampling", "setting": name, "sequences": count, "round": number}
                 yield {**row, **served.summary(count)}
+
+
+def drafts(bench: Bench) -> Iterator[Row]:
+    """Measure answers that are edits of a known text, with and without drafts, in turns.
+
+    The text of each is its answer without drafts, with one token of sixteen replaced.
+    """
+    sizes = bench.sizes
+    with ExitStack() as stack:
+        without, drafting = (
+            bench.engine(stack, max(sizes.drafted), max_draft_tokens=most)
+            for most in (0, _DRAFT_TOKENS)
+        )
+        for count in sizes.drafted:
+            for number in range(sizes.rounds):
+                if not bench.has_time():
+                    yield left_out(f"drafts, {count} at once, round {number}", "no time was left")
+                    break
+                prompts = bench.prompts.of(sizes.prompt_len, count)
+                plain = without.serve(prompts, sizes.output_len)
+                edited = [
+                    [0 if at % 16 == 15 else token for at, token in enumerate(answer)]
+                    for answer in plain.answers
+                ]
+                drafted = drafting.serve(prompts, sizes.output_len, predictions=edited)
+                pairs = zip(plain.answers, drafted.answers, strict=True)
+                yield {
+                    "part": "drafts",
+                    "sequences": count,
+                    "round": number,
+                    "plain_tokens_s": plain.decode_tokens_s,
+                    "drafted_tokens_s": drafted.decode_tokens_s,
+                    "accepted": drafted.num_accepted / max(1, drafted.num_drafted),
+                    "equal": sum(one == other for one, other in pairs) / count,
+                }
 
 
 def windows(bench: Bench) -> Iterator[Row]:

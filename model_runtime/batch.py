@@ -187,6 +187,18 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
     )
 
 
+def single_rows(spans: Sequence[Span]) -> list[Span]:
+    """Return each token of some decodes as a span of its own, which shares its sequence's pages.
+
+    All keys of a step are written before any are read, so a row sees those of the rows before it.
+    """
+    return [
+        Span((token_id,), span.first_position + row, span.pages, span.table_id, range(1))
+        for span in spans
+        for row, token_id in enumerate(span.token_ids)
+    ]
+
+
 def _page_table(spans: Sequence[Span], width: int) -> NDArray[np.int32]:
     """Return the page table, int32 [S, N]; entries without a page are 0."""
     table_SN = np.zeros((len(spans), width), dtype=np.int32)

@@ -103,18 +103,21 @@ class Deployment:
         that release pages while they run may be longer (`sinks`). A step adds at most
         `num_step_tokens` to the pages that they hold.
         """
-        if num_positions >= self.max_len or self._releases(num_positions - num_step_tokens):
+        kept = self.num_kept
+        releases = kept is not None and num_positions >= kept + num_step_tokens
+        if releases or num_positions >= self.max_len:
             return self
         return replace(self, max_len=num_positions, is_cache_limited=True)
 
-    def _releases(self, num_positions: int) -> bool:
-        """Return whether every own request fits so many positions, because it releases pages."""
+    @property
+    def num_kept(self) -> int | None:
+        """Return the most positions that an own request holds once it releases pages; None: all."""
         *others, last = self.tiers[self.rope_type]
         method = last.profile.positions
         if method is None or method.kept is None:
-            return False
+            return None
         num_first, num_last = method.kept
-        return num_positions >= num_first + max([num_last, *(tier.ceiling for tier in others)])
+        return num_first + max([num_last, *(tier.ceiling for tier in others)])
 
     def place(
         self,

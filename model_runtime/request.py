@@ -58,6 +58,7 @@ class Request:
     wants_progress: bool = False  # report progress after every prompt chunk
     grammar: "Grammar | None" = None  # the grammar of its answer
     shown_ids: frozenset[int] = frozenset()  # special tokens that its text contains
+    prediction_ids: tuple[int, ...] = ()  # the answer that the client expects; for drafts only
 
     @property
     def num_positions(self) -> int:
@@ -103,6 +104,8 @@ class Output(NamedTuple):
     num_rescales: int = 0  # number of rotation table changes so far
     progress: PromptProgress | None = None  # in a separate output, if requested
     error: str | None = None  # for the log and the client, with FinishReason.ERROR
+    # With the finish_reason: tokens of drafts that were chosen, and those that were not.
+    drafts: tuple[int, int] = (0, 0)
 
 
 OnOutput = Callable[[Output], None]  # called on the engine's thread; must not block

@@ -194,6 +194,12 @@ class Metrics(Observer):
             ["deployment", "policy"],
         )
         self._generated_tokens = factory.counter("ropewalk_generated_tokens", "Tokens generated.")
+        self._draft_tokens = factory.counter(
+            "ropewalk_draft_tokens", "Tokens of drafts that steps computed."
+        )
+        self._accepted_tokens = factory.counter(
+            "ropewalk_draft_tokens_accepted", "Those of them that were chosen."
+        )
         self._steps = factory.counter(
             "ropewalk_steps", "Steps of the engine that computed something."
         )
@@ -279,6 +285,11 @@ class Metrics(Observer):
         self._requests.labels(deployment, rope_type, factor, reason.value).inc()
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._end_to_end.observe(len(request.prompt_ids) + num_generated, seconds)
+
+    def speculated(self, num_drafted: int, num_accepted: int) -> None:
+        """Record a draft."""
+        self._draft_tokens.inc(num_drafted)
+        self._accepted_tokens.inc(num_accepted)
 
     def stepped(self, num_running: int, num_waiting: int, num_used_pages: int) -> None:
         """Record the end of a step."""

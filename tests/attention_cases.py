@@ -1,7 +1,7 @@
 """Reads of a paged cache with every feature of a layer, and their answer in float64."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from model_runtime.attention.paged_attention import LayerRead
 from model_runtime.batch import Batch, Span, build_batch
 from model_runtime.cache.kv_cache import KVCache
 from model_runtime.cache.rope_tables import LayerTables, RopeTables
-from rope import Linear, Profile, Unscaled, Yarn, native_rope
+from rope import Linear, PositionMethod, Profile, Unscaled, Yarn, native_rope
 
 LOGN_LEN = 64
 # The tables of a batch, by turns; yarn has an attention factor of 1.14.
@@ -42,6 +42,7 @@ class Case:
     softcap: float | None = None
     has_sinks: bool = False
     row_keys: bool = True
+    positions: PositionMethod | None = None  # of all tables; `expected` does not know it
 
 
 @dataclass
@@ -66,7 +67,9 @@ class Laid:
         self.native = native_rope(config)
         longest = max(context for context, _ in case.spans)
         rope_tables = RopeTables(self.native, case.page_size, longest, self.device)
-        table_ids = [rope_tables.id_of(profile) for profile in PROFILES]
+        table_ids = [
+            rope_tables.id_of(replace(profile, positions=case.positions)) for profile in PROFILES
+        ]
         self.tables: LayerTables = rope_tables.layer(None if case.rotary_share is None else "all")
         needed = [-(-context // case.page_size) for context, _ in case.spans]
         ids = torch.randperm(sum(needed) + 3).tolist()

@@ -17,20 +17,27 @@ from triton.runtime.jit import JITFunction
 from model_runtime.attention import backends
 from model_runtime.batch import Span
 from model_runtime.config import EngineConfig
-from model_runtime.engine.build_engine import build_runner, warm_up
+from model_runtime.engine.build_engine import build_runner, first_of_each_kind, warm_up
 from model_runtime.runner import model_runner
 from model_runtime.runner.model_runner import ModelRunner
-from rope import Linear, Profile
+from rope import DualChunk, Linear, Profile, ReRope, SelfExtend, Shifted, Sinks, Unscaled
 from tests.engines import tiny_checkpoint
 from tests.hopper import Device
 
 # Windows and soft caps; sinks; interleaved pairs and layers without rotation.
 ARCHITECTURES = ("llama", "gemma2", "gpt_oss", "cohere2")
 PROFILES = [Profile(Linear(factor=1.0 + index)) for index in range(17)]
+METHODS = (ReRope(96), SelfExtend(96, 16), DualChunk(256, 64), Shifted(128, 32), Sinks(4, 200))
+PLACED = [
+    Profile(Unscaled()),
+    *(Profile(Unscaled(), logn_len, each) for each in METHODS for logn_len in (None, 128)),
+]
 CONFIG = EngineConfig(kv_cache_tokens=8192, max_model_len=2048, page_size=16)
 
 
-def random_steps(draw: random.Random, count: int) -> Iterator[list[Span]]:
+def random_steps(
+    draw: random.Random, count: int, num_tables: int = len(PROFILES)
+) -> Iterator[list[Span]]:
     """Steps of decodes and chunks that differ in every number; sequences may share pages."""
     for _ in range(count):
         spans = []
@@ -41,15 +48,18 @@ def random_steps(draw: random.Random, count: int) -> Iterator[list[Span]]:
                 draw.randrange(CONFIG.num_pages) for _ in range((first + num_tokens) // 16 + 1)
             ]
             rows = draw.choice((range(num_tokens - 1, num_tokens), range(num_tokens), range(0)))
-            spans.append(Span([0] * num_tokens, first, pages, draw.randrange(len(PROFILES)), rows))
+            spans.append(Span([0] * num_tokens, first, pages, draw.randrange(num_tables), rows))
         if not any(span.logit_rows for span in spans):
             spans[-1] = spans[-1]._replace(logit_rows=range(1))
         yield spans
 
 
 def main() -> None:
-    """Print one line for each architecture: kernels compiled by the warm-up, and afterwards."""
-    from model_runtime.attention.triton_backend import TritonAttention
+    """Print one line for each architecture: kernels compiled by the warm-up, and afterwards.
+
+    The last line is of a Llama with position methods.
+    """
+    from model_runtime.attention.triton.backend import TritonAttention
 
     compiled: Counter[str] = Counter()
     caches: list[dict[str, object]] = []
@@ -69,16 +79,18 @@ def main() -> None:
     checkpoints = {name: tiny_checkpoint(name) for name in ARCHITECTURES}
     for module in (backends, model_runner):
         module.backend_for = lambda _: TritonAttention  # type: ignore[attr-defined]
-    for name, checkpoint in checkpoints.items():
-        runner: ModelRunner = build_runner(checkpoint, CONFIG, PROFILES)
+    cases = [(name, checkpoint, PROFILES) for name, checkpoint in checkpoints.items()]
+    for name, checkpoint, profiles in (*cases, ("methods", checkpoints["llama"], PLACED)):
+        runner: ModelRunner = build_runner(checkpoint, CONFIG, profiles)
         compiled.clear()
         for cache in caches:
             cache.clear()
         if "--cold" not in sys.argv:
-            warm_up(runner, PROFILES[0], 0, CONFIG)
+            for profile in first_of_each_kind(profiles):
+                warm_up(runner, profile, 0, CONFIG)
         line = {"architecture": name, "warm_up": dict(compiled)}
         compiled.clear()
-        for spans in random_steps(random.Random(name), 200):
+        for spans in random_steps(random.Random(name), 200, len(profiles)):
             runner.run(spans)
         sys.stdout.write(json.dumps({**line, "serving": dict(compiled)}) + "\n")
 

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,7 @@ class DeferredRunner:
     spoils: Callable[[Sequence[Span]], None] = lambda _: None  # called before a step computes
     queue: deque[Deferred] = field(default_factory=deque)
     is_asynchronous: bool = True
+    most_draft_rows: int = 16  # whose bits do not depend on their number
 
     def table_id(self, profile: Profile) -> int:
         """Return the rotation table of the real runner."""
@@ -109,10 +110,18 @@ class DeferredRunner:
             step.result = step.work()
 
 
-def core_of(checkpoint: Checkpoint, *, is_ahead: bool) -> EngineCore:
+def core_of(
+    checkpoint: Checkpoint,
+    *,
+    is_ahead: bool,
+    max_draft_tokens: int = 0,
+    observer: Observer | None = None,
+) -> EngineCore:
     """A core over the real model."""
-    runner = build_runner(checkpoint, CONFIG)
-    core = EngineCore(DeferredRunner(runner) if is_ahead else runner, CONFIG, Observer())
+    config = replace(CONFIG, max_draft_tokens=max_draft_tokens)
+    runner = build_runner(checkpoint, config)
+    device = DeferredRunner(runner) if is_ahead else runner
+    core = EngineCore(device, config, observer or Observer())
     if is_ahead:
         device_of(core).pool = core.scheduler.pool
     return core

@@ -5,6 +5,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from model_runtime.attention.prompt_groups import Mask
+
 
 def exact_flash(  # noqa: PLR0917  # as torch has them
     query_THD: Tensor,
@@ -15,7 +17,7 @@ def exact_flash(  # noqa: PLR0917  # as torch has them
     most_tokens: int,
     most_keys: int,
     scaling: float,
-    window: int | None,
+    mask: Mask,
 ) -> tuple[Tensor, Tensor]:
     """The output in the query's dtype, and the log-sum-exp as float32.
 
@@ -45,9 +47,11 @@ def exact_flash(  # noqa: PLR0917  # as torch has them
         num_tokens, num_keys = len(query_QHD), len(key_CHD)
         own_Q = torch.arange(num_tokens, device=query_THD.device) + num_keys - num_tokens
         distance_QC = own_Q[:, None] - torch.arange(num_keys, device=query_THD.device)
-        hidden_QC = distance_QC < 0
-        if window:
-            hidden_QC |= distance_QC >= window
+        hidden_QC = torch.zeros_like(distance_QC, dtype=torch.bool)
+        if mask.right >= 0:
+            hidden_QC |= distance_QC < -mask.right
+        if mask.left >= 0:
+            hidden_QC |= distance_QC > mask.left
         logits_HQC = logits_HQC.masked_fill(hidden_QC, -torch.inf)
         outs.append(torch.einsum("hqc,chd->qhd", logits_HQC.softmax(-1), value_CHD))
         lses.append(logits_HQC.logsumexp(-1))

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from rope import DualChunk, ReRope
 from tests.attention_cases import Case, Laid
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -31,6 +32,14 @@ CASES = {
     "float32": Case(spans=SPANS, rotary_share=None),
     "wide": Case(
         heads=(8, 4), dims=(256, 256), spans=SPANS, dtype=torch.bfloat16, window=1024, softcap=30.0,
+    ),
+    "chunks": Case(
+        **LLAMA, spans=SPANS, dtype=torch.bfloat16, page_size=64, positions=DualChunk(1088, 64),
+    ),
+    "rerope": Case(**LLAMA, spans=SPANS, dtype=torch.bfloat16, page_size=64, positions=ReRope(40)),
+    "rerope, all": Case(
+        heads=(6, 2), dims=(80, 64), spans=SPANS, dtype=torch.float16, rotary_share=0.5,
+        window=60, softcap=30.0, has_sinks=True, page_size=20, positions=ReRope(40),
     ),
     "wide float32": Case(heads=(8, 4), dims=(256, 256), spans=SPANS),
 }  # fmt: skip
@@ -111,8 +120,8 @@ def _compile_layers() -> None:
 
 def main() -> None:
     """Every launch of a write and a read is compiled with the arguments it has, and not run."""
-    from model_runtime.attention import triton_flash
-    from model_runtime.attention.triton_backend import TritonAttention
+    from model_runtime.attention.triton import flash as triton_flash
+    from model_runtime.attention.triton.backend import TritonAttention
 
     driver.set_active(Device())
     triton_flash.is_available = lambda _: True

@@ -31,7 +31,7 @@ def _write_needle(server: Server, folder: Path) -> None:
     assert run(writes.script(server.url), folder).returncode == 0
 
 
-def test_what_the_readme_promises_comes_out(
+def test_commands_of_the_readme_print_the_promised_output(
     server: Server, embedded: Checkpoint, tmp_path: Path
 ) -> None:
     """The needle is found by default, and not on the untouched table."""

@@ -46,15 +46,17 @@ ROOMS = {
         "layers": {"attention", "cache", "cpu_kernels"},
         "gpu_layers": {"layers", "attention", "cache"},
         "scheduling": {"cache"},
+        "speculation": set(),
         "runner": {"layers", "attention", "cache", "cpu_kernels"},
         "hub": {"loading"},
         "loading": {"gguf", "quantised", "runner", "layers", "attention", "cache", "text"}
         | {"cpu_kernels", "gpu_layers"},
         "parallel": {"loading", "runner", "layers", "attention", "cache", "cpu_kernels"},
-        "engine": {*_RUNTIME, "cpu_kernels"},
+        "engine": {*_RUNTIME, "cpu_kernels", "speculation"},
     },
     "server": {
-        "bench": set(),
+        "study": set(),
+        "bench": {"study"},
         "corpus": set(),
         "terminal": set(),
         "access": set(),
@@ -66,10 +68,10 @@ ROOMS = {
         "replicas": {"access", "api", "startup", "middleware", "settings"},
         "ray": {"replicas", "access", "api", "startup", "middleware", "settings"},
         "doctor": {"startup", "settings"},
-        "inspection": {"startup", "settings", "corpus"},
-        "policy_eval": {"startup", "settings", "corpus"},
-        "evaluation": {"policy_eval", "startup", "settings", "corpus"},
-        "playground": {"page", "api", "evaluation", "corpus", "settings"},
+        "inspection": {"study", "startup", "settings", "corpus"},
+        "policy_eval": {"study", "startup", "settings", "corpus"},
+        "evaluation": {"policy_eval", "study", "startup", "settings", "corpus"},
+        "playground": {"page", "api", "evaluation", "study", "corpus", "settings"},
         "page": {"settings"},
     },
 }
@@ -118,6 +120,21 @@ def test_folders_import_what_their_table_says(package: str) -> None:
 INNER = {
     "rope/positions": {"rope.errors", "rope.words", "rope.positions"},
     "model_runtime/cpu_kernels/ranges": {"model_runtime.cpu_kernels"},
+    "server/evaluation/tasks": {"server.evaluation.tasks", "server.study.eval_run"},
+    "model_runtime/cpu_kernels/low_bits": {"model_runtime.cpu_kernels"},
+    "model_runtime/layers/low_bits": {"model_runtime.cpu_kernels", "model_runtime.layers"},
+    "model_runtime/loading/low_bits": {
+        "model_runtime.cpu_kernels",
+        "model_runtime.errors",
+        "model_runtime.gguf",
+        "model_runtime.layers",
+        "model_runtime.loading",
+        "model_runtime.quantised",
+    },
+    "model_runtime/attention/triton": {
+        *("model_runtime.attention", "model_runtime.cache", "model_runtime.batch"),
+        *("model_runtime.work_list", "model_runtime.transfer"),
+    },
 }
 
 

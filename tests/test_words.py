@@ -70,6 +70,13 @@ def test_sentences_begin_with_their_subject() -> None:
     assert not found(OPENERS)
 
 
+def test_names_of_tests_begin_with_their_subject() -> None:
+    """The rule for sentences holds for names as well."""
+    names = re.compile(r"def (test_(?:what|who|where|whoever|of)_\w+)")
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py")]
+    assert not [name for path in paths for name in names.findall(path.read_text())]
+
+
 def test_threads_and_pages_are_not_people() -> None:
     """Threads and pages receive no orders; a component returns, raises or releases."""
     assert not found(PEOPLE)

@@ -7,6 +7,7 @@ say attention 120 "$PYTHON" -m benchmarks.gpu_attention "${SIZES[@]}" --commit "
 say steps 130 "$PYTHON" -m benchmarks.gpu_model "${SIZES[@]}" --commit "$COMMIT" \
     --parts rotation,decode --seconds 90 --out "$RESULTS/steps"
 say kernels 120 "${TEST[@]}" "${PARALLEL[@]}" "${KERNEL_CASES[@]}" \
-    --junitxml "$RESULTS/kernels.xml" tests/model_runtime/attention/test_triton_backend.py
+    --junitxml "$RESULTS/kernels.xml" tests/model_runtime/attention/test_triton_backend.py \
+    tests/model_runtime/attention/test_triton_ranges.py
 say layers 60 "${TEST[@]}" "${PARALLEL[@]}" -k "gate_is or norm_are or heads" \
     --junitxml "$RESULTS/layers.xml" tests/model_runtime/gpu_layers/test_fewer_kernels.py

@@ -2,7 +2,7 @@
 . benchmarks/gpu_runs/env.sh
 say server 210 "$PYTHON" -m benchmarks.gpu_model "${SIZES[@]}" --commit "$COMMIT" \
     --parts server --seconds 200 --out "$RESULTS/server"
-say memory 110 "${TEST[@]}" tests/gpu -k "cache_sized or serves_as_on_a_cpu or reference"
+say memory 110 "${TEST[@]}" tests/gpu -k "cache_sized or serves_as_on_a_cpu or reference or positions"
 say rotated 40 "${TEST[@]}" tests/benchmarks/test_gpu_rotated_keys.py
 say contenders 150 "$PYTHON" -m benchmarks.gpu_model "${SIZES[@]}" --commit "$COMMIT" \
     --parts decode,contenders --seconds 120 --out "$RESULTS/contenders"

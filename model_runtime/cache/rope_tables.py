@@ -174,7 +174,9 @@ class RopeTables:
         self._page_size = page_size
         self._num_pages = -(-max_len // page_size)
         self.device = device
-        self.generation = 0  # how often all tables have moved in memory
+        # Rises if all tables move in memory, or one with a position method comes: its sequences are
+        # read by other kernels.
+        self.generation = 0
         self._ids: dict[Profile, int] = {}
         self._room = max(1, room)
         self._layers = self._allocated(self._room)
@@ -211,6 +213,7 @@ class RopeTables:
             self._fill(self._layers, table_id, profile)
             # Last, because an error before it leaves a table without its numbers.
             self._ids[profile] = table_id
+            self.generation += profile.positions is not None
         return self._ids[profile]
 
     def layer(self, layer_type: str | None) -> LayerTables:

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from model_runtime.attention.triton_pieces import jit
+from model_runtime.attention.triton.pieces import jit
 
 _BLOCK = 1024  # values of a half in one program
 _WARPS = 4

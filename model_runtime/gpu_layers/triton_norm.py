@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model_runtime.attention.triton_pieces import jit, padded
+from model_runtime.attention.triton.pieces import jit, padded
 
 MOST_DIMS = 65_536  # of a row, which one program holds at once
 _DIMS_PER_WARP = 512  # 16 values for each thread

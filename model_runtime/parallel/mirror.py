@@ -77,12 +77,12 @@ class MirroredRunner(ModelRunner):
         return run
 
     def capture_graphs(
-        self, max_len: int, max_num_seqs: int, spare_page: int, record: Recorder
+        self, max_len: int, max_rows: int, spare_page: int, record: Recorder
     ) -> None:
         """Capture decode steps on every rank; the gathers in them run while they are captured."""
-        limits = {"max_len": max_len, "max_num_seqs": max_num_seqs, "spare_page": spare_page}
+        limits = {"max_len": max_len, "max_rows": max_rows, "spare_page": spare_page}
         self._followers.send(Kind.CAPTURE, json_bytes(limits))
-        super().capture_graphs(max_len, max_num_seqs, spare_page, record)
+        super().capture_graphs(max_len, max_rows, spare_page, record)
 
     def check_device(self) -> None:
         """Wait for the device. Raises if it no longer works, or if the ranks are apart."""

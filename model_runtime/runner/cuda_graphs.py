@@ -1,12 +1,15 @@
 """CUDA graphs of decode steps, captured once for each batch size and then replayed.
 
-A step in which every sequence has one token runs the same kernels on different inputs. For a small
-step, the host needs longer to queue these kernels one by one than the GPU needs to run them. A
-captured step (a CUDA graph) is queued by one call. Its inputs are at fixed addresses, which are
-filled before a replay. A batch between two captured sizes is padded: each padding sequence has one
-token at position 0 of a page that no sequence holds.
+A step whose rows are single tokens runs the same kernels on different inputs. For a small step, the
+host needs longer to queue these kernels one by one than the GPU needs to run them. A captured step
+(a CUDA graph) is queued by one call. Its inputs are at fixed addresses, which are filled before a
+replay. A batch between two captured sizes is padded: each padding row is a token at position 0 of a
+page that no sequence holds.
 
-Shapes: S = captured sequences, N = pages of the longest sequence, V = vocabulary,
+A row is the next token of a sequence, or one of its draft. Each has a page table and a position of
+its own, so a step of S rows serves any sequences and drafts of so many rows.
+
+Shapes: S = captured rows, N = pages of the longest sequence, V = vocabulary,
 F = fields of a sequence's token.
 """
 
@@ -32,12 +35,12 @@ class RecordingError(RuntimeError):
     """A decode step cannot be captured; other errors of a step are not of this type."""
 
 
-MOST_RECORDED = 256  # sequences; each size keeps its own logits (docs/gpu-memory.md)
+MOST_RECORDED = 256  # rows; each size keeps its own logits (docs/gpu-memory.md)
 
 
-def recorded_sizes(max_num_seqs: int) -> list[int]:
+def recorded_sizes(max_rows: int) -> list[int]:
     """Return the captured batch sizes, ascending; less than half of any batch is padding."""
-    most = min(max_num_seqs, MOST_RECORDED)
+    most = min(max_rows, MOST_RECORDED)
     steps = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, most, 32)]
     return [*(size for size in steps if size < most), most]
 
@@ -89,7 +92,7 @@ def cuda_recorder(device: torch.device, *, beside_others: bool = False) -> Recor
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A captured step of S sequences."""
+    """A captured step of S rows."""
 
     numbers_FS: Tensor  # int64: token, position, page, offset, rotation table
     batch: Batch  # views of these numbers and constants, the inputs of the kernels
@@ -114,7 +117,7 @@ class DecodeGraphs:
         *,
         page_size: int,
         max_len: int,
-        max_num_seqs: int,
+        max_rows: int,
         spare_page: int,
     ) -> None:
         self._forward = forward
@@ -123,7 +126,7 @@ class DecodeGraphs:
         self._max_len = max_len
         self._spare_page = spare_page
         self._record = record
-        self._sizes = recorded_sizes(max_num_seqs)
+        self._sizes = recorded_sizes(max_rows)
         self._recorded: dict[int, _Recorded] = {}
 
     def record_all(self) -> int:
@@ -166,7 +169,7 @@ class DecodeGraphs:
                 raise
         numbers_FS = self._numbers(spans, recorded.pages.pages_SN)
         fill(recorded.numbers_FS, numbers_FS)
-        refill(recorded.batch.work_lists, numbers_FS[1])
+        refill(recorded.batch.work_lists, numbers_FS[1], numbers_FS[4])
         if token_S is not None:
             recorded.numbers_FS[0, : len(spans)].copy_(token_S)
 

@@ -12,11 +12,12 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from model_runtime.attention.backends import backend_for
+from model_runtime.attention.backends import backend_for, has_cpu_kernels
 from model_runtime.attention.paged_attention import STEP, LayerPlan, PagedStep, Step
 from model_runtime.batch import Batch, Span, build_batch
 from model_runtime.cache.kv_cache import KVCache
 from model_runtime.cache.rope_tables import RopeTables
+from model_runtime.config import MOST_DRAFT_ROWS
 from model_runtime.layers.last_layer import (
     PrunedStep,
     WritingStep,
@@ -58,6 +59,20 @@ class ModelRunner:
     def table_id(self, profile: Profile) -> int:
         """Return the id of the rotation table for sequences of this profile."""
         return self._tables.id_of(profile)
+
+    @property
+    def most_draft_rows(self) -> int:
+        """Return the most rows of a decode step with drafts.
+
+        The CPU's kernels give a row the same bits among so many rows.
+        """
+        if not has_cpu_kernels(self._device):
+            return MOST_DRAFT_ROWS
+        from model_runtime.cpu_kernels.skinny_gemm import (  # noqa: PLC0415  # imports numba
+            MOST_ROWS,
+        )
+
+        return MOST_ROWS
 
     @property
     def is_asynchronous(self) -> bool:
@@ -124,9 +139,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(
-        self, max_len: int, max_num_seqs: int, spare_page: int, record: Recorder
+        self, max_len: int, max_rows: int, spare_page: int, record: Recorder
     ) -> None:
-        """Capture decode steps of up to `max_num_seqs` sequences, and replay them from now on.
+        """Capture decode steps of up to `max_rows` rows, and replay them from now on.
 
         Takes seconds. If the capture fails, then kernels are queued one by one.
         """
@@ -137,7 +152,7 @@ class ModelRunner:
             record,
             page_size=self._page_size,
             max_len=max_len,
-            max_num_seqs=max_num_seqs,
+            max_rows=max_rows,
             spare_page=spare_page,
         )
         try:

@@ -1,5 +1,6 @@
 """The plan of one step: which tokens of which sequences are computed."""
 
+from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +16,9 @@ class Chunk(NamedTuple):
     sequence: Sequence
     num_tokens: int
     tier: Tier  # its table rotates these tokens and the cached keys before them
-    is_decode: bool = False  # the one token is the last known one, and it follows the prompt
+    # The first token is the last known one, and it follows the prompt. Then comes the draft.
+    is_decode: bool = False
+    draft: tuple[int, ...] = ()  # tokens that may follow, which this step verifies
 
     @property
     def first(self) -> int:
@@ -37,10 +40,17 @@ class Chunk(NamedTuple):
         return max(self.first, sequence.num_scored) < sequence.num_prompt_tokens
 
     @property
+    def token_ids(self) -> TokenIds[int]:
+        """Return the tokens that the step computes, with those of the draft."""
+        first, draft = self.first, self.draft
+        known = self.sequence.token_ids[first : first + self.num_tokens - len(draft)]
+        return [*known, *draft] if draft else known
+
+    @property
     def logit_rows(self) -> range:
         """Return the rows of the chunk whose logits are needed, counted from its first token."""
         if self.is_decode:
-            return _ONE_ROW
+            return range(self.num_tokens) if self.draft else _ONE_ROW
         if self.is_scored:
             return range(max(self.sequence.num_scored - self.first, 0), self.num_tokens)
         return range(self.num_tokens - 1, self.num_tokens) if self.is_last else range(0)

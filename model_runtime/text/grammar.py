@@ -11,10 +11,11 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,21 @@ class Constraint:
             is_complete = self._matcher.is_stopped()
         self._check()
         return is_complete
+
+    def forced(self) -> list[int]:
+        """Return the next tokens if the grammar leaves one text; a hint, so no fault is raised."""
+        with suppress(GrammarError), _faults():
+            forced_ids: list[int] = self._matcher.compute_ff_tokens()
+            return forced_ids
+        return []
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return how many first tokens of a draft the grammar allows; a hint, too."""
+        # The matcher fails for good if it sees an id that it does not know.
+        known_ids = takewhile(lambda each: each < self._num_tokens, token_ids)
+        with suppress(GrammarError), _faults():
+            return int(self._matcher.validate_tokens(list(known_ids)))
+        return 0
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -50,8 +50,17 @@ def chat_router(service: Service) -> APIRouter:
                 raise RequestError(
                     str(error), param=f"tools.{index}.function.parameters"
                 ) from error
+            predicted_ids: Sequence[int] = ()
+            if body.prediction is not None:
+                predicted_ids = await service.tokenize(
+                    body.prediction.text, add_special_tokens=False, param="prediction"
+                )
             submission = reservation.submit(
-                [prepared.prompt_ids], prepared.grammar, prepared.shown_ids, prepared.masked_id
+                [prepared.prompt_ids],
+                prepared.grammar,
+                prepared.shown_ids,
+                prepared.masked_id,
+                predicted_ids,
             )
         return await respond(http, _ChatAnswer(service, submission, body, turn, prepared.plan))
 
@@ -106,13 +115,19 @@ class _ChatAnswer(ChunkAnswer[ChatRequest]):
             self.service.metrics.tool_calls(reader.outcomes())
 
     def usage(self) -> Usage:
-        """Return the token counts, with those of reasoning if it is a part of its own."""
+        """Return the token counts, with those of reasoning and of a prediction if there are any."""
+        details: dict[str, int] = {}
+        if self._readers and self._tells_reasoning:
+            details["reasoning_tokens"] = sum(each.num_reasoning_tokens for each in self._readers)
+        if self.body.prediction is not None:
+            # Only then: the numbers follow the measured steps, so they differ between equal bodies.
+            details["accepted_prediction_tokens"] = sum(each.drafts[0] for each in self.choices)
+            details["rejected_prediction_tokens"] = sum(each.drafts[1] for each in self.choices)
         usage = super().usage()
-        if not self._readers or not self._tells_reasoning:
+        if not details:
             return usage
-        tokens = sum(reader.num_reasoning_tokens for reader in self._readers)
-        details = CompletionTokensDetails(reasoning_tokens=tokens)
-        return usage.model_copy(update={"completion_tokens_details": details})
+        parts = CompletionTokensDetails(**details)
+        return usage.model_copy(update={"completion_tokens_details": parts})
 
     def whole_body(self, outputs: Sequence[Output]) -> ChatResponse:
         """Build the body with every choice."""

@@ -43,6 +43,20 @@ class TextPart(Body):
         return only_type(value, "text", "images, sound and files")
 
 
+class Prediction(Body):
+    """OpenAI's `prediction`: text that the answer probably contains. It changes the speed only."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), FirstMistakes]
+
+    @property
+    def text(self) -> str:
+        """Return the content as one text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class Message(Body):
     """One turn."""
 
@@ -192,6 +206,7 @@ class ChatRequest(GenerationRequest):
     add_special_tokens: bool = False
     chat_template_kwargs: TemplateVariables | None = None
     modalities: list[str] | None = None
+    prediction: Prediction | None = None
     reasoning_effort: ReasoningEffort | None = None
     tools: Tools | None = None
     tool_choice: ToolChoiceField | None = None

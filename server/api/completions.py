@@ -39,7 +39,6 @@ async def _tokenize(service: Service, body: CompletionRequest) -> list[tuple[int
             token_ids = await service.tokenize(prompt, add_special_tokens=body.add_special_tokens)
             prompts.append(token_ids)
         else:
-            service.check_token_id(max(prompt), "prompt")
             prompts.append(tuple(prompt))
     return prompts
 

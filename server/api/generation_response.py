@@ -53,6 +53,7 @@ class ChoiceState:
     request: EngineRequest
     num_generated: int = 0
     num_cached_tokens: int = 0
+    drafts: tuple[int, int] = (0, 0)  # tokens that were chosen, and those that were not
     # A stream without logprobs has these: tier and number of rescales of the event before, and the
     # event that repeats it with another text.
     scaling: tuple[Tier | None, int] | None = None
@@ -182,6 +183,8 @@ class HttpAnswer(ABC, Generic[BodyT]):
             state = self.choices[index]
             state.num_generated += len(output.token_ids)
             state.num_cached_tokens = output.num_cached_tokens
+            if output.finish_reason is not None:
+                state.drafts = output.drafts
             if self.listener is not None:
                 self.listener(index, output)
             yield index, output

@@ -296,7 +296,11 @@ class RopeAnswer(Body):
 class CompletionTokensDetails(Body):
     """The parts of the answers."""
 
-    reasoning_tokens: int
+    # Only for models whose reasoning is separated from the text.
+    reasoning_tokens: int | None = Field(None, exclude_if=is_none)
+    # Only for a request with `prediction`: tokens of drafts that were chosen, and the others.
+    accepted_prediction_tokens: int | None = Field(None, exclude_if=is_none)
+    rejected_prediction_tokens: int | None = Field(None, exclude_if=is_none)
 
 
 class PromptTokensDetails(Body):
@@ -312,7 +316,6 @@ class Usage(Body):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    # Only for models whose reasoning is separated from the text.
     completion_tokens_details: CompletionTokensDetails | None = Field(None, exclude_if=is_none)
 
 

@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from model_runtime.engine.client import problem_of
 from server.api.service import Service
 from server.envelope import envelope
 from server.middleware.availability import draining
@@ -16,12 +17,7 @@ def health_router(service: Service) -> APIRouter:
 
     def problem() -> str | None:
         """Return the reason that the process cannot serve, or None."""
-        if not service.engine.is_running:
-            return "The engine is not running."
-        seconds = service.engine.seconds_since_step
-        if seconds > service.settings.stall_seconds:
-            return f"The engine has made no step for {seconds:.0f} s."
-        return None
+        return problem_of(service.engine, service.settings.stall_seconds)
 
     def not_ready() -> str | None:
         """Return the reason that no request can be served now, although the process is sound."""

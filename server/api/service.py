@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from model_runtime.config import too_many
@@ -201,13 +202,17 @@ class Reservation:
         grammar: Grammar | None = None,
         shown_ids: frozenset[int] = frozenset(),
         masked_id: int | None = None,
+        predicted_ids: Sequence[int] = (),
     ) -> Submission:
         """Place and queue the prompts, all or none. Raises what the engine and placement raise.
 
         `shown_ids` are special tokens that the answers' text contains, `masked_id` a token that the
-        answers must not have.
+        answers must not have. `predicted_ids` are tokens that the answers probably contain.
         """
         sampling = self.sampling
+        for prompt in prompts:
+            # A tokenizer may have more tokens than the model has rows.
+            self.service.check_token_id(max(prompt, default=0), self.body.prompt_field)
         if masked_id is not None:
             masked = (masked_id, _MASKED)
             sampling = replace(sampling, logit_bias=(*sampling.logit_bias, masked))
@@ -216,6 +221,9 @@ class Reservation:
             for prompt in prompts
             for request in self._requests(prompt, sampling, grammar, shown_ids)
         ]
+        if predicted_ids:
+            predicted = self._predicted(predicted_ids)
+            requests = [replace(each, prediction_ids=predicted) for each in requests]
         with self._watched(requests, sum(map(len, prompts))):
             return Submission(
                 self.service.engine,
@@ -225,6 +233,12 @@ class Reservation:
                 self.places,
                 max_unread=self.service.settings.max_unread_tokens,
             )
+
+    def _predicted(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the beginning of a prediction that an answer can follow."""
+        service = self.service
+        first_ids = token_ids[: service.max_len]
+        return tuple(takewhile(lambda each: each < service.vocab_size, first_ids))
 
     @contextmanager
     def _watched(self, requests: Sequence[Request], num_prompt_tokens: int) -> Iterator[None]:

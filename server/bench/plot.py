@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.bench.report import LengthSummary, Report, Spread
-from server.plotting import (
+from server.study.plotting import (
     COLOURS,
     label_logarithmic,
     length_ticks,

@@ -2,7 +2,7 @@
 
 from server.bench.load import Failure, RequestRecord
 from server.bench.plan import Group, LoadPlan
-from server.progress import Progress
+from server.study.progress import Progress
 
 
 class LoadProgress:

@@ -15,8 +15,8 @@ from server.bench.plot import plot
 from server.bench.progress import LoadProgress
 from server.bench.report import Report, as_json, table
 from server.bench.target import find_prompts, find_target
-from server.plotting import PlotError, check_can_plot
-from server.progress import printed_progress
+from server.study.plotting import PlotError, check_can_plot
+from server.study.progress import printed_progress
 
 _STDOUT = "-"
 

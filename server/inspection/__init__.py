@@ -1,4 +1,4 @@
 """`ropewalk inspect`: tables, costs and attention against distance.
 
-May import: startup, settings, corpus. tests/test_layout.py checks it.
+May import: study, startup, settings, corpus. tests/test_layout.py checks it.
 """

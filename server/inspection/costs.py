@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from model_runtime.cache.token_bytes import bytes_per_token
 from model_runtime.deployment import Deployment
+from model_runtime.loading.low_bits.sizes import Storage
 from model_runtime.loading.model_config import ModelConfig
 from model_runtime.size_text import size_text
 
@@ -26,6 +27,7 @@ class Costs:
     longest_context_in_memory: int | None  # of one sequence
     stored_in: str | None = None  # of weights that are dequantised; None for any other checkpoint
     stored_bytes: int | None = None  # of their files
+    low_bits: str | None = None  # formats of weights in few bits; None: all are floats
 
 
 def costs_of(
@@ -33,10 +35,16 @@ def costs_of(
     deployments: Sequence[Deployment],
     page_size: int,
     memory_gib: float | None,
+    low_bits: Storage | None = None,
 ) -> Costs:
-    """Return the costs of a model's longest context, and what a stated memory holds."""
+    """Return the costs of a model's longest context, and what a stated memory holds.
+
+    `low_bits`: the storage of weights in few bits, if a load would have it.
+    """
     token_bytes = bytes_per_token(outline.layers(), outline.dtype)
     num_parameters, weight_bytes = outline.num_parameters(), outline.num_weight_bytes()
+    if low_bits is not None:
+        weight_bytes = low_bits.num_bytes
     file_bytes, file_types = outline.gguf_storage() or (None, None)
     longest = max(deployment.max_len for deployment in deployments)
     holds: int | None = None
@@ -47,7 +55,7 @@ def costs_of(
         token_bytes,
         num_parameters,
         None if num_parameters is None else num_parameters * outline.dtype.itemsize,
-        outline.num_tied_head_bytes(),
+        outline.num_tied_head_bytes() if low_bits is None else 0,
         file_bytes,
         file_types,
         weight_bytes,
@@ -57,6 +65,7 @@ def costs_of(
         None if holds is None else min(longest, holds),
         None if outline.stored is None else str(outline.stored),
         outline.num_stored_bytes(),
+        None if low_bits is None else low_bits.formats,
     )
 
 
@@ -118,7 +127,10 @@ def _weight_lines(costs: Costs) -> list[str]:
         held += f": the parameters, and a packed copy of the tied head ({copy})"
     millions = f"{costs.num_parameters / 1e6:,.4g} million"
     lines = [f"parameters       {millions}, {size_text(costs.parameter_bytes)}", held]
+    if costs.low_bits is not None:
+        lines[-1] += f", in {costs.low_bits} and floats"
     if costs.file_bytes is not None:
+        then = "dequantised when loaded" if costs.low_bits is None else "kept in few bits"
         size = size_text(costs.file_bytes)
-        lines.insert(1, f"GGUF file        {size} in {costs.file_types}, dequantised when loaded")
+        lines.insert(1, f"GGUF file        {size} in {costs.file_types}, {then}")
     return lines

@@ -3,11 +3,12 @@
 Shapes: M = distances.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from model_runtime.deployment import Deployment
 from rope import Frequencies, NativeRope, PositionMethod, Tier, Unscaled, decay_bound, longest
@@ -32,14 +33,29 @@ class DeploymentTables:
 
     def bounds(self, name: str, distances: Sequence[int]) -> list[float | None]:
         """Return the upper bound at each distance under a table; None: the key is not read."""
-        seen = self.seen(name, distances)
-        bound_M = decay_bound(self.named()[name], torch.tensor([each or 0 for each in seen]))
-        pairs = zip(bound_M.tolist(), seen, strict=True)
-        return [None if each is None else value for value, each in pairs]
+        table = self.named()[name]
+        (bounds,) = read_values(
+            self.seen(name, distances), lambda seen_M: decay_bound(table, seen_M)[None]
+        )
+        return bounds
 
     def named(self) -> dict[str, Frequencies]:
         """Return all tables by the headings of their columns."""
         return {"unscaled": self.unscaled, **self.tiers, **self.others}
+
+
+def read_values(
+    seen: Sequence[int | None], values: Callable[[Tensor], Tensor]
+) -> list[list[float | None]]:
+    """Return rows of values at the distances at which keys are seen; None: a key is not read.
+
+    `values` maps distances, int64 [M], to rows, [rows, M].
+    """
+    rows = values(torch.tensor([each or 0 for each in seen]))
+    return [
+        [None if each is None else value for value, each in zip(row, seen, strict=True)]
+        for row in rows.tolist()
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +71,7 @@ def tables_of(deployment: Deployment, native: NativeRope) -> DeploymentTables:
     scaled = native.tables[native.scaled_layer_type]
     return DeploymentTables(
         scaled.frequencies(Unscaled()),
-        {_heading(tier): scaled.frequencies(tier.profile.scaling) for tier in deployment.own_tiers},
+        {_heading(tier): tier_frequencies(tier, native) for tier in deployment.own_tiers},
         {
             layer_type: table.frequencies()
             for layer_type, table in sorted(native.tables.items())
@@ -67,6 +83,15 @@ def tables_of(deployment: Deployment, native: NativeRope) -> DeploymentTables:
             if tier.profile.positions is not None
         },
     )
+
+
+def tier_frequencies(tier: Tier, native: NativeRope) -> Frequencies:
+    """Return the table of a tier, with the position method's factor of cos and sin."""
+    table = native.tables[native.scaled_layer_type].frequencies(tier.profile.scaling)
+    positions = tier.profile.positions
+    if positions is None:
+        return table
+    return replace(table, attention_factor=table.attention_factor * positions.attention_factor)
 
 
 def _heading(tier: Tier) -> str:

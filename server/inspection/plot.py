@@ -3,9 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +13,7 @@ from rope import NativeRope
 from server.inspection.decay import DeploymentTables
 from server.inspection.layer_statistics import LayerStatistics
 from server.inspection.scores import DeploymentScores, HeadScores, expected_curves
-from server.plotting import COLOURS, tidy
+from server.study.plotting import COLOURS, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,21 +43,27 @@ class DrawnDeployment:
 def plot(drawn: Sequence[DrawnDeployment], title: str, path: Path) -> None:
     """Draw a row per deployment: the bound, and any scores without and with scaling.
 
+    If a deployment has a position method, a column has the distances at which keys are seen.
+
     Raises OSError if the file cannot be written.
     """
     # Optional, and slow to import.
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    num_columns = 3 if any(each.scores for each in drawn) else 1
+    has_methods = any(each.tables.methods for each in drawn)
+    num_columns = 1 + has_methods + (2 if any(each.scores for each in drawn) else 0)
     figure = Figure(figsize=(2.5 + 5.5 * num_columns, 1 + 4 * len(drawn)), layout="constrained")
     grid = figure.subplots(len(drawn), num_columns, squeeze=False)
     for row, each in zip(grid, drawn, strict=True):
         _draw_bounds(row[0], each)
+        if has_methods:
+            _draw_seen(row[1], each)
         if each.scores is not None:
             longest = list(each.scores.tiers)[-1]
-            row[2].sharey(row[1])
-            _draw_heads(row[1], each, "unscaled", each.scores.unscaled)
-            _draw_heads(row[2], each, longest, each.scores.tiers[longest])
+            before, after = row[-2:]
+            after.sharey(before)
+            _draw_heads(before, each, "unscaled", each.scores.unscaled)
+            _draw_heads(after, each, longest, each.scores.tiers[longest])
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=150)
 
@@ -67,19 +72,42 @@ def _draw_bounds(axes: "Axes", drawn: DrawnDeployment) -> None:
     distances = drawn.curve_distances()
     tables = drawn.tables.named()
     for number, name in enumerate(tables):
-        # A key that is not read leaves a gap.
-        bounds = [
-            math.nan if each is None else each for each in drawn.tables.bounds(name, distances)
-        ]
-        if name == "unscaled":  # on top, because an equal first tier would hide it
-            style = {"color": COLOURS[1], "linestyle": "--", "zorder": 3.0}
-        else:
-            style = {"color": COLOURS[0], "alpha": 0.25 + 0.75 * number / (len(tables) - 1)}
-        axes.plot(distances, bounds, linewidth=1, label=name, **style)  # type: ignore[arg-type]
+        bounds = _gaps(drawn.tables.bounds(name, distances))
+        style = _style(name, number / (len(tables) - 1))
+        axes.plot(distances, bounds, linewidth=1, label=name, **style)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("upper bound, relative")
     axes.legend(frameon=False, fontsize="small")
     _finish(axes, drawn, f"{drawn.deployment.name}: upper bound")
+
+
+def _draw_seen(axes: "Axes", drawn: DrawnDeployment) -> None:
+    """Draw the distance at which the last query of each tier sees a key."""
+    distances = drawn.curve_distances()
+    names = ["unscaled", *drawn.tables.methods]
+    for number, name in enumerate(names):
+        seen = _gaps(drawn.tables.seen(name, distances))
+        style = _style(name, number / max(1, len(names) - 1))
+        label = "no method" if name == "unscaled" else name
+        axes.plot(distances, seen, linewidth=1, label=label, **style)
+    axes.set_yscale("symlog", base=2)
+    axes.set_ylim(bottom=0)
+    axes.axhline(drawn.deployment.native_len, color="0.4", linestyle=":", linewidth=1)
+    axes.set_ylabel("distance at which a key is seen")
+    axes.legend(frameon=False, fontsize="small")
+    _finish(axes, drawn, f"{drawn.deployment.name}: last query of a tier")
+
+
+def _style(name: str, share: float) -> dict[str, Any]:
+    """Return the style of a table's curve; `share` is 0 for the first tier and 1 for the last."""
+    if name == "unscaled":  # on top, because an equal first tier would hide it
+        return {"color": COLOURS[1], "linestyle": "--", "zorder": 3.0}
+    return {"color": COLOURS[0], "alpha": 0.25 + 0.75 * share}
+
+
+def _gaps(values: Sequence[float | None]) -> list[float]:
+    """Return a curve with a gap at every key that is not read."""
+    return [math.nan if each is None else each for each in values]
 
 
 def _draw_heads(
@@ -89,12 +117,11 @@ def _draw_heads(
     assert drawn.scores is not None
     colour = COLOURS[1] if name == "unscaled" else COLOURS[0]
     distances = drawn.curve_distances()
-    table = drawn.tables.named()[name]
-    curves = expected_curves(drawn.layers, drawn.native, drawn.tables, table, distances)
+    curves = expected_curves(drawn.layers, drawn.native, drawn.tables, name, distances)
     for curve in curves:
-        axes.plot(distances[: len(curve)], curve, color="0.7", linewidth=0.5)
-    means = [_mean(column) for column in zip_longest(*curves)]
-    axes.plot(distances[: len(means)], means, color=colour, linewidth=1.5)
+        axes.plot(distances, _gaps(curve), color="0.7", linewidth=0.5)
+    means = [_mean(column) for column in zip(*curves, strict=True)]
+    axes.plot(distances, means, color=colour, linewidth=1.5)
     rows = [*scaled_rows, *drawn.scores.others]
     for column, distance in enumerate(drawn.distances[1:], start=1):
         expected, spread = (
@@ -108,9 +135,9 @@ def _draw_heads(
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Return the mean over heads with a window that reaches the distance; min one head."""
+    """Return the mean over the heads that read the key; NaN: none does."""
     seen = [value for value in values if value is not None]
-    return sum(seen) / len(seen)
+    return sum(seen) / len(seen) if seen else math.nan
 
 
 def _finish(axes: "Axes", drawn: DrawnDeployment, title: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model_runtime.deployment import Deployment
+from model_runtime.loading.low_bits.planned import planned_storage
 from model_runtime.loading.model_config import ModelConfig
 from rope import NativeRope, Tier
 from server.inspection.costs import Costs, cost_lines, costs_of, too_small
@@ -22,6 +23,7 @@ from server.inspection.decay import (
     distances_of,
     seen_lines,
     tables_of,
+    tier_frequencies,
 )
 from server.inspection.heads import (
     HeadsOptions,
@@ -34,10 +36,10 @@ from server.inspection.heads import (
 )
 from server.inspection.plot import DrawnDeployment, plot
 from server.inspection.scores import DeploymentScores, deployment_scores, score_lines, scores_json
-from server.plotting import PlotError, check_can_plot
 from server.settings.load import ServeSettings, SettingsError
 from server.startup.dry_run import outline_of
 from server.startup.serving_plan import plan_deployments
+from server.study.plotting import PlotError, check_can_plot
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ def inspect_model(settings: ServeSettings, options: InspectOptions) -> Report:
     outline = outline_of(settings)
     native = outline.native()
     deployments = plan_deployments(settings, native)
-    costs = costs_of(outline, deployments, settings.page_size, options.memory_gib)
+    low_bits = planned_storage(outline, settings.weights, is_divided=False)
+    costs = costs_of(outline, deployments, settings.page_size, options.memory_gib, low_bits)
     heads = None
     if options.heads is not None:
         layers = parse_layers(options.heads.layers, len(outline.layers()))
@@ -163,11 +166,6 @@ def _inspected(
 ) -> InspectedDeployment:
     tables, distances = tables_of(deployment, native), distances_of(deployment)
     scores = None
-    if heads is not None and tables.methods:
-        raise SettingsError(
-            f"--heads: scores under positions ({deployment.name}) are not computed yet, leave it "
-            "out"
-        )
     if heads is not None:
         scores = deployment_scores(heads.layers, native, tables, distances)
     return InspectedDeployment(
@@ -183,7 +181,7 @@ def _tier_table(tier: Tier, native: NativeRope) -> TierTable:
     """Compare the tier's table with the untouched one."""
     table = native.tables[native.scaled_layer_type]
     untouched_P = table.frequencies().inv_freq_P.double()
-    scaled = table.frequencies(tier.profile.scaling)
+    scaled = tier_frequencies(tier, native)
     pairs = []
     both_P = zip(untouched_P.tolist(), scaled.inv_freq_P.double().tolist(), strict=True)
     for untouched, own in islice(both_P, table.rotary.num_rotating):

@@ -3,15 +3,17 @@
 Shapes: H = query heads of a layer, M = distances.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from model_runtime.deployment import Deployment
-from rope import Frequencies, NativeRope, expected_score, score_spread
-from server.inspection.decay import DeploymentTables
+from rope import Frequencies, Moments, NativeRope, expected_score, score_spread
+from server.inspection.decay import DeploymentTables, read_values
 from server.inspection.layer_statistics import LayerStatistics
 
 _NOTHING_TURNS = Frequencies(torch.empty(0), 1.0)
@@ -19,7 +21,10 @@ _NOTHING_TURNS = Frequencies(torch.empty(0), 1.0)
 
 @dataclass(frozen=True, slots=True)
 class HeadScores:
-    """One query head's scores by distance; None if beyond the layer's sliding window."""
+    """One query head's scores by distance; None if the key is not read.
+
+    A layer's sliding window and a position method leave keys out.
+    """
 
     layer: int
     head: int
@@ -45,19 +50,20 @@ def deployment_scores(
 ) -> DeploymentScores:
     """Return the scores of each layer under its own tables."""
 
-    def under(scaled: Frequencies, *, is_scaled: bool = True) -> tuple[HeadScores, ...]:
+    def under(name: str, *, is_scaled: bool = True) -> tuple[HeadScores, ...]:
+        read = _Read(native, tables, name)
         return tuple(
             row
             for index, layer in layers.items()
-            if (layer.plan.layer_type == native.scaled_layer_type) == is_scaled
-            for row in _scores(index, layer, _table(layer, native, tables, scaled), distances)
+            if read.is_scaled(layer) == is_scaled
+            for row in _scores(index, layer, read, distances)
         )
 
     return DeploymentScores(
         distances,
-        under(tables.unscaled),
-        {name: under(table) for name, table in tables.tiers.items()},
-        under(tables.unscaled, is_scaled=False),
+        under("unscaled"),
+        {name: under(name) for name in tables.tiers},
+        under("unscaled", is_scaled=False),
     )
 
 
@@ -65,52 +71,72 @@ def expected_curves(
     layers: Mapping[int, LayerStatistics],
     native: NativeRope,
     tables: DeploymentTables,
-    scaled: Frequencies,
+    name: str,
     distances: Sequence[int],
-) -> list[list[float]]:
-    """Return every head's expected score; `scaled` is the table of the scaled layers.
+) -> list[list[float | None]]:
+    """Return every head's expected score; None: the key is not read.
 
-    A curve ends at the end of its layer's sliding window.
+    `name` is that of the scaled layers' table, as `DeploymentTables` has it.
     """
-    curves: list[list[float]] = []
-    for layer in layers.values():
-        given = (
-            layer.query,
-            layer.key_by_query_head,
-            _table(layer, native, tables, scaled),
-            torch.tensor(_seen(layer, distances)),
-            layer.scaling,
+    read = _Read(native, tables, name)
+    return [
+        row
+        for layer in layers.values()
+        for row in read_values(
+            read.seen(layer, distances),
+            partial(_moments_at, expected_score, layer, read.table(layer)),
         )
-        curves += expected_score(*given).tolist()
-    return curves
+    ]
 
 
-def _table(
-    layer: LayerStatistics, native: NativeRope, tables: DeploymentTables, scaled: Frequencies
-) -> Frequencies:
-    """Return the table that the layer rotates by."""
-    layer_type = layer.plan.layer_type
-    if layer_type is None:
-        return _NOTHING_TURNS
-    return scaled if layer_type == native.scaled_layer_type else tables.others[layer_type]
+class _Read(NamedTuple):
+    """How layers read keys if the scaled ones have the table with a name."""
+
+    native: NativeRope
+    tables: DeploymentTables
+    name: str
+
+    def is_scaled(self, layer: LayerStatistics) -> bool:
+        return layer.plan.layer_type == self.native.scaled_layer_type
+
+    def table(self, layer: LayerStatistics) -> Frequencies:
+        """Return the table that the layer rotates by."""
+        layer_type = layer.plan.layer_type
+        if layer_type is None:
+            return _NOTHING_TURNS
+        return self.tables.named()[self.name if self.is_scaled(layer) else layer_type]
+
+    def seen(self, layer: LayerStatistics, distances: Sequence[int]) -> list[int | None]:
+        """Return the distances at which the layer sees keys; its window ends at a true one."""
+        seen: Sequence[int | None] = distances
+        if self.is_scaled(layer):
+            seen = self.tables.seen(self.name, distances)
+        window = layer.sliding_window
+        pairs = zip(distances, seen, strict=True)
+        return [each if window is None or true < window else None for true, each in pairs]
 
 
-def _seen(layer: LayerStatistics, distances: Sequence[int]) -> list[int]:
-    """Return the distances within the layer's window, in ascending order."""
-    window = layer.sliding_window
-    return [each for each in distances if window is None or each < window]
+def _moments_at(
+    moments: Callable[[Moments, Moments, Frequencies, Tensor, float], Tensor],
+    layer: LayerStatistics,
+    table: Frequencies,
+    seen_M: Tensor,
+) -> Tensor:
+    """Return `expected_score` or `score_spread` of a layer's heads at some distances, [H, M]."""
+    return moments(layer.query, layer.key_by_query_head, table, seen_M, layer.scaling)
 
 
 def _scores(
-    index: int, layer: LayerStatistics, table: Frequencies, distances: Sequence[int]
+    index: int, layer: LayerStatistics, read: _Read, distances: Sequence[int]
 ) -> Iterator[HeadScores]:
     """Return the scores of every query head with the key head that it reads."""
-    seen = _seen(layer, distances)
-    beyond = (None,) * (len(distances) - len(seen))
-    given = (layer.query, layer.key_by_query_head, table, torch.tensor(seen), layer.scaling)
-    rows = zip(expected_score(*given).tolist(), score_spread(*given).tolist(), strict=True)
-    for head, (expected, spread) in enumerate(rows):
-        yield HeadScores(index, head, (*expected, *beyond), (*spread, *beyond))
+    seen, table = read.seen(layer, distances), read.table(layer)
+    expected, spread = (
+        read_values(seen, partial(_moments_at, moments, layer, table))
+        for moments in (expected_score, score_spread)
+    )
+    for head, rows in enumerate(zip(expected, spread, strict=True)):
+        yield HeadScores(index, head, *map(tuple, rows))
 
 
 def score_lines(deployment: Deployment, scores: DeploymentScores) -> list[str]:

@@ -12,9 +12,9 @@ from model_runtime.text.tokenizer import Tokenizer
 from server.api.strict_body import Body
 from server.corpus.held_out import Document, library_documents
 from server.corpus.needles import FORMS, random_needles
-from server.eval_run import EvalError
 from server.evaluation.haystack import Haystack
 from server.evaluation.texts import LengthSource, Texts
+from server.study.eval_run import EvalError
 
 SHORTEST = 64  # tokens: a needle, its question and some text
 _CHARACTERS_A_TOKEN = 12  # above the real number, so that the text is long enough

@@ -1,4 +1,4 @@
 """`ropewalk eval --policies`: the same sequences under each policy, across tiers.
 
-May import: startup, settings, corpus. tests/test_layout.py checks it.
+May import: study, startup, settings, corpus. tests/test_layout.py checks it.
 """

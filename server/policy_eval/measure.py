@@ -36,9 +36,9 @@ from model_runtime.request import FinishReason, Output, Request, SamplingParams
 from model_runtime.runner.model_runner import ModelRunner
 from model_runtime.text.grammar import Constraint
 from rope import NativeRope, RopeConfigError
-from server.eval_run import EvalError
 from server.policy_eval.stale_keys import StaleKeyRunner
 from server.policy_eval.windows import CrossingWindow, Shape
+from server.study.eval_run import EvalError
 
 CrossingPolicy = Literal["pinned", "grow", "grow-exact", "stale"]
 CROSSING_POLICIES: tuple[CrossingPolicy, ...] = get_args(CrossingPolicy)

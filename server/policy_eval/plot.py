@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server.intervals import Estimate
-from server.plotting import milliseconds_text, use_log_scale
 from server.policy_eval.measure import CROSSING_POLICIES
 from server.policy_eval.report import CrossingReport, CrossingRow, rows_of
+from server.study.intervals import Estimate
+from server.study.plotting import milliseconds_text, use_log_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from server.intervals import Estimate, bootstrap, exponential, proportion
 from server.policy_eval.measure import CROSSING_POLICIES, CrossingPolicy, Outcome
 from server.policy_eval.options import CrossingOptions
+from server.study.intervals import Estimate, bootstrap, exponential, proportion
 
 # Each policy against `pinned`, and the two policies that compute nothing at a tier change.
 COMPARED: tuple[tuple[CrossingPolicy, CrossingPolicy], ...] = (

@@ -13,8 +13,6 @@ from pydantic import TypeAdapter
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.text.tokenizer import Tokenizer
 from server.corpus.held_out import Document
-from server.eval_run import EvalError, RunRecord, csv_text, key_of, write_texts, writing
-from server.plotting import can_plot
 from server.policy_eval.measure import (
     CrossingPolicy,
     Outcome,
@@ -36,10 +34,12 @@ from server.policy_eval.report import (
     table,
 )
 from server.policy_eval.windows import CrossingSource, CrossingWindow, Shape, draw_sources, lay_out
-from server.progress import Progress
 from server.settings.load import ServeSettings
 from server.startup.load_model import load_model
 from server.startup.serving_plan import model_name
+from server.study.eval_run import EvalError, RunRecord, csv_text, key_of, write_texts, writing
+from server.study.plotting import can_plot
+from server.study.progress import Progress
 
 RECORD_FILE = "crossings.jsonl"
 

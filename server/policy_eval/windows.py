@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from model_runtime.text.tokenizer import Tokenizer
 from server.corpus.held_out import Document
 from server.corpus.needles import FORMS, Needle, random_needles
-from server.eval_run import EvalError
+from server.study.eval_run import EvalError
 
 NUM_NEEDLES = 2  # one is the question; the other prevents an answer with just any number
 _DEPTHS = (0.25, 0.75)  # of the prompt; the question alternates between them

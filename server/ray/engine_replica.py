@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 from prometheus_client.metrics_core import Metric
 
+from model_runtime.engine.client import problem_of
 from model_runtime.engine.engine import Engine
 from model_runtime.errors import EngineStoppedError, QueueFullError
 from model_runtime.request import FinishReason, Output, Request
@@ -166,11 +167,9 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Raise EngineStoppedError if the engine has ended, or has made no step for too long."""
-        if not self._engine.is_running:
-            raise EngineStoppedError("The engine is not running.")
-        seconds = self._engine.seconds_since_step
-        if seconds > self._settings.stall_seconds:
-            raise EngineStoppedError(f"The engine has made no step for {seconds:.0f} s.")
+        problem = problem_of(self._engine, self._settings.stall_seconds)
+        if problem is not None:
+            raise EngineStoppedError(problem)
 
     async def __del__(self) -> None:
         """End the engine. Ray calls it after the last request has ended."""

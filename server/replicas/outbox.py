@@ -52,26 +52,15 @@ class Outbox:
         self._has_news.set()  # so that an older reader ends
         self.is_full = False
         while not self.is_full:
-            await self._wait(limit_s)
+            if not self._ready:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(limit_s):
+                        await self._has_news.wait()
             if self._reader is not reader:
                 return
-            yield self._taken()
-
-    async def take(self, limit_s: float) -> list[Entry]:
-        """Return what is ready; an empty list after `limit_s` seconds without anything."""
-        await self._wait(limit_s)
-        return self._taken()
-
-    async def _wait(self, limit_s: float) -> None:
-        if not self._ready:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(limit_s):
-                    await self._has_news.wait()
-
-    def _taken(self) -> list[Entry]:
-        self._has_news.clear()
-        taken, self._ready = self._ready, []
-        return taken
+            self._has_news.clear()
+            taken, self._ready = self._ready, []
+            yield taken
 
     def _receive(self, entries: list[Entry], ended: list[Callable[[], None]]) -> None:
         # A reader that stands still cannot look, so the bound is kept here. The outputs that it

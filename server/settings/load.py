@@ -139,6 +139,11 @@ def _contradictions(settings: ServeSettings) -> Iterator[str]:
             f"max_num_batched_tokens must be >= max_num_seqs ({settings.max_num_seqs}), got "
             f"{settings.max_num_batched_tokens}"
         )
+    if settings.max_num_batched_tokens <= (settings.max_draft_tokens or 0):
+        yield (
+            f"max_num_batched_tokens must be > max_draft_tokens ({settings.max_draft_tokens}), got "
+            f"{settings.max_num_batched_tokens}"
+        )
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         yield "ssl_keyfile needs ssl_certfile"
     yield from _model_contradictions(settings)

@@ -59,6 +59,12 @@ class ModelSettings(Section):
         "float32 on a CPU and the checkpoint's own type elsewhere.",
         unit="name",
     )
+    weights: Literal["stored", "int8", "dequantised"] = setting(
+        "stored",
+        "How a CPU holds weights: stored keeps the bits of a GGUF file, int8 quantises any "
+        "checkpoint at load, dequantised makes numbers of --dtype.",
+        unit="name",
+    )
     device: Device = setting(
         "auto", "Device to compute on: auto, cpu, cuda or cuda:N.", unit="name"
     )
@@ -199,6 +205,16 @@ class CacheSettings(Section):
         text="Do not capture CUDA graphs of decode steps. The server starts sooner and decodes "
         "more slowly. No effect on a CPU.",
         unit="switch",
+    )
+    max_draft_tokens: int | None = setting(
+        None,
+        "Most tokens of a draft that a decode step computes beside a sequence's next token. 0: no "
+        "speculation. Default: 15 on a CPU if no bit of an answer depends on drafts, else 0. On a "
+        "GPU a number turns drafts on: each token is still the one that the model chooses in its "
+        "step, but its bits may depend on the draft.",
+        unit="tokens",
+        ge=0,
+        le=15,
     )
     max_num_batched_tokens: int = setting(
         2048,

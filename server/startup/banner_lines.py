@@ -1,6 +1,8 @@
 """The lines of the banner and of the dry run: the plan, access, limits and chats."""
 
+from model_runtime.config import DEFAULT_DRAFT_TOKENS
 from model_runtime.deployment import Deployment
+from model_runtime.loading.low_bits.sizes import Storage
 from model_runtime.quantised.scheme import Scheme
 from model_runtime.size_text import size_text
 from server.page.page_files import has_playground
@@ -80,12 +82,54 @@ def stored_text(stored: Scheme, dtype: object, num_bytes: int | None) -> str:
     return f"stored in {stored}, {served}{note}"
 
 
+def low_bits_text(storage: Storage, distance: object | None) -> str:
+    """Describe weights in few bits: formats, all memory of weights, and what it changes.
+
+    `distance` says how far int8 weights are from the stored ones; None: nothing was quantised.
+    """
+    floats, scratch = size_text(storage.float_bytes), size_text(storage.scratch_bytes)
+    text = (
+        f"{storage.formats}, {size_text(storage.num_bytes)} with scales, {floats} of floats and "
+        f"{scratch} of scratch"
+    )
+    return f"{text}; {'the values of the file' if distance is None else distance}"
+
+
 def rank_line(size: int, bits: str, weight_bytes: int, cache_bytes: int) -> str:
     """Return the banner's line about ranks; `bits` says how answers compare with those of one."""
     return (
         f"  tensor parallel  {size} ranks, {bits}; a rank holds {size_text(weight_bytes)} of "
         f"weights and {size_text(cache_bytes)} of cache"
     )
+
+
+def draft_line(asked: int | None, *, is_on_gpu: bool, is_exact: bool | None) -> str:
+    """Return the banner's line about drafts.
+
+    `asked`: max_draft_tokens. `is_exact`: whether no bit depends on a draft; None: a load tells.
+    """
+    most = DEFAULT_DRAFT_TOKENS if asked is None else asked
+    is_default_off = asked is None and is_exact is False
+    if not most:
+        text = "off (max_draft_tokens 0)"
+    elif is_default_off:
+        text = f"off, because {_why_inexact(is_on_gpu=is_on_gpu)}; max_draft_tokens turns them on"
+    elif is_exact is None:
+        condition = " if the self-check finds the same bits in any batch" if asked is None else ""
+        text = f"up to {most} tokens{condition}"
+    elif is_exact:
+        text = f"up to {most} tokens; no bit of an answer depends on them"
+    else:
+        text = (
+            f"up to {most} tokens; each token is the one that the model chooses in its step, but "
+            f"{_why_inexact(is_on_gpu=is_on_gpu)}"
+        )
+    return f"  drafts           {text}"
+
+
+def _why_inexact(*, is_on_gpu: bool) -> str:
+    where = "on a GPU" if is_on_gpu else "with this model"
+    return f"{where} bits may depend on the draft"
 
 
 def limit_lines(settings: ServeSettings) -> list[str]:

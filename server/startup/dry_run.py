@@ -6,6 +6,8 @@ from pathlib import Path
 from model_runtime.cache.token_bytes import bytes_per_token
 from model_runtime.engine.cache_size import affordable_bytes, total_memory
 from model_runtime.loading.known_products import expected_computing
+from model_runtime.loading.low_bits.planned import planned_storage
+from model_runtime.loading.low_bits.sizes import Storage
 from model_runtime.loading.model_config import ModelConfig, read_model_config, read_outline
 from model_runtime.loading.plain_config import PlainConfig, plain_template
 from model_runtime.size_text import size_text
@@ -16,6 +18,7 @@ from server.startup.banner_lines import (
     chat_line,
     computing_line,
     describe,
+    draft_line,
     limit_lines,
     rank_line,
     stored_text,
@@ -38,6 +41,7 @@ class Outlook:
     plan: ServingPlan
     num_weight_bytes: int | None  # None: a hub id without weights in the cache
     rank_weight_bytes: int | None  # of one process of several; None: there is one
+    low_bits: Storage | None  # of weights in few bits; None: all are floats
     template: str  # of chats
 
 
@@ -65,6 +69,11 @@ def outlook_of(settings: ServeSettings) -> Outlook:
     rank_bytes = _rank_weight_bytes(settings, outline)
     template = chat_template_of(settings, _templated(settings, outline))
     num_weight_bytes = outline.num_weight_bytes()
+    low_bits = planned_storage(
+        outline, settings.weights, is_divided=settings.tensor_parallel_size > 1
+    )
+    if low_bits is not None:
+        num_weight_bytes = low_bits.num_bytes
     num_ranks = settings.tensor_parallel_size
     to_come = rank_bytes or num_weight_bytes or 0
     affordable = affordable_bytes(outline.device, settings.gpu_memory_utilization, to_come)
@@ -83,7 +92,7 @@ def outlook_of(settings: ServeSettings) -> Outlook:
                 f"weights and KV cache need {size_text(needed)}, this machine has "
                 f"{size_text(total_memory())}"
             )
-    return Outlook(outline, plan, num_weight_bytes, rank_bytes, template.text)
+    return Outlook(outline, plan, num_weight_bytes, rank_bytes, low_bits, template.text)
 
 
 def _rank_weight_bytes(settings: ServeSettings, outline: ModelConfig) -> int | None:
@@ -147,7 +156,8 @@ def _stored_lines(outlook: Outlook) -> list[str]:
     outline = outlook.outline
     if outline.stored is None:
         return []
-    text = stored_text(outline.stored, outline.dtype, outlook.num_weight_bytes)
+    num_bytes = None if outlook.low_bits is not None else outlook.num_weight_bytes
+    text = stored_text(outline.stored, outline.dtype, num_bytes)
     return [f"  weights          {text}"]
 
 
@@ -179,8 +189,13 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
     if outlook.num_weight_bytes is not None:
         weights = f"{size_text(outlook.num_weight_bytes)} weights"
     storage = outline.gguf_storage()
+    products, attention = expected_computing(outline.device, outline.dtype)
+    if outlook.low_bits is not None:
+        products = outlook.low_bits.products
+        weights += f" in {outlook.low_bits.formats}"
     if storage is not None:
-        weights += f" (dequantised from {size_text(storage[0])} of GGUF, {storage[1]})"
+        how = "dequantised from" if outlook.low_bits is None else "from"
+        weights += f" ({how} {size_text(storage[0])} of GGUF, {storage[1]})"
     memory = f"{weights}, {size_text(plan.cache_bytes)} cache"
     if outline.device.type == "cpu":
         memory += f", of {size_text(total_memory())}"
@@ -194,7 +209,12 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         *describe(plan),
         *limit_lines(settings),
         *_chat_line(settings, outlook.template),
-        computing_line(*expected_computing(outline.device, outline.dtype), "the self-check tells"),
+        computing_line(products, attention, "the self-check tells"),
+        draft_line(
+            settings.max_draft_tokens,
+            is_on_gpu=outline.device.type == "cuda",
+            is_exact=False if outline.device.type == "cuda" else None,
+        ),
         f"  memory           {memory}",
         f"  would listen on  {settings.host}, port {settings.port}",
         "  not checked      whether the address is free, and whether the architecture can be taken "

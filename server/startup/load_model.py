@@ -13,6 +13,7 @@ from model_runtime.hub.local_model import (
     local_model,
     no_bytes,
 )
+from model_runtime.loading.low_bits.sizes import refuse_int8
 from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.loading.phases import OnPhase, no_phases
 from rope import NativeRope
@@ -71,6 +72,8 @@ def load_model(
     `on_native` gets the config's rotary tables before any weight is read. `ranks`: the processes
     that hold the model together, if it is more than this one. Raises ModelError.
     """
+    if ranks is not None and settings.weights == "int8":
+        refuse_int8("cpu", is_divided=True)
     source = find_model(settings, weights=True, on_phase=on_phase, on_bytes=on_bytes).folder
     import torch  # noqa: PLC0415  # `inspect` loads no model without --heads
 
@@ -87,6 +90,7 @@ def load_model(
         dtype=dtype,
         device=device,
         trust_remote_code=trusts,
+        weights=settings.weights,
         on_phase=on_phase,
         on_native=on_native,
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from model_runtime.attention.backends import described
-from model_runtime.engine.build_engine import build_engine
+from model_runtime.engine.build_engine import build_engine, has_exact_drafts
 from model_runtime.engine.client import EngineClient
 from model_runtime.engine.engine import Engine
 from model_runtime.hub.local_model import OnBytes, no_bytes
@@ -34,7 +34,9 @@ from server.startup.banner_lines import (
     chat_line,
     computing_line,
     describe,
+    draft_line,
     limit_lines,
+    low_bits_text,
     rank_line,
     stored_text,
 )
@@ -253,6 +255,9 @@ def _banner(
     if checkpoint.stored is not None:
         text = stored_text(checkpoint.stored, checkpoint.dtype, checkpoint.weight_bytes)
         weights = [f"  weights          {text}"]
+    if checkpoint.low_bits is not None:
+        text = low_bits_text(checkpoint.low_bits, checkpoint.distance)
+        weights += [f"  weights          {text}"]
     return "\n".join(
         [
             f"  model            {type(checkpoint.model).__name__}, {where}",
@@ -263,6 +268,11 @@ def _banner(
             *limit_lines(settings),
             *_chat_line(formats, settings),
             computing_line(checkpoint.products, described(checkpoint.device), bits),
+            draft_line(
+                settings.max_draft_tokens,
+                is_on_gpu=checkpoint.device.type == "cuda",
+                is_exact=has_exact_drafts(checkpoint),
+            ),
             f"  self-check       passed; answers are the same in any batch {exact}",
         ]
     )

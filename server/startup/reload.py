@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-import torch
 
-from model_runtime.attention.backends import check_positions
 from model_runtime.deployment import Deployment
-from model_runtime.errors import ModelError
 from server.access.keys import KeyTable, changes_between
 from server.api.service import Service
 from server.settings.load import ServeSettings, SettingsError, load_settings
@@ -149,12 +146,6 @@ class Reloader:
             config.num_rope_tables,
             is_on_gpu=service.is_on_gpu,
         )
-        try:
-            check_positions(
-                profiles_of(deployments), torch.device("cuda" if service.is_on_gpu else "cpu")
-            )
-        except ModelError as error:
-            raise SettingsError(f"deployments: {error}") from error
         check_released_pages(deployments, self._ever_served)
         return _Read(deployments, keys, tuple(ignored))
 

@@ -118,7 +118,7 @@ def within_cache(
     fitting = _fitting(settings, deployments, capacity)
     problems = [
         f"{_prefix(settings, entry)}max_model_len must be <= what the KV cache holds "
-        f"({capacity} tokens), got {entry.max_model_len}"
+        f"({capacity} tokens), got {entry.max_model_len}{_needed(settings, deployment)}"
         for entry, deployment in zip(_entries(settings), fitting, strict=True)
         if entry.max_model_len is not None and entry.max_model_len > deployment.max_len
     ]
@@ -130,8 +130,25 @@ def within_cache(
 def _fitting(
     settings: ServeSettings, deployments: Iterable[Deployment], capacity: int
 ) -> tuple[Deployment, ...]:
-    num_step_tokens = settings.max_num_batched_tokens + 4 * settings.page_size
-    return tuple(each.within_cache(capacity, num_step_tokens) for each in deployments)
+    step = _step_tokens(settings)
+    return tuple(each.within_cache(capacity, step) for each in deployments)
+
+
+def _step_tokens(settings: ServeSettings) -> int:
+    """Return the most positions that a step adds to the pages of a request that releases some."""
+    return settings.max_num_batched_tokens + 4 * settings.page_size
+
+
+def _needed(settings: ServeSettings, deployment: Deployment) -> str:
+    """Return a clause with the cache that any length needs; empty if requests keep all pages."""
+    kept, method = deployment.num_kept, deployment.own_tiers[-1].profile.positions
+    if kept is None or method is None:
+        return ""
+    return (
+        f"; {method.method} needs {kept + _step_tokens(settings)} tokens for any length: {kept} "
+        f"that it keeps, {settings.max_num_batched_tokens} of a step (max_num_batched_tokens) and "
+        "four pages"
+    )
 
 
 def profiles_of(deployments: Iterable[Deployment]) -> tuple[Profile, ...]:
@@ -240,6 +257,7 @@ def _config(
         max_num_seqs=settings.max_num_seqs,
         num_rope_tables=num_profiles(deployments),
         enforce_eager=settings.enforce_eager,
+        max_draft_tokens=settings.max_draft_tokens,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         step_target_s=settings.step_target_seconds or None,
         max_num_logit_rows=settings.max_num_logit_rows,

@@ -74,12 +74,23 @@ def test_a_run_measures_every_part_and_reports_it(tmp_path: Path) -> None:
     assert by_part["arrivals"][0]["requests"] == TINY.arrivals[0]
     settings = {row["setting"] for row in by_part["sampling"]}
     assert settings >= {"greedy", "temperature 1, top_p 0.9", "a grammar"}
+    drafts = {row["sequences"]: row for row in by_part["drafts"]}
+    assert set(drafts) == set(TINY.drafted)
+    for row in drafts.values():
+        assert row["plain_tokens_s"] > 0 < row["drafted_tokens_s"]
+        assert row["accepted"] > 0.5
+        assert row["equal"] == 1.0  # on a CPU
     assert {row["context"] for row in by_part["windows"]} == {size[0] for size in TINY.steps}
     for row in by_part["profile"]:
         assert "Self CPU" in (tmp_path / row["file"]).read_text()
     left_out = {row["what"] for row in by_part["left_out"]}
     assert left_out == {"generate, compiled", "memory"}
-    for needed in ("commit `abc123`", "### A tier change", "### Settings of sampling"):
+    for needed in (
+        "commit `abc123`",
+        "### A tier change",
+        "### Settings of sampling",
+        "### Drafts",
+    ):
         assert needed in text
     assert (tmp_path / "gpu_first_token.png").stat().st_size > 1000
 
@@ -131,7 +142,7 @@ def test_the_server_is_measured_by_its_clients_and_by_its_metrics(tmp_path: Path
     assert "from /metrics" in text
 
 
-def test_what_there_is_no_time_for_is_told(tmp_path: Path) -> None:
+def test_measurements_without_time_are_named(tmp_path: Path) -> None:
     """A run without time begins no part, and reports each part as left out."""
     rows, text = run(tmp_path, "--seconds", "1e-9")
     assert {row["what"] for row in rows if row["part"] == "left_out"} == set(PARTS)
@@ -205,7 +216,8 @@ def test_only_pure_steps_count_as_decoding() -> None:
         Step(3.0, 2, 0, 0),
         Step(7.0, 1, 0, 0),
     )
-    served = Served(25.0, 9.0, steps)
+    served = Served(25.0, 9.0, steps, ((1, 2, 3), (4, 5, 6, 7, 8, 9)))
+    assert served.decode_tokens_s == 7 / 16
     assert served.decode_s(2) == [1.0, 3.0]
     assert served.decode_median_s(2) == 2.0
     assert served.crossing_s() == 5.0

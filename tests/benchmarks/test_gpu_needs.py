@@ -24,7 +24,9 @@ def test_a_bare_python_is_told_all_that_it_lacks() -> None:
     assert "fastapi" not in ended.stderr
 
 
-def test_what_is_too_old_is_named_with_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_too_old_is_named_with_its_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Builds of one release count as that release."""
     installed = {"torch": "2.9.1+cu130", "triton": "3.6.0", "numba": "0.100.0", "click": "8.1.0rc1"}
     monkeypatch.setattr(gpu_needs, "version", installed.__getitem__)
@@ -32,7 +34,7 @@ def test_what_is_too_old_is_named_with_what_is_there(monkeypatch: pytest.MonkeyP
     assert gpu_needs.shortcomings(needed) == ["torch 2.11 or newer (it has 2.9.1+cu130)"]
 
 
-def test_what_only_a_server_needs_stops_nothing(
+def test_a_package_that_only_a_server_needs_stops_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Packages that only a server needs are named, but stop nothing."""

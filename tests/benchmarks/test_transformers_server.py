@@ -80,7 +80,7 @@ def test_it_streams_what_generate_says(url: str) -> None:
 
 
 @pytest.mark.parametrize("field", [{"temperature": 0.5}, {"ignore_eos": False}, {"n": 2}])
-def test_what_it_cannot_do_is_refused(url: str, field: dict[str, Any]) -> None:
+def test_fields_that_it_cannot_serve_are_refused(url: str, field: dict[str, Any]) -> None:
     """A server that ignored a field would be compared all the same."""
     answer = httpx.post(f"{url}/v1/completions", json=body(**field))
     assert answer.status_code == 422

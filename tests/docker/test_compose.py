@@ -84,7 +84,7 @@ def test_the_gpu_file_changes_the_server_only() -> None:
     assert device["capabilities"] == ["gpu"]
 
 
-def test_who_waits_for_whom_has_a_healthcheck() -> None:
+def test_a_service_that_others_wait_for_has_a_healthcheck() -> None:
     """The server's check is in its image."""
     waits = {
         name: condition

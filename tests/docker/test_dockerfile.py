@@ -134,7 +134,7 @@ def test_variables_are_settings_and_the_port_is_exposed() -> None:
     assert given["ROPEWALK_HOST"] == "0.0.0.0"  # noqa: S104  # inside a container
 
 
-def test_what_is_copied_exists_and_reaches_the_builder() -> None:
+def test_copied_files_exist_and_reach_the_builder() -> None:
     """Files that no step copies stay out of the build context."""
     ignored = Ignored((ROOT / ".dockerignore").read_text())
     sources = [

@@ -54,7 +54,7 @@ def test_the_request_covers_its_answer_but_for_the_last_token() -> None:
     assert deployment.place(RopeRequest(), 1024, 1).tier.factor == 4
 
 
-def test_what_does_not_fit_is_refused_with_the_factor_that_would() -> None:
+def test_a_request_that_does_not_fit_is_refused_with_the_factor_that_would() -> None:
     """The error states the needed factor in its message and in its details."""
     with pytest.raises(ContextLengthError, match="A rope factor of 5 ") as caught:
         plain().place(RopeRequest(), 1024, 2)
@@ -122,7 +122,7 @@ def test_other_methods_have_the_same_ceilings() -> None:
         (RopeRequest(policy="shrink"), "rope.policy", "grow, grow-exact. Given: shrink"),
     ],
 )
-def test_what_may_not_be_asked_is_refused_by_field(
+def test_a_rope_object_that_is_not_allowed_is_refused_by_field(
     asked: RopeRequest, param: str, message: str
 ) -> None:
     """The error of a refused field states the limit and the value."""
@@ -271,7 +271,7 @@ def test_stated_length_moves_the_tiers() -> None:
     assert [tier.ceiling for tier in deployment.own_tiers] == [128, 256, 512]
 
 
-def test_what_a_short_answer_reports_can_be_asked_for() -> None:
+def test_the_rope_of_a_short_answer_can_be_requested() -> None:
     """Short answers report `default`, so a request may name it, but within L only."""
     for policy in ("pinned", "grow", "grow-exact", "fixed"):
         deployment = plain(allowed_rope_types=["yarn"], policy=policy)

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model_runtime.work_list import Cut, WorkList, piece_tiles, refill, whole_bounds
+from model_runtime.work_list import (
+    Cut,
+    WorkList,
+    _placed,
+    contexts_of,
+    piece_tiles,
+    refill,
+    whole_contexts,
+)
+from rope import DualChunk, KeyMap, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
 
 TILE = 64
 KEY_HEADS = 8
@@ -22,7 +31,7 @@ contexts = st.lists(st.integers(1, 200_000), min_size=1, max_size=70)
 
 def work_of(contexts: list[int], cut: Cut = CUT) -> WorkList:
     """The list of whole contexts with one query at their end."""
-    return WorkList.of(*whole_bounds(np.array(contexts) - 1, cut.window), cut, CPU)
+    return WorkList.of(whole_contexts(np.array(contexts) - 1, cut.window), cut, CPU)
 
 
 def tiles_of(entries_E4: Tensor) -> NDArray[np.int64]:
@@ -37,41 +46,34 @@ def largest_load(work: WorkList) -> float:
     A place takes the next program when its own ends. Programs of all key heads of an entry are
     neighbours.
     """
-    tiles_E = tiles_of(work.entries_RE4[0])
+    tiles_E = tiles_of(work.entries_EF)
     loads = [0] * PROGRAMS
     for tiles in np.repeat(tiles_E, KEY_HEADS).tolist():
         heapq.heappush(loads, heapq.heappop(loads) + tiles)
     return max(loads) / (tiles_E.sum() * KEY_HEADS / PROGRAMS)
 
 
-def check_cover(work: WorkList, begin_RS: NDArray[np.int64], end_RS: NDArray[np.int64]) -> None:
-    """Check that each range is cut into the pieces of its sequence, at tiles, in slots of its own.
+def check_order_and_slots(work: WorkList) -> dict[int, list[list[int]]]:
+    """Check the order of the entries and their slots; return those with keys by sequence.
 
     An entry with keys is never behind one without, and never longer than the one before.
     """
+    lens_E = (work.entries_EF[:, 2] - work.entries_EF[:, 1]).tolist()
+    assert lens_E == sorted(lens_E, reverse=True)
+    assert lens_E[-1] >= 0
+    found: dict[int, list[list[int]]] = {}
     slots = []
-    for entries_E4, begin_S, end_S in zip(work.entries_RE4, begin_RS, end_RS, strict=True):
-        lens_E = (entries_E4[:, 2] - entries_E4[:, 1]).tolist()
-        assert lens_E == sorted(lens_E, reverse=True)
-        assert lens_E[-1] >= 0
-        found: dict[int, list[tuple[int, int]]] = {}
-        for sequence, begin, end, slot in entries_E4.tolist():
-            if begin < end:
-                found.setdefault(sequence, []).append((begin, end))
-                first, count = work.pieces_S2[sequence].tolist()
-                assert first <= slot < first + count
-                slots.append(slot)
-        for sequence in range(begin_RS.shape[1]):
-            at = int(begin_S[sequence])
-            for begin, end in sorted(found.pop(sequence, [])):
-                assert begin == at
-                assert begin == begin_S[sequence] or begin % TILE == 0
-                at = end
-            assert at == max(int(end_S[sequence]), int(begin_S[sequence]))
-        assert not found
+    for entry in work.entries_EF.tolist():
+        sequence, begin, end, slot = entry[:4]
+        if begin < end:
+            found.setdefault(sequence, []).append(entry)
+            first, count = work.pieces_S2[sequence].tolist()
+            assert first <= slot < first + count
+            slots.append(slot)
     assert sorted(slots) == list(range(len(slots)))
     assert int(work.pieces_S2[:, 1].sum()) == len(slots)
     assert int(work.pieces_S2[:, 1].max()) <= work.most_pieces
+    return found
 
 
 @settings(deadline=None)
@@ -81,24 +83,71 @@ def test_every_key_is_in_one_piece_of_bounded_length(
 ) -> None:
     """A piece is at most the mean work of a place, or eight tiles."""
     work = work_of(contexts, CUT._replace(window=window))
-    bounds = whole_bounds(np.array(contexts) - 1, window)
-    check_cover(work, *bounds)
-    tiles_E = tiles_of(work.entries_RE4[0])
+    found = check_order_and_slots(work)
+    for sequence, context in enumerate(contexts):
+        first = at = max(0, context - window) if window else 0
+        for _, begin, end, _ in sorted(found[sequence]):
+            assert begin == at
+            assert begin == first or begin % TILE == 0
+            at = end
+        assert at == context
+    tiles_E = tiles_of(work.entries_EF)
     assert tiles_E.max() <= max(8, -(-int(tiles_E.sum()) // CUT.num_places))
 
 
+METHODS = (
+    *(ReRope(100), SelfExtend(96, 3), SelfExtend(96, 48), SelfExtend(4096, 512)),
+    *(DualChunk(1000, 40), DualChunk(160, 32), Shifted(700, 50), Sinks(4, 3000)),
+)
+
+
 @settings(deadline=None)
-@given(st.data())
-def test_ranges_of_a_sequence_have_neighbouring_slots(data: st.DataObject) -> None:
-    """Some ranges hold no key, as a sequence's range in a step of several ranges may."""
-    shape = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 20))
-    numbers = st.integers(0, 30_000)
-    begin_RS, length_RS = (
-        np.array([[data.draw(numbers) for _ in range(shape[1])] for _ in range(shape[0])])
-        for _ in range(2)
-    )
-    end_RS = begin_RS + np.where(length_RS % 3 == 0, 0, length_RS)
-    check_cover(WorkList.of(begin_RS, end_RS, CUT, CPU), begin_RS, end_RS)
+@given(
+    st.lists(st.integers(0, 50_000), min_size=1, max_size=12),
+    st.sampled_from(METHODS),
+    st.sampled_from((None, 1, 500, 4096)),
+)
+def test_pieces_carry_the_ranges_of_a_method(
+    positions: list[int], method: PositionMethod, window: int | None
+) -> None:
+    """Every second sequence has no method. Each key is in one piece, at the position of its map."""
+    cut = CUT._replace(window=window, has_methods=True)
+    tables = np.arange(len(positions)) % 2
+    contexts = contexts_of(np.array(positions), tables, cut, {0: method})
+    found = check_order_and_slots(WorkList.of(contexts, cut, CPU, {0: method}))
+    for sequence, position in enumerate(positions):
+        ranges = [(0, position + 1, position, KeyMap())]
+        if sequence % 2 == 0:
+            bounds = [map(int, each) for each in method.ranges(torch.tensor([position]))]
+            ranges = [(*each, own) for each, own in zip(bounds, method.key_maps, strict=True)]
+        pieces = iter(sorted(found.pop(sequence)))
+        for first, stop, query, key_map in ranges:
+            at = start = max(first, position + 1 - window if window else 0)
+            while at < stop:
+                _, begin, end, _, placed, period, modulus, divisor = next(pieces)
+                assert (begin, placed) == (at, query)
+                assert begin == start or begin % period % TILE == 0
+                for index in (begin, end - 1):
+                    expected = int(key_map.positions(torch.tensor(index)))
+                    assert (index - index // period * modulus) // divisor == expected
+                at = end
+            assert at == max(start, stop)
+        assert not [*pieces]
+    assert not found
+
+
+@pytest.mark.parametrize("page", [64, 128, 192, 320])
+def test_no_tile_crosses_the_end_of_a_page_of_whole_tiles(page: int) -> None:
+    """A tile then loads one page number. The divisors are those that fit the page."""
+    divisors = [each for each in range(2, 4 * page + 1) if page % each == 0 or each % page == 0]
+    for key_map in (*(KeyMap(divisor=each) for each in divisors), KeyMap(), KeyMap(divisor=0)):
+        period, _, divisor = _placed(key_map, TILE)
+        for start in range(0, 12 * page, min(period, TILE)):
+            first = start // period * period + start % period // TILE * TILE
+            last = min(first + TILE, (first // period + 1) * period) - 1
+            assert first // page == last // page
+            assert divisor < TILE or first // divisor == last // divisor
+            assert divisor >= TILE or first % divisor == 0
 
 
 @settings(deadline=None)
@@ -123,7 +172,7 @@ def test_equal_contexts_are_balanced(count: int, context: int) -> None:
     if count * context >= 8 * TILE * CUT.num_places:
         assert largest_load(work_of([context] * count)) < (1.05 if count <= 2 else 1.2)
     else:
-        assert tiles_of(work_of([context] * count).entries_RE4[0]).max() == 8
+        assert tiles_of(work_of([context] * count).entries_EF).max() == 8
 
 
 def test_equal_contexts_in_any_number_are_nearly_balanced() -> None:
@@ -145,18 +194,18 @@ def test_a_list_is_filled_again_where_it_is() -> None:
     cuts = [CUT, CUT._replace(window=100)]
     lists = {cut: work_of([1, 1, 1], cut) for cut in cuts}
     addresses = [work.numbers.data_ptr() for work in lists.values()]
-    refill(lists, np.array([130_000, 0, 700]))
+    refill(lists, np.array([130_000, 0, 700]), np.zeros(3, dtype=np.int64))
     for cut, address in zip(cuts, addresses, strict=True):
         expected = work_of([130_001, 1, 701], cut)
         assert lists[cut].numbers.data_ptr() == address
         assert torch.equal(lists[cut].numbers, expected.numbers)
-        assert torch.equal(lists[cut].entries_RE4, expected.entries_RE4)
+        assert torch.equal(lists[cut].entries_EF, expected.entries_EF)
         assert torch.equal(lists[cut].pieces_S2, expected.pieces_S2)
         assert int(expected.pieces_S2[:, 1].sum()) > 3 or cut.window
 
 
 def test_sequences_without_a_single_query_have_no_piece() -> None:
     """A chunk of a prompt beside them is read by other kernels."""
-    work = WorkList.of(*whole_bounds(np.array([-1, 2000, -1]), None), CUT, CPU)
-    assert set(work.entries_RE4[0][:4, 0].tolist()) == {1}
+    work = WorkList.of(whole_contexts(np.array([-1, 2000, -1]), None), CUT, CPU)
+    assert set(work.entries_EF[:4, 0].tolist()) == {1}
     assert work.pieces_S2.tolist() == [[0, 0], [0, 4], [4, 0]]

@@ -45,7 +45,7 @@ def test_a_model_has_the_same_bits_in_any_batch_with_every_way_to_multiply(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_where_kernels_do_not_compile_torch_serves(
+def test_torch_serves_if_kernels_do_not_compile(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """The self-check decides without kernels too; the description says why the model is slow."""

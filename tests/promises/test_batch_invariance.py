@@ -166,7 +166,7 @@ def test_thread_counts_keep_the_promise(embedded: Checkpoint, engines: EngineFac
         torch.set_num_threads(before)
 
 
-def test_what_ran_before_changes_nothing(embedded: Checkpoint, engines: EngineFactory) -> None:
+def test_earlier_requests_change_nothing(embedded: Checkpoint, engines: EngineFactory) -> None:
     """Earlier requests must leave no base, table or page behind that a later one would read."""
     requests = mixed_requests(embedded, embedded.vocab_size, 6)
     engine = engines.over(embedded, kv_cache_tokens=4096)

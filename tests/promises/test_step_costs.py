@@ -129,7 +129,7 @@ def test_a_decode_step_is_one_forward_and_a_bounded_number_of_operators(
     assert counted.num_copies <= 50, counted.calls
 
 
-def test_what_the_cache_does_is_not_done_before(
+def test_a_decode_step_has_no_operator_for_packed_sequences(
     llama_checkpoint: Checkpoint, runner: ModelRunner
 ) -> None:
     """The step has no search of transformers for packed sequences and no identity rotation."""

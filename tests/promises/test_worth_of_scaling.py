@@ -48,7 +48,7 @@ def test_short_contexts_pay_nothing(rows: Rows) -> None:
         assert scaled["retrieval"] == without["retrieval"]
 
 
-def test_what_stands_far_back_is_found_only_with_scaling(rows: Rows) -> None:
+def test_a_needle_far_back_is_found_only_with_scaling(rows: Rows) -> None:
     """Retrieval at 4 L is at least 80 % with scaling and at most 10 % without."""
     assert float(rows[PINNED, 4 * NATIVE]["retrieval"]) >= 0.8
     assert float(rows[NONE, 4 * NATIVE]["retrieval"]) <= 0.1

@@ -52,7 +52,7 @@ def test_the_first_tier_is_the_native_table(rope_type: str) -> None:
     assert all(tier.profile != tiers[0].profile for tier in tiers[1:])
 
 
-def test_what_a_tier_sets() -> None:
+def test_a_tier_sets_the_factor_and_the_table() -> None:
     """The factor becomes ceiling / L; `dynamic` gets the sequence length instead."""
     assert tiers_of({"rope_type": "linear", "factor": 4.0})[1].profile.scaling == Linear(factor=2.0)
     yarn = tiers_of({"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0})[1].profile.scaling

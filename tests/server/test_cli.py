@@ -57,6 +57,15 @@ def test_banner_says_what_an_operator_needs(server: Server) -> None:
             {"max_model_len": "2048", "kv_cache_tokens": "1000"},
             r"max_model_len must be <= what the KV cache holds \(960 tokens\), got 2048",
         ),
+        (
+            {
+                "rope_scaling": '{"rope_type": "default", "positions": {"method": "sinks"}}',
+                "max_model_len": "2048",
+                "kv_cache_tokens": "1000",
+                "max_num_batched_tokens": "500",
+            },
+            r"sinks needs 1016 tokens for any length: 260 that it keeps, 500 of .* four pages",
+        ),
         ({"kv_cache_tokens": "15"}, "the KV cache holds no page of 64 tokens"),
     ],
 )
@@ -77,7 +86,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(
         (["./not-there"], "there is no folder ./not-there"),
     ],
 )
-def test_what_cannot_be_served_ends_with_a_sentence_and_code_2(
+def test_a_setting_that_cannot_be_served_ends_with_a_sentence_and_code_2(
     arguments: list[str], message: str
 ) -> None:
     """A model that cannot be served ends the command without a traceback."""
@@ -97,7 +106,7 @@ def test_a_broken_checkpoint_ends_with_a_sentence_and_code_2(tmp_path: Path) -> 
     assert f"ropewalk: {folder} has no tokenizer.json" in ended.stderr
 
 
-def test_what_a_library_refuses_while_a_model_is_loaded_is_a_sentence() -> None:
+def test_an_error_of_a_library_while_a_model_is_loaded_is_a_sentence() -> None:
     """The number type, the device, the reason and another setting are named.
 
     A traceback is printed only with ROPEWALK_TRACEBACK.

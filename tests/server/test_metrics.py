@@ -178,7 +178,7 @@ def test_http_requests_are_counted_by_route_template_and_status(fresh: Server) -
 
 
 def test_steps_are_timed_by_part(fresh: Server) -> None:
-    """A request alone takes one step per token, and every part takes some time."""
+    """A request alone takes at most one step per token, and every part takes some time."""
     parts = ("schedule", "build", "forward", "sample", "detokenize", "deliver")
     name = "ropewalk_step_seconds_total"
     before = samples(fresh)
@@ -186,12 +186,12 @@ def test_steps_are_timed_by_part(fresh: Server) -> None:
     began = time.monotonic()
     httpx.post(
         f"{fresh.url}/v1/completions",
-        json={"prompt": [7] * 20, "max_tokens": 6, "ignore_eos": True},
+        json={"prompt": list(range(7, 27)), "max_tokens": 6, "ignore_eos": True},
         timeout=60,
     ).raise_for_status()
     after = samples(fresh)
     steps = "ropewalk_steps_total", ()
-    assert after[steps] - before[steps] == 6
+    assert 1 < after[steps] - before[steps] <= 6  # drafts save some
     taken = {
         part: after[name, (("part", part),)] - before[name, (("part", part),)] for part in parts
     }

@@ -98,7 +98,7 @@ def coverage(operation: Any, session: requests.Session) -> Counter[int]:
 
 
 @pytest.mark.timeout(0 if NUM_CASES > 5000 else 300)
-def test_what_the_document_describes_is_served_as_described(attacked: Server) -> None:
+def test_routes_answer_as_the_document_describes(attacked: Server) -> None:
     """Systematic cases come first, then random ones, valid and invalid.
 
     A greedy completion has the same answer before and after.

@@ -200,7 +200,7 @@ def test_unread_streams_delay_no_requests(patient: Server) -> None:
 @pytest.mark.parametrize(
     "raw", [_STREAM, _PIPELINED], ids=["a stream", "whole answers, one after another"]
 )
-def test_who_takes_nothing_is_let_go(patient: Server, raw: bytes) -> None:
+def test_a_client_that_takes_nothing_is_disconnected(patient: Server, raw: bytes) -> None:
     """A thousand clients that take nothing would hold every connection for ever."""
     descriptors = num_descriptors(patient.pid)
     limit_s = _LIMITS["send_timeout_seconds"] + 7

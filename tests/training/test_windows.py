@@ -126,7 +126,7 @@ def test_the_same_step_is_the_same_windows(corpus: Corpus, windows: Windows) -> 
     assert not np.array_equal(here.tokens, other.batch(7, 8, EARLY).tokens)
 
 
-def test_what_is_held_out_is_not_trained_on() -> None:
+def test_held_out_files_are_not_trained_on() -> None:
     """Names and contents differ, and about a sixteenth is held out."""
     read = library_documents(held_out=False)
     held_out = library_documents(held_out=True)

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 from benchmarks import gpu_launches
 from model_runtime.attention import backends
 from model_runtime.attention.paged_attention import STEP, AttentionCall
-from model_runtime.attention.triton_backend import TritonAttention
+from model_runtime.attention.triton.backend import TritonAttention
 from model_runtime.gpu_layers.fewer_kernels import use_fewer_kernels
 from model_runtime.gpu_layers.gated_block import GatedBlock
 from model_runtime.gpu_layers.residual_layer import ResidualLayer, fuse_residuals
@@ -200,7 +200,7 @@ def test_layers_of_these_models_are_fused(
         ("llama", {"hidden_act": "gelu"}, "LlamaMLP"),  # erf in place of tanh
     ],
 )
-def test_what_computes_something_else_is_left(
+def test_modules_that_compute_something_else_are_left(
     architecture: str, overrides: dict[str, Any], kept: str
 ) -> None:
     """The model answers as before, with the modules that it has."""

@@ -77,7 +77,7 @@ def test_torchs_own_is_the_same_norm(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_not_a_number_stays_one(dtype: torch.dtype) -> None:
+def test_nan_stays_nan(dtype: torch.dtype) -> None:
     """A row with NaN stays visible and does not affect other rows."""
     norm = replaced(LlamaRMSNorm(64).to(dtype))
     x = torch.ones(3, 64, dtype=dtype)
@@ -132,7 +132,7 @@ def test_small_weights_do_not_hide_another_formula(size: float, dtype: torch.dty
 
 
 @pytest.mark.parametrize("norm", [PerHead(8), LlamaRMSNorm(1)])
-def test_what_does_not_take_rows_is_left_alone(norm: nn.Module) -> None:
+def test_norms_that_do_not_take_rows_are_left_alone(norm: nn.Module) -> None:
     """A norm that does not take rows is left alone, and loading goes on."""
     holder = nn.ModuleDict({"norm": norm})
     replace_norms(holder)

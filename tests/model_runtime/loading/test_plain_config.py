@@ -157,7 +157,7 @@ def test_the_embedded_model_is_plain() -> None:
     assert plain_template(EMBEDDED_MODEL) == (template,)
 
 
-def test_what_was_tried_is_remembered_for_the_same_machine_only(
+def test_trials_are_remembered_for_the_same_machine_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A variable that hides instructions from a library makes the memory void."""

@@ -17,6 +17,7 @@ from model_runtime.runner.model_runner import ModelRunner
 from model_runtime.runner.sampler import SamplingRow
 from rope import Linear, Profile, Unscaled
 from rope.positions.two_ranges import ReRope
+from tests.draft_adversary import Counted, tell, use_adversary
 from tests.engines import EngineFactory, Preemptions, answer, deployment_of, request
 from tests.model_runtime.parallel.divided_models import DIVIDED, divided, whole
 from tests.tiny_models import VOCAB_SIZE
@@ -140,6 +141,30 @@ def test_an_engine_on_ranks_gives_the_same_answers(
     assert min(each.num for each in observers) > 0, "nothing was preempted"
     if ranks.has_same_bits:
         assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_drafts_on_ranks_change_no_answer(
+    ranks: Ranks, engines: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The followers compute the rows of drafts, which are right and wrong at random."""
+    alone, shared = whole("llama"), divided(ranks, "llama")
+    deployment = deployment_of(alone, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    asked = [
+        request(deployment, LONG[:number], max_tokens=40, temperature=heat, seed=number, logprobs=1)
+        for number, heat in ((7, 0.0), (20, 1.0), (33, 0.8))
+    ]
+    plain = answer(engines.over(alone), *asked)
+    adversary = use_adversary(monkeypatch)
+    tell(adversary, 3, 0.8, list(zip(asked, plain, strict=True)))
+    monkeypatch.setattr("tests.engines.build_engine", partial(build_engine, make=ranks.runner))
+    counted = Counted()
+    engine = engines.over(shared, observer=counted, max_draft_tokens=15)
+    drafted = answer(engine, *asked)
+    engine.stop()  # a step is counted after its last output
+    assert 10 < counted.num_accepted < counted.num_drafted
+    if ranks.has_same_bits:
+        assert drafted == plain
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)

@@ -104,7 +104,7 @@ def test_a_prompt_is_not_overtaken_by_one_that_is_no_shorter() -> None:
     assert order[:3] == [[(first, 16)], [(first, 16)], [(first, 8), (second, 8)]]
 
 
-def test_what_shorter_prompts_cannot_use_is_the_oldests() -> None:
+def test_the_oldest_prompt_takes_the_tokens_that_shorter_ones_leave() -> None:
     """A prompt with logprobs takes a row of logits per token, so the limit of rows stops it."""
     plan = scheduler(kv_cache_tokens=800, max_num_logit_rows=3)
     long, scored = sequence(100), sequence(30, salt="s", prompt_logprobs=1)

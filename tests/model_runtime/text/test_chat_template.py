@@ -74,7 +74,7 @@ def test_the_variables_that_a_template_reads_are_known(tokenizer: Any) -> None:
     assert not chat.variables & RESERVED, "those that rendering gives are none of a request's"
 
 
-def test_what_the_template_refuses_is_a_request_error(tokenizer: Any) -> None:
+def test_a_refusal_of_the_template_is_a_request_error(tokenizer: Any) -> None:
     """The error of a refused request quotes the template's own words."""
     chat = ChatTemplate(tokenizer, TEMPLATE)
     with pytest.raises(RequestError, match="refuses them: no such role: bard") as raised:

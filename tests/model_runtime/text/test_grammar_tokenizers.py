@@ -56,3 +56,17 @@ def test_bytes_and_word_marks_are_read_alike() -> None:
             text += stream.push(token_id)
             is_complete = constraint.advance(token_id)
         assert jsonschema_rs.is_valid(SCHEMA, json.loads(text)), text
+
+
+def test_a_draft_with_an_unknown_token_leaves_the_grammar_as_it_is() -> None:
+    """A model may have more rows than its tokenizer has tokens, and a prompt may name them."""
+    tokenizer = sentencepiece_like()
+    compiler = GrammarCompiler(tokenizer)
+    constraint = compiler.compile(compiler.text_of(SCHEMA)).result().begin(frozenset({2}))
+    assert constraint.look()
+    allowed = int.from_bytes(constraint.allowed, "little")
+    brace = next(at for at in range(400) if allowed >> at & 1)
+    assert constraint.num_allowed([brace, 100_000, brace]) == 1
+    assert constraint.num_allowed([100_000]) == 0
+    assert constraint.look()
+    assert not constraint.advance(brace)

@@ -230,7 +230,7 @@ def test_a_route_that_was_nearly_met_is_suggested(server: Server, path: str, mea
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "fits"), [(2049, 1, 9.0), (2000, 100, 9.0), (10, 9000, 36.0)]
 )
-def test_what_is_too_long_is_told_what_would_fit(
+def test_the_error_of_a_too_long_request_names_a_length_that_fits(
     openai_client: openai.OpenAI, num_prompt: int, max_tokens: int, fits: float
 ) -> None:
     """The numbers are read from the exception of openai's client."""
@@ -247,7 +247,7 @@ def test_what_is_too_long_is_told_what_would_fit(
     assert f"A rope factor of {fits:g} " in body["message"]
 
 
-def test_what_the_cache_cannot_hold_is_longer_than_the_context() -> None:
+def test_a_request_beyond_the_cache_is_longer_than_the_context() -> None:
     """The longest tier could hold the prompt, but max_model_len is what the cache holds."""
     with running_server("--kv-cache-tokens", "512") as small:
         assert "512 tokens (what the KV cache holds)" in small.banner

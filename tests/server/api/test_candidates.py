@@ -33,7 +33,7 @@ def test_the_likeliest_are_returned_best_first(server: Server) -> None:
     assert usage["completion_tokens"] == sum(len(each["logprobs"]["tokens"]) for each in every)
 
 
-def test_of_each_prompt_one(server: Server) -> None:
+def test_each_prompt_has_one_best_answer(server: Server) -> None:
     """Logprobs are computed to rank the candidates, but left out of the answer."""
     prompts = ["import os\n", "def close(self"]
     best, _ = choices(server, prompt=prompts, best_of=3, logprobs=None)

@@ -128,7 +128,11 @@ def test_langchain_binds_tools_and_reads_structured_output(server: Server) -> No
 
 
 def test_lm_evaluation_harness_scores_as_transformers_does(server: Server, tmp_path: Path) -> None:
-    """The harness tokenises through the server, and its `hf` model is the reference."""
+    """The harness tokenises through the server, and its `hf` model is the reference.
+
+    Continuations are within the trained length. Needles are in the tier of factor 8, and `hf` reads
+    them by the same static table.
+    """
     ended = subprocess.run(
         [sys.executable, "-m", "tests.server.harness", str(tmp_path), server.url],
         capture_output=True,
@@ -139,9 +143,14 @@ def test_lm_evaluation_harness_scores_as_transformers_does(server: Server, tmp_p
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
     served, own = found["local-completions"], found["hf"]
-    assert served["logprobs"].keys() == own["logprobs"].keys()
-    assert len(own["logprobs"]) == 10
-    for question, expected in own["logprobs"].items():
-        assert served["logprobs"][question] == pytest.approx(expected, abs=1e-3)
-    assert served["accuracy"] == own["accuracy"]
-    assert served["accuracy"] > 1 / 3, "chance: the echoed logprobs say nothing"
+    num_questions = {"continuations": 10, "needles": 4, "needle_choices": 4}
+    assert {task: len(each["answers"]) for task, each in own.items()} == num_questions
+    for task, expected in own.items():
+        assert served[task]["accuracy"] == expected["accuracy"]
+    assert served["needles"]["answers"] == own["needles"]["answers"]
+    for task in ("continuations", "needle_choices"):
+        for answer, logprobs in zip(served[task]["answers"], own[task]["answers"], strict=True):
+            assert answer == pytest.approx(logprobs, abs=1e-3)
+    assert served["continuations"]["accuracy"] > 1 / 3, "chance: the echoed logprobs say nothing"
+    assert served["needle_choices"]["accuracy"] > 1 / 2, "chance is 1/4"
+    assert served["needles"]["accuracy"] > 1 / 2, "without scaling, the model finds none"

@@ -81,7 +81,7 @@ def test_the_end_of_the_context_is_told_apart(narrow: Server) -> None:
     assert (choice["rope"]["ended_by"], choice["rope"]["factor"]) == ("max_model_len", 2)
 
 
-def test_what_a_short_answer_reports_can_be_sent_back(narrow: Server) -> None:
+def test_the_rope_of_a_short_answer_can_be_sent_back(narrow: Server) -> None:
     """The operator allows yarn only, and short answers report default."""
     reported = chat(narrow.url, max_tokens=2)["choices"][0]["rope"]
     asked = {name: reported[name] for name in ("rope_type", "factor", "policy")}

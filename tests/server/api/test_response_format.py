@@ -173,7 +173,7 @@ def test_parse_returns_the_model(openai_client: openai.OpenAI) -> None:
     ],
 )
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
-def test_what_cannot_be_done_is_refused_by_name(
+def test_a_format_that_cannot_be_served_is_refused_by_name(
     server: Server, route: str, change: dict[str, Any], param: str, message: str
 ) -> None:
     """The refusal comes in OpenAI's envelope."""

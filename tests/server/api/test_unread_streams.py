@@ -38,7 +38,9 @@ def events_of(body: bytes) -> list[Any]:
     return [json.loads(each) for each in found]
 
 
-def test_who_lags_too_far_behind_is_told_and_frees_its_pages(breakable: Server) -> None:
+def test_a_reader_that_lags_too_far_behind_gets_an_error_and_frees_its_pages(
+    breakable: Server,
+) -> None:
     """A stream that lags ends long before the timeout of sending, which is ten minutes here."""
     aborted, generated = ended(breakable, "abort"), value(breakable, "generated_tokens_total")
     with opened(breakable, 1, tiny=True) as (sock,):
@@ -53,7 +55,7 @@ def test_who_lags_too_far_behind_is_told_and_frees_its_pages(breakable: Server) 
     assert len(events) - 1 < _MAX_TOKENS
 
 
-def test_who_reads_is_never_behind(breakable: Server) -> None:
+def test_a_reader_that_keeps_up_is_never_behind(breakable: Server) -> None:
     """The same stream ends with its finish reason if it is read as it comes."""
     with opened(breakable, 1) as (sock,):
         sock.sendall(stream_of(_TAKEN))

@@ -265,7 +265,7 @@ def test_own_text_is_read(loaded: None, tmp_path: Path) -> None:
         (["--plot", "no/such/out.png"], "--plot: there is no folder no/such"),
     ],
 )
-def test_what_cannot_be_inspected_ends_with_a_sentence_and_code_2(
+def test_an_option_that_cannot_be_inspected_ends_with_a_sentence_and_code_2(
     arguments: list[str], message: str
 ) -> None:
     """The sentence names the option, the limit and the value."""

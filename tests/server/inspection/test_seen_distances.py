@@ -61,8 +61,35 @@ def test_a_key_that_is_not_read_has_no_bound(tmp_path: Path) -> None:
     assert plot.stat().st_size > 1000
 
 
-def test_heads_are_refused_under_positions() -> None:
-    """Their expected scores would be those of other distances."""
-    ended = inspected("--heads", "0", method="rerope")
-    assert ended.returncode == 2
-    assert "--heads: scores under positions (ropewalk-demo) are not computed yet" in ended.stderr
+def test_scores_of_heads_are_those_at_the_seen_distances(tmp_path: Path) -> None:
+    """Behind the window of 64 every score is the trained table's at 64; sinks leave keys out."""
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "a.svg"
+    flags = ("--heads", "0", "--sample-tokens", "100", "--json")
+    placed = _tier_scores(*flags, "--plot", str(plot), method="rerope", window=64)
+    trained = _tier_scores(*flags, "--max-model-len", "256", method="native")
+    column = placed["distances"].index(64)
+    for row, untouched in zip(placed["tiers"][-1], trained["unscaled"], strict=True):
+        for kind in ("expected", "spread"):
+            assert row[kind][:column] == untouched[kind][:column]
+            assert row[kind][column:] == [untouched[kind][column]] * len(row[kind][column:])
+    assert plot.stat().st_size > 1000
+    left_out = _tier_scores(*flags, method="sinks", sinks=4, window=60)["tiers"][-1][0]
+    # The key at distance 1,023 is the first sink, which is seen right before the window.
+    assert [each is None for each in left_out["expected"][-4:]] == [True, True, True, False]
+
+
+def _tier_scores(*flags: str, **positions: Any) -> Any:
+    """Return the scores of the only deployment."""
+    return json.loads(inspected(*flags, **positions).stdout)["deployments"][0]["scores"]
+
+
+def test_the_factor_of_string_is_in_the_bound() -> None:
+    """It multiplies cos and sin, so bounds grow by its square."""
+    block = {"method": "string", "shift": 80, "window": 64}
+    plain, factored = (
+        json.loads(inspected("--max-model-len", "256", "--json", **block, **more).stdout)
+        for more in ({}, {"attention_factor": 2.0})
+    )
+    before, after = (each["deployments"][0]["decay"]["tiers"][0] for each in (plain, factored))
+    assert after == pytest.approx([4 * each for each in before])

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from model_runtime.loading.checkpoint import Checkpoint
 from server.corpus.held_out import Document
 from server.corpus.needles import FORMS, Needle
-from server.eval_run import EvalError
 from server.policy_eval.measure import CrossingPolicy, Outcome, run_windows
 from server.policy_eval.windows import (
     CrossingSource,
@@ -20,6 +19,7 @@ from server.policy_eval.windows import (
     draw_sources,
     lay_out,
 )
+from server.study.eval_run import EvalError
 from tests.engines import checkpoint_of
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 

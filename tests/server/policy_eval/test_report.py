@@ -14,15 +14,15 @@ from matplotlib.figure import Figure
 
 from server.corpus.held_out import library_documents
 from server.evaluation.command import evaluate
-from server.intervals import bootstrap, proportion
 from server.policy_eval import run as crossing_run
 from server.policy_eval.measure import CROSSING_POLICIES, CrossingPolicy, Outcome
 from server.policy_eval.options import CrossingOptions
 from server.policy_eval.plot import plot
 from server.policy_eval.report import CrossingReport, differences_of, rows_of, table
 from server.policy_eval.run import RECORD_FILE, run_crossings
-from server.progress import Progress
 from server.settings.load import load_settings
+from server.study.intervals import bootstrap, proportion
+from server.study.progress import Progress
 
 OPTIONS: dict[str, Any] = {
     "methods": ("yarn",),
@@ -128,7 +128,7 @@ def test_every_file_says_the_same(finished: Path) -> None:
     assert (finished / "crossings.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_finished_is_not_measured_again(
+def test_finished_cells_are_not_measured_again(
     finished: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A line that was cut off and a text of another seed are measured."""
@@ -168,7 +168,7 @@ def test_what_is_finished_is_not_measured_again(
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_compared_is_refused(
+def test_runs_that_cannot_be_compared_are_refused(
     arguments: tuple[str, ...], sentence: str, tmp_path: Path
 ) -> None:
     """The command exits with code 2 and names the option, the limit and the value."""

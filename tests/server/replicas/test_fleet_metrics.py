@@ -231,7 +231,7 @@ def test_the_text_page_parses_and_every_series_of_an_engine_names_its_replica(
     assert total(page["ropewalk_kv_cache_tokens"], "ropewalk_kv_cache_tokens") == 2048
 
 
-def test_what_clients_see_is_counted_by_the_api_alone(fleet: Fleet) -> None:
+def test_events_that_clients_see_are_counted_by_the_api_alone(fleet: Fleet) -> None:
     """The replicas count it, too, but each lost request more than once."""
     page = fleet.page()
     for name in ("ropewalk_requests", "ropewalk_prompt_tokens", "ropewalk_generated_tokens"):

@@ -4,7 +4,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
 from server.replicas.outbox import Entry, Outbox, Outboxes
@@ -56,6 +56,14 @@ def test_nothing_is_lost_and_the_order_stays_under_a_real_thread() -> None:
     run(test)
 
 
+async def next_entries(messages: AsyncGenerator[list[Entry], None]) -> list[Entry]:
+    """Return the next message that is not empty."""
+    async for entries in messages:
+        if entries:
+            return entries
+    return []
+
+
 def test_outputs_of_one_step_are_one_message() -> None:
     """They wait for `flush`."""
 
@@ -63,11 +71,12 @@ def test_outputs_of_one_step_are_one_message() -> None:
         outbox = Outbox(100)
         outbox.put((1, ("a",)))
         outbox.put((2, ("b",)))
-        assert await outbox.take(0.01) == []
+        messages = outbox.messages(0.01)
+        assert await anext(messages) == []
         outbox.flush()
-        assert await outbox.take(1.0) == [(1, ("a",)), (2, ("b",))]
+        assert await next_entries(messages) == [(1, ("a",)), (2, ("b",))]
         outbox.flush()
-        assert await outbox.take(0.01) == []
+        assert await anext(messages) == []
 
     run(test)
 
@@ -151,12 +160,14 @@ def test_a_reader_that_is_cancelled_while_it_waits_loses_nothing() -> None:
 
     async def test() -> None:
         outbox = Outbox(100)
-        taking = asyncio.ensure_future(outbox.take(5.0))
+        messages = outbox.messages(5.0)
+        assert await anext(messages) == []
+        taking = asyncio.ensure_future(anext(messages))
         await asyncio.sleep(0)
         taking.cancel()
         outbox.put((1, ("text",)))
         outbox.flush()
-        assert await outbox.take(5.0) == [(1, ("text",))]
+        assert await next_entries(outbox.messages(5.0)) == [(1, ("text",))]
 
     run(test)
 
@@ -185,7 +196,7 @@ def test_users_of_one_api_process_have_one_outbox_until_the_last_has_ended() -> 
             of_run.put((1, ("text",)))
             outboxes.flush()
             with outboxes.of("api") as of_next_reader:
-                assert await of_next_reader.take(1.0) == [(1, ("text",))]
+                assert await next_entries(of_next_reader.messages(1.0)) == [(1, ("text",))]
         assert len(outboxes) == 0
 
     run(test)

@@ -12,6 +12,7 @@ from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import FinishReason, Request
 from model_runtime.text.grammar import GrammarCompiler
 from model_runtime.text.whitespace import ONE_SPACE
+from tests.draft_adversary import Counted, tell, use_adversary
 from tests.engines import EngineFactory, Result, deployment_of, request, tiny_checkpoint
 from tests.scripted_model import Script
 from tests.server.replicas.lossy import Client, EngineReplicas, run, until
@@ -94,6 +95,34 @@ def test_an_answer_is_the_undisturbed_one_after_any_loss(
         assert client.counts.num_started == 1
         assert client.counts.outcomes == {"ok": 1}
         assert client.counts.lost_by.total() == len(losses)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=list(SAMPLINGS))
+def test_drafts_change_no_continued_answer(
+    engines: EngineFactory,
+    checkpoints: Sequence[Checkpoint],
+    deployment: Deployment,
+    sampling: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run is lost within the tokens of a step, and another engine has other drafts."""
+    asked = request(deployment, PROMPT, max_tokens=NUM_TOKENS, **sampling)
+    (undisturbed,) = map(Result.of, engines.over(checkpoints[3]).generate([asked]))
+    adversary = use_adversary(monkeypatch)
+    tell(adversary, 1, 0.8, [(asked, undisturbed)])
+    counted = Counted()
+    drafting = [
+        engines.over(each, observer=counted, kv_cache_tokens=1024, max_draft_tokens=most)
+        for each, most in zip(checkpoints, (7, 0, 15), strict=False)
+    ]
+    for losses in LOSSES[:-1]:
+        (answer,), client, _ = continued(drafting, losses, asked)
+        assert answer == undisturbed
+        assert client.counts.num_tokens == NUM_TOKENS
+        assert client.counts.outcomes == {"ok": 1}
+    for each in drafting:
+        each.stop()  # a step is counted after its last output
+    assert 20 < counted.num_accepted < counted.num_drafted
 
 
 def test_the_answers_of_one_prompt_are_all_continued(

@@ -112,7 +112,7 @@ def test_silence_is_forgotten_after_a_while_and_with_the_replica() -> None:
     assert not routes._silent
 
 
-def test_what_is_told_of_a_request_after_its_end_counts_nothing() -> None:
+def test_an_event_after_the_end_of_a_request_counts_nothing() -> None:
     """Ray's router may still be at work on it."""
     routes = routes_of(TWO)
     routes.begin("r", asked())

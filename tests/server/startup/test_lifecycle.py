@@ -178,7 +178,7 @@ def test_the_log_counts_running_requests_and_has_one_format(tmp_path: Path) -> N
     ]
 
 
-def test_what_does_not_finish_in_time_ends_with_an_error_event(tmp_path: Path) -> None:
+def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_event(tmp_path: Path) -> None:
     """A process that ends streams with an error event still exits with code 0."""
     with process(tmp_path, "--shutdown-timeout-seconds", "0.5") as started:
         started.wait_for("listening on")

@@ -7,7 +7,7 @@ import pytest
 
 from model_runtime.loading.checkpoint import Checkpoint
 from server.settings.load import SettingsError, load_settings
-from server.startup.banner_lines import describe, limit_lines
+from server.startup.banner_lines import describe, draft_line, limit_lines
 from server.startup.dry_run import outlook_lines, outlook_of
 from server.startup.serving_plan import (
     ModelFacts,
@@ -132,3 +132,59 @@ def test_contradictions_name_their_deployment(
     """Requests could otherwise name nothing, or less than the settings promise."""
     with pytest.raises(SettingsError, match=message):
         plan_lines(embedded, **flags)
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_on_gpu", "is_exact", "told"),
+    [
+        (None, False, True, "up to 15 tokens; no bit of an answer depends on them"),
+        (4, False, True, "up to 4 tokens; no bit of an answer depends on them"),
+        (0, False, True, "off (max_draft_tokens 0)"),
+        (0, True, False, "off (max_draft_tokens 0)"),
+        (
+            None,
+            True,
+            False,
+            "off, because on a GPU bits may depend on the draft; max_draft_tokens turns them on",
+        ),
+        (
+            7,
+            True,
+            False,
+            "up to 7 tokens; each token is the one that the model chooses in its step, but on a GPU"
+            " bits may depend on the draft",
+        ),
+        (
+            None,
+            False,
+            False,
+            "off, because with this model bits may depend on the draft; max_draft_tokens turns "
+            "them on",
+        ),
+        (
+            None,
+            False,
+            None,
+            "up to 15 tokens if the self-check finds the same bits in any batch",
+        ),
+        (3, False, None, "up to 3 tokens"),
+    ],
+)
+def test_the_banner_says_whether_bits_depend_on_drafts(
+    asked: int | None,
+    is_on_gpu: bool,  # noqa: FBT001
+    is_exact: bool | None,  # noqa: FBT001
+    told: str,
+) -> None:
+    """By default there are none where they do."""
+    line = draft_line(asked, is_on_gpu=is_on_gpu, is_exact=is_exact)
+    assert line == f"  drafts           {told}"
+
+
+def test_a_draft_that_no_step_holds_is_refused() -> None:
+    """A step has a token beside the draft."""
+    small = {"max_num_batched_tokens": "8", "max_num_seqs": "4"}
+    assert load_settings({**small, "max_draft_tokens": "7"}).max_draft_tokens == 7
+    assert load_settings({**small}).max_draft_tokens is None
+    with pytest.raises(SettingsError, match=r"must be > max_draft_tokens \(8\), got 8"):
+        load_settings({**small, "max_draft_tokens": "8"})

@@ -174,7 +174,7 @@ def test_a_schema_and_a_tool_choice_are_enforced() -> None:
     assert found.content[0].text == '{"a":1}'
 
 
-def test_what_agents_send_by_default_is_accepted() -> None:
+def test_default_fields_of_agents_are_accepted() -> None:
     """Hints change nothing, and tools that only Anthropic runs are skipped and named."""
     hint = {"type": "ephemeral"}
     body = {

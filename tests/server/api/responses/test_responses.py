@@ -216,7 +216,7 @@ def test_every_form_of_a_tool_choice_is_read(choice: Any) -> None:
     assert [item.type for item in none.output] == ["message"]
 
 
-def test_what_agents_send_by_default_is_accepted() -> None:
+def test_default_fields_of_agents_are_accepted() -> None:
     """As coding agents send it, read from their sources."""
     body = {
         "instructions": "You are an agent.",

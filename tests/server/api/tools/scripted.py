@@ -39,6 +39,7 @@ class Said:
         self._start: int | None = None  # the position whose logits give the first token
 
     is_asynchronous = False
+    most_draft_rows = 0
 
     def table_id(self, profile: Any) -> int:
         """A table_id without a table."""

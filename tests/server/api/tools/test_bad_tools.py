@@ -212,7 +212,7 @@ def test_a_hostile_schema_is_refused_by_its_function(quiet: Scripted, name: str)
     assert "(function 'hostile'" in answer.json()["error"]["message"]
 
 
-def test_what_changes_nothing_is_accepted(quiet: Scripted) -> None:
+def test_fields_that_change_nothing_are_accepted(quiet: Scripted) -> None:
     """Hints of OpenAI's clients, and tools that constrain nothing."""
     answer = quiet.ask(
         metadata={"team": "a"},
