@@ -92,7 +92,7 @@ NO_ANSWERS = {
             {"data": [*SQUAD["data"], {"paragraphs": [{"context": 5, "qas": []}]}]},
             "PATH is not SQuAD's JSON: data.4.paragraphs.0.context: Input should be a valid string",
         ),
-        ("qa_1", NO_ANSWERS, "--samples must be <= 0, so many questions with an answer has PATH"),
+        ("qa_1", NO_ANSWERS, "--squad: PATH has no question with an answer"),
         ("qa_1", SQUAD, "--samples must be <= 4, so many questions with an answer has PATH"),
         ("qa_2", None, "--hotpotqa: cannot read PATH: No such file or directory"),
         ("qa_2", SQUAD, "--hotpotqa: PATH is not HotpotQA's JSON: Input should be a valid array"),

@@ -31,9 +31,9 @@ class Terminal:
         """Type a line."""
         os.write(self._master, f"{text}\n".encode())
 
-    def interrupt(self) -> None:
-        """Press Ctrl-C."""
-        os.write(self._master, b"\x03")
+    def press(self, key: bytes) -> None:
+        """Press a key."""
+        os.write(self._master, key)
 
     def drain(self) -> None:
         """Read until the command has ended; a full terminal would block its last write."""
@@ -116,9 +116,9 @@ def test_a_conversation_by_commands(server: Server, tmp_path: Path) -> None:
         shell.type("/clear")
         shell.until("forgotten")
         shell.type("/compare")
-        shell.until("no message to answer again")
-        os.write(shell._master, b"\x04")
-        shell.process.wait(_LIMIT_S)
+        shell.until(r"no message to answer again yet\n[\s\S]*> ")  # before, the key would be lost
+        shell.press(b"\x04")  # Ctrl-D
+        shell.drain()
         assert shell.process.returncode == 0
 
 
@@ -130,7 +130,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_client(server: Server) -> None:
             shell.until("> ")
             shell.type("def f(")
             shell.until(r"def f\(\n[\s\S]")
-            shell.interrupt()
+            shell.press(b"\x03")  # Ctrl-C
             if "stopped" not in shell.until(r"stopped|tokens, .*\n"):
                 continue
             deadline = time.monotonic() + _LIMIT_S
