@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
 from click.testing import CliRunner
 
 from server.cli import ropewalk
@@ -18,6 +19,10 @@ _START_S = 120
 _STOP_S = 30
 # With it every server of the tests has this many replicas on Ray Serve (make test-ray).
 REPLICAS = os.environ.get("TEST_REPLICAS")
+# For tests with a server of their own, because replicas take half a minute to start.
+decided_before_replicas = pytest.mark.skipif(
+    REPLICAS is not None, reason="no replica takes part in what the test sees"
+)
 
 
 @dataclass(frozen=True)

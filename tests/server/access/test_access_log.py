@@ -11,7 +11,7 @@ from tests.processes import Server, running_server
 from tests.server.access.log_reader import awaited_lines, request_lines
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
-LONG = {"prompt": "a", "max_tokens": 1800, "ignore_eos": True, "temperature": 0}
+LONG = {"prompt": "a", "max_tokens": 1800, "ignore_eos": True, "temperature": 2, "seed": 1}
 PROBES = ("/health", "/live", "/ready", "/metrics")
 
 

@@ -150,7 +150,7 @@ def test_a_waiting_client_that_leaves_is_forgotten(limited: Server) -> None:
 
     async def case() -> None:
         async with httpx.AsyncClient(base_url=limited.url, timeout=240) as client:
-            long = asyncio.create_task(ask(client, "c", n=2, max_tokens=1000))
+            long = asyncio.create_task(ask(client, "c", n=2, max_tokens=1000, temperature=2))
             while series(limited, "ropewalk_key_requests_running")["crowd",] < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             with pytest.raises(httpx.ReadTimeout):
