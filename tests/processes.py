@@ -19,9 +19,9 @@ _START_S = 120
 _STOP_S = 30
 # With it every server of the tests has this many replicas on Ray Serve (make test-ray).
 REPLICAS = os.environ.get("TEST_REPLICAS")
-# For tests with a server of their own, because replicas take half a minute to start.
-decided_before_replicas = pytest.mark.skipif(
-    REPLICAS is not None, reason="no replica takes part in what the test sees"
+# For slow tests, or with a server of their own: replicas take half a minute to start.
+without_replicas = pytest.mark.skipif(
+    REPLICAS is not None, reason="slow, and tests of the same routes run with replicas"
 )
 
 

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from tests.processes import Server, decided_before_replicas, running_server
+from tests.processes import Server, running_server, without_replicas
 
 
 def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
@@ -247,7 +247,7 @@ def test_the_error_of_a_too_long_request_names_a_length_that_fits(
     assert f"A rope factor of {fits:g} " in body["message"]
 
 
-@decided_before_replicas
+@without_replicas
 def test_a_request_beyond_the_cache_is_longer_than_the_context() -> None:
     """The longest tier could hold the prompt, but max_model_len is what the cache holds."""
     with running_server("--kv-cache-tokens", "512") as small:

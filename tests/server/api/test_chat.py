@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from model_runtime.loading.model_config import EMBEDDED_MODEL
 from tests.openai_client import openai_client_of
-from tests.processes import Server, decided_before_replicas, running_server
+from tests.processes import Server, running_server, without_replicas
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}# {{ message.role }}: {{ message.content }}\n"
@@ -203,7 +203,7 @@ def test_developer_is_system_and_parts_are_joined(chatty: openai.OpenAI) -> None
     assert num_prompt_tokens([{"role": "developer", "content": parts}]) == plain
 
 
-@decided_before_replicas
+@without_replicas
 def test_a_model_without_a_template_gets_a_transcript(bare: Server) -> None:
     """The answer stops before the user's next turn."""
     body = {**GREEDY, "max_tokens": 4}

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import openai
 import pytest
 
-from tests.processes import Server
+from tests.processes import Server, without_replicas
 
 MESSAGES: list[Any] = [{"role": "user", "content": "import os\nimport sys\n"}]
 
@@ -127,6 +127,7 @@ def test_langchain_binds_tools_and_reads_structured_output(server: Server) -> No
     assert isinstance(found, Colour)
 
 
+@without_replicas
 def test_lm_evaluation_harness_scores_as_transformers_does(server: Server, tmp_path: Path) -> None:
     """The harness tokenises through the server, and its `hf` model is the reference.
 

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import Server, decided_before_replicas, running_server
+from tests.processes import Server, running_server, without_replicas
 
 
 def chat(url: str, num_words: int = 0, rope: dict[str, Any] | None = None, **body: Any) -> Any:
@@ -74,7 +74,7 @@ def narrow() -> Iterator[Server]:
         yield running
 
 
-@decided_before_replicas
+@without_replicas
 def test_the_end_of_the_context_is_told_apart(narrow: Server) -> None:
     """No factor and no max_tokens would give such an answer more."""
     assert chat(narrow.url)["choices"][0]["rope"]["ended_by"] == "tier"
@@ -82,7 +82,7 @@ def test_the_end_of_the_context_is_told_apart(narrow: Server) -> None:
     assert (choice["rope"]["ended_by"], choice["rope"]["factor"]) == ("max_model_len", 2)
 
 
-@decided_before_replicas
+@without_replicas
 def test_the_rope_of_a_short_answer_can_be_sent_back(narrow: Server) -> None:
     """The operator allows yarn only, and short answers report default."""
     reported = chat(narrow.url, max_tokens=2)["choices"][0]["rope"]
@@ -99,7 +99,7 @@ def test_the_rope_of_a_short_answer_can_be_sent_back(narrow: Server) -> None:
     assert "within the native length (256 tokens) only" in refused.json()["error"]["message"]
 
 
-@decided_before_replicas
+@without_replicas
 def test_the_banner_tells_who_may_ask_for_what(narrow: Server) -> None:
     """Methods, the largest factor, the reserve, access and changed limits have lines."""
     for line in (
