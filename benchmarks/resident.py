@@ -5,11 +5,9 @@ and beside it stands what it was made for: the model's file, the weights as `ins
 and the KV cache.
 """
 
-import http.client
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +15,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks.own_server import completion_status, free_port
 from model_runtime.cache.token_bytes import bytes_per_token
 from model_runtime.loading.low_bits.planned import planned_storage
 from model_runtime.loading.model_config import read_outline, weight_files
@@ -28,20 +27,6 @@ _MIB = 1 << 20
 _GOAL = 1.15, 400e6  # of the file's size, and bytes besides it and the cache
 
 
-def _answered(port: int) -> bool:
-    """Return whether the server has answered one completion."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_START_S)
-    try:
-        connection.request("POST", "/v1/completions", _BODY, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        response.read()
-    except OSError:
-        return False
-    finally:
-        connection.close()
-    return response.status == 200
-
-
 def _memory(pid: int) -> dict[str, int]:
     """Return the fields of /proc about memory, in bytes."""
     text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
@@ -50,9 +35,7 @@ def _memory(pid: int) -> dict[str, int]:
 
 def measured(model: Path, options: tuple[str, ...]) -> dict[str, int]:
     """Start a server, ask for one answer, and return its memory. Raises ClickException."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
+    port = free_port()
     limits = f"--port {port} --threads 1 --kv-cache-tokens {_TOKENS} --max-model-len {_TOKENS // 2}"
     command = [sys.executable, "-m", "ropewalk", "serve", str(model), *limits.split(), *options]
     root = str(Path(__file__).parents[1])
@@ -62,7 +45,7 @@ def measured(model: Path, options: tuple[str, ...]) -> dict[str, int]:
     try:
         end = time.monotonic() + _START_S
         while time.monotonic() < end and process.poll() is None:
-            if _answered(port):
+            if completion_status(port, _BODY, _START_S) == 200:
                 return _memory(process.pid)
             time.sleep(1)
         raise click.ClickException(f"no answer of {' '.join(command)}")

@@ -5,13 +5,11 @@ second column counts the seconds of a processor, which other work on the machine
 """
 
 import argparse
-import http.client
 import json
 import os
 import resource
 import shlex
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -19,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+from benchmarks.own_server import completion_status, free_port
 
 _START_S = 300.0
 _PAUSE_S = 0.005  # between two attempts to connect
@@ -93,9 +93,7 @@ def ended(command: list[str], folder: Path) -> Times:
 
 def started(module: str, environment: dict[str, str]) -> tuple[Times, Times]:
     """Return the times until a server's first answer of any kind, and until its first token."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
+    port = free_port()
     began = time.monotonic()
     process = subprocess.Popen(  # noqa: S603  # our own command
         [sys.executable, "-m", module, "serve", "--port", str(port), "--threads", "1"],
@@ -105,7 +103,7 @@ def started(module: str, environment: dict[str, str]) -> tuple[Times, Times]:
     first = None
     try:
         while time.monotonic() - began < _START_S:
-            status = _status(port)
+            status = completion_status(port, _BODY, 60)
             now = Times(time.monotonic() - began, _of_process(process.pid))
             if status is not None and first is None:
                 first = now
@@ -116,20 +114,6 @@ def started(module: str, environment: dict[str, str]) -> tuple[Times, Times]:
     finally:
         process.terminate()
         process.wait(60)
-
-
-def _status(port: int) -> int | None:
-    """Return the status of a completion of one token; None if no server listens."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request("POST", "/v1/completions", _BODY, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        answer.read()
-    except OSError:
-        return None
-    finally:
-        connection.close()
-    return answer.status
 
 
 def _environment() -> dict[str, str]:

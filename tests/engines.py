@@ -129,3 +129,9 @@ def deployment_of(checkpoint: Checkpoint, **options: Any) -> Deployment:
 def answer(engine: Engine, *requests: Request) -> list[Result]:
     """Serve the requests together; returns their results."""
     return [Result.of(outputs) for outputs in engine.generate(requests)]
+
+
+def num_same(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two answers of one length begin with alike."""
+    alike = [token_id == expected for token_id, expected in zip(one, other, strict=True)]
+    return alike.index(False) if False in alike else len(alike)

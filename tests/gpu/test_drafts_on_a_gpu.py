@@ -10,7 +10,7 @@ from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.runner.cuda_graphs import recorded_sizes
 from model_runtime.runner.model_runner import ModelRunner
 from tests.draft_adversary import Counted, tell, use_adversary
-from tests.engines import EngineFactory, answer, deployment_of, request
+from tests.engines import EngineFactory, answer, deployment_of, num_same, request
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,8 +56,7 @@ def test_drafts_are_rows_of_recorded_steps(
     assert 20 < counted.num_accepted < counted.num_drafted
     for got, expected in zip(drafted, plain, strict=True):
         assert len(got.token_ids) == 60
-        alike = [one == other for one, other in zip(got.token_ids, expected.token_ids, strict=True)]
-        same = alike.index(False) if False in alike else len(alike)
+        same = num_same(got.token_ids, expected.token_ids)
         assert same >= 1
         ours, theirs = (
             torch.tensor([entry.logprob for entry in each.logprobs[:same]])

@@ -35,7 +35,7 @@ from model_runtime.runner.model_runner import ModelRunner
 from tests.attention_cases import Case, Laid, relative_error
 from tests.compilations import CONFIG as COMPILED_FOR
 from tests.compilations import PROFILES, random_steps
-from tests.engines import EngineFactory, Result, answer, deployment_of, request
+from tests.engines import EngineFactory, Result, answer, deployment_of, num_same, request
 from tests.exact_flash import exact_flash
 
 pytestmark = [
@@ -269,10 +269,9 @@ def test_recorded_steps_answer_as_others(
         for enforce_eager in (False, True)
     )
     for got, expected in zip(recorded, queued, strict=True):
-        alike = [one == other for one, other in zip(got.token_ids, expected.token_ids, strict=True)]
         # Sums in other splits round otherwise, and from where a near tie falls the other way on
         # the answers are different texts.
-        same = alike.index(False) if False in alike else len(alike)
+        same = num_same(got.token_ids, expected.token_ids)
         assert same >= 1
         ours, theirs = (
             torch.tensor([entry.logprob for entry in each.logprobs[:same]])

@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from model_runtime.attention import backends
 from model_runtime.attention.torch_backend import TorchAttention
 from model_runtime.loading.checkpoint import prepare_model
-from model_runtime.runner import model_runner
 from tests.attention_cases import Case, Laid, cases, relative_error, tolerance
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
@@ -28,6 +26,7 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from model_runtime.attention.triton.backend import TritonAttention
 from model_runtime.attention.triton.pieces import jit
+from tests.triton_attention import use_triton
 
 ROOT = Path(__file__).resolve().parents[3]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -106,8 +105,7 @@ def test_a_taken_over_model_answers_as_before(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The architectures have windows, sinks, interleaved pairs or layers without rotation."""
-    for module in (backends, model_runner):
-        monkeypatch.setattr(module, "backend_for", lambda _: TritonAttention)
+    use_triton(monkeypatch)
     model = tiny_model(architecture).to(DEVICE)
     checkpoint = prepare_model(model, byte_tokenizer(), frozenset(), {})
     assert checkpoint.report.difference <= checkpoint.report.threshold

@@ -5,13 +5,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
-from model_runtime.attention import backends
-from model_runtime.attention.triton.backend import TritonAttention
 from model_runtime.batch import Span
 from model_runtime.config import EngineConfig
 from model_runtime.engine.build_engine import build_runner, warm_up
-from model_runtime.runner import model_runner
 from tests.engines import deployment_of, tiny_checkpoint
+from tests.triton_attention import use_triton
 
 
 @pytest.mark.parametrize(("page_size", "max_len"), [(16, 256), (4, 256), (16, 12)])
@@ -22,8 +20,7 @@ def test_a_warm_up_leaves_no_trace(
     if torch.cuda.is_available():
         pytest.skip("kernels are not interpreted here")
     checkpoint = tiny_checkpoint("llama", num_hidden_layers=1)
-    for module in (backends, model_runner):
-        monkeypatch.setattr(module, "backend_for", lambda _: TritonAttention)
+    use_triton(monkeypatch)
     (tier, *_) = deployment_of(checkpoint).own_tiers
     config = EngineConfig(kv_cache_tokens=512, max_model_len=max_len, page_size=page_size)
     page, first_page = config.num_pages - 1, 0

@@ -17,9 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from benchmarks import gpu_launches
-from model_runtime.attention import backends
 from model_runtime.attention.paged_attention import STEP, AttentionCall
-from model_runtime.attention.triton.backend import TritonAttention
 from model_runtime.gpu_layers.fewer_kernels import use_fewer_kernels
 from model_runtime.gpu_layers.gated_block import GatedBlock
 from model_runtime.gpu_layers.residual_layer import ResidualLayer, fuse_residuals
@@ -31,9 +29,9 @@ from model_runtime.layers.match_norm import replace_norms
 from model_runtime.layers.merged_linear import forget_results, shared_inputs
 from model_runtime.loading import checkpoint as loading
 from model_runtime.loading.patch_model import patch_model, read_native_rope
-from model_runtime.runner import model_runner
 from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.tiny_models import tiny_model
+from tests.triton_attention import use_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IS_INTERPRETED = DEVICE.type == "cpu"
@@ -312,8 +310,7 @@ def test_a_model_is_checked_and_served_with_them(
     if IS_INTERPRETED:
         monkeypatch.setattr(loading, "has_cpu_kernels", lambda _: False)
         monkeypatch.setattr(loading, "has_gpu_kernels", lambda _: True)
-        monkeypatch.setattr(backends, "backend_for", lambda _: TritonAttention)
-        monkeypatch.setattr(model_runner, "backend_for", lambda _: TritonAttention)
+        use_triton(monkeypatch)
     checkpoint = checkpoint_of(tiny_model("llama").to(DEVICE))
     assert sum(isinstance(each, ResidualLayer) for each in checkpoint.model.modules()) == 4
     assert pruned_layer(checkpoint.model) == 3

@@ -17,8 +17,6 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from model_runtime import work_list
-from model_runtime.attention import backends
-from model_runtime.attention.triton.backend import TritonAttention
 from model_runtime.batch import Batch, Span
 from model_runtime.cache.kv_cache import KVCache
 from model_runtime.cache.rope_tables import RopeTables
@@ -26,13 +24,14 @@ from model_runtime.deployment import Deployment
 from model_runtime.engine.build_engine import build_runner
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import SamplingParams
-from model_runtime.runner import cuda_graphs, model_runner
+from model_runtime.runner import cuda_graphs
 from model_runtime.runner.cuda_graphs import MOST_RECORDED, DecodeGraphs, recorded_sizes
 from model_runtime.runner.model_runner import ModelRunner
 from model_runtime.runner.sampler import SamplingRow
 from rope import Profile
-from tests.engines import deployment_of, tiny_checkpoint
+from tests.engines import deployment_of
 from tests.recorded_runners import CONFIG, SPARE, Again, Conversations, runner_of
+from tests.triton_attention import interpreted_checkpoint
 
 TABLES = 20  # places for rotation tables
 
@@ -40,13 +39,7 @@ TABLES = 20  # places for rotation tables
 @pytest.fixture
 def checkpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     """A checkpoint served by the GPU's attention on the CPU; a Llama of one layer by default."""
-    if torch.cuda.is_available():
-        pytest.skip("kernels are not interpreted here; tests/gpu records real graphs")
-    name, num_layers = getattr(request, "param", ("llama", 1))
-    made = tiny_checkpoint(name, num_hidden_layers=num_layers)
-    for module in (backends, model_runner):
-        monkeypatch.setattr(module, "backend_for", lambda _: TritonAttention)
-    return made
+    return interpreted_checkpoint(request, monkeypatch)
 
 
 def profiles_of(deployment: Deployment) -> list[Profile]:

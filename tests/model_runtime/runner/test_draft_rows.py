@@ -9,20 +9,18 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from model_runtime import work_list
-from model_runtime.attention import backends
-from model_runtime.attention.triton.backend import TritonAttention
 from model_runtime.batch import Span, single_rows
 from model_runtime.config import EngineConfig
 from model_runtime.engine.engine_core import EngineCore
 from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.runner import model_runner
 from model_runtime.runner.cuda_graphs import DecodeGraphs
 from model_runtime.runner.model_runner import ModelRunner
 from rope import Linear, Profile, ReRope, Sinks, Unscaled
 from tests.deferred_runner import Answers, DeferredRunner
 from tests.draft_adversary import Counted, tell, use_adversary
-from tests.engines import Result, deployment_of, request, tiny_checkpoint
+from tests.engines import Result, deployment_of, request
 from tests.recorded_runners import CONFIG, SPARE, Again, runner_of
+from tests.triton_attention import interpreted_checkpoint
 
 TOKENS = torch.arange(200).mul(37).remainder(199).tolist()
 PROFILES = [
@@ -38,13 +36,7 @@ LENS = ((14, 4), (40, 1), (33, 3), (30, 2))
 @pytest.fixture
 def checkpoint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     """A checkpoint served by the GPU's attention on the CPU; a Llama of one layer by default."""
-    if torch.cuda.is_available():
-        pytest.skip("kernels are not interpreted here")
-    name, num_layers = getattr(request, "param", ("llama", 1))
-    made = tiny_checkpoint(name, num_hidden_layers=num_layers)
-    for module in (backends, model_runner):
-        monkeypatch.setattr(module, "backend_for", lambda _: TritonAttention)
-    return made
+    return interpreted_checkpoint(request, monkeypatch)
 
 
 def recorded_runner(

@@ -9,16 +9,14 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from model_runtime import work_list
-from model_runtime.attention import backends
-from model_runtime.attention.triton.backend import TritonAttention
 from model_runtime.batch import Span
 from model_runtime.engine.build_engine import build_runner
 from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.runner import model_runner
 from model_runtime.runner.model_runner import ModelRunner
 from rope import DualChunk, Profile, ReRope, SelfExtend, Shifted, Sinks, Unscaled
 from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
 from tests.recorded_runners import CONFIG, Again, Conversations, runner_of
+from tests.triton_attention import use_triton
 
 L, PAGE = 64, 16
 METHODS = (ReRope(24), SelfExtend(24, 8), DualChunk(48, 16), Shifted(21, 6), Sinks(4, 40))
@@ -34,12 +32,6 @@ def checkpoint() -> Checkpoint:
     if torch.cuda.is_available():
         pytest.skip("kernels are not interpreted here")
     return tiny_checkpoint("llama", num_hidden_layers=1)
-
-
-def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runners that are built from now on read by the GPU's kernels."""
-    for module in (backends, model_runner):
-        monkeypatch.setattr(module, "backend_for", lambda _: TritonAttention)
 
 
 def logits(runner: ModelRunner, steps: Sequence[range]) -> list[Tensor]:
