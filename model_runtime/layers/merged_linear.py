@@ -8,7 +8,7 @@ part.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,8 @@ class MergedPart(nn.Module):
 
     Its output is a slice, so its rows are not contiguous in memory.
     """
+
+    is_linear: ClassVar = True  # see random_numbers.py
 
     def __init__(self, linear: nn.Linear | LowBitLinear, shared: SharedInput, index: int) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ Padded blocks that are too small for two threads have no such end.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ _UNSPLIT = 16_384  # elements; torch gives a thread at least this many of any ac
 
 class PackedLinear(nn.Module):
     """A linear with a weight that is laid out once for the processor; the original is freed."""
+
+    is_linear: ClassVar = True  # see random_numbers.py
 
     def __init__(
         self, linear: nn.Linear | LowBitLinear, product: PackedProduct | None = None

@@ -1,5 +1,8 @@
 """The attention calls of a model's layers, found by running the model on a few tokens.
 
+The model runs with random numbers instead of its weights (random_numbers.py), because zeros and
+equal rows of trained weights look like another structure.
+
 Shapes: H = query heads, K = key heads, T = tokens of the probe, D = key dimensions.
 """
 
@@ -15,6 +18,7 @@ from model_runtime.attention.paged_attention import (
     Step,
 )
 from model_runtime.errors import ModelError
+from model_runtime.layers.random_numbers import random_numbers
 
 _PROBE_LEN = 3  # tokens; layers' outputs are discarded, so only their own projections matter
 
@@ -51,15 +55,15 @@ def run_probe(model: nn.Module, step: Step, first_position: int = 0) -> None:
     """Run a patched model on a short prompt; `step` gets its attention calls. Raises ModelError."""
     device = next(model.parameters()).device
     vocabulary = text_config(model).vocab_size
+    position_ids = torch.arange(first_position, first_position + _PROBE_LEN, device=device)
     try:
-        model(
-            input_ids=torch.arange(1, 1 + _PROBE_LEN, device=device)[None] % vocabulary,
-            position_ids=torch.arange(first_position, first_position + _PROBE_LEN, device=device)[
-                None
-            ],
-            use_cache=False,
-            **{STEP: step},
-        )
+        with random_numbers(model):
+            model(
+                input_ids=torch.arange(1, 1 + _PROBE_LEN, device=device)[None] % vocabulary,
+                position_ids=position_ids[None],
+                use_cache=False,
+                **{STEP: step},
+            )
     except ModelError:
         raise
     except Exception as error:

@@ -28,14 +28,16 @@ from model_runtime.loading.low_bits.hold import storage_of
 from model_runtime.loading.low_bits.quantise import Distance, quantise_model
 from model_runtime.loading.low_bits.sizes import Storage, Weights, format_of_type, refuse_int8
 from model_runtime.loading.model_config import ModelConfig, read_model_config
-from model_runtime.loading.patch_model import patch_model, read_native_rope
+from model_runtime.loading.patch_model import patch_model, probe_plans, read_native_rope
 from model_runtime.loading.phases import OnPhase, no_phases
 from model_runtime.loading.pretrained import from_pretrained, load_tokenizer
 from model_runtime.loading.self_check import (
     PagedPrompts,
     SelfCheckReport,
     check,
+    check_structure,
     original_logits,
+    original_structure,
 )
 from model_runtime.quantised.scheme import Scheme
 from model_runtime.size_text import size_text
@@ -218,10 +220,12 @@ def prepare_model(
     native = read_native_rope(model)
     on_phase("checking the model")
     _log.info("self_check", model=type(model).__name__)
-    original = original_logits(model, native)
+    structure, original = original_structure(model, native), original_logits(model, native)
+    plans = patch_model(model, native)
+    check_structure(model, plans, native, structure)
     if division is not None:
         division.divide(model)
-    plans = patch_model(model, native)
+        plans = probe_plans(model, native)  # a rank has a part of the heads
     products, fused = _BY_TORCH, None
     if has_cpu_kernels(parameter.device):
         products = _pack(model, parameter.dtype, division)

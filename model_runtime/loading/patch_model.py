@@ -132,17 +132,14 @@ def patch_model(model: nn.Module, native: NativeRope) -> Mapping[int, LayerPlan]
     Raises ModelError that names the obstacle.
     """
     register()
-    rotaries = []
     hidden_size = text_config(model).hidden_size
     for name, (module, types) in rotary_modules(model).items():
-        identity = IdentityRotary(module.cpu(), types, hidden_size)
-        rotaries.append(identity)
-        model.set_submodule(name, identity)
+        model.set_submodule(name, IdentityRotary(module.cpu(), types, hidden_size))
     try:
         model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
     except ValueError as error:
         raise ModelError(f"{type(model).__name__} cannot change its attention: {error}") from error
-    plans = _probe(model, rotaries, native)
+    plans = probe_plans(model, native)
     _spare_rotation(model, plans)
     _check_temperature(model)
     return plans
@@ -162,9 +159,9 @@ def _check_temperature(model: nn.Module) -> None:
             )
 
 
-def _probe(
-    model: nn.Module, rotaries: list[IdentityRotary], native: NativeRope
-) -> dict[int, LayerPlan]:
+def probe_plans(model: nn.Module, native: NativeRope) -> dict[int, LayerPlan]:
+    """Return the plan of each layer of a patched model. Raises ModelError."""
+    rotaries = [each for each in model.modules() if isinstance(each, IdentityRotary)]
     unturned = with_step_carried(model, lambda: recorded_calls(model))
     types = sorted({name for rotary in rotaries for name in rotary.constants})
     plans: dict[int, LayerPlan] = {}

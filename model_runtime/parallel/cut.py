@@ -3,7 +3,7 @@
 Shapes: K = inputs, N = outputs, [..., K] -> [..., N].
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ class MappedLinear(nn.Module):
     A weight that was read from a file is mapped memory, which the system can drop and read again.
     So a whole model computes in the memory of one linear. It is slow.
     """
+
+    is_linear: ClassVar = True  # see random_numbers.py
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -61,6 +63,8 @@ def _held(parameter: Tensor) -> Tensor:
 
 class GatheredLinear(nn.Module):
     """One rank's outputs of a linear, between the gathers that it needs."""
+
+    is_linear: ClassVar = True  # see random_numbers.py
 
     def __init__(
         self, linear: nn.Linear, whole: MappedLinear, num_inputs: int, part: Part, group: Group

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from model_runtime.attention.backends import backend_for, has_cpu_kernels
-from model_runtime.attention.paged_attention import STEP, LayerPlan, PagedStep, Step
+from model_runtime.attention.paged_attention import STEP, Backend, LayerPlan, PagedStep, Step
 from model_runtime.batch import Batch, Span, build_batch
 from model_runtime.cache.kv_cache import KVCache
 from model_runtime.cache.rope_tables import RopeTables
@@ -44,14 +44,16 @@ class ModelRunner:
         store: KVCache,
         tables: RopeTables,
         page_size: int,
+        backend: type[Backend] | None = None,
     ) -> None:
+        """Keep what a step needs. `backend`: None means the one that serves the device."""
         self._model = model
         self._plans = plans
         self._store = store
         self._tables = tables
         self._page_size = page_size
         self._device = next(model.parameters()).device
-        self._backend = backend_for(self._device)
+        self._backend = backend or backend_for(self._device)
         self._pruned_layer = pruned_layer(model)
         self._graphs: DecodeGraphs | None = None
         self._host_buffers = HostBuffers()

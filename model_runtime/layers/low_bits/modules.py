@@ -7,7 +7,7 @@ its weight at a time. It is slow, and `product.py` replaces it once the model is
 Nothing here imports numba before a forward runs.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ def _without_memory(num_inputs: int, dtype: torch.dtype) -> nn.Parameter:
 
 class LowBitLinear(nn.Module):
     """A linear whose weight is stored in few bits."""
+
+    is_linear: ClassVar = True  # see random_numbers.py
 
     def __init__(self, panels: "LowBitPanels", bias: Tensor | None, dtype: torch.dtype) -> None:
         """Keep the panels. `dtype` is the number type of inputs and outputs."""
