@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from model_runtime.gpu_layers.triton_gate import Activation, gated
-from model_runtime.layers.equivalence import equal_by_row, first_equivalent, trial_rows
 from model_runtime.layers.merged_linear import MergedPart
 from model_runtime.layers.replace_modules import activation_classes, swap_modules
+from model_runtime.probing.equivalence import equal_by_row, first_equivalent, trial_rows
 
 _TRIAL_SCALES = (0.1, 1.0, 30.0)  # reveal other activations, and those that clip large values
 # Relative to the norm of the output. bf16 sums of products differ between shapes by more.
@@ -65,8 +65,14 @@ def _as_gated(module: nn.Module) -> GatedBlock | None:
     trial = trial_rows(_in_features(halves, linears, down), _TRIAL_SCALES)[None]
     trial = trial.to(down.weight.device, down.weight.dtype)
     blocks = [GatedBlock(joined, down, each) for each in Activation]
+    # Merged linears compute with random numbers in the trial, and their product does not.
+    parts = sorted(halves, key=lambda half: half.index)
+    tried = joined if not parts else lambda x: torch.cat([part(x) for part in parts], dim=-1)
     is_equal = equal_by_row(_ROUNDING)
-    return first_equivalent(module, [(block, is_equal) for block in blocks], trial)
+    place = first_equivalent(
+        module, lambda: [(GatedBlock(tried, down, each), is_equal) for each in Activation], trial
+    )
+    return None if place is None else blocks[place]
 
 
 def _joined(

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from model_runtime.attention.paged_attention import AttentionCall
 from model_runtime.gpu_layers.rms_norm import GpuRmsNorm
-from model_runtime.layers.probe import run_probe
 from model_runtime.layers.replace_modules import Replacement
+from model_runtime.probing.probe import run_probe
+from model_runtime.probing.random_numbers import random_numbers
 
 # Names of the norms before and after the attention, and before and after the block.
 _FORMS: tuple[tuple[str, str | None, str, str | None], ...] = (
@@ -105,7 +106,15 @@ class _OwnValue:
 
 @torch.inference_mode()
 def fuse_residuals(model: nn.Module) -> None:
-    """Replace every decoder layer that computes the same, in place, and link their norms."""
+    """Replace every decoder layer that computes the same, in place, and link their norms.
+
+    Layers are compared with random numbers, because a layer of zeros would equal any other.
+    """
+    with random_numbers(model):
+        _fuse_residuals(model)
+
+
+def _fuse_residuals(model: nn.Module) -> None:
     decoder = next(filter(_has_layers, model.modules()), None)
     if decoder is None:
         return

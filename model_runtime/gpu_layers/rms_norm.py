@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from model_runtime.gpu_layers.triton_norm import MOST_DIMS, Scale, add_and_normalize, normalize
-from model_runtime.layers.equivalence import IsEqual, equal_by_scale
 from model_runtime.layers.match_norm import ROUNDING
+from model_runtime.probing.equivalence import IsEqual, equal_by_scale
 
 
 class GpuRmsNorm(nn.Module):

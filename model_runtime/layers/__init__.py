@@ -1,4 +1,4 @@
 """Modules and forwards that replace those of a transformers model.
 
-May import: attention, cache, cpu_kernels. tests/test_layout.py checks it.
+May import: probing, attention, cache, cpu_kernels. tests/test_layout.py checks it.
 """

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor
 from model_runtime.cpu_kernels.elementwise import gated
 from model_runtime.cpu_kernels.simd import WIDTH
-from model_runtime.layers.equivalence import equal_by_row, first_equivalent, trial_rows
 from model_runtime.layers.merged_linear import MergedPart
 from model_runtime.layers.packed_linear import PackedLinear, RowwiseActivation
 from model_runtime.layers.packed_product import PackedProduct
 from model_runtime.layers.replace_modules import swap_modules
+from model_runtime.probing.equivalence import equal_by_row, first_equivalent, trial_rows
 
 _TRIAL_SCALES = (0.1, 1.0, 30.0)  # reveal other activations, and those that clip large values
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}  # relative to the norm of the output
@@ -71,6 +71,16 @@ def _as_gated(module: nn.Module) -> GatedMlp | None:
         or any(True for _ in module.buffers(recurse=False))
     ):
         return None
-    mlp = GatedMlp(halves[0].product, downs[0].product)
+    # In the order of the product.
+    gate, up = sorted(halves, key=lambda half: half.index)
+
+    def block(x: Tensor) -> Tensor:
+        """Compute the block by its linears, which have random numbers in the trial."""
+        both = torch.cat([gate(x), up(x)], dim=-1)
+        between_RI = gated(as_numpy(both.flatten(0, -2)))
+        return downs[0](as_tensor(between_RI, x.dtype).view(*x.shape[:-1], -1))  # type: ignore[no-any-return]
+
     trial = trial_rows(halves[0].in_features, _TRIAL_SCALES)[None].to(halves[0].weight.dtype)
-    return first_equivalent(module, [(mlp, equal_by_row(_ROUNDING))], trial)
+    if first_equivalent(module, lambda: [(block, equal_by_row(_ROUNDING))], trial) is None:
+        return None
+    return GatedMlp(halves[0].product, downs[0].product)

@@ -18,8 +18,8 @@ from model_runtime.layers.gated_mlp import GatedMlp
 from model_runtime.layers.merged_linear import MergedPart
 from model_runtime.layers.packed_linear import PackedLinear
 from model_runtime.layers.packed_product import PackedProduct
-from model_runtime.layers.probe import are_equal, recorded_calls
 from model_runtime.layers.rms_norm import RmsNorm
+from model_runtime.probing.probe import are_equal, recorded_calls
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from model_runtime.layers.equivalence import (
+from model_runtime.layers.replace_modules import swap_modules
+from model_runtime.probing.equivalence import (
     IsEqual,
     equal_by_scale,
     first_equivalent,
     trial_rows,
 )
-from model_runtime.layers.replace_modules import swap_modules
 
 # Makes the possible replacements of a norm from its weight and eps, each with its comparison.
 Candidates = Callable[[nn.Parameter, float], Iterable[tuple[nn.Module, IsEqual]]]
@@ -72,4 +72,5 @@ def _as_norm(module: nn.Module, candidates: Candidates) -> nn.Module | None:
         return None
     trial_RD = trial_rows(len(weight), _TRIAL_SCALES, _TRIAL_SHIFT)
     trial_RD = trial_RD.to(weight.device, weight.dtype)
-    return first_equivalent(module, candidates(weight, eps), trial_RD)
+    place = first_equivalent(module, lambda: candidates(weight, eps), trial_RD)
+    return None if place is None else list(candidates(weight, eps))[place][0]

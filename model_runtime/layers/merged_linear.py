@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from model_runtime.cpu_kernels.low_bits.formats import PANEL
 from model_runtime.layers.low_bits.modules import LowBitLinear
-from model_runtime.layers.probe import recorded_calls
+from model_runtime.probing.probe import recorded_calls
 
 Product = Callable[[Tensor], Tensor]
 
@@ -63,7 +63,7 @@ class MergedPart(nn.Module):
         self.weight = placeholder(linear.weight)
         self.bias = linear.bias
         self._shared = shared
-        self._index = index
+        self.index = index  # among the parts of the product
 
     @property
     def product(self) -> Product:
@@ -72,7 +72,7 @@ class MergedPart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this linear's output, [..., in] -> [..., out]."""
-        return self._shared.part(x, self._index)
+        return self._shared.part(x, self.index)
 
     def forget(self) -> None:
         """Free the product of all linears of the group, if a failed forward has left it."""

@@ -48,8 +48,8 @@ from model_runtime.cpu_kernels.skinny_gemm import (
     Panels,
     RowProducts,
     own_panels,
-    widen_panels,
 )
+from model_runtime.layers.block_product import StoredProduct, scratch_panels
 from model_runtime.layers.merged_linear import merged_weight
 from model_runtime.layers.onednn import OneDnnWeight
 
@@ -63,8 +63,7 @@ LARGE_SIZES = (64, 128, 256, 512)  # used if they give the same bits
 # bf16 hides most differences of sums. Another order shows in about one value of 10,000.
 _TRIAL_VALUES = 1 << 18
 _CHAINS = (512, 1024, 2048, 4096)  # inputs of a chain, tried after one chain of all inputs
-# Our own copy takes 0.6 of the time of torch's on one thread; torch's is shared out to more.
-_THREADS_OF_OWN_COPY = 2
+_RANDOM_BYTES = 128 << 20  # the most that random numbers in the place of a weight take
 _SCRATCH_BYTES = 1 << 20  # of widened weights, which should stay in a core's level-2 cache
 
 
@@ -95,74 +94,40 @@ class Workshop:
         self._scratch: dict[tuple[int, int], OneDnnWeight] = {}
 
     def tried(self, product: "PackedProduct", shape: tuple[int | bool | torch.dtype, ...]) -> Tried:
-        """Return the trial's result for this shape; the first product of a shape runs it."""
+        """Return the trial's result for this shape; the first product of a shape runs it.
+
+        Weights decide nothing: zeros, and multiples of a power of two, have the same sums in any
+        order. So the trial runs with random numbers. If these have fewer outputs, or are floats in
+        the place of few bits, then the product must confirm what they show.
+        """
         if shape not in self._tried:
-            self._tried[shape] = product.trial()
+            random = product.random_product()
+            found = random.trial()
+            if random.way is not product.way or random.out_features < product.out_features:
+                own = product.trial([found.chain] if found.chain else [])
+                found = Tried(tuple(size for size in own.sizes if size in found.sizes), own.chain)
+            self._tried[shape] = found
         return self._tried[shape]
+
+    def block_outputs(self, num_outputs: int, num_inputs: int) -> int:
+        """Return the outputs of each block of a weight of this shape."""
+        return block_outputs(num_outputs, num_inputs, self._scratch_bytes)
 
     def scratch(self, num_outputs: int, num_inputs: int) -> OneDnnWeight:
         """Return float32 scratch memory for equal blocks of a weight of this shape."""
-        shape = block_outputs(num_outputs, num_inputs, self._scratch_bytes), num_inputs
+        shape = self.block_outputs(num_outputs, num_inputs), num_inputs
         if shape not in self._scratch:
             self._scratch[shape] = OneDnnWeight(torch.zeros(shape))
         return self._scratch[shape]
 
 
-class BlockProduct:
-    """Panels that are widened block by block for oneDNN's float32 product."""
+class _Untried(Workshop):
+    """A workshop whose products are not tried when they are laid out."""
 
-    def __init__(self, panels: Panels, bias_N: Tensor | None, workshop: Workshop) -> None:
-        """Take the workshop's scratch memory. Raises RuntimeError if its order is not known."""
-        self._scratch = workshop.scratch(panels.num_outputs, panels.num_inputs)
-        self.scratch = scratch_panels(self._scratch)
-        self.panels = panels
-        self._bias_N = None if bias_N is None else bias_N.float()
-
-    def multiply(self, x_RK: Tensor) -> Tensor:
-        """Multiply rows, [R, K] -> [R, N]."""
-        num_outputs, rows_RK = self.panels.num_outputs, x_RK.float()
-        num_panels, block = self.panels.num_panels, self.scratch.num_panels
-        out_RN = None
-        for first in range(0, num_panels, block):
-            self.widen(first, min(first + block, num_panels))
-            columns = slice(first * PANEL, min((first + block) * PANEL, num_outputs))
-            part_RN = self._scratch.multiply(rows_RK, None)
-            part_RN = part_RN[:, : columns.stop - columns.start]
-            if self._bias_N is not None:
-                part_RN += self._bias_N[columns]
-            if part_RN.shape[1] == num_outputs:  # the only block
-                return part_RN.to(x_RK.dtype).contiguous()
-            if out_RN is None:
-                out_RN = x_RK.new_empty(len(x_RK), num_outputs)
-            out_RN[:, columns] = part_RN
-        assert out_RN is not None
-        return out_RN
-
-    def widen(self, first: int, end: int) -> None:
-        """Widen panels `first` to `end` - 1 into the scratch memory."""
-        raise NotImplementedError
-
-
-class _Stored(BlockProduct):
-    """bfloat16 panels."""
-
-    def widen(self, first: int, end: int) -> None:
-        """Widen panels `first` to `end` - 1 into the scratch memory."""
-        size = self.panels.layout * PANEL
-        numbers_Q = self.panels.packed_Q[first * size : end * size]
-        scratch_Q = self.scratch.packed_Q[: len(numbers_Q)]
-        if torch.get_num_threads() <= _THREADS_OF_OWN_COPY:
-            widen_panels(self.panels.packed_Q, first * size, scratch_Q)
-        else:
-            torch.from_numpy(scratch_Q).copy_(as_tensor(numbers_Q, torch.bfloat16))
-
-
-def scratch_panels(scratch: OneDnnWeight) -> Panels:
-    """Return the memory of a scratch weight. Raises RuntimeError if its order is not known."""
-    panels = scratch.panels(None)
-    if panels is None:
-        raise RuntimeError("oneDNN packs float32 weights in an order that is not known")
-    return panels
+    def tried(self, product: "PackedProduct", shape: tuple[int | bool | torch.dtype, ...]) -> Tried:
+        """Return that nothing is known."""
+        del product, shape
+        return Tried((), None)
 
 
 @cache
@@ -202,12 +167,32 @@ class PackedProduct:
             self._panels = packed.panels(bias_N)
             self._many = lambda x_RK: packed.multiply(x_RK, bias_N)
         elif self.way is Way.STORED:
-            num_packed = scratch_panels(workshop.scratch(num_outputs, num_inputs)).layout
-            stored = _Stored(own_panels(weight_NK, bias_N, num_packed), bias_N, workshop)
-            self._panels, self._many = stored.panels, stored.multiply
+            scratch = workshop.scratch(num_outputs, num_inputs)
+            num_packed = scratch_panels(scratch).layout
+            panels = own_panels(weight_NK, bias_N, num_packed)
+            self._panels = panels
+            self._many = StoredProduct(panels, bias_N, scratch).multiply
         else:
             self._panels = own_panels(weight_NK, bias_N)
         self._try(workshop, has_bias=bias_N is not None)
+
+    def random_product(self) -> "PackedProduct":
+        """Return oneDNN's product of random numbers that has the sums of this one.
+
+        A weight that is widened block by block is multiplied as one block of float32.
+        """
+        num_outputs, dtype = self.out_features, self._dtype
+        if self.way is Way.STORED:
+            num_outputs = self._block_outputs
+            dtype = torch.float32
+        most = max(PANEL, _RANDOM_BYTES // (dtype.itemsize * self.in_features) // PANEL * PANEL)
+        generator = torch.Generator().manual_seed(0)
+        sizes = self.in_features, min(num_outputs, most)
+        linear = nn.Linear(*sizes, bias=self._has_bias, device="meta", dtype=dtype)
+        for name, parameter in list(linear.named_parameters()):
+            numbers = torch.randn(parameter.shape, generator=generator).to(dtype)
+            setattr(linear, name, nn.Parameter(numbers, requires_grad=False))
+        return PackedProduct([linear], _Untried(Way.ONEDNN))
 
     def _begin(
         self, num_outputs: int, num_inputs: int, dtype: torch.dtype, workshop: Workshop
@@ -222,6 +207,8 @@ class PackedProduct:
 
     def _try(self, workshop: Workshop, *, has_bias: bool) -> None:
         """Find the sizes of blocks and the chain of sums, now that the weight is laid out."""
+        self._has_bias = has_bias
+        self._block_outputs = workshop.block_outputs(self.out_features, self.in_features)
         self._sizes: tuple[int, ...] = ()
         chain: int | None = self.in_features
         if self._many is not None:
@@ -270,8 +257,10 @@ class PackedProduct:
         """Return the kernel for few rows; None if `num_rows` must go through the call itself."""
         return self._skinny if 0 < num_rows <= MOST_ROWS and self._holds() else None
 
-    def trial(self) -> Tried:
+    def trial(self, chains: Sequence[int] | None = None) -> Tried:
         """Find the sizes of blocks, and the chain of sums, that give the bits of small blocks.
+
+        `chains`: those that are tried; None: all that are known.
 
         The library may raise RuntimeError, and then this way is not possible here. So the trials of
         modules (equivalence.py) do not fit: they take an error as another kind of module.
@@ -296,14 +285,16 @@ class PackedProduct:
                 for size in large
                 if torch.equal(by(size, counts[size]), expected[: counts[size]])
             ]
-        chain = self._find_chain(rows[:count], by(MOST_ROWS, count))
+        if chains is None:
+            chains = list(dict.fromkeys((self.in_features, *_CHAINS)))
+        chain = self._find_chain(chains, rows[:count], by(MOST_ROWS, count))
         return Tried((*self._small, *large), chain)
 
-    def _find_chain(self, x_RK: Tensor, expected_RN: Tensor) -> int | None:
+    def _find_chain(self, chains: Sequence[int], x_RK: Tensor, expected_RN: Tensor) -> int | None:
         """Find how many inputs make a chain of the library's sums; None if no length matches."""
         if self._panels is None or not self._panels.takes(self._multiplying()):
             return None
-        for chain in dict.fromkeys((self.in_features, *_CHAINS)):
+        for chain in chains:
             products = self._row_products(chain)
             found = torch.cat([products(rows) for rows in torch.split(x_RK, MOST_ROWS)])
             if torch.equal(found, expected_RN):

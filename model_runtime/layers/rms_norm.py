@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor
 from model_runtime.cpu_kernels.elementwise import normalize
-from model_runtime.layers.equivalence import IsEqual, equal_by_scale
 from model_runtime.layers.match_norm import ROUNDING
+from model_runtime.probing.equivalence import IsEqual, equal_by_scale
 
 
 class RmsNorm(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from model_runtime.attention.backends import has_cpu_kernels, has_gpu_kernels
 from model_runtime.attention.paged_attention import LayerPlan
@@ -20,7 +20,6 @@ from model_runtime.division import Division
 from model_runtime.errors import ModelError
 from model_runtime.layers.match_norm import replace_norms
 from model_runtime.layers.merged_linear import join, shared_inputs
-from model_runtime.layers.probe import text_config
 from model_runtime.loading.choose_forward import choose_forward
 from model_runtime.loading.load_faults import faults_of
 from model_runtime.loading.load_progress import logged_progress
@@ -30,7 +29,12 @@ from model_runtime.loading.low_bits.sizes import Storage, Weights, format_of_typ
 from model_runtime.loading.model_config import ModelConfig, read_model_config
 from model_runtime.loading.patch_model import patch_model, probe_plans, read_native_rope
 from model_runtime.loading.phases import OnPhase, no_phases
-from model_runtime.loading.pretrained import from_pretrained, load_tokenizer
+from model_runtime.loading.pretrained import (
+    end_token_ids,
+    from_pretrained,
+    generation_defaults,
+    load_tokenizer,
+)
 from model_runtime.loading.self_check import (
     PagedPrompts,
     SelfCheckReport,
@@ -39,6 +43,7 @@ from model_runtime.loading.self_check import (
     original_logits,
     original_structure,
 )
+from model_runtime.probing.probe import text_config
 from model_runtime.quantised.scheme import Scheme
 from model_runtime.size_text import size_text
 from model_runtime.text.tokenizer import Tokenizer
@@ -119,13 +124,13 @@ def load_checkpoint(
         model = _load_model(model_config, read_type, trust_remote_code=trust_remote_code)
         model = _placed(model, number_type, where, division)
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-        generation = _generation_defaults(source, model_config.config)
+        generation = generation_defaults(source, model_config.config)
         sampling = {name: generation.get(name) for name in SAMPLING_DEFAULTS}
         low_bits = _quantised(model, tokenizer, weights, on_phase)
         checkpoint = prepare_model(
             model,
             tokenizer,
-            _eos_token_ids(generation, tokenizer),
+            end_token_ids(generation, tokenizer),
             {name: value for name, value in sampling.items() if value is not None},
             on_phase,
             division=division,
@@ -334,19 +339,3 @@ def _load_model(outline: ModelConfig, dtype: torch.dtype, *, trust_remote_code: 
         if not bool(parameter.isfinite().all()):
             raise ModelError(f"{source}: weight {name} has NaN or Inf")
     return model
-
-
-def _generation_defaults(source: str | Path, config: Any) -> dict[str, Any]:
-    """Return the fields of generation_config; if it is absent, the config's end token."""
-    try:
-        stated: dict[str, Any] = GenerationConfig.from_pretrained(source).to_diff_dict()
-    except OSError:
-        stated = {"eos_token_id": config.get_text_config().eos_token_id}
-    return stated
-
-
-def _eos_token_ids(generation: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the end tokens of generation_config and of the tokenizer."""
-    declared = generation.get("eos_token_id")
-    ids = declared if isinstance(declared, list) else [declared]
-    return frozenset(each for each in (*ids, tokenizer.eos_token_id) if each is not None)

@@ -3,7 +3,7 @@
 Each of the two is installed, compared with the plain forward over the paged cache, and removed if
 it differs. A model without them is served as well, only slower. So no outcome here is an error.
 
-`layers/equivalence.py` does not fit: it tries modules on one input and compares within rounding.
+`probing/equivalence.py` does not fit: it tries modules on one input and compares within rounding.
 These two are parts of a whole forward, need steps over a cache, and one must have the same bits.
 
 Shapes: T = tokens of the long prompt, R = rows of logits, V = vocabulary.

@@ -25,11 +25,11 @@ from model_runtime.attention.paged_attention import (
     register,
 )
 from model_runtime.errors import ModelError
-from model_runtime.layers.probe import are_equal, recorded_calls, text_config
 from model_runtime.layers.replace_modules import Replacement
 from model_runtime.layers.skip_rotation import restore_rotation, spare_rotation
 from model_runtime.loading.carry_step import with_step_carried
 from model_runtime.loading.config_values import refuse_unserved_attention, text_values
+from model_runtime.probing.probe import are_equal, recorded_calls, text_config
 from rope import ALL_LAYERS, NativeRope, RopeConfigError, native_rope
 
 

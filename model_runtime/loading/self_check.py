@@ -31,10 +31,10 @@ from model_runtime.batch import Span
 from model_runtime.cache.kv_cache import KVCache
 from model_runtime.cache.rope_tables import RopeTables
 from model_runtime.errors import ModelError
-from model_runtime.layers.probe import text_config
-from model_runtime.layers.random_numbers import random_numbers
 from model_runtime.loading.patch_model import rotary_modules
-from model_runtime.loading.rounding import ORDERS, rounded_otherwise
+from model_runtime.probing.probe import text_config
+from model_runtime.probing.random_numbers import random_numbers
+from model_runtime.probing.rounding import ORDERS, rounded_otherwise
 from model_runtime.runner.model_runner import ModelRunner
 from rope import ALL_LAYERS, NativeRope, Profile, Yarn
 
@@ -187,7 +187,7 @@ class PagedPrompts:
     def runner(self) -> ModelRunner:
         """Return a new runner, which notes whether the model's last layer is pruned."""
         return ModelRunner(
-            self.model, self.plans, self._store, self._tables, _PAGE_SIZE, self._backend
+            self.model, self.plans, self._store, self._tables, _PAGE_SIZE, backend=self._backend
         )
 
     def span(

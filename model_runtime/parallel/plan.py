@@ -19,8 +19,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from model_runtime.errors import ModelError
-from model_runtime.layers.probe import text_config
 from model_runtime.loading.model_config import ModelConfig
+from model_runtime.probing.probe import text_config
 
 _COLUMNS, _ROWS, _GATHERED = "colwise", "rowwise", "colwise_gather_output"
 _UNDIVIDED = {"replicated_with_grad_allreduce", "embedding_rowwise"}

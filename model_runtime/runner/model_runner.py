@@ -44,6 +44,7 @@ class ModelRunner:
         store: KVCache,
         tables: RopeTables,
         page_size: int,
+        *,
         backend: type[Backend] | None = None,
     ) -> None:
         """Keep what a step needs. `backend`: None means the one that serves the device."""

@@ -15,9 +15,10 @@ from model_runtime.cpu_kernels.low_bits.formats import SCRATCH_BYTES
 from model_runtime.cpu_kernels.low_bits.products import LowBits
 from model_runtime.cpu_kernels.skinny_gemm import PANEL, Multiplying
 from model_runtime.cpu_kernels.threads import parallel_for
+from model_runtime.layers.block_product import BlockProduct
 from model_runtime.layers.low_bits.modules import LowBitLinear
 from model_runtime.layers.merged_linear import merged_bias
-from model_runtime.layers.packed_product import BlockProduct, PackedProduct, Way, Workshop
+from model_runtime.layers.packed_product import PackedProduct, Way, Workshop
 from model_runtime.layers.way_trial import choose_way
 
 
@@ -71,7 +72,7 @@ class LowBitProduct(PackedProduct):
         panels = self._kernels.panels(self.weights, bias_N)
         self._panels = panels
         if self.way is Way.STORED:
-            blocks = _Blocks(panels, bias_N, workshop)
+            blocks = _Blocks(panels, bias_N, workshop.scratch(num_outputs, self.in_features))
             blocks.kernels = self._kernels
             self._many = blocks.multiply
         self._try(workshop, has_bias=bias_N is not None)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from model_runtime.cpu_kernels.low_bits.formats import INT8, PANEL
 from model_runtime.errors import ModelError
-from model_runtime.layers.probe import text_config
 from model_runtime.loading.low_bits.hold import (
     hold,
     holders,
@@ -21,6 +20,7 @@ from model_runtime.loading.low_bits.hold import (
     storage_of,
 )
 from model_runtime.loading.self_check import logits_of
+from model_runtime.probing.probe import text_config
 
 # The text over which two models are compared. Its tokens come from the model's own tokenizer.
 _TEXT = (

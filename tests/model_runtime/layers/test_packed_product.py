@@ -55,6 +55,26 @@ def test_few_rows_have_the_bits_of_many(
         assert torch.equal(few, many), rows
 
 
+@pytest.mark.parametrize(("dtype", "way"), WAYS)
+@pytest.mark.parametrize("unit", [0.0, 1 / 64])
+def test_the_first_weight_of_a_shape_does_not_decide(
+    unit: float, dtype: torch.dtype, way: Way
+) -> None:
+    """Zeros, or multiples of 1/64, have the same sums in any order; the next weight has not."""
+    if not is_possible(way, dtype):
+        pytest.skip(f"no {way.name} of {dtype} on this processor")
+    workshop = Workshop(way)
+    first, second = (nn.Linear(3008, 160, bias=False).to(dtype) for _ in range(2))
+    first.weight.data = (first.weight / unit).round() * unit if unit else 0 * first.weight
+    products = [
+        PackedProduct([each.requires_grad_(requires_grad=False)], workshop)
+        for each in (first, second)
+    ]
+    x = torch.randn(64, 3008).to(dtype)
+    for product in products:
+        assert torch.equal(torch.cat([product(row) for row in torch.split(x, 1)]), product(x))
+
+
 @pytest.mark.skipif(not IS_KNOWN, reason="few rows are left to oneDNN here")
 def test_the_trial_has_no_last_row_alone() -> None:
     """With 130 outputs, 2,017 rows have enough values, and the last block would have one row."""

@@ -118,7 +118,7 @@ class PerHead(LlamaRMSNorm):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [0.02, 1e-4, 0.0])
 def test_small_weights_do_not_hide_another_formula(size: float, dtype: torch.dtype) -> None:
-    """With small weights, a norm that subtracts the mean gives small differences too."""
+    """With small weights a norm that subtracts the mean differs little, with zeros not at all."""
     for wrong in (nn.LayerNorm(64, eps=1e-5, bias=False), WrongEps(64, eps=1e-3)):
         nn.init.uniform_(wrong.weight, -size, size)
         holder = nn.ModuleDict({"norm": wrong.to(dtype)})
@@ -128,7 +128,20 @@ def test_small_weights_do_not_hide_another_formula(size: float, dtype: torch.dty
     nn.init.uniform_(right.weight, -size, size)
     holder = nn.ModuleDict({"norm": right.to(dtype)})
     replace_norms(holder)
-    assert isinstance(holder["norm"], RmsNorm) == (size > 0)
+    found = holder["norm"]
+    assert isinstance(found, RmsNorm)
+    assert torch.equal(torch.from_numpy(found.scale_D), right.weight.detach().float())
+
+
+def test_large_weights_do_not_hide_an_added_one() -> None:
+    """Beside 60, one is less than the rounding of bfloat16, by which norms are compared."""
+    norm = GemmaRMSNorm(64)
+    nn.init.uniform_(norm.weight, 60, 70)
+    holder = nn.ModuleDict({"norm": norm.to(torch.bfloat16)})
+    replace_norms(holder)
+    found = holder["norm"]
+    assert isinstance(found, RmsNorm)
+    assert torch.equal(torch.from_numpy(found.scale_D), 1 + norm.weight.detach().float())
 
 
 @pytest.mark.parametrize("norm", [PerHead(8), LlamaRMSNorm(1)])

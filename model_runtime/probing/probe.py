@@ -18,7 +18,7 @@ from model_runtime.attention.paged_attention import (
     Step,
 )
 from model_runtime.errors import ModelError
-from model_runtime.layers.random_numbers import random_numbers
+from model_runtime.probing.random_numbers import random_numbers
 
 _PROBE_LEN = 3  # tokens; layers' outputs are discarded, so only their own projections matter
 

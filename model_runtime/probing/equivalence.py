@@ -1,8 +1,9 @@
 """Trials of replacements: nothing is trusted by name.
 
 Every architecture has its own classes for the same formulas. So a replacement is compared with the
-module of the checkpoint on the same inputs, and is kept only if the outputs agree. The criteria are
-relative: a small weight makes small outputs, and would hide another formula from an absolute bound.
+module of the checkpoint on the same inputs, and is kept only if the outputs agree. Both compute
+with random numbers instead of weights (random_numbers.py). Weights of zero would make every formula
+agree, and gates that are small make silu and gelu alike.
 
 Three comparisons of this server are not made here. `choose_forward.py` compares whole steps of the
 engine, over a cache and to the bit. The trial in `packed_product.py` compares a library with our
@@ -13,12 +14,12 @@ Shapes: R = rows, D = dimensions of a row.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
+from model_runtime.probing.random_numbers import random_numbers
+
 # Gets the output of a candidate and the output of the module; shape and number type are the same.
 IsEqual = Callable[[Tensor, Tensor], bool]
 Rounding = Mapping[torch.dtype, float]  # the largest relative difference, by number type
@@ -36,27 +37,31 @@ def trial_rows(num_dims: int, scales: Sequence[float], shift: float = 0.0) -> Te
 
 @torch.inference_mode()
 def first_equivalent(
-    module: nn.Module, candidates: Iterable[tuple[ModuleT, IsEqual]], trial: Tensor
-) -> ModuleT | None:
-    """Return the first candidate whose output is equal to the module's; None if there is none.
+    module: nn.Module,
+    candidates: Callable[[], Iterable[tuple[Callable[[Tensor], Tensor], IsEqual]]],
+    trial: Tensor,
+) -> int | None:
+    """Return the place of the first candidate with the module's outputs; None if there is none.
 
-    A module that raises an error for the trial's input is of another kind, so the result is None.
-    An error of a candidate is raised, because candidates are our own code.
+    `candidates` makes them from the module's random numbers, so that the caller makes the chosen
+    one anew from the weights. A module that raises an error for the trial's input is of another
+    kind, so the result is None. An error of a candidate is raised, because candidates are our own.
     """
-    try:
-        expected = module(trial)
-    except Exception:  # noqa: BLE001  # code of a checkpoint raises any type
-        return None
-    if not isinstance(expected, Tensor):
-        return None
-    for candidate, is_equal in candidates:
-        output = candidate(trial)
-        if (
-            output.shape == expected.shape
-            and output.dtype == expected.dtype
-            and is_equal(output, expected)
-        ):
-            return candidate
+    with random_numbers(module):
+        try:
+            expected = module(trial)
+        except Exception:  # noqa: BLE001  # code of a checkpoint raises any type
+            return None
+        if not isinstance(expected, Tensor):
+            return None
+        for place, (candidate, is_equal) in enumerate(candidates()):
+            output = candidate(trial)
+            if (
+                output.shape == expected.shape
+                and output.dtype == expected.dtype
+                and is_equal(output, expected)
+            ):
+                return place
     return None
 
 
@@ -72,18 +77,11 @@ def equal_by_row(rounding: Rounding) -> IsEqual:
 
 
 def equal_by_scale(rounding: Rounding, scale_D: Tensor) -> IsEqual:
-    """Return a comparison of rows [R, D] after division by the scale of each dimension.
-
-    A scale of zero shows nothing; if all scales are zero, then no output is equal.
-    """
-    seen_D = scale_D != 0
+    """Return a comparison of rows [R, D] after division by the scale of each dimension."""
 
     def is_equal(output_RD: Tensor, expected_RD: Tensor) -> bool:
         bound = rounding[expected_RD.dtype]
-        output_RD, expected_RD = (
-            each_RD.float()[:, seen_D] / scale_D[seen_D] for each_RD in (output_RD, expected_RD)
-        )
-        is_near = torch.allclose(output_RD, expected_RD, rtol=bound, atol=bound)
-        return is_near and bool(seen_D.any())
+        output_RD, expected_RD = (each.float() / scale_D for each in (output_RD, expected_RD))
+        return torch.allclose(output_RD, expected_RD, rtol=bound, atol=bound)
 
     return is_equal

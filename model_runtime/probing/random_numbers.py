@@ -117,7 +117,7 @@ class _RandomLinear:
         dtype, device = self._dtype or x.dtype, x.device
         wide = x.to(self._factors_XN.dtype)
         inputs_XN, factors_XN = self._inputs_XN.to(device), self._factors_XN.to(device)
-        out = wide.index_select(-1, inputs_XN[0]) * factors_XN[0]
+        out: Tensor = wide.index_select(-1, inputs_XN[0]) * factors_XN[0]
         for inputs_N, factors_N in zip(inputs_XN[1:], factors_XN[1:], strict=True):
             out += wide.index_select(-1, inputs_N) * factors_N
         return out.to(dtype)
@@ -166,7 +166,7 @@ def _drawn(
     The first `num_shared` dimensions, which count experts, share the numbers and their memory.
     """
     if not held.is_floating_point() or held.numel() == 0 or held.is_meta:
-        return held.data
+        return held.detach()
     shape = tuple(held.shape[num_shared:])
     if len(shape) < 2:
         drawn = _uniform(shape, generator).to(held.device, dtype or held.dtype)
@@ -178,4 +178,5 @@ def _drawn(
     numbers = torch.randn(count, generator=generator) * num_columns**-0.5
     strides = (num_columns, 1) if num_shared else (1, 1)
     numbers = numbers.to(held.device, dtype or held.dtype)
-    return numbers.as_strided(shape, strides).expand(held.shape)
+    matrix: Tensor = numbers.as_strided(shape, strides)
+    return matrix.expand(held.shape)

@@ -8,12 +8,13 @@ thousands of times more than others do, and the samples show it.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from model_runtime.layers.random_numbers import is_any_linear
+from model_runtime.probing.random_numbers import is_any_linear
 
 # Parts of the inputs of a linear, for each sample.
 ORDERS = (2, 3, 5)
@@ -42,7 +43,7 @@ def _in_parts(linear: Any, num_parts: int) -> Callable[[Tensor], Tensor]:
     own = linear.forward
     num_parts = min(num_parts, linear.in_features)
     edges = [linear.in_features * part // num_parts for part in range(num_parts + 1)]
-    parts = [slice(begin, end) for begin, end in zip(edges, edges[1:], strict=False)][::-1]
+    parts = [slice(begin, end) for begin, end in pairwise(edges)][::-1]
 
     def product(x: Tensor, part: slice) -> Tensor:
         if type(linear).forward is nn.Linear.forward:
