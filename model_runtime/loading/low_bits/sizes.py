@@ -6,7 +6,7 @@ from math import prod
 from typing import Literal
 
 from model_runtime.cpu_kernels.low_bits.formats import (
-    FORMATS,
+    BY_TYPE,
     INT8,
     PANEL,
     SCRATCH_BYTES,
@@ -22,8 +22,6 @@ _FEWEST_OUTPUTS = PANEL  # fewer would pad a panel, and such linears are often r
 _QUERY_KEY_VALUE = re.compile(r"\b[qkv]_proj\b|\battn_[qkv]\b")
 _GATE_UP = re.compile(r"\b(gate|up)_proj\b|\bffn_(gate|up)\b")
 _ROUTERS = {"gate", "router"}  # linears that choose experts: an error there is not a small one
-# Type of a GGUF file -> the format that holds its bits.
-BY_TYPE = {"Q8_0" if kind is INT8 else kind.name: kind for kind in FORMATS}
 
 
 def format_of_type(type_name: str | None) -> Format | None:

@@ -7,7 +7,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 
-from model_runtime.cpu_kernels.low_bits.formats import FORMATS, INT8
+from model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, FORMATS, INT8
 from model_runtime.cpu_kernels.low_bits.panels import (
     LowBitPanels,
     PanelWriter,
@@ -21,16 +21,22 @@ from model_runtime.layers.low_bits.modules import LowBitLinear
 from model_runtime.layers.low_bits.product import LowBitProduct, LowBitWorkshop
 from model_runtime.layers.packed_linear import PackedLinear
 from model_runtime.layers.packed_product import PackedProduct, Way, Workshop
-from model_runtime.loading.low_bits.sizes import BY_TYPE
 
 # The places of float16 numbers in a block.
 HALVES = {
     "Q8_0": (0,),
     "Q4_0": (0,),
     "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),
 }
 ROWS = (*range(1, 65), 512)
 
@@ -43,6 +49,8 @@ def rows_of(type_name: str, num_rows: int, num_inputs: int, seed: int = 0) -> np
     for at in HALVES[type_name]:
         scales = rng.normal(0, 1, blocks.shape[:2]) * 10.0 ** rng.integers(-7, -1, blocks.shape[:2])
         blocks[..., at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    if type_name == "MXFP4":
+        blocks[..., 0] = rng.integers(110, 125, blocks.shape[:2])
     return blocks.reshape(num_rows, -1)
 
 
@@ -81,7 +89,11 @@ def test_widened_weights_are_those_of_ggufs_own_package(type_name: str) -> None:
 
 @pytest.mark.parametrize(
     ("type_name", "bits"),
-    [("Q8_0", 8.5), ("Q4_0", 4.5), ("Q4_1", 5), ("Q4_K", 4.625), ("Q5_K", 5.625), ("Q6_K", 6.5625)],
+    [
+        *[("Q8_0", 8.5), ("Q4_0", 4.5), ("Q4_1", 5), ("Q5_0", 5.5), ("Q5_1", 6)],
+        *[("Q2_K", 2.625), ("Q3_K", 3.5625), ("Q4_K", 4.625), ("Q5_K", 5.625), ("Q6_K", 6.5625)],
+        *[("IQ4_NL", 4.5), ("IQ4_XS", 4.3125), ("MXFP4", 4.25)],
+    ],
 )
 def test_a_weight_takes_the_bits_of_its_file(type_name: str, bits: float) -> None:
     """K types take up to an eighth of a bit more, because scales are whole bytes."""
@@ -121,9 +133,16 @@ def linear_of(
         ("Q8_0", 200, 1056),  # inputs of a chunk that is not whole
         ("Q4_0", 64, 96),
         ("Q4_1", 1000, 2080),
+        ("Q5_0", 64, 160),
+        ("Q5_1", 70, 96),
+        ("Q2_K", 129, 512),
+        ("Q3_K", 64, 768),
         ("Q4_K", 130, 1280),
         ("Q5_K", 128, 512),
         ("Q6_K", 129, 768),
+        ("IQ4_NL", 100, 160),
+        ("IQ4_XS", 64, 512),
+        ("MXFP4", 65, 96),
     ],
 )
 def test_rows_have_the_bits_of_the_float_product_in_any_number(
