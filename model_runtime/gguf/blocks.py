@@ -110,8 +110,9 @@ def _q6_k(rows: Bytes) -> Blocks:
 
 def _fives(lower: Bytes, upper: Bytes) -> Bytes:
     """Return numbers of five bits, [N, B, 32], from nibbles and the bits of four bytes."""
-    above = np.unpackbits(upper, axis=-1, bitorder="little")
-    return _nibbles(lower) | (above << 4)
+    above: Any = np.unpackbits(upper, axis=-1, bitorder="little")
+    q: Bytes = _nibbles(lower) | (above << 4)
+    return q
 
 
 def _q5_0(rows: Bytes) -> Blocks:
@@ -135,7 +136,8 @@ def _twos(packed: Bytes) -> Bytes:
 
 def _q2_k(rows: Bytes) -> Blocks:
     blocks = _blocks(rows, 84)
-    q, both = _twos(blocks[..., 16:80]), blocks[..., :16].reshape(len(rows), -1)
+    q = _twos(blocks[..., 16:80])
+    both: Any = blocks[..., :16].reshape(len(rows), -1)
     factors = _halves(blocks, 80), _halves(blocks, 82)
     return Blocks(q.reshape(len(rows), -1), *factors, both & 15, both >> 4)
 
@@ -144,10 +146,10 @@ def _q3_k(rows: Bytes) -> Blocks:
     blocks = _blocks(rows, 110)
     places = np.arange(8, dtype=np.uint8).reshape(8, 1)
     upper: Any = (blocks[..., None, :32] >> places) & 1
-    q = _twos(blocks[..., 32:96]) | (upper.reshape(*blocks.shape[:2], 256) << 2)
-    places = (2 * np.arange(4, dtype=np.uint8)).reshape(4, 1)
-    above: Any = (blocks[..., None, 104:108] >> places) & 3
-    scales = _nibbles(blocks[..., 96:104]) | (above.reshape(*blocks.shape[:2], 16) << 4)
+    q: Any = _twos(blocks[..., 32:96]) | (upper.reshape(*blocks.shape[:2], 256) << 2)
+    pairs = (2 * np.arange(4, dtype=np.uint8)).reshape(4, 1)
+    above: Any = (blocks[..., None, 104:108] >> pairs) & 3
+    scales: Any = _nibbles(blocks[..., 96:104]) | (above.reshape(*blocks.shape[:2], 16) << 4)
     signed = scales.reshape(len(rows), -1).astype(np.int8) - np.int8(32)
     return Blocks(q.reshape(len(rows), -1), _halves(blocks, 108), None, signed)
 

@@ -55,7 +55,7 @@ def emit_signed(builder: Any, address: Any) -> Any:
 
 def emit_words(builder: Any, address: Any, num_bytes: int = 4) -> Any:
     """Emit a load of words of 16 or 32 bits."""
-    if num_bytes == 2:  # noqa: PLR2004  # bytes
+    if num_bytes == 2:  # bytes
         return builder.zext(_loaded(builder, address, _SHORTS), _INTS)
     return _loaded(builder, address, _INTS)
 

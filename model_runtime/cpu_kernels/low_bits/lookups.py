@@ -28,9 +28,7 @@ _CHOOSERS = {  # of bytes: the size of a register -> LLVM's name
 HAS_FLOAT_TABLES = vectors().name == "AVX-512"
 
 
-def emit_looked_up(
-    builder: Any, table: tuple[int, ...], zero: int, words: Any, first: int
-) -> Any:
+def emit_looked_up(builder: Any, table: tuple[int, ...], zero: int, words: Any, first: int) -> Any:
     """Emit the numbers of a table, as floats, for the four bits of words from bit `first` on.
 
     `zero` is subtracted from them.

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model_runtime.cpu_kernels.low_bits.formats import INT8, PANEL, Format
+from model_runtime.cpu_kernels.low_bits.formats import FLOAT32, INT8, PANEL, Format
 from model_runtime.cpu_kernels.low_bits.widen import widener
 
 Bytes = NDArray[np.uint8]
@@ -27,7 +27,7 @@ class Parts(NamedTuple):
 
     kind: Format
     q_NK: NDArray[Any]  # uint8, or int8 if the format has whole bytes; float32 in FLOAT32
-    factors_NB: NDArray[Any] | None  # float16, or uint8 if they are powers
+    factors_NB: NDArray[Any]  # float16, or uint8 if they are powers
     minima_NB: NDArray[np.float16] | None = None
     scales_NG: NDArray[Any] | None = None  # uint8, or int8 in a format without minima
     group_minima_NG: NDArray[np.uint8] | None = None
@@ -69,6 +69,11 @@ def int8_parts(weight_NK: Tensor) -> Parts:
     return Parts(INT8, q_NG32.flatten(1).numpy(), scale_NG.numpy())
 
 
+def float_parts(weight_NK: Tensor) -> Parts:
+    """Return rows as they are, in float32."""
+    return Parts(FLOAT32, weight_NK.float().numpy(), np.empty((len(weight_NK), 0), np.float16))
+
+
 class PanelWriter:
     """The panels of one weight, filled with rows in order."""
 
@@ -104,19 +109,19 @@ def _fill(panel: Bytes, parts: Parts) -> None:
     kind = parts.kind
     blocks = panel.reshape(-1, kind.block_bytes)
     num_blocks = len(blocks)
-    heads = (parts.factors_NB, parts.minima_NB)
+    heads = (parts.factors_NB, parts.minima_NB)[: kind.num_factors]
     _put(blocks, 0, [_as_bytes(each.T) for each in heads if each is not None])
     groups = blocks[:, kind.head_bytes :].reshape(num_blocks, -1, kind.group_bytes)
     per_block = groups.shape[1]
     scales = [each for each in (parts.scales_NG, parts.group_minima_NG) if each is not None]
-    if kind.scale_bits == 4:  # noqa: PLR2004  # bits
+    if kind.scale_bits == 4:  # bits
         scales = [scales[0] | (scales[1] << 4)]
     found = [_as_bytes(each.T).reshape(num_blocks, per_block, PANEL) for each in scales]
     q = parts.q_NK.T.reshape(num_blocks, per_block, kind.group, PANEL)
     if kind.upper_bits:
         places = list(map(kind.upper_place, range(kind.group)))
         found.append(_words(q >> kind.lower_bits, places, kind.upper_word_bytes))
-    if kind.lower_bits < 8:  # noqa: PLR2004  # bits
+    if kind.lower_bits < 8:  # bits
         places = [kind.lower_bits * index for index in range(kind.unit_inputs)]
         found.append(_words(q & (2**kind.lower_bits - 1), places, kind.unit_bytes))
     else:
