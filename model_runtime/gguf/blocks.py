@@ -130,8 +130,9 @@ def _q5_1(rows: Bytes) -> Blocks:
 def _twos(packed: Bytes) -> Bytes:
     """Return numbers of two bits: a byte has those of inputs that are 32 apart. [N, B, 256]."""
     places = (2 * np.arange(4, dtype=np.uint8)).reshape(4, 1)
-    split: Bytes = (packed.reshape(*packed.shape[:-1], 2, 1, 32) >> places) & 3
-    return split.reshape(*packed.shape[:-1], 256)
+    split: Any = (packed.reshape(*packed.shape[:-1], 2, 1, 32) >> places) & 3
+    q: Bytes = split.reshape(*packed.shape[:-1], 256)
+    return q
 
 
 def _q2_k(rows: Bytes) -> Blocks:
