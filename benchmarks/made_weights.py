@@ -42,8 +42,10 @@ def _panels(kind: Format, shape: tuple[int, ...], draw: np.random.Generator) -> 
     q_NK = draw.integers(0, 1 << kind.bits, shape, dtype=np.uint8)
     by_block = num_outputs, num_inputs // kind.block
     by_group = num_outputs, num_inputs // kind.group
-    size = _WIDTH / 2**kind.bits
+    size = _WIDTH / (max(kind.table) if kind.table else 2**kind.bits)
     factors = np.full(by_block, size, np.float16)
+    if kind.has_powers:
+        factors = np.full(by_block, 128 + round(np.log2(size)), np.uint8)
     minima = np.full(by_block, size * 2 ** (kind.bits - 1), np.float16)
     ones = np.ones(by_group, np.uint8)
     parts = Parts(
@@ -51,8 +53,8 @@ def _panels(kind: Format, shape: tuple[int, ...], draw: np.random.Generator) -> 
         q_NK.view(np.int8) if kind.bits == 8 else q_NK,
         factors,
         minima if kind.has_minimum else None,
-        ones if kind.has_byte_scales else None,
-        ones if kind.has_byte_scales and kind.has_minimum else None,
+        ones if kind.scale_bits else None,
+        ones if kind.scale_bits and kind.has_minimum else None,
     )
     writer = PanelWriter(kind, num_outputs, num_inputs)
     writer.write(0, parts)

@@ -21,7 +21,7 @@ from benchmarks.made_weights import load_made
 from model_runtime.batch import Span
 from model_runtime.cache.token_bytes import bytes_per_token
 from model_runtime.config import EngineConfig
-from model_runtime.cpu_kernels.low_bits.formats import FORMATS, INT8
+from model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, INT8
 from model_runtime.engine.build_engine import build_runner
 from model_runtime.layers.packed_linear import products_of
 from model_runtime.loading.checkpoint import load_checkpoint
@@ -41,7 +41,7 @@ _WAYS = {
     "int8-bfloat16": ("bfloat16", "int8"),
 }
 # Random weights of a format, in the place of the model's own.
-_MADE = {kind.name: kind for kind in FORMATS if kind is not INT8}
+_MADE = {kind.name: kind for kind in BY_TYPE.values() if kind is not INT8}
 _READING = "reading"
 _ROOFLINE = "float32,bfloat16,int8,Q4_1,Q4_K,Q6_K"
 

@@ -3,6 +3,7 @@
 import sys
 
 from model_runtime.gguf.architectures import ALTERNATIVES, ARCHITECTURES, Architecture
+from model_runtime.gguf.blocks import UNPACKED
 from model_runtime.gguf.ggml import READ_TYPES, block_of
 from model_runtime.gguf.pre_tokenizers import PRE_TOKENIZERS
 
@@ -33,7 +34,8 @@ def _types() -> str:
 def page() -> str:
     """The whole page."""
     pre = ", ".join(f"`{name}`" for name in sorted(PRE_TOKENIZERS))
-    return _PAGE.format(architectures=_architectures(), types=_types(), pre=pre)
+    kept = ", ".join(f"`{name}`" for name in UNPACKED)
+    return _PAGE.format(architectures=_architectures(), types=_types(), pre=pre, kept=kept)
 
 
 _PAGE = """# GGUF files
@@ -44,7 +46,7 @@ _PAGE = """# GGUF files
 
 ## Memory
 
-On a CPU, weights of the types `Q8_0`, `Q4_0`, `Q4_1`, `Q4_K`, `Q5_K` and `Q6_K` stay in their bits ([weights.md](weights.md)). SmolLM2 135M in Q4_1 takes 113 MiB with its scratch memory. Weights of other types are dequantised when they are loaded, and so are all weights on a GPU, with `--tensor-parallel-size` and with `--weights dequantised`. They take as much memory as the same model in `--dtype`. The log, the 503 answers of a start, `config check` and `inspect` say the sizes. One tensor at a time is read, and a piece of it is held in float32.
+On a CPU, weights of linears and of the embedding stay in their bits, if they have one of the types {kept} ([weights.md](weights.md)). Weights of other types are dequantised when they are loaded, and so are all weights on a GPU, with `--tensor-parallel-size` and with `--weights dequantised`. They take as much memory as the same model in `--dtype`. The log, the 503 answers of a start, `config check` and `inspect` say the sizes. One tensor at a time is read, and a piece of it is held in float32.
 
 The weights that are served are the file's values, rounded once to the served number type. The self-check compares with the dequantised model, so it says nothing about what quantisation costs.
 

@@ -5,6 +5,7 @@ Source of the layouts: `ggml-common.h` and `dequantize_row_*` of ggml.
 Shapes: N = rows, K = inputs, B = blocks of a row, G = groups of a row.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,16 +13,21 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
-UNPACKED = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+# MXFP4's numbers are 0, 1, 2, 3, 4, 6, 8 and 12, then the same with a minus: places by size.
+_MXFP4_ORDER = np.array([*range(8, 16), *range(7, -1, -1)], np.uint8)
 
 
 class Blocks(NamedTuple):
-    """The numbers of rows; a weight is factor * q, or factor * scale * q - minimum."""
+    """The numbers of rows; a weight is factor * q, or factor * scale * q - minimum.
 
-    q_NK: NDArray[Any]  # int8 in Q8_0; otherwise uint8, 8 too large in Q4_0, 32 in Q6_K
-    factors_NB: NDArray[np.float16]
+    q is int8 in Q8_0. Otherwise it is uint8, and too large by 4 (Q3_K), 8 (Q4_0), 16 (Q5_0) or 32
+    (Q6_K). In IQ4 types and MXFP4 it is a place in the ascending order of the type's numbers.
+    """
+
+    q_NK: NDArray[Any]
+    factors_NB: NDArray[Any]  # float16; MXFP4: uint8, exponents of two that are too large by 128
     minima_NB: NDArray[np.float16] | None = None  # factors of group minima, if there are any
-    scales_NG: NDArray[Any] | None = None  # int8 in Q6_K, uint8 in Q4_K and Q5_K
+    scales_NG: NDArray[Any] | None = None  # uint8 beside minima, otherwise int8
     group_minima_NG: Bytes | None = None
 
 
@@ -102,4 +108,83 @@ def _q6_k(rows: Bytes) -> Blocks:
     return Blocks(q, _halves(blocks, 208), None, scales.reshape(len(rows), -1))
 
 
-_UNPACK = dict(zip(UNPACKED, (_q8_0, _q4_0, _q4_1, _q4_k, _q5_k, _q6_k), strict=True))
+def _fives(lower: Bytes, upper: Bytes) -> Bytes:
+    """Return numbers of five bits, [N, B, 32], from nibbles and the bits of four bytes."""
+    above: Any = np.unpackbits(upper, axis=-1, bitorder="little")
+    q: Bytes = _nibbles(lower) | (above << 4)
+    return q
+
+
+def _q5_0(rows: Bytes) -> Blocks:
+    blocks = _blocks(rows, 22)
+    q = _fives(blocks[..., 6:], blocks[..., 2:6])
+    return Blocks(q.reshape(len(rows), -1), _halves(blocks, 0))
+
+
+def _q5_1(rows: Bytes) -> Blocks:
+    blocks = _blocks(rows, 24)
+    q = _fives(blocks[..., 8:], blocks[..., 4:8])
+    return Blocks(q.reshape(len(rows), -1), _halves(blocks, 0), -_halves(blocks, 2))
+
+
+def _twos(packed: Bytes) -> Bytes:
+    """Return numbers of two bits: a byte has those of inputs that are 32 apart. [N, B, 256]."""
+    places = (2 * np.arange(4, dtype=np.uint8)).reshape(4, 1)
+    split: Any = (packed.reshape(*packed.shape[:-1], 2, 1, 32) >> places) & 3
+    q: Bytes = split.reshape(*packed.shape[:-1], 256)
+    return q
+
+
+def _q2_k(rows: Bytes) -> Blocks:
+    blocks = _blocks(rows, 84)
+    q = _twos(blocks[..., 16:80])
+    both: Any = blocks[..., :16].reshape(len(rows), -1)
+    factors = _halves(blocks, 80), _halves(blocks, 82)
+    return Blocks(q.reshape(len(rows), -1), *factors, both & 15, both >> 4)
+
+
+def _q3_k(rows: Bytes) -> Blocks:
+    blocks = _blocks(rows, 110)
+    places = np.arange(8, dtype=np.uint8).reshape(8, 1)
+    upper: Any = (blocks[..., None, :32] >> places) & 1
+    q: Any = _twos(blocks[..., 32:96]) | (upper.reshape(*blocks.shape[:2], 256) << 2)
+    pairs = (2 * np.arange(4, dtype=np.uint8)).reshape(4, 1)
+    above: Any = (blocks[..., None, 104:108] >> pairs) & 3
+    scales: Any = _nibbles(blocks[..., 96:104]) | (above.reshape(*blocks.shape[:2], 16) << 4)
+    signed = scales.reshape(len(rows), -1).astype(np.int8) - np.int8(32)
+    return Blocks(q.reshape(len(rows), -1), _halves(blocks, 108), None, signed)
+
+
+def _iq4_xs(rows: Bytes) -> Blocks:
+    blocks = _blocks(rows, 136)
+    q = _nibbles(blocks[..., 8:].reshape(len(rows), -1, 16))
+    upper = np.ascontiguousarray(blocks[..., 2:4]).view(np.uint16)
+    above = (upper >> (2 * np.arange(8, dtype=np.uint16))) & 3
+    pairs = blocks[..., 4:8, None] >> np.array([0, 4], np.uint8) & 15
+    scales = pairs.reshape(above.shape) | (above.astype(np.uint8) << 4)
+    signed = scales.reshape(len(rows), -1).astype(np.int8) - np.int8(32)
+    return Blocks(q.reshape(len(rows), -1), _halves(blocks, 0), None, signed)
+
+
+def _mxfp4(rows: Bytes) -> Blocks:
+    blocks = _blocks(rows, 17)
+    q = _MXFP4_ORDER[_nibbles(blocks[..., 1:])]
+    return Blocks(q.reshape(len(rows), -1), np.ascontiguousarray(blocks[..., 0]))
+
+
+_UNPACK: dict[str, Callable[[Bytes], Blocks]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _q4_0,  # a factor and nibbles, too
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+}
+UNPACKED = tuple(_UNPACK)

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from model_runtime.cpu_kernels.low_bits.formats import PANEL
 from model_runtime.layers.low_bits.modules import LowBitLinear
 from model_runtime.probing.probe import recorded_calls
 
@@ -112,9 +111,7 @@ def is_linear(module: nn.Module) -> bool:
 def can_join(modules: Sequence[nn.Module]) -> bool:
     """Return whether all are linears of one kind and dtype, and no two use the same weight."""
     if all(isinstance(module, LowBitLinear) for module in modules):
-        # Panels stay as they are, and only the last of a product may be filled in part.
-        low: list[Any] = list(modules)
-        return all(each.out_features % PANEL == 0 for each in low[:-1])
+        return True
     linears = [module for module in modules if type(module) is nn.Linear]
     dtypes = {linear.weight.dtype for linear in linears}
     weights = {id(linear.weight) for linear in linears}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from model_runtime.cpu_kernels.low_bits.formats import panels_text
-from model_runtime.layers.low_bits.modules import LowBitLinear
+from model_runtime.layers.low_bits.modules import LowBitLinear, in_float_panels
 from model_runtime.layers.merged_linear import is_linear, join, placeholder
 from model_runtime.layers.packed_product import DTYPES, PackedProduct, Way, Workshop
 from model_runtime.layers.replace_modules import activation_classes, swap_modules
@@ -85,10 +85,13 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
     `groups`: names of linears that read one tensor, in the order of their calls
     (merged_linear.shared_inputs finds them).
     """
-    workshops = Workshops([module for module in model.modules() if _is_packable(module)])
     packable = [
         names for names in groups if all(_is_packable(model.get_submodule(name)) for name in names)
     ]
+    for names in packable:
+        _hold_floats(model, names)
+    joined = [[model.get_submodule(name) for name in names] for names in packable]
+    workshops = Workshops([module for module in model.modules() if _is_packable(module)], joined)
     join(model, packable, workshops.product)
     activations = activation_classes()
 
@@ -102,13 +105,33 @@ def pack(model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
     swap_modules(model, other)
 
 
+def _hold_floats(model: nn.Module, names: Sequence[str]) -> None:
+    """Give floats panels if other linears with their input have few bits: all are one product."""
+    modules = {name: model.get_submodule(name) for name in names}
+    floats = {name: each for name, each in modules.items() if type(each) is nn.Linear}
+    dtypes = {each.weight.dtype for each in modules.values()}
+    if len(floats) < len(modules) and len(dtypes) == 1:
+        for name, each in floats.items():
+            model.set_submodule(name, in_float_panels(each))
+
+
 class Workshops:
     """The workshops of a model's linears: one for each number type, and one for few bits."""
 
-    def __init__(self, linears: Sequence[nn.Linear | LowBitLinear]) -> None:
-        """Choose the way that suits this processor, by number type."""
+    def __init__(
+        self,
+        linears: Sequence[nn.Linear | LowBitLinear],
+        groups: Sequence[Sequence[nn.Module]] = (),
+    ) -> None:
+        """Choose the way that suits this processor, by number type.
+
+        `groups`: linears that will be one product.
+        """
         low = [each for each in linears if isinstance(each, LowBitLinear)]
-        self._low = _low_bit_workshop(low) if low else None
+        low_groups: list[list[Any]] = [
+            list(each) for each in groups if all(isinstance(one, LowBitLinear) for one in each)
+        ]
+        self._low = _low_bit_workshop(low, low_groups) if low else None
         dtypes = {each.weight.dtype for each in linears if not isinstance(each, LowBitLinear)}
         self._by_dtype = {dtype: workshop_for(dtype) for dtype in dtypes}
 
@@ -120,11 +143,13 @@ class Workshops:
         return PackedProduct(linears, self._by_dtype[linears[0].weight.dtype])
 
 
-def _low_bit_workshop(linears: Sequence[LowBitLinear]) -> "LowBitWorkshop":
+def _low_bit_workshop(
+    linears: Sequence[LowBitLinear], groups: Sequence[Sequence[LowBitLinear]]
+) -> "LowBitWorkshop":
     """Return a workshop for weights of few bits; models without them do not import its kernels."""
     from model_runtime.layers.low_bits.product import LowBitWorkshop  # noqa: PLC0415
 
-    return LowBitWorkshop(linears)
+    return LowBitWorkshop(linears, groups)
 
 
 def workshop_for(dtype: torch.dtype) -> Workshop:

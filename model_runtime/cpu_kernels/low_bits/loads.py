@@ -53,9 +53,25 @@ def emit_signed(builder: Any, address: Any) -> Any:
     return builder.sext(_loaded(builder, address, _BYTES), _INTS)
 
 
-def emit_words(builder: Any, address: Any) -> Any:
-    """Emit a load of words of 32 bits."""
+def emit_words(builder: Any, address: Any, num_bytes: int = 4) -> Any:
+    """Emit a load of words of 16 or 32 bits."""
+    if num_bytes == 2:  # bytes
+        return builder.zext(_loaded(builder, address, _SHORTS), _INTS)
     return _loaded(builder, address, _INTS)
+
+
+def emit_numbers(builder: Any, address: Any) -> Any:
+    """Emit a load of float32 numbers."""
+    return _loaded(builder, address, _FLOATS)
+
+
+def emit_powers(builder: Any, address: Any) -> Any:
+    """Emit a load of bytes e, as 2^(e - 128). The first two are below the normal numbers."""
+    exponents = emit_unsigned(builder, address)
+    normal = builder.shl(builder.sub(exponents, constant_ints(1)), constant_ints(23))
+    small = builder.shl(constant_ints(1 << 21), exponents)
+    is_small = builder.icmp_unsigned("<", exponents, constant_ints(2))
+    return builder.bitcast(builder.select(is_small, small, normal), _FLOATS)
 
 
 def _moved(builder: Any, words: Any, first: int, to: int) -> Any:

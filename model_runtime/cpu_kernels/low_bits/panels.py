@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model_runtime.cpu_kernels.low_bits.formats import INT8, PANEL, Format, upper_place
+from model_runtime.cpu_kernels.low_bits.formats import FLOAT32, INT8, PANEL, Format
 from model_runtime.cpu_kernels.low_bits.widen import widener
 
 Bytes = NDArray[np.uint8]
@@ -26,8 +26,8 @@ class Parts(NamedTuple):
     """The numbers of a weight's rows, before they are in panels."""
 
     kind: Format
-    q_NK: NDArray[Any]  # uint8, or int8 if the format has whole bytes
-    factors_NB: NDArray[np.float16]
+    q_NK: NDArray[Any]  # uint8, or int8 if the format has whole bytes; float32 in FLOAT32
+    factors_NB: NDArray[Any]  # float16, or uint8 if they are powers
     minima_NB: NDArray[np.float16] | None = None
     scales_NG: NDArray[Any] | None = None  # uint8, or int8 in a format without minima
     group_minima_NG: NDArray[np.uint8] | None = None
@@ -69,6 +69,11 @@ def int8_parts(weight_NK: Tensor) -> Parts:
     return Parts(INT8, q_NG32.flatten(1).numpy(), scale_NG.numpy())
 
 
+def float_parts(weight_NK: Tensor) -> Parts:
+    """Return rows as they are, in float32."""
+    return Parts(FLOAT32, weight_NK.float().numpy(), np.empty((len(weight_NK), 0), np.float16))
+
+
 class PanelWriter:
     """The panels of one weight, filled with rows in order."""
 
@@ -104,40 +109,46 @@ def _fill(panel: Bytes, parts: Parts) -> None:
     kind = parts.kind
     blocks = panel.reshape(-1, kind.block_bytes)
     num_blocks = len(blocks)
-    heads = blocks[:, : kind.head_bytes].view(np.float16).reshape(num_blocks, -1, PANEL)
-    heads[:, 0] = parts.factors_NB.T
-    if parts.minima_NB is not None:
-        heads[:, 1] = parts.minima_NB.T
+    heads = (parts.factors_NB, parts.minima_NB)[: kind.num_factors]
+    _put(blocks, 0, [_as_bytes(each.T) for each in heads if each is not None])
     groups = blocks[:, kind.head_bytes :].reshape(num_blocks, -1, kind.group_bytes)
     per_block = groups.shape[1]
-    at = 0
-    for numbers_OG in (parts.scales_NG, parts.group_minima_NG):
-        if numbers_OG is not None:
-            scales_GO = numbers_OG.T.reshape(num_blocks, per_block, PANEL)
-            groups[:, :, at : at + PANEL] = scales_GO.view(np.uint8)
-            at += PANEL
-    q = np.ascontiguousarray(parts.q_NK.T).view(np.uint8)
-    q = q.reshape(num_blocks, per_block, kind.group, PANEL)
-    if kind.bits == 8:
-        groups[:, :, at:] = q.reshape(num_blocks, per_block, -1)
-        return
+    scales = [each for each in (parts.scales_NG, parts.group_minima_NG) if each is not None]
+    if kind.scale_bits == 4:  # bits
+        scales = [scales[0] | (scales[1] << 4)]
+    found = [_as_bytes(each.T).reshape(num_blocks, per_block, PANEL) for each in scales]
+    q = parts.q_NK.T.reshape(num_blocks, per_block, kind.group, PANEL)
     if kind.upper_bits:
-        places = [upper_place(index, kind.upper_bits) for index in range(32 // kind.upper_bits)]
-        words = _words(q >> 4, places).reshape(num_blocks, per_block, -1)
-        groups[:, :, at : at + kind.upper_bytes] = words
-    words = _words(q & 15, range(0, 32, 4)).reshape(num_blocks, per_block, -1)
-    groups[:, :, at + kind.upper_bytes :] = words
+        places = list(map(kind.upper_place, range(kind.group)))
+        found.append(_words(q >> kind.lower_bits, places, kind.upper_word_bytes))
+    if kind.lower_bits < 8:  # bits
+        places = [kind.lower_bits * index for index in range(kind.unit_inputs)]
+        found.append(_words(q & (2**kind.lower_bits - 1), places, kind.unit_bytes))
+    else:
+        found.append(_as_bytes(q))
+    _put(groups, 0, [each.reshape(num_blocks, per_block, -1) for each in found])
 
 
-def _words(q: NDArray[Any], places: Sequence[int]) -> NDArray[Any]:
-    """Join numbers of few bits, [..., inputs, O], to the bytes of words of 32 bits.
+def _as_bytes(numbers: NDArray[Any]) -> Bytes:
+    return np.ascontiguousarray(numbers).view(np.uint8)
+
+
+def _put(memory: Bytes, at: int, parts: Sequence[Bytes]) -> None:
+    """Write parts one after the other along the last axis."""
+    for part in parts:
+        memory[..., at : at + part.shape[-1]] = part
+        at += part.shape[-1]
+
+
+def _words(q: NDArray[Any], places: Sequence[int], num_bytes: int) -> Bytes:
+    """Join numbers of few bits, [..., inputs, O], to the bytes of words.
 
     `places`: the first bit of each input of a word.
     """
     split = q.reshape(*q.shape[:-2], -1, len(places), PANEL).astype(np.uint32)
     shifts = np.array(places, np.uint32)[:, None]
-    joined: NDArray[np.uint32] = np.bitwise_or.reduce(split << shifts, axis=-2)
-    return joined.view(np.uint8)
+    joined = np.bitwise_or.reduce(split << shifts, axis=-2)
+    return _as_bytes(joined.astype(f"u{num_bytes}"))
 
 
 def joined_table(panels: Sequence[LowBitPanels]) -> NDArray[np.int64]:

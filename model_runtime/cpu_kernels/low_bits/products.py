@@ -7,7 +7,7 @@ The table of a product has a row for each panel: its address and the number of i
 linears that share an input may have different formats.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -115,7 +115,7 @@ def _blocks_widener(numbers: tuple[int, ...], is_rounded: int) -> Any:
 class LowBits:
     """The kernels of a model with weights of these formats, for a number type of its rows."""
 
-    def __init__(self, formats: Sequence[Format], dtype: torch.dtype) -> None:
+    def __init__(self, formats: Iterable[Format], dtype: torch.dtype) -> None:
         """Find the kernels; each is compiled at its first use."""
         is_rounded = int(dtype == torch.bfloat16)
         numbers = numbers_of(formats)

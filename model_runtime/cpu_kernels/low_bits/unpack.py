@@ -13,18 +13,21 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from model_runtime.cpu_kernels.low_bits.formats import PANEL, WORD, Format, upper_place
+from model_runtime.cpu_kernels.low_bits.formats import PANEL, Format
 from model_runtime.cpu_kernels.low_bits.loads import (
     constant_ints,
     emit_bfloat16,
     emit_floats,
     emit_halves,
     emit_joined,
+    emit_numbers,
+    emit_powers,
     emit_signed,
     emit_unsigned,
     emit_words,
     further,
 )
+from model_runtime.cpu_kernels.low_bits.lookups import HAS_FLOAT_TABLES, emit_looked_up
 from model_runtime.cpu_kernels.processor import vectors
 from model_runtime.cpu_kernels.simd import (
     LANES,
@@ -36,7 +39,7 @@ from model_runtime.cpu_kernels.simd import (
     emit_store,
 )
 
-_WORD_BYTES = 4
+_FEWEST_INPUTS = 4  # that straight code unpacks
 
 
 class Unpacking(NamedTuple):
@@ -52,18 +55,13 @@ class Unpacking(NamedTuple):
 
 def _num_columns(kind: Format) -> int:
     """Return the registers of a pass. Scales, offsets and words must fit beside each other."""
-    most = 8 if kind.bits == 8 or vectors().num_registers >= 32 else 4
+    most = 8 if kind.bits >= 8 or vectors().num_registers >= 32 else 4
     return min(PANEL // WIDTH, most)
 
 
 def _step(kind: Format) -> int:
     """Return the inputs that straight code unpacks: a group if its upper bits share a word."""
-    return kind.group if kind.upper_bits else 4 if kind.bits == 8 else WORD
-
-
-def _at(builder: Any, base: Any, column: Any, size: int) -> Any:
-    """Emit the address of a column's number of `size` bytes."""
-    return builder.add(base, builder.mul(column, column.type(size)))
+    return kind.group if kind.upper_bits else max(kind.unit_inputs, _FEWEST_INPUTS)
 
 
 def _columns(kind: Format, builder: Any, column: Any) -> list[Any]:
@@ -71,15 +69,34 @@ def _columns(kind: Format, builder: Any, column: Any) -> list[Any]:
     return [further(builder, column, WIDTH * index) for index in range(_num_columns(kind))]
 
 
+def _factors(kind: Format, builder: Any, block: Any, at: Any, index: int) -> Any:
+    """Emit a register of a block's factors; `index` 0 is that of scales, 1 that of minima."""
+    place = builder.add(block, builder.mul(at, at.type(kind.factor_bytes)))
+    place = further(builder, place, index * PANEL * kind.factor_bytes)
+    return (emit_powers if kind.has_powers else emit_halves)(builder, place)
+
+
+def _of_group(kind: Format, builder: Any, group: Any, at: Any, index: int) -> Any:
+    """Emit a register of a group's scales (`index` 0) or minima (1), as floats."""
+    place = builder.add(group, at)
+    if kind.scale_bits == 8:
+        place = further(builder, place, index * PANEL)
+        load = emit_unsigned if kind.has_minimum else emit_signed
+        return emit_floats(builder, load(builder, place))
+    both = emit_unsigned(builder, place)
+    parts = [(both, index * kind.scale_bits, kind.scale_bits)]
+    return emit_floats(builder, emit_joined(builder, parts, 0))
+
+
 def _scales(kind: Format, builder: Any, block: Any, group: Any, column: Any) -> Iterator[Any]:
     """Yield the scale of each register."""
     for at in _columns(kind, builder, column):
-        factor = emit_halves(builder, _at(builder, block, at, 2))
-        if kind.has_byte_scales:
-            load = emit_unsigned if kind.has_minimum else emit_signed
-            factor = builder.fmul(
-                factor, emit_floats(builder, load(builder, builder.add(group, at)))
-            )
+        if not kind.num_factors:
+            yield emit_constant(1.0)
+            continue
+        factor = _factors(kind, builder, block, at, 0)
+        if kind.scale_bits:
+            factor = builder.fmul(factor, _of_group(kind, builder, group, at, 0))
         yield factor
 
 
@@ -91,50 +108,71 @@ def _offsets(
         if not kind.has_minimum:
             yield builder.fmul(scale, emit_constant(-float(kind.zero)))  # exact
             continue
-        least = emit_halves(builder, _at(builder, further(builder, block, 2 * PANEL), at, 2))
-        if kind.has_byte_scales:
-            numbers = emit_unsigned(builder, further(builder, builder.add(group, at), PANEL))
-            least = builder.fmul(least, emit_floats(builder, numbers))
+        least = _factors(kind, builder, block, at, 1)
+        if kind.scale_bits:
+            least = builder.fmul(least, _of_group(kind, builder, group, at, 1))
         yield builder.fmul(least, emit_constant(-1.0))
+
+
+def _zero(kind: Format) -> int:
+    """Return the number that is subtracted from q itself.
+
+    Otherwise it is subtracted with the scale. The sum is then exact, because the difference is. A
+    processor that rounds twice needs an exact product, too, and so few bits of q.
+    """
+    is_exact = vectors().has_fma or (kind.bits == 4 and not kind.table)
+    return 0 if is_exact and not (kind.table and HAS_FLOAT_TABLES) else kind.zero
 
 
 def _weight(kind: Format, builder: Any, numbers: Any, scale: Any, offset: Any) -> Any:
     """Emit a register of weights from its q, rounded once."""
-    if kind.has_minimum or kind.bits == 4:  # q times scale is exact
-        return emit_fma(builder, emit_floats(builder, numbers), scale, offset)
-    return builder.fmul(emit_floats(builder, numbers), scale)
+    if not kind.num_factors:
+        return numbers
+    if kind.has_minimum or _zero(kind) != kind.zero:
+        return emit_fma(builder, numbers, scale, offset)
+    return builder.fmul(numbers, scale)
 
 
 def _place(kind: Format, k: int) -> int:
     """Return the bit at which the lowest bit of input k's q is left in its register.
 
-    Every second q of a word stays 16 times too large, and a sixteenth of the scale makes up for it,
-    to the bit. This saves half of the shifts, where there are registers for these scales.
+    Every second q of a word stays 16 (or 4) times too large, and such a part of the scale makes up
+    for it, to the bit. This saves half of the shifts, where there are registers for these scales.
     """
-    return 4 if kind.bits < 8 and k % 2 and vectors().num_registers >= 32 else 0
+    if kind.lower_bits >= 8 or kind.table or vectors().num_registers < 32:
+        return 0
+    return kind.lower_bits if k % 2 else 0
 
 
 def _numbers(kind: Format, builder: Any, q: Any, upper: Any, column: int) -> Iterator[Any]:
-    """Yield q of each input of a step, times 2^_place, for one register of outputs."""
-    at = WIDTH * column
-    if kind.bits == 8:
-        for k in range(_step(kind)):
-            yield emit_signed(builder, further(builder, q, k * PANEL + at))
-        return
-    above = None
+    """Yield q of each input of a step, times 2^_place, as floats of one register of outputs."""
+    at, lower = WIDTH * column, kind.lower_bits
+    above, zero = None, _zero(kind)
     if kind.upper_bits:
-        above = emit_words(builder, further(builder, upper, _WORD_BYTES * at))
+        size = kind.upper_word_bytes
+        above = emit_words(builder, further(builder, upper, size * at), size)
     for k in range(_step(kind)):
-        if k % WORD == 0:
-            place = _WORD_BYTES * (k // WORD * PANEL + at)
-            words = emit_words(builder, further(builder, q, place))
-        parts = [(words, k % WORD * 4, 4)]
+        unit, index = divmod(k, kind.unit_inputs)
+        address = further(builder, q, kind.unit_bytes * (unit * PANEL + at))
+        if lower >= 8:
+            yield (
+                emit_numbers(builder, address)
+                if not kind.num_factors
+                else emit_floats(builder, emit_signed(builder, address))
+            )
+            continue
+        if index == 0:
+            words = emit_words(builder, address)
+        if kind.table:
+            yield emit_looked_up(builder, kind.table, zero, words, index * lower)
+            continue
+        parts = [(words, index * lower, lower)]
         if above is not None:
-            parts.append((above, upper_place(k, kind.upper_bits), kind.upper_bits))
+            parts.append((above, kind.upper_place(k), kind.upper_bits))
         numbers = emit_joined(builder, parts, _place(kind, k))
-        if kind.zero and kind.bits > 4:
-            numbers = builder.sub(numbers, constant_ints(kind.zero << _place(kind, k)))
-        yield numbers
+        if zero:
+            numbers = builder.sub(numbers, constant_ints(zero << _place(kind, k)))
+        yield emit_floats(builder, numbers)
 
 
 def _emit_weights(
@@ -142,7 +180,13 @@ def _emit_weights(
     scales: list[Any], offsets: list[Any],
 ) -> None:  # fmt: skip
     """Emit the weights of a step, and `use` them by input and register."""
-    scales_at = {0: scales, 4: [builder.fmul(each, emit_constant(1 / 16)) for each in scales]}
+    places = {_place(kind, k) for k in range(_step(kind))}
+    scales_at = {
+        place: [builder.fmul(each, emit_constant(2.0**-place)) for each in scales]
+        if place
+        else scales
+        for place in places
+    }
     columns = [_numbers(kind, builder, q, upper, column) for column in range(_num_columns(kind))]
     for k, row in enumerate(zip(*columns, strict=True)):
         for column, numbers in enumerate(row):

@@ -39,9 +39,10 @@ def _kernels_of(kind: Format, is_rounded: int) -> _Kernels:
     block, block_bytes, head_bytes = kind.block, kind.block_bytes, kind.head_bytes
     group, group_bytes = kind.group, kind.group_bytes
     scale_bytes, upper_bytes = kind.scale_bytes, kind.upper_bytes
-    step_bytes = step * PANEL * (8 if kind.bits == 8 else 4) // 8
-    ahead = _AHEAD_OF_BYTES if kind.bits == 8 else _AHEAD_OF_WORDS
-    column_bytes, columns = (1 if kind.bits == 8 else 4), width // WIDTH
+    step_bytes = step * PANEL * kind.lower_bits // 8
+    ahead = _AHEAD_OF_BYTES if kind.bits >= 8 else _AHEAD_OF_WORDS
+    column_bytes, columns = kind.unit_bytes, width // WIDTH
+    above_bytes = kind.upper_word_bytes
 
     @jit(inline=True)
     def begin_group(panel: int, start: int) -> tuple[int, int]:
@@ -64,7 +65,7 @@ def _kernels_of(kind: Format, is_rounded: int) -> _Kernels:
             for column in range(0, PANEL, width):
                 scales = scales_of(head, scales_at, column)
                 offsets = offsets_of(head, scales_at, column, scales)
-                above = scales_at + scale_bytes + 4 * column
+                above = scales_at + scale_bytes + above_bytes * column
                 at = scales_at + scale_bytes + upper_bytes + column * column_bytes
                 place = (start - first) * PANEL + column
                 for _ in range(0, group, step):
@@ -79,7 +80,7 @@ def _kernels_of(kind: Format, is_rounded: int) -> _Kernels:
             for column in range(0, PANEL, width):
                 scales = scales_of(head, scales_at, column)
                 offsets = offsets_of(head, scales_at, column, scales)
-                above = scales_at + scale_bytes + 4 * column
+                above = scales_at + scale_bytes + above_bytes * column
                 at = scales_at + scale_bytes + upper_bytes + column * column_bytes
                 tile = load_sums(sums, column, PANEL, 1, columns)
                 if start == first:

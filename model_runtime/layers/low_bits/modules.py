@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from model_runtime.cpu_kernels.low_bits.formats import PANEL
+from model_runtime.cpu_kernels.low_bits.formats import FLOAT32, PANEL
 
 if TYPE_CHECKING:
     from model_runtime.cpu_kernels.low_bits.panels import LowBitPanels
@@ -50,6 +50,21 @@ class LowBitLinear(nn.Module):
             parts.append(nn.functional.linear(x, part_NK))
         out = torch.cat(parts, dim=-1)
         return out if self.bias is None else out + self.bias
+
+
+def in_float_panels(linear: nn.Linear) -> LowBitLinear:
+    """Return a linear of floats with its weight in float32 panels, for a product with others.
+
+    The number of its inputs is a multiple of 32.
+    """
+    from model_runtime.cpu_kernels.low_bits.panels import (  # noqa: PLC0415  # imports numba
+        PanelWriter,
+        float_parts,
+    )
+
+    writer = PanelWriter(FLOAT32, *linear.weight.shape)
+    writer.write(0, float_parts(linear.weight.detach()))
+    return LowBitLinear(writer.panels, linear.bias, linear.weight.dtype)
 
 
 class LowBitEmbedding(nn.Module):

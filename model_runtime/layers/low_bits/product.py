@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from model_runtime.cpu_kernels.low_bits.formats import SCRATCH_BYTES
+from model_runtime.cpu_kernels.low_bits.aligned import aligned, are_aligned
+from model_runtime.cpu_kernels.low_bits.formats import FLOAT32, SCRATCH_BYTES
 from model_runtime.cpu_kernels.low_bits.products import LowBits
 from model_runtime.cpu_kernels.skinny_gemm import PANEL, Multiplying
 from model_runtime.cpu_kernels.threads import parallel_for
@@ -25,17 +26,30 @@ from model_runtime.layers.way_trial import choose_way
 class LowBitWorkshop(Workshop):
     """The kernels of a model's formats, besides the trials and the scratch memory."""
 
-    def __init__(self, linears: Sequence[LowBitLinear]) -> None:
-        """Find the kernels for all formats of the model."""
+    def __init__(
+        self, linears: Sequence[LowBitLinear], groups: Sequence[Sequence[LowBitLinear]] = ()
+    ) -> None:
+        """Find the kernels for all formats of the model.
+
+        `groups`: linears that will be one product.
+        """
         # oneDNN's product of scratch memory has known sums if its own float32 product has.
         is_known = choose_way(torch.float32) is Way.ONEDNN
         super().__init__(Way.STORED if is_known else Way.OWN, SCRATCH_BYTES)
-        formats = [each.panels.kind for each in linears]
+        formats = {each.panels.kind for each in linears}
+        if any(map(_crosses_formats, groups)):
+            formats.add(FLOAT32)
         self.kernels = LowBits(formats, linears[0].weight.dtype)
 
     def product(self, linears: Sequence[LowBitLinear]) -> "LowBitProduct":
         """Lay out the product of linears with one input."""
         return LowBitProduct(linears, self)
+
+
+def _crosses_formats(linears: Sequence[LowBitLinear]) -> bool:
+    """Return whether a panel of the joined product has outputs of several formats."""
+    several = len({each.panels.kind for each in linears}) > 1
+    return several and not are_aligned([each.out_features for each in linears])
 
 
 class _Blocks(BlockProduct):
@@ -63,12 +77,12 @@ class LowBitProduct(PackedProduct):
     """The product of one or several linears with one input, whose weights have few bits."""
 
     def __init__(self, linears: Sequence[LowBitLinear], workshop: LowBitWorkshop) -> None:
-        """Join the linears' panels; nothing is copied."""
+        """Join the linears' panels. Nothing is copied if all but the last are full."""
         num_outputs = sum(each.out_features for each in linears)
         self._kernels = workshop.kernels
         self._begin(num_outputs, linears[0].in_features, self._kernels.dtype, workshop)
         bias_N = merged_bias(linears)
-        self.weights = [each.panels for each in linears]
+        self.weights = aligned([each.panels for each in linears])
         panels = self._kernels.panels(self.weights, bias_N)
         self._panels = panels
         if self.way is Way.STORED:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from model_runtime.cpu_kernels.low_bits.formats import INT8
 from model_runtime.layers.low_bits.modules import LowBitEmbedding, LowBitLinear
-from model_runtime.loading.low_bits.sizes import Storage, can_hold
+from model_runtime.loading.low_bits.sizes import Storage, can_quantise
 
 if TYPE_CHECKING:
     from model_runtime.cpu_kernels.low_bits.panels import LowBitPanels
@@ -54,7 +53,7 @@ def hold(model: Any, panels: Mapping[str, "LowBitPanels"]) -> None:
 def quantisable(model: Any) -> list[str]:
     """Return the names of the weights that can be quantised to int8."""
     found = holders(model).items()
-    return [name for name, each in found if can_hold(name, tuple(each.weight.shape), INT8)]
+    return [name for name, each in found if can_quantise(name, tuple(each.weight.shape))]
 
 
 def storage_of(model: Any) -> Storage:
@@ -70,6 +69,9 @@ def storage_of(model: Any) -> Storage:
                 shape = panels.num_outputs, panels.num_inputs
                 is_product = kind is LowBitLinear
                 found.add(name, shape, panels.kind, 0, is_product=is_product)
+    for name, module in modules:
+        if type(module) is nn.Linear:
+            found.add_float_outputs(f"{name}.weight", tuple(module.weight.shape))
     found.float_bytes = sum(each.nbytes for each in model.parameters())
     return found
 

@@ -11,6 +11,7 @@ from model_runtime.loading.low_bits.sizes import (
     Storage,
     Weights,
     can_hold,
+    can_quantise,
     format_of_type,
     refuse_int8,
 )
@@ -37,7 +38,7 @@ def planned_storage(outline: ModelConfig, weights: Weights, *, is_divided: bool)
     elif weights == "int8" and outline.has_weights:
         found, is_tied = Storage(), outline.config.get_text_config().tie_word_embeddings
         for name, shape in _shapes(outline, path):
-            kind = INT8 if can_hold(name, shape, INT8) else None
+            kind = INT8 if can_quantise(name, shape) else None
             is_product = is_tied or not _EMBEDDING.search(name)
             found.add(name, shape, kind, outline.dtype.itemsize, is_product=is_product)
     else:
@@ -55,7 +56,7 @@ def _gguf(outline: ModelConfig, path: Path, *, to_int8: bool) -> Storage:
             continue
         kind = format_of_type(info.type_name)
         if _GGUF_ROUTER in name or kind is None or not can_hold(name, info.shape, kind):
-            is_int8 = to_int8 and _GGUF_ROUTER not in name and can_hold(name, info.shape, INT8)
+            is_int8 = to_int8 and _GGUF_ROUTER not in name and can_quantise(name, info.shape)
             kind = INT8 if is_int8 else None
         is_head = _GGUF_HEAD not in tensors
         is_product = is_head or name != _GGUF_EMBEDDING

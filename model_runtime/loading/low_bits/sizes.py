@@ -6,7 +6,7 @@ from math import prod
 from typing import Literal
 
 from model_runtime.cpu_kernels.low_bits.formats import (
-    FORMATS,
+    BY_TYPE,
     INT8,
     PANEL,
     SCRATCH_BYTES,
@@ -22,8 +22,6 @@ _FEWEST_OUTPUTS = PANEL  # fewer would pad a panel, and such linears are often r
 _QUERY_KEY_VALUE = re.compile(r"\b[qkv]_proj\b|\battn_[qkv]\b")
 _GATE_UP = re.compile(r"\b(gate|up)_proj\b|\bffn_(gate|up)\b")
 _ROUTERS = {"gate", "router"}  # linears that choose experts: an error there is not a small one
-# Type of a GGUF file -> the format that holds its bits.
-BY_TYPE = {"Q8_0" if kind is INT8 else kind.name: kind for kind in FORMATS}
 
 
 def format_of_type(type_name: str | None) -> Format | None:
@@ -40,11 +38,15 @@ def can_hold(name: str, shape: tuple[int, ...], kind: Format) -> bool:
     return (
         parameter == "weight"
         and len(shape) == 2
-        and shape[0] >= _FEWEST_OUTPUTS
         and shape[1] % kind.block == 0
         and module.rpartition(".")[2] not in _ROUTERS
         and ".experts." not in name
     )
+
+
+def can_quantise(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a weight of a linear or an embedding is quantised to int8."""
+    return can_hold(name, shape, INT8) and shape[0] >= _FEWEST_OUTPUTS
 
 
 @dataclass
@@ -54,6 +56,8 @@ class Storage:
     by_format: dict[str, int] = field(default_factory=dict)  # panels, with scales
     float_bytes: int = 0
     outputs: dict[tuple[str, int], int] = field(default_factory=dict)  # by product and inputs
+    # Outputs of floats, by product and inputs: some of them join products of few bits.
+    float_outputs: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def add(
         self,
@@ -70,20 +74,26 @@ class Storage:
         """
         if kind is None:
             self.float_bytes += prod(shape) * itemsize
+            self.add_float_outputs(name, shape)
             return
         num_bytes = kind.num_bytes(shape[0], shape[1])
         self.by_format[kind.name] = self.by_format.get(kind.name, 0) + num_bytes
         if is_product:
-            product = _GATE_UP.sub("gate_up", _QUERY_KEY_VALUE.sub("qkv", name))
-            key = product, shape[1]
+            key = _product(name), shape[1]
             self.outputs[key] = self.outputs.get(key, 0) + shape[0]
+
+    def add_float_outputs(self, name: str, shape: tuple[int, ...]) -> None:
+        """Count the outputs of a linear that stays float."""
+        if len(shape) == 2 and _product(name) != name:
+            key = _product(name), shape[1]
+            self.float_outputs[key] = self.float_outputs.get(key, 0) + shape[0]
 
     @property
     def scratch_bytes(self) -> int:
         """Return the size of the memory for widened weights."""
         blocks = {
-            (block_outputs(num_outputs, num_inputs, SCRATCH_BYTES), num_inputs)
-            for (_, num_inputs), num_outputs in self.outputs.items()
+            (block_outputs(found + self.float_outputs.get(key, 0), key[1], SCRATCH_BYTES), key[1])
+            for key, found in self.outputs.items()
         }
         return sum(4 * num_outputs * num_inputs for num_outputs, num_inputs in blocks)
 
@@ -101,6 +111,11 @@ class Storage:
     def products(self) -> str:
         """Return how weights in few bits are multiplied, for the banner."""
         return panels_text(self.formats)
+
+
+def _product(name: str) -> str:
+    """Return the name of the product that a linear is a part of."""
+    return _GATE_UP.sub("gate_up", _QUERY_KEY_VALUE.sub("qkv", name))
 
 
 def refuse_int8(device_type: str, *, is_divided: bool) -> None:

@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from model_runtime.cpu_kernels.low_bits.formats import INT8
+from model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, INT8
 from model_runtime.cpu_kernels.low_bits.panels import PanelWriter, gathered, int8_parts, widened
 from model_runtime.errors import ModelError
 from model_runtime.layers.fused_decoder import DecoderLayers
@@ -29,6 +29,7 @@ from model_runtime.loading.model_config import EMBEDDED_MODEL, read_outline
 from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.gguf_cases import CASES
 from tests.gguf_files import Written, as_float32, quantised
+from tests.random_blocks import like
 from tests.tiny_models import in_dtype, tiny_model
 from tests.tokens import byte_tokenizer
 
@@ -102,7 +103,10 @@ def test_a_quantised_model_answers_as_the_float_model_with_its_weights(
 
 
 def test_weights_that_do_not_fit_stay_floats() -> None:
-    """Inputs that are no multiple of 32, and fewer than 64 outputs."""
+    """Inputs that are no multiple of 32, and fewer than 64 outputs.
+
+    Keys read the tensor of queries, so all of them are one product.
+    """
     model, _ = quantised_pair("llama", torch.float32, intermediate_size=100)
     layer = model.model.layers[0]
     assert type(layer.mlp.down_proj) is torch.nn.Linear  # 100 inputs
@@ -110,7 +114,8 @@ def test_weights_that_do_not_fit_stay_floats() -> None:
     assert isinstance(layer.mlp.gate_proj, LowBitLinear)
     found = checkpoint_of(model)
     assert found.report.bitwise
-    assert found.products == "int8 panels, multiplied in float32 and oneDNN packed float32"
+    text = "int8 and float32 panels, multiplied in float32 and oneDNN packed float32"
+    assert found.products == text
 
 
 def test_a_model_without_a_fitting_weight_is_refused() -> None:
@@ -168,11 +173,39 @@ def _held_bytes(loaded: Checkpoint) -> int:
     return sum(panels.values()) + sum(scratch.values()) + floats
 
 
-def _of_three_types(name: str, values: Any) -> Any:
-    """Encode the queries', keys' and block's weights in four bits, all others in eight."""
-    is_attention = "attn_q" in name or "attn_k" in name
-    kind = Type.Q4_0 if is_attention else Type.Q4_1 if "ffn" in name else Type.Q8_0
-    return quantised(kind)(name, values)
+# All types that are kept, and two that are not.
+TYPES = (*BY_TYPE, "TQ2_0", "F16")
+# Projections of 96, 48 and 48 rows share panels. Inputs of 96 are no multiple of 256, so that only
+# types with small blocks fit there.
+MIXED = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 48,
+    "vocab_size": 320,
+}
+
+
+class _EveryType:
+    """Encodes the matrices of a model in all types in turn."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self.used: dict[str, str] = {}
+
+    def __call__(self, name: str, values: np.ndarray) -> tuple[np.ndarray, Type]:
+        """Encode a tensor; vectors stay floats."""
+        if values.ndim == 1:
+            return values, Type.F32
+        turn = [TYPES[(self._next + step) % len(TYPES)] for step in range(len(TYPES))]
+        sizes = gguf.GGML_QUANT_SIZES
+        found = next(each for each in turn if values.shape[1] % sizes[Type[each]][0] == 0)
+        self._next += 1
+        self.used[name] = found
+        if found == "F16":
+            return values.astype(np.float16), Type.F16
+        return like(values, found, self._next), Type[found]
 
 
 def test_a_file_in_its_own_bits_answers_as_the_same_file_dequantised(
@@ -180,25 +213,38 @@ def test_a_file_in_its_own_bits_answers_as_the_same_file_dequantised(
 ) -> None:
     """Tokens and logprobs agree to the bit, with the rows of q and k in another order.
 
-    One file has all types that `gguf` can write, because each set of types is compiled.
+    One file has all types, because each set of types is compiled. No projection is called alone.
     """
     case = next(case for case in CASES if case.name == "llama")
-    case = replace(case, overrides={**case.overrides, **WHOLE})
-    path = case.write(tmp_path / "m.gguf", Written(encode=_of_three_types))
+    case = replace(case, overrides={**case.overrides, **MIXED})
+    every = _EveryType()
+    path = case.write(tmp_path / "m.gguf", Written(encode=every))
+    assert set(every.used.values()) == set(TYPES)
     results = []
-    for weights in ("stored", "dequantised", "int8"):
+    for weights in ("stored", "dequantised"):
         loaded = load_checkpoint(path, device="cpu", weights=weights)
-        assert loaded.distance is None  # int8 has nothing left to quantise
         planned = planned_storage(read_outline(path, device="cpu"), weights, is_divided=False)
         assert planned == loaded.low_bits or planned.num_bytes == loaded.low_bits.num_bytes
         assert (planned is None) == (weights == "dequantised")
         if planned is not None:
-            assert set(planned.by_format) == {"int8", "Q4_0", "Q4_1"}
+            assert set(planned.by_format) == {kind.name for kind in BY_TYPE.values()}
+        assert isinstance(vars(loaded.model).get("forward"), DecoderLayers)
         engine, deployment = engines.over(loaded), deployment_of(loaded)
         prompts = [[5, 9, 77, 3, 50, 8], list(range(2, 60))]
         requests = [request(deployment, each, max_tokens=12, logprobs=3) for each in prompts]
         results.append(answer(engine, *requests))
-    assert results[0] == results[1] == results[2]
+    assert results[0] == results[1]
+
+
+def test_int8_leaves_a_file_of_few_bits_as_it_is(tmp_path: Path) -> None:
+    """Nothing is left to quantise, so there is no distance."""
+    case = next(case for case in CASES if case.name == "llama")
+    case = replace(case, overrides={**case.overrides, **WHOLE})
+    path = case.write(tmp_path / "m.gguf", Written(encode=quantised(Type.Q4_0)))
+    loaded = load_checkpoint(path, device="cpu", weights="int8")
+    assert loaded.distance is None
+    assert loaded.low_bits is not None
+    assert set(loaded.low_bits.by_format) == {"Q4_0"}
 
 
 def test_int8_quantises_the_floats_of_a_file_beside_its_few_bits(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 
-from model_runtime.cpu_kernels.low_bits.formats import FORMATS, INT8
+from model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, FORMATS, INT8
 from model_runtime.cpu_kernels.low_bits.panels import (
     LowBitPanels,
     PanelWriter,
@@ -17,33 +17,13 @@ from model_runtime.cpu_kernels.low_bits.panels import (
     widened,
 )
 from model_runtime.gguf.blocks import UNPACKED, unpacked
-from model_runtime.layers.low_bits.modules import LowBitLinear
+from model_runtime.layers.low_bits.modules import LowBitLinear, in_float_panels
 from model_runtime.layers.low_bits.product import LowBitProduct, LowBitWorkshop
 from model_runtime.layers.packed_linear import PackedLinear
 from model_runtime.layers.packed_product import PackedProduct, Way, Workshop
-from model_runtime.loading.low_bits.sizes import BY_TYPE
+from tests.random_blocks import random_rows
 
-# The places of float16 numbers in a block.
-HALVES = {
-    "Q8_0": (0,),
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-}
 ROWS = (*range(1, 65), 512)
-
-
-def rows_of(type_name: str, num_rows: int, num_inputs: int, seed: int = 0) -> np.ndarray:
-    """Random blocks of a type: any bits, and scales of both signs, small ones too."""
-    rng = np.random.default_rng(seed)
-    num_values, num_bytes = gguf.GGML_QUANT_SIZES[Type[type_name]]
-    blocks = rng.integers(0, 256, (num_rows, num_inputs // num_values, num_bytes), dtype=np.uint8)
-    for at in HALVES[type_name]:
-        scales = rng.normal(0, 1, blocks.shape[:2]) * 10.0 ** rng.integers(-7, -1, blocks.shape[:2])
-        blocks[..., at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
-    return blocks.reshape(num_rows, -1)
 
 
 def panels_of(type_name: str, rows: np.ndarray) -> LowBitPanels:
@@ -70,18 +50,27 @@ def test_the_formats_are_the_types_that_are_unpacked() -> None:
 @pytest.mark.parametrize("type_name", UNPACKED)
 def test_widened_weights_are_those_of_ggufs_own_package(type_name: str) -> None:
     """Rows are no multiple of a panel; bfloat16 is rounded once, from float32."""
-    rows = rows_of(type_name, 200, 512)
+    rows = random_rows(type_name, 200, 512)
+    if type_name == "MXFP4":  # all exponents of finite weights
+        rows.reshape(-1, 17)[:, 0] = np.arange(rows.size // 17) % 253
     panels = panels_of(type_name, rows)
     expected = torch.from_numpy(gguf.quants.dequantize(rows, Type[type_name]))
     assert torch.equal(widened(panels, torch.float32), expected)
-    assert torch.equal(widened(panels, torch.bfloat16), expected.bfloat16())
+    # Processors with AVX512_BF16 round numbers below the normal ones to zero.
+    is_normal = expected.abs() >= torch.finfo(torch.float32).tiny
+    rounded = widened(panels, torch.bfloat16)
+    assert torch.equal(rounded[is_normal], expected[is_normal].bfloat16())
     ids = np.array([199, 0, 63, 64, 7, 7])
     assert torch.equal(gathered(panels, ids, torch.float32), expected[ids])
 
 
 @pytest.mark.parametrize(
     ("type_name", "bits"),
-    [("Q8_0", 8.5), ("Q4_0", 4.5), ("Q4_1", 5), ("Q4_K", 4.625), ("Q5_K", 5.625), ("Q6_K", 6.5625)],
+    [
+        *[("Q8_0", 8.5), ("Q4_0", 4.5), ("Q4_1", 5), ("Q5_0", 5.5), ("Q5_1", 6)],
+        *[("Q2_K", 2.625), ("Q3_K", 3.5625), ("Q4_K", 4.625), ("Q5_K", 5.625), ("Q6_K", 6.5625)],
+        *[("IQ4_NL", 4.5), ("IQ4_XS", 4.3125), ("MXFP4", 4.25)],
+    ],
 )
 def test_a_weight_takes_the_bits_of_its_file(type_name: str, bits: float) -> None:
     """K types take up to an eighth of a bit more, because scales are whole bytes."""
@@ -109,7 +98,7 @@ def linear_of(
     type_name: str, num_outputs: int, num_inputs: int, dtype: torch.dtype
 ) -> LowBitLinear:
     """A linear with random blocks and a bias."""
-    panels = panels_of(type_name, rows_of(type_name, num_outputs, num_inputs))
+    panels = panels_of(type_name, random_rows(type_name, num_outputs, num_inputs))
     bias = torch.randn(num_outputs, generator=torch.manual_seed(1)).to(dtype)
     return LowBitLinear(panels, bias, dtype)
 
@@ -121,9 +110,16 @@ def linear_of(
         ("Q8_0", 200, 1056),  # inputs of a chunk that is not whole
         ("Q4_0", 64, 96),
         ("Q4_1", 1000, 2080),
+        ("Q5_0", 64, 160),
+        ("Q5_1", 70, 96),
+        ("Q2_K", 129, 512),
+        ("Q3_K", 64, 768),
         ("Q4_K", 130, 1280),
         ("Q5_K", 128, 512),
         ("Q6_K", 129, 768),
+        ("IQ4_NL", 100, 160),
+        ("IQ4_XS", 64, 512),
+        ("MXFP4", 65, 96),
     ],
 )
 def test_rows_have_the_bits_of_the_float_product_in_any_number(
@@ -149,18 +145,30 @@ def test_rows_have_the_bits_of_the_float_product_in_any_number(
     assert float((low(x).double() - expected).abs().max()) < near * size
 
 
-def test_linears_of_several_formats_are_one_product() -> None:
-    """Llama's value projection often has more bits than the query's and the key's."""
-    parts = [("Q4_K", 128), ("Q4_K", 64), ("Q6_K", 96)]
-    linears = [
-        LowBitLinear(panels_of(kind, rows_of(kind, num, 512, seed)), None, torch.float32)
-        for seed, (kind, num) in enumerate(parts)
-    ]
-    joined = LowBitProduct(linears, LowBitWorkshop(linears))
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (("Q4_K", 128), ("Q4_K", 64), ("Q6_K", 96)),  # Llama's values often have more bits
+        (("Q3_K", 100), ("Q3_K", 60), ("IQ4_XS", 96)),  # rows move, and one panel has two formats
+        (("Q2_K", 32), ("float32", 32), ("Q2_K", 200)),
+    ],
+)
+def test_linears_of_several_formats_are_one_product(parts: tuple[tuple[str, int], ...]) -> None:
+    """Their outputs need not be multiples of a panel, and some may be floats."""
+    linears = []
+    for seed, (kind, num_outputs) in enumerate(parts):
+        if kind == "float32":
+            weight = nn.Linear(512, num_outputs).requires_grad_(requires_grad=False)
+            linears.append(in_float_panels(weight))
+            continue
+        panels = panels_of(kind, random_rows(kind, num_outputs, 512, seed))
+        linears.append(LowBitLinear(panels, None, torch.float32))
+    joined = LowBitProduct(linears, LowBitWorkshop(linears, [linears]))
     x = torch.randn(40, 512, generator=torch.manual_seed(0))
     expected = torch.cat([PackedLinear(each)(x) for each in linears], dim=-1)
     assert torch.equal(joined(x), expected)
     assert torch.equal(joined(x[:3]), expected[:3])
+    assert torch.equal(joined(x[:1]), expected[:1])
 
 
 def test_without_onednn_rows_have_the_bits_of_the_float_product() -> None:
