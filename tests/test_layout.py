@@ -130,6 +130,7 @@ INNER = {
         "model_runtime.gguf",
         "model_runtime.layers",
         "model_runtime.loading",
+        "model_runtime.probing",
         "model_runtime.quantised",
     },
     "model_runtime/attention/triton": {

@@ -42,6 +42,7 @@ from model_runtime.loading.self_check import (
     check_structure,
     original_logits,
     original_structure,
+    text_ids_of,
 )
 from model_runtime.probing.probe import text_config
 from model_runtime.quantised.scheme import Scheme
@@ -225,7 +226,8 @@ def prepare_model(
     native = read_native_rope(model)
     on_phase("checking the model")
     _log.info("self_check", model=type(model).__name__)
-    structure, original = original_structure(model, native), original_logits(model, native)
+    structure = original_structure(model, native)
+    original = original_logits(model, native, text_ids=text_ids_of(model, tokenizer))
     plans = patch_model(model, native)
     check_structure(model, plans, native, structure)
     if division is not None:

@@ -1,7 +1,7 @@
 """Compare the logits of the patched model with those of the original model, at every load.
 
 The original model runs first and is then patched in place, so the weights are never held twice.
-The prompts are short random token ids. During the check, sliding windows are smaller than the long
+The prompts are two short pieces of a text, or random token ids. During the check, sliding windows are smaller than the long
 prompt, so that an ignored window changes the logits.
 
 There are two checks with the same prompts. That of the structure runs with random numbers instead
@@ -16,9 +16,10 @@ Shapes: T = tokens of a prompt, V = vocabulary.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -38,6 +39,15 @@ from model_runtime.probing.rounding import ORDERS, rounded_otherwise
 from model_runtime.runner.model_runner import ModelRunner
 from rope import ALL_LAYERS, NativeRope, Profile, Yarn
 
+# Its tokens come from the model's own tokenizer. The distance of int8 weights is measured on it, too.
+SAMPLE_TEXT = (
+    "The old harbour lies behind a wall of grey stone. Every morning, before the ferries leave, a "
+    "man with a yellow coat sweeps the steps and counts the ropes. There are forty-two of them. In "
+    "1911 a storm tore all but three from their rings, and the town paid 640 crowns for new ones. "
+    "def count(ropes): return sum(1 for rope in ropes if rope.is_whole). When children ask him why "
+    "he counts, he says: a rope that nobody counts is soon a rope that nobody has. Then he laughs, "
+    "buys bread at the corner, and walks home along the canal, past the school and the mill."
+)
 _LONG_LEN, _SHORT_LEN = 48, 29  # tokens of the two prompts
 _TIMES_DRAWN = 8  # as many ids as the prompts have are drawn
 _MOST_EQUAL = 4  # ids among them that may have one embedding
@@ -47,9 +57,10 @@ _PAGE_SIZE = 16
 FIRST_CHUNK_END, DECODE_START = 31, 41
 # The scaled profile: it interpolates most pairs even within 48 tokens, and has a temperature.
 _SCALED = Yarn(factor=4.0, original_max_position_embeddings=64)
+_MIN_USEFUL = 0.8  # share of a text's tokens that have an embedding of their own
 # Allowed difference: this multiple of the largest difference among runs of the untouched model that
 # are rounded otherwise, but at least this fraction of the logits' standard deviation.
-_TIMES_OWN_DIFFERENCE = 10.0
+_TIMES_SPREAD = 10.0
 _MIN_SHARE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -78,65 +89,92 @@ class SelfCheckReport:
 def original_structure(model: nn.Module, native: NativeRope) -> OriginalLogits:
     """Run the model before it is patched, with random numbers in float32. Raises ModelError."""
     with random_numbers(model, dtype=torch.float32):
-        return original_logits(model, native, torch.float32)
+        return original_logits(model, native, dtype=torch.float32)
 
 
 @torch.inference_mode()
 def original_logits(
-    model: nn.Module, native: NativeRope, dtype: torch.dtype | None = None
+    model: nn.Module,
+    native: NativeRope,
+    *,
+    text_ids: Sequence[int] = (),
+    dtype: torch.dtype | None = None,
 ) -> OriginalLogits:
     """Run the model before it is patched. Raises ModelError if it fails.
 
-    `dtype`: the number type in which it computes; None: that of its weights.
+    `text_ids`: tokens of a text, which are the prompts if they suffice. Random tokens move a
+    trained model's rounding several times further. `dtype`: the number type in which the model
+    computes; None: that of its weights.
     """
-    ids = _prompt_ids(model)
+    ids = _prompt_ids(model, text_ids)
     long_ids, short_ids = ids[:_LONG_LEN], ids[_LONG_LEN:]
 
-    def run() -> list[Tensor]:
+    def scaled() -> Tensor:
         with _tables_scaled(model, native):
-            scaled_TV = logits_of(model, long_ids)
-        return [logits_of(model, long_ids), logits_of(model, short_ids), scaled_TV]
+            return logits_of(model, long_ids)
 
+    def plain() -> Tensor:
+        return logits_of(model, long_ids)
+
+    rotaries = [module for module, _ in rotary_modules(model).values()]
     with windows_shrunk(model):
-        runs = []
-        for implementation in _attentions(text_config(model)):
-            try:
-                model.set_attn_implementation(implementation)  # type: ignore[operator]
-            except (ValueError, ImportError):
-                continue
-            runs.append(run())
-        rotaries = [module for module, _ in rotary_modules(model).values()]
-        reference = runs.pop()
-        for num_parts in ORDERS:
-            with rounded_otherwise(model, rotaries, num_parts):
-                runs.append(run())
-    long_TV, short_TV, scaled_TV = reference
-    spread = max(
-        difference(sample_TV, TV)
-        for sample in runs
-        for sample_TV, TV in zip(sample, reference, strict=True)
-    )
+        *others, reference = _implemented(model)
+        model.set_attn_implementation(reference)  # type: ignore[operator]
+        long_TV, short_TV, scaled_TV = plain(), logits_of(model, short_ids), scaled()
+        # The prompts take turns, so that a sample costs one run.
+        turns = cycle([(plain, long_TV), (scaled, scaled_TV)])
+        spreads = []
+        for num_parts, (run, expected_TV) in zip(ORDERS, turns, strict=False):
+            with rounded_otherwise(rotaries, num_parts):
+                spreads.append(difference(run(), expected_TV))
+        for implementation, (run, expected_TV) in zip(others, turns, strict=False):
+            model.set_attn_implementation(implementation)  # type: ignore[operator]
+            spreads.append(difference(run(), expected_TV))
     dtype = dtype or next(model.parameters()).dtype
     min_threshold = _MIN_SHARE[dtype] * float(long_TV.std())
-    threshold = max(_TIMES_OWN_DIFFERENCE * spread, min_threshold)
+    threshold = max(_TIMES_SPREAD * max(spreads), min_threshold)
     return OriginalLogits(long_ids, short_ids, long_TV, short_TV, scaled_TV, threshold)
 
 
-def _prompt_ids(model: Any) -> list[int]:
-    """Return random token ids of both prompts, with different embeddings if possible.
+def text_ids_of(model: nn.Module, tokenizer: Any) -> list[int]:
+    """Return the tokens of the sample text that the model knows."""
+    vocab_size = text_config(model).vocab_size
+    return [each for each in tokenizer.encode(SAMPLE_TEXT) if each < vocab_size]
+
+
+def _prompt_ids(model: Any, text_ids: Sequence[int]) -> list[int]:
+    """Return the token ids of both prompts, most of them with embeddings of their own.
 
     Embeddings of unused tokens are often zero or all equal. A prompt of them would show nothing.
     """
-    generator = torch.Generator().manual_seed(0)
     num_ids = _LONG_LEN + _SHORT_LEN
-    drawn = torch.randint(
-        text_config(model).vocab_size, (_TIMES_DRAWN * num_ids,), generator=generator
-    )
-    embedding = model.get_input_embeddings()
-    rows = embedding(drawn.to(next(model.parameters()).device)[None])[0]
+    text = torch.tensor(text_ids[:num_ids], dtype=torch.long)
+    if len(text) == num_ids and float(_useful(model, text).float().mean()) > _MIN_USEFUL:
+        return text.tolist()
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = text_config(model).vocab_size
+    drawn = torch.randint(vocab_size, (_TIMES_DRAWN * num_ids,), generator=generator)
+    is_useful = _useful(model, drawn)
+    return [*drawn[is_useful].tolist(), *drawn[~is_useful].tolist()][:num_ids]
+
+
+def _useful(model: Any, ids: Tensor) -> Tensor:
+    """Return which ids have an embedding that is not zero and that few other ids have."""
+    known = ids.unique()
+    rows = model.get_input_embeddings()(known.to(next(model.parameters()).device)[None])[0]
     _, group, sizes = rows.unique(dim=0, return_inverse=True, return_counts=True)
     is_useful = ((rows != 0).any(-1) & (sizes[group] <= _MOST_EQUAL)).cpu()
-    return [*drawn[is_useful].tolist(), *drawn[~is_useful].tolist()][:num_ids]
+    return is_useful[torch.searchsorted(known, ids)]
+
+
+def _implemented(model: Any) -> list[str]:
+    """Return the attentions of transformers that the model accepts; the last is the reference."""
+    found = []
+    for implementation in _attentions(text_config(model)):
+        with suppress(ValueError, ImportError):
+            model.set_attn_implementation(implementation)
+            found.append(implementation)
+    return found
 
 
 def _attentions(config: Any) -> tuple[str, ...]:

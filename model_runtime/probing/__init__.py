@@ -1,4 +1,4 @@
-"""What a model computes apart from its weights: probes, trials and the spread of rounding.
+"""Probes of a model, trials of its modules, and the spread of its rounding, whatever its weights.
 
 May import: attention, cache.
 """

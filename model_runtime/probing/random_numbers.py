@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 _EXPERT = re.compile(r"experts\.\d+")
 _NUM_TERMS = 4  # inputs that make an output of a linear
+_MANY_OUTPUTS = 1 << 14  # of a head, where one input for each output must do
 _NUM_ROWS = 1021  # of the table of an embedding; a prime, so that ids do not repeat in step
 _LOWEST, _HIGHEST = 0.5, 1.5  # magnitudes: no zero, and no outlier
 _MARK = "_has_random_numbers"
@@ -107,7 +108,7 @@ class _RandomLinear:
         generator: torch.Generator,
         dtype: torch.dtype | None,
     ) -> None:
-        shape = _NUM_TERMS, num_outputs
+        shape = _NUM_TERMS if num_outputs <= _MANY_OUTPUTS else 1, num_outputs
         self._inputs_XN = torch.randint(num_inputs, shape, generator=generator)
         signs_XN = 2 * torch.randint(2, shape, generator=generator) - 1
         self._factors_XN = signs_XN * _uniform(shape, generator) / _NUM_TERMS**0.5

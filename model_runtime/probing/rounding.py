@@ -1,4 +1,4 @@
-"""How far rounding alone moves a model's logits, so that the self-check can allow for it.
+"""The spread of rounding in a model's logits, which the self-check allows for.
 
 The untouched model runs again with its sums in another order: a linear adds the products of parts
 of its inputs, last part first, and the angles of its rotation have an error of float32. Every run
@@ -6,15 +6,14 @@ is a sample of what another correct program would answer. Weights with outliers 
 thousands of times more than others do, and the samples show it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from model_runtime.probing.random_numbers import is_any_linear
+from torch.overrides import TorchFunctionMode
 
 # Parts of the inputs of a linear, for each sample.
 ORDERS = (2, 3, 5)
@@ -22,46 +21,48 @@ _ROUNDING = 2.0**-24  # of an angle in float32, relative
 
 
 @contextmanager
-def rounded_otherwise(
-    model: nn.Module, rotary_modules: list[nn.Module], num_parts: int
-) -> Iterator[None]:
+def rounded_otherwise(rotary_modules: Iterable[nn.Module], num_parts: int) -> Iterator[None]:
     """Let an untouched model compute the same with another rounding, within the block."""
     with ExitStack() as stack:
-        for module in model.modules():
-            # A linear that computes with random numbers has a few terms, which round too little.
-            if is_any_linear(module) and "forward" not in vars(module):
-                stack.callback(vars(module).pop, "forward")
-                module.forward = _in_parts(module, num_parts)
+        stack.enter_context(_OtherOrder(num_parts))
         for module in rotary_modules:
             hook = module.register_forward_hook(_moved_angles(num_parts))
             stack.callback(hook.remove)
         yield
 
 
-def _in_parts(linear: Any, num_parts: int) -> Callable[[Tensor], Tensor]:
-    """Return a linear's forward that adds the products of parts of its inputs."""
-    own = linear.forward
-    num_parts = min(num_parts, linear.in_features)
-    edges = [linear.in_features * part // num_parts for part in range(num_parts + 1)]
-    parts = [slice(begin, end) for begin, end in pairwise(edges)][::-1]
+class _OtherOrder(TorchFunctionMode):
+    """Linears add the products of parts of their inputs."""
 
-    def product(x: Tensor, part: slice) -> Tensor:
-        if type(linear).forward is nn.Linear.forward:
-            # Faster than a linear, for which oneDNN makes code for each layout.
-            rows = torch.mm(x.reshape(-1, x.shape[-1])[:, part], linear.weight[:, part].t())
-            return rows.view(*x.shape[:-1], -1)
-        kept = torch.zeros_like(x)
-        kept[..., part] = x[..., part]
-        out: Tensor = own(kept)
-        return out if linear.bias is None else out - linear.bias.to(out)
+    def __init__(self, num_parts: int) -> None:
+        super().__init__()
+        self._num_parts = num_parts
 
-    def forward(x: Tensor) -> Tensor:
-        out = product(x, parts[0])
-        for part in parts[1:]:
-            out = out + product(x, part)
-        return out if linear.bias is None else out + linear.bias.to(out)
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, or multiply in parts in its place."""
+        del types
+        if func is nn.functional.linear:
+            return _in_parts(self._num_parts, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
-    return forward
+
+def _in_parts(num_parts: int, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's name
+    """Return a linear's output [..., N] of inputs [..., K], summed in another order."""
+    num_inputs = weight.shape[-1]
+    num_parts = min(num_parts, num_inputs)
+    edges = [num_inputs * part // num_parts for part in range(num_parts + 1)]
+    rows_RK = input.reshape(-1, num_inputs)
+    out_RN: Tensor | None = None
+    for first, end in reversed(list(pairwise(edges))):
+        # Not a linear, for which oneDNN would make code for each layout.
+        part_RN = torch.mm(rows_RK[:, first:end], weight[:, first:end].t())
+        out_RN = part_RN if out_RN is None else out_RN + part_RN
+    assert out_RN is not None
+    if bias is not None:
+        out_RN = out_RN + bias
+    return out_RN.view(*input.shape[:-1], -1)
 
 
 def _moved_angles(seed: int) -> Callable[..., Any]:

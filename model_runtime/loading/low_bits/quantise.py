@@ -19,18 +19,8 @@ from model_runtime.loading.low_bits.hold import (
     return_freed_memory,
     storage_of,
 )
-from model_runtime.loading.self_check import logits_of
-from model_runtime.probing.probe import text_config
+from model_runtime.loading.self_check import logits_of, text_ids_of
 
-# The text over which two models are compared. Its tokens come from the model's own tokenizer.
-_TEXT = (
-    "The old harbour lies behind a wall of grey stone. Every morning, before the ferries leave, a "
-    "man with a yellow coat sweeps the steps and counts the ropes. There are forty-two of them. In "
-    "1911 a storm tore all but three from their rings, and the town paid 640 crowns for new ones. "
-    "def count(ropes): return sum(1 for rope in ropes if rope.is_whole). When children ask him why "
-    "he counts, he says: a rope that nobody counts is soon a rope that nobody has. Then he laughs, "
-    "buys bread at the corner, and walks home along the canal, past the school and the mill."
-)
 _MOST_TOKENS = 128
 _QUANTISED_AT_ONCE = 1 << 22  # weights, so that temporary copies stay small
 
@@ -72,8 +62,7 @@ def quantise_model(model: Any, tokenizer: Any) -> Distance | None:
             f"weights: int8 needs linears with a multiple of {INT8.group} inputs and "
             f"{PANEL} outputs or more, and {type(model).__name__} has none"
         )
-    vocab_size = text_config(model).vocab_size
-    token_ids = [each for each in tokenizer.encode(_TEXT) if each < vocab_size][:_MOST_TOKENS]
+    token_ids = text_ids_of(model, tokenizer)[:_MOST_TOKENS]
     before_TV = logits_of(model, token_ids)
     modules = holders(model)
     for name in names:
