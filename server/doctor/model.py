@@ -10,7 +10,6 @@ from server.settings.load import ServeSettings, SettingsError
 from server.startup.dry_run import outlook_of
 from server.startup.serving_plan import model_name
 
-
 _NOT_LOADED = "; not loaded: --load loads it, runs the self-check and one completion"
 
 

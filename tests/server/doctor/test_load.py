@@ -93,7 +93,7 @@ def test_weights_that_cannot_be_served_fail_as_in_serve(
 def test_an_error_of_the_program_has_the_exit_code_of_serve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is told as `serve` tells it: the type and the first line, and code 1."""
+    """The line has the type and the first line of the error, and the code is 1."""
 
     def load_served(*_: object) -> None:
         raise RuntimeError("out of chalk\nand more")
