@@ -23,19 +23,23 @@ def sentences() -> Iterator[None]:
     """
     try:
         yield
-    except (ModelError, SettingsError) as error:
-        for line in str(error).splitlines():
-            click.echo(f"ropewalk: {line}", err=True)
-        _tell_traceback()
-        sys.exit(USAGE_ERROR)
     except click.exceptions.ClickException:
         raise
     except Exception as error:  # noqa: BLE001  # an error in the program itself
-        first_line = str(error).strip().partition("\n")[0]
-        click.echo(f"ropewalk: unexpected {type(error).__name__}: {first_line}", err=True)
-        if not _tell_traceback():
+        lines, code = told(error)
+        for line in lines:
+            click.echo(f"ropewalk: {line}", err=True)
+        if not _tell_traceback() and code == DIED:
             click.echo(f"ropewalk: set {TRACEBACK_VARIABLE}=1 to see where it came from", err=True)
-        sys.exit(DIED)
+        sys.exit(code)
+
+
+def told(error: Exception) -> tuple[list[str], int]:
+    """Return the lines that tell an error, and the exit code of a command that it ends."""
+    if isinstance(error, ModelError | SettingsError):
+        return str(error).splitlines(), USAGE_ERROR
+    first_line = str(error).strip().partition("\n")[0]
+    return [f"unexpected {type(error).__name__}: {first_line}"], DIED
 
 
 def _tell_traceback() -> bool:

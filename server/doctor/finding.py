@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from server.sentences import USAGE_ERROR
+
 Status = Literal["ok", "warn", "fail"]
 _WIDTH = 13  # of the longest name and two spaces
 
@@ -16,6 +18,7 @@ class Finding:
     name: str
     text: str
     action: str = ""  # for the user; empty if there is nothing to do
+    exit_code: int = USAGE_ERROR  # of `serve`, if it fails for the same reason
 
     def line(self) -> str:
         """Return status, name, finding and action as one line."""

@@ -1,4 +1,7 @@
-"""Check of the model: its config, tokenizer, weight files, and whether it fits the memory."""
+"""Check of the model: its config, tokenizer, weight files, and whether it fits the memory.
+
+No weights are loaded here; load.py does that.
+"""
 
 from model_runtime.errors import ModelError
 from model_runtime.size_text import size_text
@@ -7,8 +10,10 @@ from server.settings.load import ServeSettings, SettingsError
 from server.startup.dry_run import outlook_of
 from server.startup.serving_plan import model_name
 
+_NOT_LOADED = "; not loaded: --load loads it, runs the self-check and one completion"
 
-def check_model(settings: ServeSettings) -> Finding:
+
+def check_model(settings: ServeSettings, *, is_loaded_next: bool) -> Finding:
     """Plan the model's serving as `config check` does, without weights."""
     try:
         outlook = outlook_of(settings)
@@ -24,5 +29,6 @@ def check_model(settings: ServeSettings) -> Finding:
         "ok",
         "model",
         f"{model_name(settings)}: {outline.architecture}, {outline.device}, {dtype}, {weights}, "
-        f"{outline.native().native_len} tokens trained, {longest} served",
+        f"{outline.native().native_len} tokens trained, {longest} served"
+        + ("" if is_loaded_next else _NOT_LOADED),
     )
