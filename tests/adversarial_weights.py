@@ -24,6 +24,7 @@ from tests.models_page import SERVED
 from tests.tiny_models import in_dtype, tiny_model
 from tests.tokens import byte_tokenizer
 
+_NEAR = 0.3  # share of the allowance that is worth a look
 Change = Callable[[nn.Module, random.Random], None]
 
 
@@ -219,6 +220,8 @@ def main(count: int, first: int, architectures: str) -> None:
             click.echo(f"{seed} {name} {kinds}: {error}")
             continue
         shares.append(report.difference / max(report.threshold, 1e-30))
+        if shares[-1] > _NEAR:
+            click.echo(f"{seed} {name} {kinds}: {shares[-1]:.2g} of the allowance")
         has_experts = any("expert" in each for each, _ in drawn.model.named_modules())
         if not report.bitwise and not has_experts:
             click.echo(f"{seed} {name} {kinds}: bits differ")

@@ -35,16 +35,9 @@ from model_runtime.loading.pretrained import (
     generation_defaults,
     load_tokenizer,
 )
-from model_runtime.loading.self_check import (
-    PagedPrompts,
-    SelfCheckReport,
-    check,
-    check_structure,
-    original_logits,
-    original_structure,
-    text_ids_of,
-)
+from model_runtime.loading.self_check import PagedPrompts, SelfCheckReport, check, check_structure
 from model_runtime.probing.probe import text_config
+from model_runtime.probing.untouched import original_logits, original_structure, text_ids_of
 from model_runtime.quantised.scheme import Scheme
 from model_runtime.size_text import size_text
 from model_runtime.text.tokenizer import Tokenizer

@@ -22,9 +22,8 @@ from model_runtime.loading.self_check import (
     FIRST_CHUNK_END,
     PagedPrompts,
     SelfCheckReport,
-    difference,
-    windows_shrunk,
 )
+from model_runtime.probing.untouched import difference, windows_shrunk
 
 if TYPE_CHECKING:
     from model_runtime.layers.fused_decoder import DecoderLayers  # imports numba

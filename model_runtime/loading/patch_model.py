@@ -30,6 +30,7 @@ from model_runtime.layers.skip_rotation import restore_rotation, spare_rotation
 from model_runtime.loading.carry_step import with_step_carried
 from model_runtime.loading.config_values import refuse_unserved_attention, text_values
 from model_runtime.probing.probe import are_equal, recorded_calls, text_config
+from model_runtime.probing.untouched import rotary_modules
 from rope import ALL_LAYERS, NativeRope, RopeConfigError, native_rope
 
 
@@ -74,21 +75,6 @@ def _example_table(original: nn.Module, example: Tensor, layer_type: str | None)
         raise ModelError(f"{type(original).__name__} does not answer with a cosine and a sine")
     cosines: Tensor = tables[0]
     return cosines
-
-
-def rotary_modules(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
-    """Return name -> (module, the layer types of its tables), for every rotary module."""
-    found = {}
-    for name, module in model.named_modules():
-        buffers = [key for key, _ in module.named_buffers(recurse=False)]
-        types = [
-            key.removesuffix("inv_freq").removesuffix("_") or ALL_LAYERS
-            for key in buffers
-            if key.endswith("inv_freq") and not key.endswith("original_inv_freq")
-        ]
-        if types:
-            found[name] = (module, tuple(types))
-    return found
 
 
 def read_native_rope(model: nn.Module) -> NativeRope:

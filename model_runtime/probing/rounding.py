@@ -62,7 +62,7 @@ def _in_parts(num_parts: int, input: Tensor, weight: Tensor, bias: Tensor | None
     assert out_RN is not None
     if bias is not None:
         out_RN = out_RN + bias
-    return out_RN.view(*input.shape[:-1], -1)
+    return out_RN.view(*input.shape[:-1], len(weight))
 
 
 def _moved_angles(seed: int) -> Callable[..., Any]:

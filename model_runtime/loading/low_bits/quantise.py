@@ -19,7 +19,7 @@ from model_runtime.loading.low_bits.hold import (
     return_freed_memory,
     storage_of,
 )
-from model_runtime.loading.self_check import logits_of, text_ids_of
+from model_runtime.probing.untouched import logits_of, text_ids_of
 
 _MOST_TOKENS = 128
 _QUANTISED_AT_ONCE = 1 << 22  # weights, so that temporary copies stay small

@@ -11,7 +11,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from model_runtime.errors import ModelError
 from model_runtime.loading.model_config import ModelConfig
 from model_runtime.loading.patch_model import patch_model, read_native_rope
-from model_runtime.loading.self_check import PagedPrompts, check, original_logits
+from model_runtime.loading.self_check import PagedPrompts, check
+from model_runtime.probing.untouched import original_logits
 from model_runtime.runner.model_runner import ModelRunner
 from tests.engines import checkpoint_of, tiny_checkpoint
 from tests.models_page import NOT_TRIED, REFUSED, SERVED

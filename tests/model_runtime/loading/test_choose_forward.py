@@ -13,7 +13,8 @@ from model_runtime.layers.last_layer import pruned_layer
 from model_runtime.loading import choose_forward as choosing
 from model_runtime.loading.choose_forward import choose_forward
 from model_runtime.loading.patch_model import patch_model, read_native_rope
-from model_runtime.loading.self_check import PagedPrompts, check, original_logits
+from model_runtime.loading.self_check import PagedPrompts, check
+from model_runtime.probing.untouched import original_logits
 from model_runtime.runner.model_runner import ModelRunner
 from tests.engines import tiny_checkpoint
 from tests.tiny_models import tiny_model

@@ -9,12 +9,8 @@ import pytest
 from model_runtime.errors import ModelError
 from model_runtime.layers import packed_linear
 from model_runtime.loading.patch_model import patch_model, read_native_rope
-from model_runtime.loading.self_check import (
-    PagedPrompts,
-    SelfCheckReport,
-    check,
-    original_logits,
-)
+from model_runtime.loading.self_check import PagedPrompts, SelfCheckReport, check
+from model_runtime.probing.untouched import original_logits
 from tests.models_page import REFUSED, SERVED, Outcome, outcome, page
 from tests.tiny_models import tiny_model
 
