@@ -16,9 +16,16 @@ from model_runtime.request import Request
 from model_runtime.text.grammar import GrammarCompiler
 from tests.draft_adversary import Adversary, Counted, take_all, tell, use_adversary
 from tests.engines import EngineFactory, Result, answer, deployment_of, request
+from tests.fixed_costs import fix_step_costs
 from tests.tiny_models import VOCAB_SIZE
 
 MOST = 15
+
+
+@pytest.fixture(autouse=True)
+def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafts that pay, and so their number, must not follow the load of the machine."""
+    fix_step_costs(monkeypatch)
 
 
 @pytest.fixture

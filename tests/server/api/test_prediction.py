@@ -1,21 +1,30 @@
 """Drafts over a real socket: OpenAI's `prediction`, the usage, and the metrics."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from tests import fixed_costs
 from tests.openai_client import openai_client_of
-from tests.processes import Server
+from tests.processes import Server, running_server
 
 MESSAGES: list[Any] = [{"role": "user", "content": "import os\nimport sys\n\ndef "}]
 SAMPLED: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 60, "seed": 4, "temperature": 1.0}
 
 
-def test_a_predicted_answer_is_the_same_and_counted(server: Server) -> None:
+@pytest.fixture(scope="module")
+def steady() -> Iterator[Server]:
+    """A server whose drafts do not follow the load of the machine."""
+    with running_server(module=fixed_costs.MODULE) as running:
+        yield running
+
+
+def test_a_predicted_answer_is_the_same_and_counted(steady: Server) -> None:
     """The usage has the tokens that were chosen, in whole answers and in streams."""
-    with openai_client_of(server) as client:
+    with openai_client_of(steady) as client:
         plain = client.chat.completions.create(model="ropewalk-demo", **SAMPLED)
         text = plain.choices[0].message.content
         assert text
