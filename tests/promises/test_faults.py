@@ -3,9 +3,9 @@
 import gc
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from model_runtime.batch import Span
 from model_runtime.config import EngineConfig
+from model_runtime.engine import engine as engine_module
 from model_runtime.engine.engine import Engine
 from model_runtime.engine.step_faults import is_out_of_memory
 from model_runtime.errors import EngineStoppedError
@@ -109,25 +110,38 @@ def test_a_memory_error_of_our_own_code_is_a_failure_like_any_other(
 
 
 def test_a_long_step_shows_and_a_rest_does_not(
-    engines: EngineFactory, llama_checkpoint: Checkpoint
+    engines: EngineFactory, llama_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`seconds_since_step` counts during a long step and is 0 while the engine has no work."""
+    now = [100.0]
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     script = Script(llama_checkpoint, "x")
     engine = engines.over(llama_checkpoint, runner=script)
     deployment = deployment_of(llama_checkpoint)
     answer(engine, request(deployment, [1], max_tokens=3))
-    time.sleep(0.05)
+    in_step, may_go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def hold() -> None:
+        in_step.release()
+        assert may_go_on.acquire(timeout=60)
+
+    script.before_run = hold
+    ended = threading.Event()
+    engine.submit(
+        request(deployment, [1], max_tokens=3),
+        lambda output: ended.set() if output.finish_reason else None,
+    )
+    for _ in range(3):
+        assert in_step.acquire(timeout=60)
+        assert engine.seconds_since_step == 0, "a busy engine has made steps"
+        now[0] += 7.0
+        assert engine.seconds_since_step == 7.0
+        may_go_on.release()
+    assert ended.wait(60)
+    while not engine._is_resting:
+        threading.Event().wait(0.001)
+    now[0] += 50.0
     assert engine.seconds_since_step == 0
-    script.delay_s = 0.3
-    seen: list[float] = []
-    engine.submit(request(deployment, [1], max_tokens=3), lambda _: None)
-    deadline = time.monotonic() + 20
-    while script.num_calls < 6 and time.monotonic() < deadline:
-        seen.append(engine.seconds_since_step)
-        time.sleep(0.01)
-    assert 0.2 < max(seen) < 2
-    later = seen[len(seen) // 2 :]
-    assert min(later) < 0.15, "a busy engine has made steps"
 
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be"

@@ -228,7 +228,8 @@ def test_a_request_that_can_never_be_served_is_refused_at_once(
 def test_a_full_queue_refuses(engines: EngineFactory, llama_checkpoint: Checkpoint) -> None:
     """The queue's limit also holds for a burst between two steps."""
     script = Script(llama_checkpoint, "x")
-    script.delay_s = 0.2
+    gate = threading.Event()
+    script.before_run = lambda: None if gate.wait(60) else pytest.fail("never opened")
     engine = engines.over(llama_checkpoint, runner=script, max_queued_requests=2, max_num_seqs=1)
     deployment = deployment_of(llama_checkpoint)
 
@@ -239,6 +240,7 @@ def test_a_full_queue_refuses(engines: EngineFactory, llama_checkpoint: Checkpoi
     accepted: list[Output] = []
     with pytest.raises(QueueFullError, match="2 requests are waiting; at most 2 may"):
         submit_all()
+    gate.set()
 
 
 def test_a_group_is_accepted_whole_or_not_at_all(

@@ -272,6 +272,7 @@ def test_a_schema_that_cannot_be_kept_is_refused_by_name(
     assert refused.value.param == "response_format"
 
 
+@pytest.mark.alone  # it is about seconds
 @pytest.mark.parametrize("name", sorted(HOSTILE))
 def test_a_hostile_schema_costs_a_bounded_time(
     name: str, compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory

@@ -223,6 +223,7 @@ def test_text_is_any_text(server: Server) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.alone  # it is about seconds
 def test_hostile_schemas_do_not_keep_others_waiting(server: Server) -> None:
     """All schemas come at once, and /health is answered quickly meanwhile."""
 
