@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,24 @@ if not torch.cuda.is_available():
 
 from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from model_runtime.loading.model_config import EMBEDDED_MODEL
+from tests import sampling
 from tests.device_faults import end_if_the_device_failed
 from tests.engines import EngineFactory, tiny_checkpoint
 from tests.processes import Server, running_server
+
+
+def pytest_report_header() -> str:
+    """Say how to repeat the draw of sampled matrices."""
+    return sampling.header()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> Iterator[None]:
+    """Leave out the cases of sampled tests that are not drawn, before the order is shuffled."""
+    left_out = sampling.not_drawn(items)
+    items[:] = [each for each in items if each not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
+    return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,125 @@
+"""A part of a matrix of cases: fixed members, and others that change from commit to commit.
+
+SAMPLE=all gives the whole matrix (`make test-full`). Else a tenth of the other cases, or more, is
+drawn by SAMPLE_SEED, which is the number of commits unless it is given. The draws of ten seeds in a
+row have every case.
+"""
+
+import hashlib
+import os
+import random
+import subprocess
+from collections.abc import Callable, Collection, Hashable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+_Case = TypeVar("_Case")
+_ROUND = 10  # seeds in a row that draw every case
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def _git(*arguments: str) -> str:
+    try:
+        ended = subprocess.run(
+            ["git", *arguments],  # noqa: S607  # whichever one the developer uses
+            cwd=_ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return ended.stdout.strip()
+
+
+def seed_of_commit() -> int:
+    """Return the number of commits; of a shallow clone, a number from the hash; else 0."""
+    if _git("rev-parse", "--is-shallow-repository") == "true":
+        return int(_git("rev-parse", "HEAD")[:6], 16)
+    return int(_git("rev-list", "--count", "HEAD") or 0)
+
+
+# Every worker of pytest-xdist inherits it, so all of them collect the same tests.
+SEED = int(os.environ.setdefault("SAMPLE_SEED", str(seed_of_commit())))
+IS_WHOLE = os.environ.get("SAMPLE") == "all"
+
+
+def header() -> str:
+    """Return how to repeat the draw, for the head of a run."""
+    return "SAMPLE=all" if IS_WHOLE else f"SAMPLE_SEED={SEED} repeats this run's draw of cases"
+
+
+def sampled(
+    cases: Sequence[_Case],
+    *,
+    fixed: int | Collection[_Case] = 1,
+    drawn: int = 0,
+    kind: Callable[[_Case], Hashable] = lambda _: None,
+) -> list[_Case]:
+    """Return the fixed cases and some of the others, in order.
+
+    `fixed`: the first so many of each kind, or these members. `drawn`: at least so many others; a
+    tenth of them is drawn anyway.
+    """
+    return list(cases) if IS_WHOLE else drawn_by(SEED, cases, fixed=fixed, drawn=drawn, kind=kind)
+
+
+def drawn_by(
+    seed: int,
+    cases: Sequence[_Case],
+    *,
+    fixed: int | Collection[_Case] = 1,
+    drawn: int = 0,
+    kind: Callable[[_Case], Hashable] = lambda _: None,
+) -> list[_Case]:
+    """Return what `sampled` gives for a seed."""
+    kept, others = set[int](), list[int]()
+    num_kept: dict[Hashable, int] = {}
+    for at, case in enumerate(cases):
+        if isinstance(fixed, int):
+            num_kept[kind(case)] = num_kept.get(kind(case), 0) + 1
+            is_fixed = num_kept[kind(case)] <= fixed
+        else:
+            is_fixed = case in fixed
+        if is_fixed:
+            kept.add(at)
+        else:
+            others.append(at)
+    drawn = min(len(others), max(drawn, -(-len(others) // _ROUND)))
+    # One order for all seeds, so that the draws of seeds in a row follow each other. It differs
+    # between matrices, so that these do not march in step.
+    names = hashlib.sha256(repr([str(each) for each in cases]).encode()).hexdigest()
+    random.Random(names).shuffle(others)
+    kept.update(others[(seed * drawn + at) % len(others)] for at in range(drawn))
+    return [cases[at] for at in sorted(kept)]
+
+
+def few(whole: int, some: int) -> int:
+    """Return a number of random examples: all of them in the whole suite, else some."""
+    return whole if IS_WHOLE else some
+
+
+def not_drawn(items: Sequence[Any]) -> dict[Any, None]:
+    """Return the cases of tests marked `sampled` that this run leaves out.
+
+    `@pytest.mark.sampled(fixed=1, drawn=2, by="name")`: `by` has the parameters, separated by
+    commas, whose values make a kind. A case that is asked for alone is fixed, so it runs.
+    """
+    matrices: dict[tuple[Path, str], list[Any]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") is not None and hasattr(item, "callspec"):
+            matrices.setdefault((item.path, item.originalname), []).append(item)
+    left_out: dict[Any, None] = {}
+    for matrix in matrices.values():
+        options = matrix[0].get_closest_marker("sampled").kwargs
+        left_out |= dict.fromkeys(set(matrix) - set(_sampled_items(matrix, **options)))
+    return left_out
+
+
+def _sampled_items(
+    matrix: Sequence[Any], *, fixed: int = 1, drawn: int = 0, by: str = ""
+) -> list[Any]:
+    names = [each for each in by.split(",") if each]
+    cases = {item.callspec.id: item for item in matrix}
+
+    def kind(case: str) -> Hashable:
+        return tuple(str(cases[case].callspec.params[name]) for name in names)
+
+    return [cases[each] for each in sampled(list(cases), fixed=fixed, drawn=drawn, kind=kind)]

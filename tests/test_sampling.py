@@ -1,0 +1,118 @@
+"""Sampled matrices have their fixed members always, and all others within ten commits."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.sampling import IS_WHOLE, drawn_by, header, not_drawn, sampled, seed_of_commit
+
+CASES = [(name, size) for name in ("llama", "gemma", "phi") for size in range(17)]
+
+
+@pytest.mark.parametrize("first_seed", [0, 7, 1234])
+@pytest.mark.parametrize("drawn", [0, 9, 100])
+def test_ten_seeds_in_a_row_draw_every_case(first_seed: int, drawn: int) -> None:
+    """About as often each, and the fixed ones each time."""
+    seen = Counter(
+        case
+        for seed in range(first_seed, first_seed + 10)
+        for case in drawn_by(seed, CASES, fixed=1, drawn=drawn, kind=lambda case: case[0])
+    )
+    assert set(seen) == set(CASES)
+    assert all(seen[name, 0] == 10 for name in ("llama", "gemma", "phi"))
+
+
+def test_a_draw_is_small_in_order_and_repeats() -> None:
+    """A tenth of the others, or as many as a test asks for."""
+    found = drawn_by(5, CASES, fixed=[("phi", 3)])
+    assert found == drawn_by(5, CASES, fixed=[("phi", 3)])
+    assert found != drawn_by(6, CASES, fixed=[("phi", 3)])
+    assert ("phi", 3) in found
+    assert found == sorted(found, key=CASES.index)
+    assert len(found) == 1 + 5
+    assert len(drawn_by(5, CASES, fixed=2, drawn=8)) == 10
+    assert drawn_by(5, CASES[:1]) == CASES[:1]
+    assert drawn_by(5, CASES[:0]) == []
+
+
+def test_cases_that_look_alike_to_python_are_kept_apart() -> None:
+    """Cases may be unhashable, and equal."""
+    assert drawn_by(3, [{}, {}, {}], fixed=3) == [{}, {}, {}]
+
+
+@pytest.mark.parametrize(
+    ("variables", "said", "num"),
+    [
+        ({"SAMPLE_SEED": "41"}, "SAMPLE_SEED=41 repeats", 6),
+        ({"SAMPLE": "all"}, "SAMPLE=all", 51),
+    ],
+)
+def test_variables_choose_the_draw(variables: dict[str, str], said: str, num: int) -> None:
+    """The head of a run says how to repeat it; a process that it starts has the same seed."""
+    code = (
+        "import os; from tests.sampling import *; print(header());"
+        "print(len(sampled(range(51)))); print(os.environ['SAMPLE_SEED'])"
+    )
+    clean = {key: each for key, each in os.environ.items() if not key.startswith("SAMPLE")}
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**clean, **variables},
+    )
+    head, size, seed = ended.stdout.splitlines()
+    assert head.startswith(said)
+    assert int(size) == num
+    assert int(seed) == int(variables.get("SAMPLE_SEED", seed_of_commit()))
+
+
+@dataclass(frozen=True)
+class Item:
+    """A test as pytest collects it."""
+
+    case: tuple[tuple[str, Any], ...]
+    path: Path = Path("test_it.py")
+    originalname: str = "test"
+    is_marked: bool = True
+
+    @property
+    def callspec(self) -> Any:
+        """Its parameters, with the id that pytest makes of them."""
+        return SimpleNamespace(id="-".join(str(each) for _, each in self.case), params=self.params)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters by name."""
+        return dict(self.case)
+
+    def get_closest_marker(self, name: str) -> Any:
+        """Return its marker."""
+        return SimpleNamespace(kwargs={"by": "name"}) if self.is_marked else None
+
+
+@pytest.mark.skipif(IS_WHOLE, reason="nothing is left out of the whole matrix")
+def test_a_marked_matrix_runs_a_part() -> None:
+    """The first case of each kind is there, and a tenth of the rest; a case alone always is."""
+    cases = [(("name", name), ("size", size)) for name in ("llama", "phi") for size in range(51)]
+    marked = [Item(case) for case in cases]
+    other = [Item(case, is_marked=False) for case in cases]
+    left_out = not_drawn([*marked, *other])
+    kept = [each for each in marked if each not in left_out]
+    assert len(kept) == 2 + 10
+    assert {each.params["name"] for each in kept if each.params["size"] == 0} == {"llama", "phi"}
+    assert not set(left_out) & set(other)
+    assert not any(not_drawn([each]) for each in left_out)
+
+
+def test_this_run_says_how_it_is_repeated() -> None:
+    """All workers of a run have the seed of the process that started them."""
+    assert os.environ["SAMPLE_SEED"] in header() or os.environ["SAMPLE"] == "all"
+    assert sampled(CASES) == sampled(CASES)
