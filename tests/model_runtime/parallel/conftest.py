@@ -10,15 +10,45 @@ import torch
 from model_runtime.parallel.ranks import Ranks
 
 
+class Groups:
+    """The ranks that run; one number of them at a time."""
+
+    def __init__(self) -> None:
+        self._ranks: Ranks | None = None
+
+    def of(self, size: int) -> Ranks:
+        """Return ranks of that number, which may have served other tests."""
+        if self._ranks is None or self._ranks.size != size:
+            self.close()
+            self._ranks = Ranks(size)
+        return self._ranks
+
+    def close(self) -> None:
+        """End them."""
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks = None
+
+
 @pytest.fixture(scope="session")
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Ranks of one thread each, as many as the parameter says; this process is the first."""
+def groups() -> Iterator[Groups]:
+    """Ranks of one thread each; this process is the first."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    ranks = Ranks(request.param)
-    yield ranks
-    ranks.close()
+    groups = Groups()
+    yield groups
+    groups.close()
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, groups: Groups) -> Ranks:
+    """Ranks, as many as the parameter says.
+
+    They are not the parameter of a fixture of the session: pytest ends such a fixture after each
+    test that has other parameters beside it.
+    """
+    return groups.of(request.param)
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:

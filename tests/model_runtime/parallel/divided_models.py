@@ -1,5 +1,7 @@
 """Tiny models that can be divided among four processes, and the processes."""
 
+import atexit
+import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -53,8 +55,9 @@ def outline_of(architecture: str, **values: Any) -> ModelConfig:
 
 @cache
 def folder_of(architecture: str, *, is_wide: bool = False) -> Path:
-    """A folder with a tiny or a wide model in float32; it is made once."""
+    """A folder with a tiny or a wide model in float32; it is made once, and goes with the run."""
     folder = Path(mkdtemp(prefix=f"divided-{architecture}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     values = WIDE if is_wide else {}
     tiny_model(architecture, **overrides_of(architecture, **values)).save_pretrained(folder)
     byte_tokenizer_fast().save_pretrained(folder)

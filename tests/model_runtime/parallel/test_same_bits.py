@@ -20,6 +20,7 @@ from rope.positions.two_ranges import ReRope
 from tests.draft_adversary import Counted, tell, use_adversary
 from tests.engines import EngineFactory, Preemptions, answer, deployment_of, request
 from tests.model_runtime.parallel.divided_models import DIVIDED, divided, whole
+from tests.sampling import sampled
 from tests.tiny_models import VOCAB_SIZE
 
 CONFIG = EngineConfig(kv_cache_tokens=16 * 16, max_model_len=128, page_size=16, num_rope_tables=2)
@@ -80,7 +81,10 @@ def compare(
 
 @pytest.mark.parametrize(
     ("ranks", "architecture"),
-    [*((2, each) for each in ON_TWO), *((4, each) for each in DIVIDED)],
+    sampled(
+        [*((2, each) for each in ON_TWO), *((4, each) for each in DIVIDED)],
+        fixed=[(2, "llama"), (2, "gemma3"), (4, "gpt_neox"), (4, "phi")],
+    ),
     indirect=["ranks"],
 )
 def test_logits_on_ranks_are_those_of_one_process(ranks: Ranks, architecture: str) -> None:
@@ -97,7 +101,9 @@ def test_position_methods_read_alike_on_ranks(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "architecture"), [(2, "llama"), (4, "phi"), (4, "qwen3")], indirect=["ranks"]
+    ("ranks", "architecture"),
+    sampled([(2, "llama"), (4, "phi"), (4, "qwen3")]),
+    indirect=["ranks"],
 )
 def test_bfloat16_logits_are_those_of_one_process(ranks: Ranks, architecture: str) -> None:
     """To the bit if this processor's products allow it, which the ranks say."""
