@@ -131,7 +131,7 @@ def outlier_channel(model: nn.Module, rng: random.Random) -> None:
 
 def outlier_norm(model: nn.Module, rng: random.Random) -> None:
     """One dimension of a norm is 10,000."""
-    norm = rng.choice(_norms(model))
+    norm = rng.choice(_norms(model) or [_embedding(model)[0]])
     norm[rng.randrange(len(norm))] = 1e4
 
 
