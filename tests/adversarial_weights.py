@@ -118,9 +118,8 @@ def grid(model: nn.Module, rng: random.Random) -> None:
 
 def outlier_rows(model: nn.Module, rng: random.Random) -> None:
     """Two rows of projections are 300 times larger."""
-    for linear in _linears(model):
-        if rng.random() < 0.5 and len(linear.weight) < 150:
-            linear.weight[:2] *= 300.0
+    for linear in _named(model, "proj", "query", "dense"):
+        linear.weight[:2] *= 300.0
 
 
 def outlier_channel(model: nn.Module, rng: random.Random) -> None:
@@ -131,7 +130,7 @@ def outlier_channel(model: nn.Module, rng: random.Random) -> None:
 
 def outlier_norm(model: nn.Module, rng: random.Random) -> None:
     """One dimension of a norm is 10,000."""
-    norm = rng.choice(_norms(model))
+    norm = rng.choice(_norms(model) or [_embedding(model)[0]])
     norm[rng.randrange(len(norm))] = 1e4
 
 

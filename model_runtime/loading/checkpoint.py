@@ -27,7 +27,7 @@ from model_runtime.loading.low_bits.hold import storage_of
 from model_runtime.loading.low_bits.quantise import Distance, quantise_model
 from model_runtime.loading.low_bits.sizes import Storage, Weights, format_of_type, refuse_int8
 from model_runtime.loading.model_config import ModelConfig, read_model_config
-from model_runtime.loading.patch_model import patch_model, probe_plans, read_native_rope
+from model_runtime.loading.patch_model import patch_model, plans_of_part, read_native_rope
 from model_runtime.loading.phases import OnPhase, no_phases
 from model_runtime.loading.pretrained import (
     end_token_ids,
@@ -225,7 +225,7 @@ def prepare_model(
     check_structure(model, plans, native, structure)
     if division is not None:
         division.divide(model)
-        plans = probe_plans(model, native)  # a rank has a part of the heads
+        plans = plans_of_part(model, plans)
     products, fused = _BY_TORCH, None
     if has_cpu_kernels(parameter.device):
         products = _pack(model, parameter.dtype, division)

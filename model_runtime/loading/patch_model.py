@@ -13,6 +13,7 @@ Shapes: H = query heads, K = key heads, T = tokens of the probe, D = key dimensi
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,13 +120,15 @@ def patch_model(model: nn.Module, native: NativeRope) -> Mapping[int, LayerPlan]
     """
     register()
     hidden_size = text_config(model).hidden_size
+    rotaries = []
     for name, (module, types) in rotary_modules(model).items():
-        model.set_submodule(name, IdentityRotary(module.cpu(), types, hidden_size))
+        rotaries.append(IdentityRotary(module.cpu(), types, hidden_size))
+        model.set_submodule(name, rotaries[-1])
     try:
         model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
     except ValueError as error:
         raise ModelError(f"{type(model).__name__} cannot change its attention: {error}") from error
-    plans = probe_plans(model, native)
+    plans = _probe(model, rotaries, native)
     _spare_rotation(model, plans)
     _check_temperature(model)
     return plans
@@ -145,9 +148,18 @@ def _check_temperature(model: nn.Module) -> None:
             )
 
 
-def probe_plans(model: nn.Module, native: NativeRope) -> dict[int, LayerPlan]:
-    """Return the plan of each layer of a patched model. Raises ModelError."""
-    rotaries = [each for each in model.modules() if isinstance(each, IdentityRotary)]
+def plans_of_part(model: nn.Module, plans: Mapping[int, LayerPlan]) -> dict[int, LayerPlan]:
+    """Return the plans of a patched model that was divided since, with the heads that it has."""
+    calls = recorded_calls(model)
+    return {
+        index: replace(plan, num_key_heads=calls[index].key_1KTD.shape[1])
+        for index, plan in plans.items()
+    }
+
+
+def _probe(
+    model: nn.Module, rotaries: list[IdentityRotary], native: NativeRope
+) -> dict[int, LayerPlan]:
     unturned = with_step_carried(model, lambda: recorded_calls(model))
     types = sorted({name for rotary in rotaries for name in rotary.constants})
     plans: dict[int, LayerPlan] = {}

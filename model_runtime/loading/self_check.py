@@ -160,23 +160,19 @@ def check(prompts: PagedPrompts) -> SelfCheckReport:
         short = prompts.span(short_ids, 0, in_second_pages=True)
         both_TV = run([long(0, FIRST_CHUNK_END), short])
         cases["two sequences in one flat batch"] = both_TV[FIRST_CHUNK_END:], original.short_TV
-        pieces = [both_TV[:FIRST_CHUNK_END], run([long(FIRST_CHUNK_END, DECODE_START)])]
-        cases["a prompt in two chunks"] = torch.cat(pieces), original.long_TV[:DECODE_START]
-        pieces += [run([long(at, at + 1)]) for at in range(DECODE_START, LONG_LEN)]
-        cases["decode steps"] = torch.cat(pieces), original.long_TV
-    name, threshold = type(prompts.model).__name__, original.threshold
-    differences = [_compare(name, case, *logits, threshold) for case, logits in cases.items()]
-    is_bitwise = torch.equal(torch.cat(pieces), prompts.long_TV)
-    return SelfCheckReport(max(differences), threshold, is_bitwise)
-
-
-def _compare(
-    model_name: str, case: str, got_TV: Tensor, expected_TV: Tensor, threshold: float
-) -> float:
-    found = difference(got_TV, expected_TV)
-    if not found <= threshold:  # NaN fails too
-        raise ModelError(
-            f"{model_name} fails its self-check on {case}: a logit differs by {found:.3g} "
-            f"from the untouched model's, {threshold:.3g} is allowed"
-        )
-    return found
+        first_TV, second_TV = both_TV[:FIRST_CHUNK_END], run([long(FIRST_CHUNK_END, DECODE_START)])
+        cases["a first chunk"] = first_TV, original.long_TV[:FIRST_CHUNK_END]
+        cases["a second chunk"] = second_TV, original.long_TV[FIRST_CHUNK_END:DECODE_START]
+        decoded_TV = torch.cat([run([long(at, at + 1)]) for at in range(DECODE_START, LONG_LEN)])
+        cases["decode steps"] = decoded_TV, original.long_TV[DECODE_START:]
+    differences = []
+    for case, logits in cases.items():
+        differences.append(difference(*logits, original.compared))
+        if not differences[-1] <= original.threshold:  # NaN fails too
+            raise ModelError(
+                f"{type(prompts.model).__name__} fails its self-check on {case}: a logit differs "
+                f"by {differences[-1]:.3g} from the untouched model's, {original.threshold:.3g} is "
+                "allowed"
+            )
+    is_bitwise = torch.equal(torch.cat([first_TV, second_TV, decoded_TV]), prompts.long_TV)
+    return SelfCheckReport(max(differences), original.threshold, is_bitwise)

@@ -94,7 +94,7 @@ def test_a_step_without_its_true_positions_fails_the_self_check(
         return forward(self, batch, step, rows_R)
 
     monkeypatch.setattr(ModelRunner, "_forward", counted_from_zero)
-    with pytest.raises(ModelError, match="fails its self-check on a prompt in two chunks"):
+    with pytest.raises(ModelError, match="fails its self-check on a second chunk"):
         check(prompts)
 
 
