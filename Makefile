@@ -14,7 +14,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # The folder that gpu-bench-model writes to.
 GPU_OUT ?= build
 
-.PHONY: setup serve test test-real test-ray test-arm check fix fuzz soak train gpu-check gpu-bench gpu-bench-model image clean
+.PHONY: setup serve test test-full test-real test-ray test-arm check fix fuzz soak train gpu-check gpu-bench gpu-bench-model image clean
 
 setup: .venv/installed
 
@@ -39,16 +39,20 @@ OLDER_PART := tests/model_runtime/cpu_kernels tests/promises/test_any_processor.
 	$(addprefix tests/model_runtime/layers/test_,packed_product.py fused_decoder.py)
 
 # Two at a time, a thread each: threads of two tests on the same cores wait for each other.
-test: check  ## formatter, linter, types, and the whole suite; ISA=avx2: as an older processor
+test: check  ## formatter, linter, types, and the suite; ISA=avx2: as an older processor
 	$(AS_OLDER) $(BIN)/python -m tests.warm_kernels
 	OMP_NUM_THREADS=1 $(AS_OLDER) $(PYTEST) -n 2 --dist loadfile --durations=25 -m "not alone and not ray and not long"
 	$(AS_OLDER) $(PYTEST) --durations=10 -m alone
 	$(if $(ISA),,OMP_NUM_THREADS=1 $(BIN)/python -m tests.processors --if-newer avx2 \
 		$(PYTEST) -n 2 --dist loadfile $(OLDER_PART))
 
-# One at a time with all cores: the long ones compute thousands of tokens, some of them twice.
-test-real: setup  ## real checkpoints, whose long tests are not in `make test`
-	$(PYTEST) --durations=20 tests/real
+# All that `make test` samples or leaves out. PART=parallel runs one part, and each says its time.
+test-full: check  ## every test and every case; CONTRIBUTING.md says which change owes which PART
+	$(BIN)/python -m tests.warm_kernels
+	$(BIN)/python -m tests.full $(PART)
+
+test-real: setup  ## real checkpoints, one of the parts of `make test-full`
+	$(BIN)/python -m tests.full real
 
 # Full length: REPLICA_ROUNDS=10 REPLICA_SOAK_SECONDS=600 REPLICA_KILL_SECONDS=60
 test-ray: setup  ## replicas on a real Ray cluster, and the API's tests against two of them
@@ -78,7 +82,7 @@ train: setup  ## the embedded model again, from Python's own library, into build
 # may lack.
 gpu-check:  ## the kernels on the GPU against float64, and the embedded model served there
 	@$(GPU_PYTHON) -m benchmarks.gpu_needs
-	$(GPU_PYTHON) -m pytest -W default -o addopts=--import-mode=importlib \
+	SAMPLE=all $(GPU_PYTHON) -m pytest -W default -o addopts=--import-mode=importlib \
 		tests/gpu tests/model_runtime/attention/test_triton_backend.py \
 		tests/model_runtime/attention/test_triton_prefill.py \
 		tests/model_runtime/attention/test_triton_ranges.py \

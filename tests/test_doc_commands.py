@@ -8,11 +8,25 @@ import pytest
 from model_runtime.loading.checkpoint import Checkpoint
 from tests.doc_commands import Block, blocks, run, serve
 from tests.processes import Server
+from tests.sampling import sampled
 
 BLOCKS = [block for block in blocks("bash") if not block.is_make]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}-{block.number}")
+def is_slow(block: Block) -> bool:
+    """Whether it loads a model of its own; other commands ask the server of the tests."""
+    return block.serves or "ropewalk eval" in block.text or "ropewalk inspect" in block.text
+
+
+# A server takes its time to start, so those of the pages below docs/ are sampled.
+@pytest.mark.parametrize(
+    "block",
+    sampled(
+        BLOCKS,
+        fixed=[each for each in BLOCKS if each.page == "README.md" or not is_slow(each)],
+    ),
+    ids=lambda block: f"{block.page}-{block.number}",
+)
 def test_a_command_runs_as_pasted(block: Block, server: Server, tmp_path: Path) -> None:
     """A pasted command exits without an error; one that serves starts to listen."""
     if block.serves:

@@ -95,6 +95,7 @@ def test_a_run_measures_every_part_and_reports_it(tmp_path: Path) -> None:
     assert (tmp_path / "gpu_first_token.png").stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_contenders_run_in_processes_of_their_own(tmp_path: Path) -> None:
     """If transformers' batching does not run on a CPU, the report lists it as left out."""
     rows, text = run(tmp_path, "--parts", "decode,contenders")

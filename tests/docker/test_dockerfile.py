@@ -56,6 +56,7 @@ def started(image: Image) -> Iterator[tuple[subprocess.Popen[str], str, dict[str
         process.communicate()
 
 
+@pytest.mark.long
 def test_the_image_serves_and_stops(image: Image) -> None:
     """The image's own health check passes, and the stop signal ends the process cleanly."""
     with started(image) as (process, url, variables):
@@ -76,6 +77,7 @@ def test_the_image_serves_and_stops(image: Image) -> None:
     assert compiled, "the compiled kernel was not kept"
 
 
+@pytest.mark.long
 def test_it_is_the_wheel_that_runs(image: Image) -> None:
     """The packages are in the environment's site-packages, with the demonstration model."""
     code = "import server, model_runtime, rope; print(server.__file__); print(rope.__file__)"
@@ -93,6 +95,7 @@ def test_it_is_the_wheel_that_runs(image: Image) -> None:
     assert not any(name.startswith("tests/") for name in packed)
 
 
+@pytest.mark.long
 def test_the_user_writes_to_its_home_and_the_models_only(image: Image) -> None:
     """The check runs as that user, and the environment belongs to root."""
     if os.geteuid() != 0:
@@ -104,12 +107,14 @@ def test_the_user_writes_to_its_home_and_the_models_only(image: Image) -> None:
     assert image.run(["python", "-c", code, *paths])[1] == "True True True False False\n"
 
 
+@pytest.mark.long
 def test_only_steps_that_change_the_system_are_left_out(image: Image) -> None:
     """The test states the list of left-out steps, so no step is skipped silently."""
     commands = [text.split()[0] for text in image.not_replayed]
     assert commands == ["groupadd"] + ([] if os.geteuid() == 0 else ["chown"])
 
 
+@pytest.mark.long
 def test_flags_can_be_appended(image: Image) -> None:
     """The command is that of `docker run ropewalk serve --port ...`."""
     status, output = image.run([*image.entrypoint, "serve", "--port", "no number"])

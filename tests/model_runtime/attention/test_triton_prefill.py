@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.attention_cases import RELATIVE_ERROR, Case, Laid, relative_error
 from tests.exact_flash import exact_flash
+from tests.sampling import sampled
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
@@ -93,6 +94,7 @@ def check(case: Case) -> None:
     assert relative_error(got_THV, laid.expected()) < MOST_ERROR[case.dtype]
 
 
+@pytest.mark.sampled(drawn=3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_library_reads_all_prompts_in_one_call(name: str, library: Calls) -> None:
     """Rotation, gathering, windows and sinks around the call give the answer in float64."""
@@ -101,6 +103,7 @@ def test_the_library_reads_all_prompts_in_one_call(name: str, library: Calls) ->
     assert library.num_prompts == [sum(queries > 1 for _, queries in case.spans)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OWN_CASES)
 def test_our_kernel_reads_layers_that_the_library_lacks(name: str, library: Calls) -> None:
     """Soft caps, unequal or odd dimensions and float32 stay away from the library's function."""
@@ -108,6 +111,7 @@ def test_our_kernel_reads_layers_that_the_library_lacks(name: str, library: Call
     assert not library.num_prompts
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", ["plain", "window, sinks", "partial rotary", "page of 24", "one head for all", "f16"]
 )
@@ -117,6 +121,7 @@ def test_our_kernel_reads_all_prompts(name: str, monkeypatch: pytest.MonkeyPatch
     check(Case(**{"spans": SPANS, **HALF, **CASES[name]}))  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(by="softcap")
 @pytest.mark.parametrize("most_keys", [1, 150, 300])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_prompts_whose_keys_exceed_a_group_are_read_in_several(
@@ -130,6 +135,7 @@ def test_prompts_whose_keys_exceed_a_group_are_read_in_several(
         assert library.num_prompts == sizes[most_keys]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(6))
 def test_features_do_not_disturb_each_other(
     seed: int, library: Calls, monkeypatch: pytest.MonkeyPatch
@@ -158,6 +164,7 @@ def test_features_do_not_disturb_each_other(
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("more", "launches"),
     [
@@ -172,7 +179,7 @@ def test_a_layer_launches_as_much_for_sixteen_prompts_as_for_one(
     """Triton's launches and torch's operations are counted; nothing else computes or copies."""
     flash: Callable[..., object] = triton_flash.flash if DEVICE.type == "cuda" else exact_flash
     monkeypatch.setattr(triton_flash, "is_available", lambda _: True)
-    for num_prompts in (1, 4, 16):
+    for num_prompts in sampled((1, 16, 4), fixed=2):
         spans = tuple((20 + number, 5) for number in range(num_prompts))
         laid = Laid(Case(spans=spans, **HALF, **more), DEVICE)  # type: ignore[arg-type]
         attention = TritonAttention(laid.batch)

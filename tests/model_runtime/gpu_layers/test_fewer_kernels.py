@@ -55,6 +55,7 @@ def norm_of(make: Any, width: int, dtype: torch.dtype) -> tuple[nn.Module, Scale
     return norm, Scale(norm.weight.detach(), 1e-5, make is GemmaRMSNorm)
 
 
+@pytest.mark.sampled(by="make")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16, 100, 1024])
 @pytest.mark.parametrize("make", [LlamaRMSNorm, GemmaRMSNorm])
@@ -107,6 +108,7 @@ def test_a_row_with_nan_spoils_no_other() -> None:
     assert bool(spoilt[1][0, 4].isnan().all())
 
 
+@pytest.mark.sampled(by="activation")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("half", [16, 1500])
 @pytest.mark.parametrize("activation", Activation)

@@ -12,6 +12,7 @@ from model_runtime.loading.patch_model import patch_model, read_native_rope
 from model_runtime.loading.self_check import PagedPrompts, SelfCheckReport, check
 from model_runtime.probing.untouched import original_logits
 from tests.models_page import REFUSED, SERVED, Outcome, outcome, page
+from tests.sampling import IS_WHOLE, sampled
 from tests.tiny_models import tiny_model
 
 
@@ -25,15 +26,18 @@ def patched(architecture: str, **overrides: Any) -> tuple[Any, SelfCheckReport]:
     return plans, check(PagedPrompts(model, plans, native, original))
 
 
+TRIED = (*sampled(SERVED, fixed=["llama", "gemma3", "mixtral"]), *sampled(REFUSED))
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
-    """Every architecture of docs/models.md, patched or refused."""
+    """Architectures of docs/models.md, patched or refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: outcome(name) for name in (*SERVED, *REFUSED)}
+        return {name: outcome(name) for name in TRIED}
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", [each for each in SERVED if each in TRIED])
 def test_served_architectures_answer_as_untouched(
     outcomes: dict[str, Outcome], architecture: str
 ) -> None:
@@ -46,7 +50,7 @@ def test_served_architectures_answer_as_untouched(
     assert found.is_bitwise or found.has_experts
 
 
-@pytest.mark.parametrize("architecture", REFUSED)
+@pytest.mark.parametrize("architecture", [each for each in REFUSED if each in TRIED])
 def test_others_are_refused_by_name(outcomes: dict[str, Outcome], architecture: str) -> None:
     """A model that would be served wrongly is refused by its name."""
     assert outcomes[architecture].refusal
@@ -55,7 +59,12 @@ def test_others_are_refused_by_name(outcomes: dict[str, Outcome], architecture: 
 def test_the_page_about_models_is_what_was_found(outcomes: dict[str, Outcome]) -> None:
     """`python -m tests.models_page > docs/models.md` writes the page anew."""
     written = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-    assert written == page(list(outcomes.values()))
+    made = page(list(outcomes.values()))
+    if IS_WHOLE:
+        assert written == made
+    rows = [line for line in made.splitlines() if line.startswith("| `")]
+    assert len(rows) >= len(TRIED)
+    assert set(rows) <= set(written.splitlines())
 
 
 @pytest.mark.parametrize(
