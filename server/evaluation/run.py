@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from model_runtime.engine.engine import Engine
 from server.evaluation.cells import (
     PERPLEXITY,
     RETRIEVAL,
@@ -65,11 +66,13 @@ def run_lengths(
         question_sets=question_sets,
         tokenizer=subject.tokenizer,
     )
-    subject.engine.start()
+    # Not before: a text that is too short is refused without the seconds that a large cache takes.
+    engine = subject.make_engine()
+    engine.start()
     try:
-        _measure_missing(subject, grid, record, progress)
+        _measure_missing(subject, engine, grid, record, progress)
     finally:
-        subject.engine.stop()
+        engine.stop()
     return LengthReport(
         model=subject.name,
         model_digest=subject.digest,
@@ -99,7 +102,7 @@ def write_files(report: LengthReport, folder: Path) -> None:
 
 
 def _measure_missing(
-    subject: Subject, grid: Grid, record: RunRecord[Score], progress: Progress
+    subject: Subject, engine: Engine, grid: Grid, record: RunRecord[Score], progress: Progress
 ) -> None:
     """Measure missing cells in the grid's order, and save each one as soon as it is finished."""
     missing = [cell for cell in grid.cells if record.get(cell.key(subject.digest)) is None]
@@ -109,7 +112,7 @@ def _measure_missing(
     progress.begin(sum(cell.num_tokens for cell in missing))
     for number, cell in enumerate(missing, start=1):
         began = time.monotonic()
-        scores = measure(subject.engine, cell, progress)
+        scores = measure(engine, cell, progress)
         seconds = time.monotonic() - began
         record.add(cell.key(subject.digest), _in_words(cell, seconds), scores)
         progress.log(f"{number} of {len(missing)}: {cell.label}, {seconds:.1f} s")

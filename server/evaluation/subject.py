@@ -1,7 +1,8 @@
 """The measured model, loaded as in `serve`, with a deployment for each variant."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from model_runtime.deployment import Deployment
 from model_runtime.engine.build_engine import build_engine
@@ -22,14 +23,14 @@ from server.study.eval_run import EvalError
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """An engine that is not started yet, and its deployments."""
+    """A loaded model, its engine once that is made, and its deployments."""
 
     name: str
     digest: str  # different if its answers may differ
     dtype: str
     device: str
     tokenizer: Tokenizer
-    engine: Engine
+    make_engine: Callable[[], Engine]  # takes the memory of the cache
     deployments: Mapping[Variant, Deployment]
 
 
@@ -51,7 +52,9 @@ def load_subject(settings: ServeSettings, plan: LengthPlan) -> Subject:
         str(checkpoint.dtype).removeprefix("torch."),
         str(checkpoint.device),
         checkpoint.tokenizer,
-        build_engine(checkpoint, serving.config, profiles=profiles_of(serving.deployments)),
+        partial(
+            build_engine, checkpoint, serving.config, profiles=profiles_of(serving.deployments)
+        ),
         dict(zip(plan.variants, serving.deployments, strict=True)),
     )
 

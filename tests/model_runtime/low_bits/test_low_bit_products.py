@@ -103,6 +103,7 @@ def linear_of(
     return LowBitLinear(panels, bias, dtype)
 
 
+@pytest.mark.sampled(by="dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("type_name", "num_outputs", "num_inputs"),
@@ -145,6 +146,7 @@ def test_rows_have_the_bits_of_the_float_product_in_any_number(
     assert float((low(x).double() - expected).abs().max()) < near * size
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "parts",
     [
