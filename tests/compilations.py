@@ -23,11 +23,12 @@ from model_runtime.runner.model_runner import ModelRunner
 from rope import DualChunk, Linear, Profile, ReRope, SelfExtend, Shifted, Sinks, Unscaled
 from tests.engines import tiny_checkpoint
 from tests.hopper import Device
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 # Windows and soft caps; sinks; interleaved pairs and layers without rotation.
 ARCHITECTURES = ("llama", "gemma2", "gpt_oss", "cohere2")
 CHOSEN = sampled(ARCHITECTURES, fixed=["llama"])
+NUM_STEPS = few(200, 50)
 PROFILES = [Profile(Linear(factor=1.0 + index)) for index in range(17)]
 METHODS = (ReRope(96), SelfExtend(96, 16), DualChunk(256, 64), Shifted(128, 32), Sinks(4, 200))
 PLACED = [
@@ -92,7 +93,7 @@ def main() -> None:
                 warm_up(runner, profile, 0, CONFIG)
         line = {"architecture": name, "warm_up": dict(compiled)}
         compiled.clear()
-        for spans in random_steps(random.Random(name), 200, len(profiles)):
+        for spans in random_steps(random.Random(name), NUM_STEPS, len(profiles)):
             runner.run(spans)
         sys.stdout.write(json.dumps({**line, "serving": dict(compiled)}) + "\n")
 

@@ -46,15 +46,14 @@ def load_subject(settings: ServeSettings, plan: LengthPlan) -> Subject:
     """
     checkpoint = load_model(settings)
     serving = plan_variants(plan, settings, checkpoint)
+    profiles = profiles_of(serving.deployments)
     return Subject(
         model_name(settings),
         model_digest(checkpoint),
         str(checkpoint.dtype).removeprefix("torch."),
         str(checkpoint.device),
         checkpoint.tokenizer,
-        partial(
-            build_engine, checkpoint, serving.config, profiles=profiles_of(serving.deployments)
-        ),
+        partial(build_engine, checkpoint, serving.config, profiles=profiles),
         dict(zip(plan.variants, serving.deployments, strict=True)),
     )
 

@@ -165,9 +165,9 @@ def outside(module: str) -> list[dict[str, Any]]:
 
 
 def test_nothing_is_compiled_after_the_warm_up() -> None:
-    """200 random mixed steps of each architecture differ in lengths, tables and rows of logits.
+    """Random mixed steps of each architecture differ in lengths, tables and rows of logits.
 
-    Without names in `jit`, they compiled 39 to 74 kernels while requests waited.
+    Without names in `jit`, 200 compiled 39 to 74 kernels while requests waited.
     """
     lines = outside("tests.compilations")
     assert len(lines) == len(CHOSEN) + 1

@@ -161,6 +161,7 @@ def replaced(architecture: str, **overrides: Any) -> tuple[dict[str, int], float
     return {**numbers, "linked": len(linked)}, apart
 
 
+@pytest.mark.sampled(drawn=2)
 @pytest.mark.parametrize(
     ("architecture", "norms_per_layer", "num_gates"),
     [
@@ -187,6 +188,7 @@ def test_layers_of_these_models_are_fused(
     assert apart < 1e-5
 
 
+@pytest.mark.sampled(drawn=2)
 @pytest.mark.parametrize(
     ("architecture", "overrides", "kept"),
     [
@@ -320,6 +322,7 @@ def test_a_model_is_checked_and_served_with_them(
     assert answers(checkpoint) == expected
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not IS_INTERPRETED, reason="launches are counted in the interpreter")
 def test_a_layer_of_a_decode_step_has_three_launches_fewer() -> None:
     """Attention's own kernels are counted apart, because they change with its backend."""

@@ -216,7 +216,8 @@ def test_a_file_in_its_own_bits_answers_as_the_same_file_dequantised(
 ) -> None:
     """Tokens and logprobs agree to the bit, with the rows of q and k in another order.
 
-    One file has all types of the sample, because each set of types is compiled. No projection is called alone.
+    One file has all types of the sample, because each set of types is compiled. No projection is
+    called alone.
     """
     case = next(case for case in CASES if case.name == "llama")
     case = replace(case, overrides={**case.overrides, **MIXED})
