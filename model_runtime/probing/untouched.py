@@ -102,10 +102,10 @@ def original_logits(
         spreads = []
         for num_parts, (run, expected_TV) in zip(ORDERS, turns, strict=False):
             with rounded_otherwise(rotaries, num_parts):
-                spreads.append(difference(run(), expected_TV, compared))
+                spreads.append(difference(run(), expected_TV))
         for implementation, (run, expected_TV) in zip(others, turns, strict=False):
             model.set_attn_implementation(implementation)  # type: ignore[operator]
-            spreads.append(difference(run(), expected_TV, compared))
+            spreads.append(difference(run(), expected_TV))
     min_threshold = _MIN_SHARE[dtype] * float(long_TV.std())
     threshold = max(_TIMES_SPREAD * max(spreads), min_threshold)
     answers = long_ids, short_ids, long_TV, short_TV, scaled_TV
