@@ -132,7 +132,7 @@ def _format_row(each: Format) -> str:
 
 _PAGE = """# Models
 
-`python -m tests.models_page` writes this page. It patches a tiny random model of each architecture (four layers or more, every kind of layer, random norms) and runs the self-check. `tests/model_runtime/loading/test_patch_model.py` asserts the same results at every run. The page has every architecture of transformers' causal language models whose config has rotation. Code from a checkpoint may also work, because the self-check decides at load.
+`python -m tests.models_page` writes this page. It patches a tiny random model of each architecture (four layers or more, every kind of layer, random norms) and runs the self-check. `tests/model_runtime/loading/test_patch_model.py` asserts a part of these results at every run, and all of them in `make test-full`. The page has every architecture of transformers' causal language models whose config has rotation. Code from a checkpoint may also work, because the self-check decides at load.
 
 ## Served
 
