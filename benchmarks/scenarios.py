@@ -225,6 +225,7 @@ def _prefill(prompt_len: int, num_requests: int) -> OneByOne:
 SCENARIOS: tuple[Scenario, ...] = (
     OneByOne("single", (DECODE, FIRST_TOKEN), prompt_len=64, output_len=128, num_requests=4),
     AtOnce("batch", OUTPUT, prefix_len=0, own_len=128, output_len=64, num_requests=8),
+    _prefill(512, 4),
     _prefill(2048, 2),
     _prefill(8192, 1),
     AtOnce("prefix", WALL, prefix_len=1024, own_len=32, output_len=8, num_requests=16),

@@ -64,8 +64,6 @@ def _held(parameter: Tensor) -> Tensor:
 class GatheredLinear(nn.Module):
     """One rank's outputs of a linear, between the gathers that it needs."""
 
-    is_linear: ClassVar = True  # see random_numbers.py
-
     def __init__(
         self, linear: nn.Linear, whole: MappedLinear, num_inputs: int, part: Part, group: Group
     ) -> None:
