@@ -40,7 +40,7 @@ SCALED = Yarn(factor=4.0, original_max_position_embeddings=64)
 _MIN_USEFUL = 0.8  # share of a text's tokens that have an embedding of their own
 # Allowed difference: this multiple of the largest difference among runs of the untouched model that
 # are rounded otherwise, but at least this fraction of the logits' standard deviation.
-_TIMES_SPREAD = 20.0
+_TIMES_SPREAD = 10.0
 # With weights, single rows may be further away: rounding decides near-ties between experts.
 _COMPARED = 0.75
 _MIN_SHARE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

@@ -93,7 +93,7 @@ def test_scenarios_are_those_of_the_yardstick() -> None:
     """A family's name selects all of its scenarios."""
     contexts = [f"context-{256 * 2**doubling}" for doubling in range(7)]
     assert contexts[-1] == "context-16384"
-    fixed = ["single", "batch", "prefill-2048", "prefill-8192", "prefix", "mixed"]
+    fixed = ["single", "batch", "prefill-512", "prefill-2048", "prefill-8192", "prefix", "mixed"]
     assert [each.name for each in SCENARIOS] == [*fixed, *contexts]
     assert [each.name for each in choose_scenarios("context,batch")] == ["batch", *contexts]
     assert [each.name for each in choose_scenarios("prefill-8192")] == ["prefill-8192"]
