@@ -34,9 +34,7 @@ _MARK = "_has_random_numbers"
 
 
 @contextmanager
-def random_numbers(
-    model: nn.Module, *, seed: int = 0, dtype: torch.dtype | None = None
-) -> Iterator[None]:
+def random_numbers(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Let a model compute with random numbers instead of its weights, within the block.
 
     `dtype`: the number type of all of them; None: that of each weight. Rotary tables, constants
@@ -50,21 +48,21 @@ def random_numbers(
         object.__setattr__(model, _MARK, True)
         stack.callback(object.__delattr__, model, _MARK)
         for name, module in model.named_modules():
-            function = _function(module, _generator(name, seed), dtype)
+            function = _function(module, _generator(name), dtype)
             if function is not None:
                 stack.callback(_set_forward, module, vars(module).get("forward"))
                 _set_forward(module, function)
                 continue
             own = dict(_own_tensors(module))
-            num_shared = max(0, *(held.dim() - 2 for held in own.values()), 0)
+            num_shared = max(0, max((held.dim() for held in own.values()), default=0) - 2)
             for key, held in own.items():
                 stack.callback(setattr, held, "data", held.data)
-                generator = _generator(f"{name}.{key}", seed)
+                generator = _generator(f"{name}.{key}")
                 held.data = _drawn(held, num_shared, generator, dtype)
         yield
 
 
-def is_any_linear(module: nn.Module) -> bool:
+def _is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear of any kind: plain, in few bits, merged or packed.
 
     Our own classes say so. A class of a checkpoint may add to a linear, as routers do.
@@ -76,10 +74,10 @@ def _is_embedding(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) or hasattr(module, "num_embeddings")
 
 
-def _generator(name: str, seed: int) -> torch.Generator:
+def _generator(name: str) -> torch.Generator:
     """Return a generator for a name of a tensor; that of one expert is that of every other."""
     named = _EXPERT.sub("experts", name)
-    return torch.Generator().manual_seed(crc32(f"{named} {seed}".encode()))
+    return torch.Generator().manual_seed(crc32(named.encode()))
 
 
 def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -90,7 +88,7 @@ def _function(
     module: Any, generator: torch.Generator, dtype: torch.dtype | None
 ) -> Callable[[Tensor], Tensor] | None:
     """Return the forward of a linear or an embedding; None for another module."""
-    if is_any_linear(module):
+    if _is_linear(module):
         return _RandomLinear(module.in_features, module.out_features, generator, dtype)
     if _is_embedding(module):
         weight = module.weight
