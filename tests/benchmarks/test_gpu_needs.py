@@ -132,7 +132,17 @@ def test_the_check_runs_without_plugins_of_pytest() -> None:
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     line = next(each for each in said.stdout.replace("\\\n", " ").splitlines() if "pytest" in each)
-    command = [*shlex.split(line), "-p", "no:timeout", "-p", "no:randomly", "--collect-only", "-q"]
+    # The shell's `NAME=value` before a command is that of `env`, too.
+    command = [
+        "env",
+        *shlex.split(line),
+        "-p",
+        "no:timeout",
+        "-p",
+        "no:randomly",
+        "--collect-only",
+        "-q",
+    ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout
     assert "test_a_read_equals_float64" in ended.stdout

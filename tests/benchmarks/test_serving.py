@@ -50,14 +50,14 @@ def test_our_own_server_under_every_scenario_that_fits(server: Server, tmp_path:
         "--warmup", "0", "--scenarios", chosen, "--markdown",
     )  # fmt: skip
     assert ended.exit_code == 0, ended.stderr
-    fit = ["batch", "prefix", "context-256"]
+    fit = ["batch", "prefill-512", "prefix", "context-256"]
     assert [(row["scenario"], row["server"]) for row in rows(path)] == [
         (name, each) for name in fit for each in "ab"
     ]
     for name in ("prefill-2048", "prefill-8192", "mixed", "context-2048"):
         assert f"{name} is skipped" in ended.stderr
     table = [line.split(" | ")[0] for line in ended.stdout.splitlines()]
-    assert table == ["| scenario", "| ---", "| batch", "| prefix", "| context-256"]
+    assert table == ["| scenario", "| ---", *(f"| {name}" for name in fit)]
     tokens = {row["scenario"]: row["num_tokens"] for row in rows(path)}
     assert tokens["batch"] == 8 * 64
     assert tokens["prefix"] == 16 * 8
