@@ -12,6 +12,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests import leftovers
+
+leftovers.begin()  # before anything asks for the temporary folder
+
 from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from model_runtime.loading.model_config import EMBEDDED_MODEL
 from tests import sampling
@@ -32,6 +36,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> It
     items[:] = [each for each in items if each not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
     return (yield)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Look for processes and folders that outlive the tests, once the workers have ended."""
+    leftovers.end(session)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from model_runtime.parallel.ranks import Ranks
+from tests.model_runtime.parallel.divided_models import remove_folders
 
 
 class Groups:
@@ -39,6 +40,12 @@ def groups() -> Iterator[Groups]:
     yield groups
     groups.close()
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _folders_of_models() -> Iterator[None]:
+    yield
+    remove_folders()
 
 
 @pytest.fixture

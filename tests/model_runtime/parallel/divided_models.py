@@ -1,6 +1,5 @@
 """Tiny models that can be divided among four processes, and the processes."""
 
-import atexit
 import shutil
 from functools import cache
 from pathlib import Path
@@ -53,11 +52,22 @@ def outline_of(architecture: str, **values: Any) -> ModelConfig:
     return ModelConfig(architecture, config, torch.float32, torch.device("cpu"))
 
 
+_folders: list[Path] = []
+
+
+def remove_folders() -> None:
+    """Remove the folders of all models; workers of xdist end without `atexit`."""
+    for folder in _folders:
+        shutil.rmtree(folder)
+    _folders.clear()
+    folder_of.cache_clear()
+
+
 @cache
 def folder_of(architecture: str, *, is_wide: bool = False) -> Path:
-    """A folder with a tiny or a wide model in float32; it is made once, and goes with the run."""
+    """A folder with a tiny or a wide model in float32; it is made once a run."""
     folder = Path(mkdtemp(prefix=f"divided-{architecture}-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _folders.append(folder)
     values = WIDE if is_wide else {}
     tiny_model(architecture, **overrides_of(architecture, **values)).save_pretrained(folder)
     byte_tokenizer_fast().save_pretrained(folder)
