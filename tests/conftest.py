@@ -12,16 +12,17 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from tests import leftovers
-
-leftovers.begin()  # before anything asks for the temporary folder
-
 from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from model_runtime.loading.model_config import EMBEDDED_MODEL
-from tests import sampling
+from tests import leftovers, sampling
 from tests.device_faults import end_if_the_device_failed
 from tests.engines import EngineFactory, tiny_checkpoint
 from tests.processes import Server, running_server
+
+
+def pytest_configure() -> None:
+    """Mark the run's processes and its temporary folder, before workers start."""
+    leftovers.begin()
 
 
 def pytest_report_header() -> str:

@@ -63,7 +63,7 @@ def _files() -> list[str]:
 
 
 def end(session: pytest.Session) -> None:
-    """Turn the run red if it left something behind, and say what; workers of xdist are part of it."""
+    """Turn the run red if it left something behind; xdist's workers are part of a run."""
     if hasattr(session.config, "workerinput"):
         return
     left = [*_remaining(), *_files()]

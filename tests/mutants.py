@@ -127,7 +127,7 @@ def _copy(folder: Path) -> None:
 
 
 def is_noticed(folder: Path, mutant: Mutant) -> tuple[bool, str]:
-    """Run the tests on the copy with the fault; return whether one failed, and pytest's last line."""
+    """Run the tests on the copy with the fault; return whether one failed, and which."""
     file = folder / mutant.path
     original = file.read_text()
     file.write_text(mutant.text)
