@@ -27,7 +27,7 @@ from model_runtime.engine.observer import Observer
 from model_runtime.request import FinishReason, Request
 from model_runtime.runner.step_timer import PARTS, Part
 from rope import Tier
-from server.version import own_version
+from server.version import own_commit, own_version
 
 # vLLM's bounds, so that dashboard panels can be compared.
 _FIRST_TOKEN_SECONDS = (
@@ -214,8 +214,8 @@ class Metrics(Observer):
             config.num_pages * config.page_size
         )
         factory.gauge(
-            "ropewalk_build_info", "Always 1; the label says what runs.", ["version"]
-        ).labels(own_version()).set(1)
+            "ropewalk_build_info", "Always 1; the labels say what runs.", ["version", "commit"]
+        ).labels(own_version(), own_commit() or "unknown").set(1)
         for reason in rejection_reasons:
             self._rejected.labels(reason)
         self.serve(deployments)
