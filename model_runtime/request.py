@@ -21,6 +21,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # the client disconnected
     ERROR = "error"  # a step failed
+    REFUSED = "refused"  # the grammar that the client sent cannot continue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,7 @@ class Output(NamedTuple):
     tier: Tier | None = None  # the one in force; None only before the engine delivers it
     num_rescales: int = 0  # number of rotation table changes so far
     progress: PromptProgress | None = None  # in a separate output, if requested
-    error: str | None = None  # for the log and the client, with FinishReason.ERROR
+    error: str | None = None  # for the log and the client, with FinishReason.ERROR or REFUSED
     # With the finish_reason: tokens of drafts that were chosen, and those that were not.
     drafts: tuple[int, int] = (0, 0)
 

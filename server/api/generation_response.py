@@ -14,7 +14,7 @@ from fastapi import Response
 from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 
-from model_runtime.errors import EngineStoppedError
+from model_runtime.errors import EngineStoppedError, RequestError, RopewalkError
 from model_runtime.request import FinishReason, Output
 from model_runtime.request import Request as EngineRequest
 from rope import Tier
@@ -37,7 +37,7 @@ from server.api.sse import (
     event,
     json_bytes,
 )
-from server.envelope import envelope
+from server.errors import error_body
 
 _MOST_TOGETHER = 32  # outputs; a bound on the memory of a stream whose client lags
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; vLLM's number for it
@@ -89,7 +89,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
         return KEEP_ALIVE
 
     @abstractmethod
-    def error_events(self, error: EngineStoppedError) -> bytes:
+    def error_events(self, error: RopewalkError) -> bytes:
         """Return the events of a failure after the first byte."""
 
     def last_events(self) -> bytes:
@@ -140,7 +140,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
         """
         yield self.first_events()
         limit_s = self.service.settings.sse_keep_alive_seconds or None
-        error: EngineStoppedError | None = None
+        error: RopewalkError | None = None
         sent_at = time.monotonic()
         while error is None and not self._submission.is_over:
             if not await self._submission.has_output(limit_s):
@@ -151,7 +151,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
             try:
                 for index, output in self._ready():
                     events.append(await self.output_events(index, output))
-            except EngineStoppedError as found:
+            except (EngineStoppedError, RequestError) as found:
                 error = found
                 events.append(self.error_events(error))
             # Outputs of a call that is held back are no events, and yet break the silence above.
@@ -176,11 +176,18 @@ class HttpAnswer(ABC, Generic[BodyT]):
         )
 
     def _ready(self) -> Iterator[tuple[int, Output]]:
-        """Yield (choice, output) of outputs that are ready. Raises EngineStoppedError."""
+        """Yield (choice, output) of outputs that are ready.
+
+        Raises EngineStoppedError, or RequestError if the request's grammar cannot continue.
+        """
         for index, output in self._submission.ready(_MOST_TOGETHER):
             if output.finish_reason is FinishReason.ERROR:
                 raise EngineStoppedError(f"The request failed: {output.error}.")
             state = self.choices[index]
+            if output.finish_reason is FinishReason.REFUSED:
+                grammar = state.request.grammar
+                field = self.body.own_name(None if grammar is None else grammar.field)
+                raise RequestError(f"`{field}`: {output.error}", param=field)
             state.num_generated += len(output.token_ids)
             state.num_cached_tokens = output.num_cached_tokens
             if output.finish_reason is not None:
@@ -207,9 +214,9 @@ class ChunkAnswer(HttpAnswer[BodyT]):
     ) -> BaseModel:
         """Build an event with these choices, or with none."""
 
-    def error_events(self, error: EngineStoppedError) -> bytes:
+    def error_events(self, error: RopewalkError) -> bytes:
         """Return an event with the error, and the end."""
-        return event(envelope(str(error), "server_error", code="engine_stopped")) + DONE
+        return event(error_body(error)) + DONE
 
     def last_events(self) -> bytes:
         """Return the token counts if the body asks for them, and the end."""

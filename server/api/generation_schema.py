@@ -104,6 +104,7 @@ class GenerationRequest(Body):
 
     id_prefix: ClassVar[str]
     prompt_field: ClassVar[str]  # the field named in errors about the prompt
+    schema_field: ClassVar[str] = "response_format"  # the one in errors about the answer's schema
 
     model: str | None = Field(None, max_length=256)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -168,9 +169,12 @@ class GenerationRequest(Body):
 
     def own_name(self, param: str | None) -> str | None:
         """Return this body's name of a field, which the runtime calls by one name in all bodies."""
-        return {"prompt": self.prompt_field, "max_tokens": self.max_tokens_field}.get(
-            param or "", param
-        )
+        own_names = {
+            "prompt": self.prompt_field,
+            "max_tokens": self.max_tokens_field,
+            "response_format": self.schema_field,
+        }
+        return own_names.get(param or "", param)
 
     @property
     @abstractmethod

@@ -26,6 +26,7 @@ _NAMES = {
 class _Request(TurnRequest):
     id_prefix: ClassVar[str] = "resp"
     prompt_field: ClassVar[str] = "input"
+    schema_field: ClassVar[str] = "text.format"
 
 
 def responses_router(service: Service) -> APIRouter:
