@@ -29,7 +29,7 @@ from model_runtime.tools.find_format import ChatFormats
 from rope import NativeRope
 from server.access.answer_watch import AnswerWatch
 from server.access.key_ring import KeyRing
-from server.access.open_request import admitted, current_request
+from server.access.open_request import admitted, current_request, key_name
 from server.api.generation_schema import GenerationRequest
 from server.api.output_queue import OutputQueue, Submission
 from server.errors import MAX_ERRORS, rejection_reason
@@ -240,6 +240,14 @@ class Reservation:
         first_ids = token_ids[: service.max_len]
         return tuple(takewhile(lambda each: each < service.vocab_size, first_ids))
 
+    def _cache_salt(self) -> str:
+        """Return the salt of the page keys: the API key's name, then the request's own salt.
+
+        A name has no colon, so no salt of a client can give the pages of another name.
+        """
+        owner = "" if self.service.settings.share_prefixes else key_name()
+        return f"{owner}:{self.body.cache_salt or ''}"
+
     @contextmanager
     def _watched(self, requests: Sequence[Request], num_prompt_tokens: int) -> Iterator[None]:
         """Tell the open request, if there is one, of what the block submits."""
@@ -282,7 +290,7 @@ class Reservation:
                 prompt,
                 replace(sampling, max_tokens=max_tokens, seed=seed),
                 placement,
-                body.cache_salt or "",
+                self._cache_salt(),
                 wants_progress=bool(body.return_progress),
                 grammar=grammar,
                 shown_ids=shown_ids,

@@ -72,6 +72,12 @@ class AccessSettings(Section):
         "max_tokens_per_minute. The keys themselves are in api_key_file.",
         unit="JSON",
     )
+    share_prefixes: bool = setting(
+        default=False,
+        text="Let requests of API keys with different names share cached prefixes. Without it, "
+        "cached_tokens tells a client about the prompts of its own name only.",
+        unit="switch",
+    )
     open_metrics: bool = setting(
         default=False, text="Answer /metrics without a key.", unit="switch"
     )
