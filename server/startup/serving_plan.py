@@ -168,14 +168,6 @@ def num_profiles(deployments: Iterable[Deployment]) -> int:
     return len({tier.profile for each in deployments for tier in _all_tiers(each)})
 
 
-def applicable_of(deployments: Iterable[Deployment]) -> dict[str, list[tuple[str, float]]]:
-    """Return every rope_type and factor that each deployment may apply, for the metrics."""
-    return {
-        each.name: sorted({(tier.profile.name, tier.factor) for tier in _all_tiers(each)})
-        for each in deployments
-    }
-
-
 def _all_tiers(deployment: Deployment) -> Iterator[Tier]:
     """Yield every tier that requests may have."""
     for tiers in (*deployment.tiers.values(), *deployment.positions.values()):

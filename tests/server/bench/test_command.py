@@ -77,7 +77,9 @@ def measured(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
     after = {name: samples(server, name) for name in names}
 
     def counted(name: str) -> dict[str, float]:
-        found = {bucket: after[name][bucket] - before[name][bucket] for bucket in after[name]}
+        found = {
+            bucket: after[name][bucket] - before[name].get(bucket, 0) for bucket in after[name]
+        }
         return {bucket: value for bucket, value in found.items() if value}
 
     report = json.loads((folder / "out.json").read_text())
