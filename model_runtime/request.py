@@ -40,6 +40,9 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
     stop: tuple[str, ...] = ()  # end before any of these strings
     stop_token_ids: tuple[int, ...] = ()  # end at any of these tokens
+    # The stop strings that stay in the text, as end tokens then do; None: neither stays.
+    shown_stop: frozenset[str] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens that must not follow each other
     ignore_eos: bool = False  # continue after the model's own end tokens
     min_tokens: int = 0  # no end token of model or request before this count
     logprobs: int | None = None  # report this many alternatives per generated token

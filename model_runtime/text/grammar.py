@@ -177,16 +177,24 @@ class GrammarCompiler:
         """
         try:
             text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-            num_bytes = len(text.encode())
+            self.checked_size(text, field)
         except (ValueError, RecursionError) as error:
             raise refused(field, f"the schema is no JSON: {type(error).__name__}") from error
+        refuse_unsupported(schema, field)
+        return text
+
+    def checked_size(self, text: str, field: str) -> str:
+        """Return the text of a schema or rule. Raises RequestError if it has too many bytes."""
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise refused(field, "the schema is no JSON: it has invalid Unicode") from error
         if num_bytes > self._max_bytes:
             raise refused(
                 field,
                 f"the schema must be at most {self._max_bytes} bytes (max_schema_bytes). "
                 f"Given: {num_bytes}",
             )
-        refuse_unsupported(schema, field)
         return text
 
     @property

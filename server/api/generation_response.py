@@ -19,11 +19,12 @@ from model_runtime.request import FinishReason, Output
 from model_runtime.request import Request as EngineRequest
 from rope import Tier
 from server.access.refusals import ClientDisconnectedError
+from server.api.fields.logprob_schema import PromptLogprob, PromptLogprobs
+from server.api.fields.rope_schema import RopeAnswer
 from server.api.generation_schema import (
     GenerationRequest,
     PromptProgressAnswer,
     PromptTokensDetails,
-    RopeAnswer,
     Usage,
 )
 from server.api.output_queue import Submission
@@ -58,6 +59,7 @@ class ChoiceState:
     # event that repeats it with another text.
     scaling: tuple[Tier | None, int] | None = None
     text_event: TextEvent | None = None
+    has_told_prompt: bool = False  # of a body that asks for token ids
 
 
 class HttpAnswer(ABC, Generic[BodyT]):
@@ -119,6 +121,32 @@ class HttpAnswer(ABC, Generic[BodyT]):
         if self.body.asked_max_tokens is None and output.finish_reason is FinishReason.LENGTH:
             ended_by = "tier" if request.num_positions >= tier.ceiling else "max_model_len"
         return RopeAnswer.of(placement, tier, output.num_rescales, ended_by)
+
+    def token_ids(self, output: Output) -> list[int] | None:
+        """Return the generated tokens of an output if the body asks for them."""
+        return list(output.token_ids) if self.body.return_token_ids else None
+
+    def prompt_token_ids(self, index: int) -> list[int] | None:
+        """Return the tokens of a choice's prompt at the first call, if the body asks for them."""
+        state = self.choices[index]
+        if not self.body.return_token_ids or state.has_told_prompt:
+            return None
+        state.has_told_prompt = True
+        return list(state.request.prompt_ids)
+
+    def prompt_logprobs(self, output: Output) -> PromptLogprobs | None:
+        """Return the logprobs of the prompt's tokens in vLLM's shape, if the body asks for them."""
+        num_top = self.body.prompt_logprobs
+        if num_top is None:
+            return None
+        return [
+            None if each is None else PromptLogprob.by_token(each, num_top, self._told)
+            for each in output.prompt_logprobs
+        ]
+
+    def _told(self, token_id: int, logprob: float, rank: int | None) -> PromptLogprob:
+        text = self.service.tokenizer.token_text(token_id)
+        return PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=text)
 
     async def whole(self) -> Response:
         """Return the whole answer at once, in the order of the prompts."""
@@ -239,7 +267,8 @@ class ChunkAnswer(HttpAnswer[BodyT]):
                     lambda text: self.event_body([self.piece(index, output._replace(text=text))])
                 )
             return state.text_event.with_text(output.text)
-        if self.body.num_logprobs is None and self.listener is None:
+        is_alike = self.body.num_logprobs is None and self.listener is None
+        if is_alike and not self.body.return_token_ids:
             # The next event is like this one, except that only the first has a role or an echo.
             state.scaling, state.text_event = scaling, None
         return self._piece_event(index, output)

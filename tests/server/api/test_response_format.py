@@ -152,7 +152,11 @@ def test_parse_returns_the_model(openai_client: openai.OpenAI) -> None:
             "ignore_eos",
             "together",
         ),
-        ({"structured_outputs": {}}, "structured_outputs", "needs a `response_format` of JSON"),
+        (
+            {"structured_outputs": {"whitespace_pattern": ""}},
+            "structured_outputs",
+            "has whitespace of JSON, and needs a form of JSON",
+        ),
         (
             {
                 "response_format": {"type": "json_object"},
@@ -169,7 +173,7 @@ def test_parse_returns_the_model(openai_client: openai.OpenAI) -> None:
             "structured_outputs.disable_any_whitespace",
             "exclude each other",
         ),
-        ({"structured_outputs": {"json": {}}}, "structured_outputs.json", "is not a field"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "is not a field"),
     ],
 )
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
