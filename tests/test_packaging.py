@@ -33,7 +33,7 @@ def test_the_named_requirements_are_those_of_the_extras() -> None:
 
 
 def test_the_newest_release_of_the_changelog_is_the_version() -> None:
-    """What comes after it is unreleased."""
+    """Entries above it are unreleased."""
     headings = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased"
     newest, _, date = headings[1].partition(" - ")

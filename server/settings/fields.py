@@ -110,6 +110,13 @@ def _off(value: Any) -> Any:
     return "off" if isinstance(value, _Switch) and not value.is_on else value
 
 
+def other_words(**words: str) -> BeforeValidator:
+    """Build a validator that reads each of `words` as the word that it stands for."""
+    return BeforeValidator(
+        lambda value: words.get(value, value) if isinstance(value, str) else value
+    )
+
+
 FromJson = BeforeValidator(_from_json)
 OffIsAWord = BeforeValidator(_off)
 Numbers = Annotated[

@@ -1,4 +1,4 @@
-"""A release and its commit are told by a clone, a wheel and an archive, or said to be unknown."""
+"""A clone, a wheel and an archive state a release and its commit, or that the commit is unknown."""
 
 import hashlib
 import os
