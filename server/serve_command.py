@@ -91,6 +91,10 @@ def _loaded(
             from server.log_lines import log_to_stderr  # noqa: PLC0415
 
             log_to_stderr()
+            from server.startup.dry_run import refuse_ahead  # noqa: PLC0415
+
+            refuse_ahead(settings, progress.enter)
+            progress.enter("importing")
             from server.startup.lifecycle import loaded_server  # noqa: PLC0415
 
             found.set_result(loaded_server(settings, keys, progress, on_ready))

@@ -181,7 +181,7 @@ class CacheSettings(Section):
 
     kv_cache_gib: float | None = setting(
         None,
-        "Size of the KV cache. Default: a quarter of the memory, or on a GPU the rest of "
+        "Size of the KV cache. Default: a quarter of the free memory, or on a GPU the rest of "
         "gpu_memory_utilization, but never more than max_num_seqs of the longest contexts "
         "need.",
         unit="GiB",
