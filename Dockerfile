@@ -7,8 +7,10 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 # The wheel, from the sources.
 FROM ${BASE_IMAGE} AS wheel
+# What `ropewalk --version` tells; the builder is given no clone.
+ARG SOURCE_COMMIT=
 WORKDIR /src
-COPY pyproject.toml README.md ropewalk.py ./
+COPY pyproject.toml setup.py README.md LICENSE ropewalk.py ./
 COPY rope/ rope/
 COPY model_runtime/ model_runtime/
 COPY server/ server/

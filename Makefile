@@ -11,6 +11,9 @@ AS_OLDER := $(if $(ISA),$(BIN)/python -m tests.processors $(ISA))
 # For a machine with a GPU and its own Python: make gpu-check GPU_PYTHON=python3. No network needed.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
+# The commit as `ropewalk --version` tells it.
+DESCRIBE := git describe --always --dirty --abbrev=12 --exclude='*'
+
 # The folder that gpu-bench-model writes to.
 GPU_OUT ?= build
 
@@ -92,19 +95,20 @@ gpu-bench:  ## the attention's speed on the GPU beside the machine's own; tables
 	@$(GPU_PYTHON) -m benchmarks.gpu_needs
 	mkdir -p build
 	$(GPU_PYTHON) -m benchmarks.gpu_attention --parts decode,prefill,tuning --record build/gpu.jsonl \
-		--commit "$$(git describe --always --dirty 2>/dev/null || echo unknown)"
+		--commit "$$($(DESCRIBE) 2>/dev/null || echo unknown)"
 
 gpu-bench-model:  ## a whole model there, beside transformers and a conventional cache
 	@$(GPU_PYTHON) -m benchmarks.gpu_needs
 	$(GPU_PYTHON) -m benchmarks.gpu_model --out $(GPU_OUT) \
-		--commit "$$(git describe --always --dirty 2>/dev/null || echo unknown)"
+		--commit "$$($(DESCRIBE) 2>/dev/null || echo unknown)"
 
 fix: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 image:  ## the container image `ropewalk`; docs/deploy.md
-	docker build $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) --tag ropewalk .
+	docker build $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) \
+		--build-arg SOURCE_COMMIT="$$($(DESCRIBE) 2>/dev/null)" --tag ropewalk .
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -188,7 +188,7 @@ def _opened(port: int, load: Load) -> Stream:
     body = json.dumps({**prompt, "max_tokens": load.num_tokens, "stream": True}).encode()
     sock = socket.create_connection(("127.0.0.1", port))
     sock.sendall(
-        f"POST {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         + body
     )

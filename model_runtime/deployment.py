@@ -5,12 +5,12 @@ when it is created, so clients cannot increase the number of tables and cache ke
 """
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model_runtime.errors import ContextLengthError, RequestError
+from model_runtime.errors import RequestError
+from model_runtime.placement_errors import beyond_native, refused_factor, too_long
 from model_runtime.position_tiers import asked_position_tiers
 from rope import POLICIES, Policy, Tier, choose_tier, longest
 
@@ -135,14 +135,14 @@ class Deployment:
         policy, tiers, at_least = self._asked(asked)
         num_covered = num_prompt_tokens + max(0, max_tokens - 1)
         if num_covered > self.max_len:
-            raise self._too_long(tiers, asked, num_prompt_tokens, max_tokens, is_open=is_open)
+            raise too_long(self, tiers, asked, num_prompt_tokens, max_tokens, is_open=is_open)
         tier = choose_tier(tiers, policy, num_covered, num_prompt_tokens, at_least)
         if tier is None:
-            if self._is_native_only(asked):
-                raise self._beyond_native(num_covered)
-            raise self._too_long(tiers, asked, num_prompt_tokens, max_tokens, is_open=is_open)
+            if self.is_native_only(asked):
+                raise beyond_native(self, num_covered)
+            raise too_long(self, tiers, asked, num_prompt_tokens, max_tokens, is_open=is_open)
         if asked.factor is not None and not self._may_have(asked.factor, tier, policy):
-            raise self._refused_factor(asked, asked.factor, self._tiers(asked))
+            raise refused_factor(self, asked, asked.factor, self._tiers(asked))
         higher = tuple(each for each in tiers if each.ceiling > tier.ceiling)
         return Placement(self.name, tier, higher, policy, asked.factor, self.original_len)
 
@@ -162,6 +162,15 @@ class Deployment:
                     break
         # The last token is never read back, so it needs no position.
         return max(1, end - num_prompt_tokens + 1)
+
+    def longest_prompt(self, asked: RopeRequest, max_tokens: int | None) -> int:
+        """Return the tokens of the longest prompt that leaves room for an answer.
+
+        `max_tokens`: of the answer; None: its reserve. Raises RequestError as `place` does.
+        """
+        _, tiers, _ = self._asked(asked)
+        wanted = self.reserve.num_tokens if max_tokens is None else max_tokens
+        return min(longest(tiers), self.max_len) - max(0, wanted - 1)
 
     def _asked(self, asked: RopeRequest) -> tuple[Policy, tuple[Tier, ...], float]:
         """Return the policy, the tiers and the least factor of a request. Raises RequestError."""
@@ -189,7 +198,8 @@ class Deployment:
             param="rope.policy",
         )
 
-    def _type(self, asked: RopeRequest) -> str:
+    def type_of(self, asked: RopeRequest) -> str:
+        """Return the method that a request asks for, or the deployment's own."""
         return asked.rope_type or self.rope_type
 
     def _tiers(self, asked: RopeRequest) -> tuple[Tier, ...]:
@@ -202,9 +212,9 @@ class Deployment:
                     param="rope.positions",
                 )
             return asked_position_tiers(asked.positions, self.positions)
-        rope_type = self._type(asked)
+        rope_type = self.type_of(asked)
         tiers = self.tiers.get(rope_type)
-        if self._is_native_only(asked):
+        if self.is_native_only(asked):
             return self.tiers[self.rope_type][:1]
         if tiers is None:
             raise RequestError(
@@ -213,7 +223,8 @@ class Deployment:
             )
         return tiers
 
-    def _is_native_only(self, asked: RopeRequest) -> bool:
+    def is_native_only(self, asked: RopeRequest) -> bool:
+        """Return whether a request names `default` where it is served within L only."""
         is_default = asked.rope_type == "default" and asked.positions is None
         return is_default and self.serves_default_within_native
 
@@ -222,7 +233,7 @@ class Deployment:
         if asked.factor is None:
             return 1.0
         if not 1.0 <= asked.factor <= tiers[-1].factor:
-            raise self._refused_factor(asked, asked.factor, tiers)
+            raise refused_factor(self, asked, asked.factor, tiers)
         # Above the operator's limit it chooses nothing, and `place` compares it with the tier.
         return asked.factor if asked.factor <= self.max_rope_factor else 1.0
 
@@ -236,108 +247,12 @@ class Deployment:
             return True
         return factor == tier.factor if policy == "fixed" else factor <= tier.factor
 
-    def _refused_factor(
-        self, asked: RopeRequest, factor: float, tiers: Sequence[Tier]
-    ) -> RequestError:
-        """Build the error of a factor that the request may not have."""
-        highest = min(self.max_rope_factor, tiers[-1].factor)
-        accepted = f"between 1 and {highest:g}"
-        if tiers[-1].factor == 1:
-            accepted = f"1 under `rope_type` {self._type(asked)}"
-        elif highest == 1:
-            accepted = "1 (max_rope_factor)"
-        return RequestError(
-            f"`rope.factor` must be {accepted}. Given: {factor:g}", param="rope.factor"
-        )
-
     def _one_tier(
         self, tiers: tuple[Tier, ...], at_least: float, asked: RopeRequest
     ) -> tuple[Tier, ...]:
         if asked.factor is None or asked.factor > self.max_rope_factor:
             return tiers[-1:]
         return tuple(tier for tier in tiers if tier.factor >= at_least)[:1]
-
-    def _beyond_native(self, num_covered: int) -> RequestError:
-        """Build the error of a request that names `default` and is longer than L."""
-        native = self.tiers[self.rope_type][0].ceiling
-        return RequestError(
-            f"`rope.rope_type` default is served within the native length ({native} tokens) only, "
-            "because the operator does not allow it beyond (allowed_rope_types). Your request is "
-            f"{num_covered} positions. Beyond, the field must be one of "
-            f"{', '.join(sorted(self.tiers))}.",
-            param="rope.rope_type",
-        )
-
-    def _too_long(
-        self,
-        tiers: Sequence[Tier],
-        asked: RopeRequest,
-        num_prompt_tokens: int,
-        max_tokens: int,
-        *,
-        is_open: bool,
-    ) -> ContextLengthError:
-        """Build the error with the numbers, the limit that was hit, and what would fit."""
-        own = self.tiers[self.rope_type]
-        if self._is_native_only(asked):
-            tiers = own  # the request is too long for these, too
-        num_covered = num_prompt_tokens + max(0, max_tokens - 1)
-        limit = min(longest(tiers), self.max_len)
-        fits = float(math.ceil(num_covered / self.original_len))
-        if num_covered <= longest(own):
-            fits = min(fits, own[-1].factor)  # the longest tier may end at a fraction of L
-        given = "" if is_open else f" and max_tokens {max_tokens}, which is {num_covered} positions"
-        message = (
-            f"This model's maximum context length is {limit} tokens ({self._limit(tiers)}). "
-            f"However, your request has {num_prompt_tokens} prompt tokens{given}. "
-            f"{self._remedy(num_covered, fits)}"
-        )
-        is_prompt_too_long = num_prompt_tokens > limit
-        if not is_prompt_too_long:
-            message += f" max_tokens may be at most {limit - num_prompt_tokens + 1}."
-        details = {
-            "n_prompt_tokens": num_prompt_tokens,
-            "max_tokens": None if is_open else max_tokens,
-            "n_ctx": limit,
-            "rope": {
-                "rope_type": self._type(asked),
-                "factor": own[-1].factor if asked.factor is None else tiers[-1].factor,
-                "factor_that_fits": fits,
-            },
-        }
-        return ContextLengthError(
-            message,
-            param="prompt" if is_prompt_too_long else "max_tokens",
-            code="context_length_exceeded",
-            details=details,
-        )
-
-    def _limit(self, tiers: Sequence[Tier]) -> str:
-        """Return the limit on a request that may have some tiers, in words."""
-        factor = self.tiers[self.rope_type][-1].factor
-        if longest(tiers) < self.max_len:
-            return f"the requested factor {tiers[-1].factor:g}"
-        if self.is_cache_limited:
-            return "what the KV cache holds"
-        if self.max_len < longest(self.tiers[self.rope_type]):
-            return "max_model_len"
-        return "the trained length" if factor == 1 else f"the longest tier, of factor {factor:g}"
-
-    def _remedy(self, num_covered: int, fits: float) -> str:
-        """Return the sentence about the change with which a request would fit."""
-        factor = f"A rope factor of {fits:g} ({round(fits * self.original_len)} tokens) would fit"
-        if num_covered <= self.max_len:
-            allowed = fits <= self.max_rope_factor
-            return (
-                f"{factor}, if it were {'asked for' if allowed else 'allowed (max_rope_factor)'}."
-            )
-        own_len = longest(self.tiers[self.rope_type])
-        size = " with a larger KV cache" if self.is_cache_limited else ""
-        if not size and self.max_len < own_len:
-            size = " with a larger max_model_len"
-        if num_covered <= own_len:
-            return f"It would fit, if the server were configured{size}."
-        return f"{factor}, if the server were configured for it{size and ' and'}{size}."
 
 
 def _one_of(names: Sequence[str]) -> str:

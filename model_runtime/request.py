@@ -21,6 +21,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # the client disconnected
     ERROR = "error"  # a step failed
+    REFUSED = "refused"  # the grammar that the client sent cannot continue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,9 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
     stop: tuple[str, ...] = ()  # end before any of these strings
     stop_token_ids: tuple[int, ...] = ()  # end at any of these tokens
+    # The stop strings that stay in the text, as end tokens then do; None: neither stays.
+    shown_stop: frozenset[str] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens that must not follow each other
     ignore_eos: bool = False  # continue after the model's own end tokens
     min_tokens: int = 0  # no end token of model or request before this count
     logprobs: int | None = None  # report this many alternatives per generated token
@@ -103,7 +107,7 @@ class Output(NamedTuple):
     tier: Tier | None = None  # the one in force; None only before the engine delivers it
     num_rescales: int = 0  # number of rotation table changes so far
     progress: PromptProgress | None = None  # in a separate output, if requested
-    error: str | None = None  # for the log and the client, with FinishReason.ERROR
+    error: str | None = None  # for the log and the client, with FinishReason.ERROR or REFUSED
     # With the finish_reason: tokens of drafts that were chosen, and those that were not.
     drafts: tuple[int, int] = (0, 0)
 

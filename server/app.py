@@ -23,6 +23,7 @@ from server.api.responses.route import responses_router
 from server.api.service import Service
 from server.middleware.auth import OPEN_PATHS, ApiKeysMiddleware, RequestIdMiddleware
 from server.middleware.body_limits import BodyLimits, BodyLimitsMiddleware
+from server.middleware.head_checks import HeadChecksMiddleware, HeadRules
 from server.middleware.http_metrics import HttpMetricsMiddleware
 from server.openapi import describe
 from server.page.page_files import page_files
@@ -43,13 +44,14 @@ _ROUTERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessPolicy:
-    """API keys, origins and limits that every request has to meet."""
+    """API keys, hosts, origins and limits that every request has to meet."""
 
     key_ring: KeyRing | None = None  # None: no key is asked for
     open_metrics: bool = False
     has_playground: bool = False
     access_log: Logged | None = None  # the requests that have a line; None: no request
     allowed_origins: Sequence[str] = ()
+    head: HeadRules = field(default_factory=HeadRules)
     body: BodyLimits = field(default_factory=BodyLimits)
 
 
@@ -96,6 +98,7 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
+    app.add_middleware(HeadChecksMiddleware, rules=gate.head)
     app.add_middleware(AnthropicErrorsMiddleware)
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(

@@ -108,9 +108,9 @@ _CONFIG_COMMANDS = {
 
 def _tell_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001
     if value and not ctx.resilient_parsing:
-        from server.version import own_version  # noqa: PLC0415  # reads the package's metadata
+        from server.version import version_and_commit  # noqa: PLC0415  # asks git
 
-        click.echo(f"ropewalk, version {own_version()}")
+        click.echo(f"ropewalk, version {version_and_commit()}")
         ctx.exit()
 
 
@@ -125,7 +125,7 @@ def _tell_version(ctx: click.Context, _: click.Parameter, value: bool) -> None: 
     expose_value=False,
     is_eager=True,
     callback=_tell_version,
-    help="Show the version and exit.",
+    help="Show the version and its commit, and exit.",
 )
 def ropewalk() -> None:
     """Serve language models past their trained length, each request on the rotation that fits."""

@@ -103,17 +103,25 @@ async def _on_ropewalk_error(request: Request, error: Exception) -> JSONResponse
     for cls, status, kind, code, retry_after_s in _STATUS:
         if not isinstance(error, cls):
             continue
-        body = envelope(str(error), kind, code=code)
-        if isinstance(error, RequestError):
-            body = envelope(
-                str(error), kind, param=error.param, code=error.code or code, details=error.details
-            )
         headers = {"Retry-After": str(retry_after_s)} if retry_after_s else None
         if isinstance(error, KeyLimitError):
-            body = envelope(str(error), kind, code=code, details=error.details)
             headers = {"Retry-After": str(error.retry_after_s)}
-        return JSONResponse(body, status, headers)
+        return JSONResponse(_body_of(error, kind, code), status, headers)
     return await _on_bug(request, error)
+
+
+def _body_of(error: RopewalkError, kind: str, code: str | None) -> dict[str, Any]:
+    if isinstance(error, RequestError):
+        code = error.code or code
+        return envelope(str(error), kind, param=error.param, code=code, details=error.details)
+    details = error.details if isinstance(error, KeyLimitError) else None
+    return envelope(str(error), kind, code=code, details=details)
+
+
+def error_body(error: RopewalkError) -> dict[str, Any]:
+    """Return the body of an error of the table, for an event after the first byte."""
+    kind, code = next((kind, code) for cls, _, kind, code, _ in _STATUS if isinstance(error, cls))
+    return _body_of(error, kind, code)
 
 
 def _validation_answer(error: Exception) -> JSONResponse:

@@ -1,12 +1,14 @@
 """Prometheus metrics. Times are recorded by the context length at which they were measured.
 
 Labels are bounded: deployments, methods and factors come from the configuration, never from a
-client's string. Every series of the histograms exists from the start, at zero.
+client's string. A series with the label `model_name` exists from its first observation on, because
+there would be thousands of zeros otherwise.
 """
 
 import bisect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import (
@@ -19,6 +21,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -27,7 +30,7 @@ from model_runtime.engine.observer import Observer
 from model_runtime.request import FinishReason, Request
 from model_runtime.runner.step_timer import PARTS, Part
 from rope import Tier
-from server.version import own_version
+from server.version import own_commit, own_version
 
 # vLLM's bounds, so that dashboard panels can be compared.
 _FIRST_TOKEN_SECONDS = (
@@ -77,8 +80,20 @@ class MetricFactory:
         return histogram
 
 
+@dataclass(slots=True)
+class LatencyCounts:
+    """The observations of one deployment, by context bucket and bound, and their sums."""
+
+    counts: list[list[int]]  # [context bucket][bound]; each observation counts once
+    sums: list[float]  # seconds, by context bucket
+
+    def cumulative(self) -> list[list[int]]:
+        """Return the counts as Prometheus' `le` has them, each of them read once."""
+        return [list(accumulate(each)) for each in self.counts]
+
+
 class ByContext(Collector):
-    """A histogram with one child per context bucket; only the engine's thread may observe.
+    """A histogram by deployment and context bucket; only the engine's thread may observe.
 
     It counts in plain lists. The client library's own takes a lock for each of two numbers, which
     is most of the cost of a token's metrics.
@@ -88,29 +103,41 @@ class ByContext(Collector):
         self, name: str, text: str, bounds: Sequence[float], context_bounds: Sequence[int]
     ) -> None:
         self._name, self._text = name, text
-        self._bounds, self._context_bounds = bounds, context_bounds
-        num_contexts = len(context_bounds) + 1
-        self._counts = [[0] * (len(bounds) + 1) for _ in range(num_contexts)]
-        self._sums = [0.0] * num_contexts
+        self.bounds, self.context_bounds = bounds, context_bounds
+        self._models: dict[str, LatencyCounts] = {}
 
-    def observe(self, context_len: int, seconds: float) -> None:
+    def observe(self, model_name: str, context_len: int, seconds: float) -> None:
         """Count a time in the bucket of its context length (upper bounds are inclusive)."""
-        context = bisect.bisect_left(self._context_bounds, context_len)
-        self._counts[context][bisect.bisect_left(self._bounds, seconds)] += 1
-        self._sums[context] += seconds
+        model = self._models.get(model_name) or self._first_of(model_name)
+        context = bisect.bisect_left(self.context_bounds, context_len)
+        model.counts[context][bisect.bisect_left(self.bounds, seconds)] += 1
+        model.sums[context] += seconds
+
+    def _first_of(self, model_name: str) -> LatencyCounts:
+        num_contexts = len(self.context_bounds) + 1
+        counts = [[0] * (len(self.bounds) + 1) for _ in range(num_contexts)]
+        self._models[model_name] = LatencyCounts(counts, [0.0] * num_contexts)
+        return self._models[model_name]
+
+    def models(self) -> dict[str, LatencyCounts]:
+        """Return the counts of the deployments that have some, while the engine's thread counts."""
+        return self._models.copy()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the whole histogram as the client library's own would."""
-        family = HistogramMetricFamily(self._name, self._text, labels=["context_bucket"])
-        labels = [*map(str, self._context_bounds), "+Inf"]
+        family = HistogramMetricFamily(
+            self._name, self._text, labels=["model_name", "context_bucket"]
+        )
+        labels = [*map(str, self.context_bounds), "+Inf"]
         bounds = [
             floatToGoString(bound)  # type: ignore[no-untyped-call]
-            for bound in (*self._bounds, math.inf)
+            for bound in (*self.bounds, math.inf)
         ]
-        for label, counts, total in zip(labels, self._counts, self._sums, strict=True):
-            # Each count is read once, so that the buckets agree while the engine's thread counts.
-            buckets = list(zip(bounds, map(float, accumulate(counts)), strict=True))
-            family.add_metric([label], buckets, total)
+        for model_name, model in self.models().items():
+            for label, counts, total in zip(labels, model.cumulative(), model.sums, strict=True):
+                if counts[-1]:
+                    buckets = list(zip(bounds, map(float, counts), strict=True))
+                    family.add_metric([model_name, label], buckets, total)
         yield family
 
 
@@ -122,23 +149,23 @@ class Metrics(Observer):
         factory: MetricFactory,
         context_bounds: Sequence[int],
         config: EngineConfig,
-        deployments: Mapping[str, Sequence[tuple[str, float]]],
         rejection_reasons: Sequence[str],
     ) -> None:
-        """Create all series. `deployments`: name -> every (rope_type, factor) it can apply."""
+        """Create all families, and the series whose labels are few."""
         self._registry = factory.registry
+        ProcessCollector(registry=factory.registry)  # memory, processor time and files; on Linux
         self._num_generated = 0  # tokens since the last step was recorded
         self._num_pages = config.num_pages
 
         def by_context(name: str, text: str, bounds: Sequence[float]) -> ByContext:
             return factory.by_context(f"ropewalk_{name}", text, bounds, context_bounds)
 
-        self._first_token = by_context(
+        self.first_tokens = by_context(
             "time_to_first_token_seconds",
             "From arrival to the first token, by prompt length.",
             _FIRST_TOKEN_SECONDS,
         )
-        self._next_token = by_context(
+        self.next_tokens = by_context(
             "inter_token_latency_seconds",
             "From one token to the next, by the sequence's length with the token just made.",
             _NEXT_TOKEN_SECONDS,
@@ -161,7 +188,7 @@ class Metrics(Observer):
         self._requests = factory.counter(
             "ropewalk_requests",
             "Requests that ended, by what was applied and why they ended.",
-            ["deployment", "rope_type", "factor", "finish_reason"],
+            ["model_name", "rope_type", "factor", "finish_reason"],
         )
         self._rejected = factory.counter(
             "ropewalk_requests_rejected", "Requests refused before they were queued.", ["reason"]
@@ -191,7 +218,7 @@ class Metrics(Observer):
         self._rescales = factory.counter(
             "ropewalk_rope_rescales",
             "Times a growing request moved to a higher tier.",
-            ["deployment", "policy"],
+            ["model_name", "policy"],
         )
         self._generated_tokens = factory.counter("ropewalk_generated_tokens", "Tokens generated.")
         self._draft_tokens = factory.counter(
@@ -214,20 +241,10 @@ class Metrics(Observer):
             config.num_pages * config.page_size
         )
         factory.gauge(
-            "ropewalk_build_info", "Always 1; the label says what runs.", ["version"]
-        ).labels(own_version()).set(1)
+            "ropewalk_build_info", "Always 1; the labels say what runs.", ["version", "commit"]
+        ).labels(own_version(), own_commit() or "unknown").set(1)
         for reason in rejection_reasons:
             self._rejected.labels(reason)
-        self.serve(deployments)
-
-    def serve(self, deployments: Mapping[str, Sequence[tuple[str, float]]]) -> None:
-        """Create the series of these deployments; those of others stay as they are."""
-        for deployment, applicable in deployments.items():
-            for policy in ("grow", "grow-exact"):
-                self._rescales.labels(deployment, policy)
-            for rope_type, factor in applicable:
-                for ended in FinishReason:
-                    self._requests.labels(deployment, rope_type, f"{factor:g}", ended.value)
 
     def collect(self) -> Iterable[Metric]:
         """Return all series as the registry holds them now."""
@@ -251,7 +268,7 @@ class Metrics(Observer):
         self._prompt_tokens.inc(len(request.prompt_ids))
         self._cached_tokens.inc(num_cached_tokens)
         self._prefix_hits.inc(num_cached_tokens > 0)
-        self._queue.observe(len(request.prompt_ids), queue_seconds)
+        self._queue.observe(request.placement.deployment, len(request.prompt_ids), queue_seconds)
 
     def preempted(self, request: Request) -> None:  # noqa: ARG002
         """Record a request that lost its pages."""
@@ -268,23 +285,25 @@ class Metrics(Observer):
     def first_token(self, request: Request, seconds: float, prefill_seconds: float) -> None:
         """Record the first token of a request."""
         self._num_generated += 1
-        self._first_token.observe(len(request.prompt_ids), seconds)
-        self._prefill.observe(len(request.prompt_ids), prefill_seconds)
+        model_name, prompt_len = request.placement.deployment, len(request.prompt_ids)
+        self.first_tokens.observe(model_name, prompt_len, seconds)
+        self._prefill.observe(model_name, prompt_len, prefill_seconds)
 
-    def next_token(self, request: Request, context_len: int, seconds: float) -> None:  # noqa: ARG002
+    def next_token(self, request: Request, context_len: int, seconds: float) -> None:
         """Record a further token of a request."""
         self._num_generated += 1
-        self._next_token.observe(context_len, seconds)
+        self.next_tokens.observe(request.placement.deployment, context_len, seconds)
 
     def finished(
         self, request: Request, tier: Tier, reason: FinishReason, num_generated: int, seconds: float
     ) -> None:
         """Record a request that ended."""
         rope_type, factor = tier.profile.name, f"{tier.factor:g}"
-        deployment = request.placement.deployment
-        self._requests.labels(deployment, rope_type, factor, reason.value).inc()
+        model_name = request.placement.deployment
+        self._requests.labels(model_name, rope_type, factor, reason.value).inc()
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._end_to_end.observe(len(request.prompt_ids) + num_generated, seconds)
+            final_len = len(request.prompt_ids) + num_generated
+            self._end_to_end.observe(model_name, final_len, seconds)
 
     def speculated(self, num_drafted: int, num_accepted: int) -> None:
         """Record a draft."""

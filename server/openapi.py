@@ -10,6 +10,7 @@ from pydantic import BaseModel
 _ANSWERS = {
     "400": "A mistake in the request.",
     "401": "No API key, or none that is known.",
+    "403": "The Host header is not allowed.",
     "404": "No such model.",
     "408": "The body came too slowly.",
     "413": "The body is too large.",
@@ -74,12 +75,12 @@ def _tell_errors(operation: dict[str, Any], path: str, needs_key: bool) -> None:
 
 def _statuses(operation: dict[str, Any], path: str, needs_key: bool) -> Iterator[str]:  # noqa: FBT001
     """Yield the statuses of the errors that a route can answer."""
-    yield from ("431", "500", "503")
+    yield from ("400", "403", "431", "500", "503")
     if needs_key:
         yield "401"
     has_body = "requestBody" in operation
     if has_body or operation.get("parameters"):
-        yield from ("400", "404")
+        yield "404"
     if has_body:
         yield from ("408", "413")
     if path.endswith("/completions"):  # only an answer waits in the queue

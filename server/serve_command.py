@@ -21,7 +21,7 @@ from server.startup.gate import key_table_of
 from server.startup.hangups import Hangups
 from server.startup.listener import bound_socket, tls_context, url_of
 from server.startup.progress import LoadingProgress
-from server.version import own_version
+from server.version import version_and_commit
 
 if TYPE_CHECKING:
     from server.startup.lifecycle import GracefulServer
@@ -51,7 +51,7 @@ def serve(**flags: Any) -> None:
             click.echo(f"loading; {url} answers 503 until the model has passed its check", err=True)
 
             def on_ready(banner: str) -> None:
-                click.echo(f"ropewalk {own_version()}\n{banner}", err=True)
+                click.echo(f"ropewalk {version_and_commit()}\n{banner}", err=True)
                 click.echo(f"  listening on     {url}", err=True)
 
             if settings.replicas is not None:
@@ -91,6 +91,10 @@ def _loaded(
             from server.log_lines import log_to_stderr  # noqa: PLC0415
 
             log_to_stderr()
+            from server.startup.dry_run import refuse_ahead  # noqa: PLC0415
+
+            refuse_ahead(settings, progress.enter)
+            progress.enter("importing")
             from server.startup.lifecycle import loaded_server  # noqa: PLC0415
 
             found.set_result(loaded_server(settings, keys, progress, on_ready))

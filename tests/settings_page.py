@@ -5,6 +5,7 @@
 
 from server.settings.fields import Section, unit_of
 from server.settings.flags import default_text
+from server.settings.foreign_flags import ALIASES, REFUSED
 from server.settings.problems import variable_of
 from server.settings.sections import SECTIONS
 
@@ -27,9 +28,23 @@ def table(section: type[Section]) -> str:
     return "\n".join(lines)
 
 
+def foreign_table() -> str:
+    """The flags of other servers, and what is done with them."""
+    rows: dict[str, list[str]] = {}
+    for flag, name in ALIASES.items():
+        own = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+        rows.setdefault(f"The same as `{own}`.", []).append(flag)
+    for flag, sentence in REFUSED.items():
+        rows.setdefault(f"Refused: {sentence}", []).append(flag)
+    lines = [
+        f"| {', '.join(f'`{flag}`' for flag in flags)} | {text} |" for text, flags in rows.items()
+    ]
+    return "\n".join(["| flags | |", "|---|---|", *lines])
+
+
 def main() -> None:
     """Print all of them."""
-    print("\n\n".join(table(section) for section in SECTIONS))  # noqa: T201
+    print("\n\n".join([*map(table, SECTIONS), foreign_table()]))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -66,7 +66,8 @@ def test_commands_of_the_readme_print_the_promised_output(
     missed = json.loads(untouched)["choices"][0]
     assert "93175" not in missed["text"]
     assert missed["rope"]["rope_type"] == "default"
-    assert 'ropewalk_time_to_first_token_seconds_count{context_bucket="2048"}' in metrics
+    counted = 'context_bucket="2048",model_name="ropewalk-demo"'
+    assert f"ropewalk_time_to_first_token_seconds_count{{{counted}}}" in metrics
 
 
 def test_every_fence_says_what_it_is() -> None:

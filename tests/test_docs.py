@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from server.api.chat_schema import ChatRequest, Message, TokenLogprobs
+from server.api.chat_schema import ChatRequest, Message
 from server.api.completion_schema import CompletionRequest
-from server.api.generation_schema import PromptProgressAnswer, RopeAnswer, RopeField
+from server.api.fields.logprob_schema import TokenLogprobs
+from server.api.fields.rope_schema import RopeAnswer, RopeField
+from server.api.fields.structured_schema import StructuredOutputs
+from server.api.generation_schema import PromptProgressAnswer
 from server.api.messages.message_schema import CountTokensRequest, MessagesRequest
 from server.api.model_schema import (
     DetokenizeRequest,
@@ -21,7 +24,6 @@ from server.api.model_schema import (
 )
 from server.api.responses.response_schema import ResponsesRequest
 from server.api.service import Service
-from server.api.structured_schema import StructuredOutputs
 from server.app import create_app
 from server.settings.fields import Section
 from server.settings.load import load_settings
@@ -102,7 +104,8 @@ def test_every_field_and_error_code_is_documented() -> None:
         *(ResponsesRequest, CountTokensRequest, MessagesRequest),
     )
     for model in bodies:
-        for name in model.model_fields:
+        for field, facts in model.model_fields.items():
+            name = facts.alias or field
             assert re.search(rf"[`\"]{name}[`\"]", page("api.md")), f"{model.__name__}.{name}"
     sources = "".join(
         path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")

@@ -3,21 +3,19 @@
 Planning imports this module, so it imports torch only for a GPU.
 """
 
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model_runtime.config import EngineConfig
+from model_runtime.engine.machine_memory import machine_memory
 
 if TYPE_CHECKING:
     import torch
 
     from model_runtime.loading.plain_config import PlainDevice
 
-_CPU_SHARE = 0.25  # of the total memory
+_CPU_SHARE = 0.25  # of the free memory
 _STEP_SHARE = 0.1  # estimate: of the GPU memory beside the weights, for a step's tensors
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ def sized(
 def affordable_bytes(
     device: "torch.device | PlainDevice", gpu_utilization: float, num_bytes_to_come: int = 0
 ) -> int:
-    """Return the default memory of a cache, a fraction of the memory of the machine.
+    """Return the default memory of a cache: a fraction of the free memory, less what is to come.
 
     On a GPU it estimates the value that memory_profile.py measures after the weights are loaded.
     The memory in use and `num_bytes_to_come`, the weights not loaded yet, are subtracted from
@@ -65,13 +63,4 @@ def affordable_bytes(
         free, total = torch.cuda.mem_get_info(device)
         left = total * gpu_utilization - (total - free) - num_bytes_to_come
         return max(0, int(left * (1 - _STEP_SHARE)))
-    return int(total_memory() * _CPU_SHARE)
-
-
-def total_memory() -> int:
-    """Return the memory of the machine in bytes, or of the container if that is smaller."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if _CGROUP_LIMIT.is_file():
-        limit = _CGROUP_LIMIT.read_text().strip()
-        total = min(total, int(limit)) if limit.isdigit() else total
-    return total
+    return int(max(0, machine_memory().free - num_bytes_to_come) * _CPU_SHARE)

@@ -18,8 +18,14 @@ class Answer:
         self._params = request.sampling
         own = frozenset() if request.sampling.ignore_eos else eos_token_ids
         self.end_ids = own | frozenset(request.sampling.stop_token_ids)
+        shown_stop = request.sampling.shown_stop
+        self._shows_end = shown_stop is not None
         self._detokenizer = Detokenizer(
-            tokenizer, request.prompt_ids, request.sampling.stop, request.shown_ids
+            tokenizer,
+            request.prompt_ids,
+            request.sampling.stop,
+            request.shown_ids,
+            shown_stop or frozenset(),
         )
         # The first token has no predecessor, so it has no logprob.
         wanted = request.sampling.prompt_logprobs is not None
@@ -67,7 +73,8 @@ class Answer:
         is_end = may_stop and token_id in self.end_ids
         if logprob is not None:
             self._held.append((detokenizer.num_decoded, logprob))
-        text = "" if is_end else detokenizer.push(token_id, may_stop=may_stop)
+        is_left_out = is_end and not self._shows_end
+        text = "" if is_left_out else detokenizer.push(token_id, may_stop=may_stop)
         is_stopped = detokenizer.is_stopped
         reason: FinishReason | None = None
         if is_end or is_complete or is_stopped:

@@ -305,8 +305,9 @@ def _reported_logprobs(
 
 
 def _grammar_fault(state: RequestState, error: GrammarError) -> Output:
-    _log.error("grammar_failed", request_id=state.sequence.request.request_id, error=str(error))
-    return Output(finish_reason=FinishReason.ERROR, error=str(error))
+    # Not the server's fault: a client chooses its grammar, and some fail late in an answer.
+    _log.warning("grammar_failed", request_id=state.sequence.request.request_id, error=str(error))
+    return Output(finish_reason=FinishReason.REFUSED, error=str(error))
 
 
 def _progress(state: RequestState) -> PromptProgress:

@@ -10,6 +10,7 @@ from model_runtime.batch import PageRow
 from model_runtime.engine.observer import Observer
 from model_runtime.engine.output_processor import Answer
 from model_runtime.request import FinishReason, OnOutput, Output, Request
+from model_runtime.runner.bad_words import barred_after, has_longer_words
 from model_runtime.runner.penalties import SeenTokens, has_penalty
 from model_runtime.runner.ranked_draw import cuts
 from model_runtime.runner.sampler import GREEDY_BELOW, SamplingRow
@@ -41,13 +42,16 @@ class RequestState:
     runs_ahead: bool = False  # its next token can be sampled before the host knows the last one
     drafter: Drafter | None = None  # None: nothing was proposed yet
     _row: SamplingRow | None = None
+    _has_longer_words: bool = False
 
     def __post_init__(self) -> None:
         params = self.sequence.request.sampling
         self.is_plain = self.constraint is None and params.logprobs is None
         # On a device, a cut tail may have to be drawn again from all tokens, after a wait.
         may_wait = params.temperature >= GREEDY_BELOW and cuts(params)
-        self.is_memoryless = self.is_plain and not has_penalty(params)
+        self._has_longer_words = has_longer_words(params)
+        has_memory = self._has_longer_words or has_penalty(params)
+        self.is_memoryless = self.is_plain and not has_memory
         self.runs_ahead = self.is_memoryless and not may_wait
 
     @classmethod
@@ -91,6 +95,9 @@ class RequestState:
         self._row.num_generated = sequence.num_generated + num_unknown
         if self.constraint is not None:
             self._row.allowed = self.constraint.allowed
+        if self._has_longer_words:
+            answer_ids = sequence.token_ids[sequence.num_prompt_tokens :]
+            self._row.barred = barred_after(sequence.request.sampling, answer_ids)
         return self._row
 
 

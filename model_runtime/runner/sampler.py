@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from model_runtime.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
+from model_runtime.runner.bad_words import BARRED, single_tokens
 from model_runtime.runner.penalties import SeenTokens, penalise
 from model_runtime.runner.ranked_draw import (
     NOT_FOUND,
@@ -47,11 +48,12 @@ class SamplingRow:
     seen: SeenTokens | None = None  # for rows with a penalty: the tokens it applies to
     # The grammar's mask: one bit per token, lowest first; None: all tokens are allowed.
     allowed: bytes | None = None
+    barred: Sequence[int] = ()  # tokens that would complete a bad word of several tokens
     _bias: tuple[Any, Any] = field(init=False)  # token ids, values added to their logits
     _ban: tuple[Any, Any] = field(init=False)  # the same for end tokens before min_tokens
 
     def __post_init__(self) -> None:
-        bias = self.params.logit_bias
+        bias = [*self.params.logit_bias, *((token, BARRED) for token in single_tokens(self.params))]
         self._bias = _edits([token for token, _ in bias], [value for _, value in bias])
         self._ban = _edits(list(self.end_ids), [-np.inf] * len(self.end_ids))
 
@@ -59,6 +61,8 @@ class SamplingRow:
         """Return non-empty (token ids int64, values float32) pairs to add to the logits."""
         may_end = self.num_generated >= self.params.min_tokens
         edits = (self._bias,) if may_end else (self._bias, self._ban)
+        if self.barred:
+            edits = (*edits, _edits(self.barred, [BARRED] * len(self.barred)))
         return [each for each in edits if len(each[0])]
 
 

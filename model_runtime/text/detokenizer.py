@@ -14,8 +14,9 @@ class Detokenizer:
         prompt_ids: tuple[int, ...],
         stop: tuple[str, ...],
         shown_ids: frozenset[int] = frozenset(),
+        shown_stop: frozenset[str] = frozenset(),
     ) -> None:
-        """`shown_ids`: special tokens that belong to the text; others are left out."""
+        """Take what else belongs to the text: special tokens, and some of the stop strings."""
         self._tokenizer = tokenizer
         self._shown_ids = shown_ids
         self._stream = tokenizer.stream()
@@ -24,6 +25,7 @@ class Detokenizer:
         for token_id in prompt_ids[-PROMPT_TAIL:]:
             self._stream.push(token_id)
         self._stop = stop
+        self._shown_stop = shown_stop
         self._held = ""  # decoded text that may begin a stop string
         self.num_decoded = 0  # characters of the answer so far, held ones included
         self.stop_string: str | None = None  # the one that ended the text
@@ -50,6 +52,8 @@ class Detokenizer:
         found = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
         if found:
             at, self.stop_string = min(found)
+            if self.stop_string in self._shown_stop:
+                at += len(self.stop_string)
             text, self._held = self._held[:at], ""
             return text
         keep = max((overlap(self._held, stop) for stop in self._stop), default=0)

@@ -43,6 +43,11 @@ class Grammar:
     num_tokens: int  # number of the tokenizer's ids
     source: "Source"  # what it was compiled from; another process can compile it again
 
+    @property
+    def field(self) -> str:
+        """Return the field of the request that it comes from."""
+        return field_of(self.source)
+
     def begin(self, end_ids: frozenset[int]) -> "Constraint":
         """Return the state of an answer with these end tokens; a copy takes about 10 us."""
         return Constraint(self.matcher.deep_copy(), self.num_tokens, end_ids)
@@ -137,6 +142,11 @@ class Lark:
 Source = tuple[str, str] | Lark  # text of a schema and its whitespace, or a Lark grammar
 
 
+def field_of(source: Source) -> str:
+    """Return the field of a request that a grammar comes from."""
+    return source.field if isinstance(source, Lark) else "response_format"
+
+
 class GrammarCompiler:
     """A compiler of schemas to grammars over one tokenizer. Thread-safe."""
 
@@ -167,16 +177,24 @@ class GrammarCompiler:
         """
         try:
             text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-            num_bytes = len(text.encode())
+            self.checked_size(text, field)
         except (ValueError, RecursionError) as error:
             raise refused(field, f"the schema is no JSON: {type(error).__name__}") from error
+        refuse_unsupported(schema, field)
+        return text
+
+    def checked_size(self, text: str, field: str) -> str:
+        """Return the text of a schema or rule. Raises RequestError if it has too many bytes."""
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise refused(field, "the schema is no JSON: it has invalid Unicode") from error
         if num_bytes > self._max_bytes:
             raise refused(
                 field,
                 f"the schema must be at most {self._max_bytes} bytes (max_schema_bytes). "
                 f"Given: {num_bytes}",
             )
-        refuse_unsupported(schema, field)
         return text
 
     @property
@@ -219,12 +237,11 @@ class GrammarCompiler:
             self._num_waiting -= 1
 
     def _compile(self, key: Source) -> Grammar:
-        asked: dict[str, Any]
+        field, asked = field_of(key), dict[str, Any]()
         if isinstance(key, Lark):
-            field, asked = key.field, {"lark": key.trial_text, "parts": key.parts}
-            asked["whitespace"] = key.whitespace
+            asked = {"lark": key.trial_text, "parts": key.parts, "whitespace": key.whitespace}
         else:
-            field, asked = "response_format", {"schema": key[0], "whitespace": key[1]}
+            asked = {"schema": key[0], "whitespace": key[1]}
         self._try(asked, field)
         return self._compile_tried(key, field)
 
@@ -235,7 +252,7 @@ class GrammarCompiler:
         """
         with self._lock:
             kept = self._kept.get(source)
-        return kept if kept is not None else self._compile_tried(source, "response_format")
+        return kept if kept is not None else self._compile_tried(source, field_of(source))
 
     def _compile_tried(self, key: Source, field: str) -> Grammar:
         vocabulary = self._own_vocabulary(field)

@@ -45,6 +45,7 @@ class AnswerGrammar:
     tools: Sequence[Tool] = ()
     is_parallel: bool = True  # several calls
     answer_schema: str | None = None  # JSON schema as text, of the modes with JSON
+    answer_rule: str | None = None  # instead of a schema: a rule of a text that is no JSON
     reasoning: ReasoningFormat | None = None
     thinking: Thinking = Thinking.NO
 
@@ -77,8 +78,11 @@ class _Writer:
             calls = [] if asked.mode is Mode.JSON else [self._calls()]
             body = " | ".join([*calls, *(["answer"] if asked.mode is not Mode.CALLS else [])])
         if asked.mode in {Mode.JSON, Mode.CALLS_OR_JSON}:
-            assert asked.answer_schema is not None
-            rules.append(f"answer: {self._json(json.loads(asked.answer_schema))}")
+            answer = asked.answer_rule
+            if answer is None:
+                assert asked.answer_schema is not None
+                answer = self._json(json.loads(asked.answer_schema))
+            rules.append(f"answer: {answer}")
         head = ["%llguidance {}", f"start: {thinking}body", f"body: {body}"]
         return "\n".join([*head, *rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{0,4}/"]) + "\n"
 

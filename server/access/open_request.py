@@ -88,6 +88,12 @@ def current_request() -> OpenRequest | None:
     return _current.get()
 
 
+def key_name() -> str:
+    """Return the name of the current request's API key; empty without one."""
+    opened = _current.get()
+    return "" if opened is None or opened.allowance is None else opened.allowance.name
+
+
 def open_request(opened: OpenRequest) -> None:
     """Make a request the current one of this task and of those that it starts."""
     _current.set(opened)

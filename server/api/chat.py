@@ -12,14 +12,12 @@ from server.api.chat_schema import (
     AnswerMessage,
     ChatChoice,
     ChatChunk,
-    ChatLogprobs,
     ChatRequest,
     ChatResponse,
     ChunkChoice,
     Delta,
-    TokenLogprobs,
-    TopLogprob,
 )
+from server.api.fields.logprob_schema import ChatLogprobs, TokenLogprobs, TopLogprob
 from server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
 from server.api.generation_schema import CompletionTokensDetails, PromptProgressAnswer, Usage
 from server.api.json_body import JsonBodyRoute
@@ -74,14 +72,14 @@ def _turn(service: Service, body: ChatRequest) -> ChatTurn:
     return ChatTurn(
         messages=[message.for_template() for message in body.messages],
         opens_answer=body.opens_answer,
-        continue_final_message=body.continue_final_message,
-        add_special_tokens=body.add_special_tokens,
+        continue_final_message=bool(body.continue_final_message),
+        add_special_tokens=bool(body.add_special_tokens),
         variables=variables,
         reasoning_effort=body.reasoning_effort,
         tools=[tool.tool() for tool in body.tools or ()],
         choice=call_choice(body.tool_choice),
         is_parallel=body.parallel_tool_calls is not False,
-        answer_schema=body.schema_asked,
+        answer=body.asked_answer,
         whitespace=body.whitespace_asked,
     )
 
@@ -142,10 +140,13 @@ class _ChatAnswer(ChunkAnswer[ChatRequest]):
                     logprobs=self._logprobs(output),
                     finish_reason=self._finish_reason(index, output),
                     rope=self.rope(index, output),
+                    token_ids=self.token_ids(output),
                 )
                 for index, output in enumerate(outputs)
             ],
             usage=self.usage(),
+            prompt_logprobs=self.prompt_logprobs(outputs[0]),
+            prompt_token_ids=self.prompt_token_ids(0),
         )
 
     def _message(self, index: int, output: Output) -> AnswerMessage:
@@ -168,7 +169,8 @@ class _ChatAnswer(ChunkAnswer[ChatRequest]):
     def piece(self, index: int, output: Output) -> ChunkChoice | None:
         """Build one choice's next piece; the first one contains the role."""
         delta = self._delta(index, output)
-        has_more = output.logprobs or output.finish_reason is not None
+        token_ids = self.token_ids(output)
+        has_more = output.logprobs or token_ids or output.finish_reason is not None
         if not delta.model_fields_set and not has_more:
             return None
         is_first, self._has_begun[index] = not self._has_begun[index], True
@@ -180,6 +182,7 @@ class _ChatAnswer(ChunkAnswer[ChatRequest]):
             logprobs=self._logprobs(output),
             finish_reason=self._finish_reason(index, output),
             rope=self.rope(index, output),
+            token_ids=token_ids,
         )
 
     def _delta(self, index: int, output: Output) -> Delta:
@@ -222,6 +225,7 @@ class _ChatAnswer(ChunkAnswer[ChatRequest]):
             choices=list(choices),
             usage=usage,
             prompt_progress=progress,
+            prompt_token_ids=self.prompt_token_ids(0) if choices else None,
         )
 
     def _logprobs(self, output: Output) -> ChatLogprobs | None:

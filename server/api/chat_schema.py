@@ -6,14 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import ConfigDict, Field, model_validator
 
 from model_runtime.request import MAX_LOGPROBS
-from server.api.generation_schema import (
-    INT64,
-    NEUTRAL,
-    GenerationRequest,
-    PromptProgressAnswer,
-    RopeAnswer,
-    Usage,
-)
+from server.api.fields.logprob_schema import ChatLogprobs, PromptLogprobs
+from server.api.fields.rope_schema import INT64, RopeAnswer
+from server.api.generation_schema import NEUTRAL, GenerationRequest, PromptProgressAnswer, Usage
 from server.api.strict_body import Body, FirstMistakes, few, given, is_none, only_type, other_kind
 from server.api.tools.tool_schema import (
     MAX_TOOLS,
@@ -171,7 +166,7 @@ def problems_of_results(messages: Sequence[Message]) -> Iterator[tuple[str, str]
 
 
 def problems_of_opening(
-    messages: Sequence[Message], *, opens: bool | None, continues: bool
+    messages: Sequence[Message], *, opens: bool | None, continues: bool | None
 ) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with the end of a prompt that continues the last message."""
     if continues and messages[-1].role != "assistant":
@@ -192,6 +187,9 @@ class ChatRequest(GenerationRequest):
         "modalities": (None, ["text"]),
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
+        "echo": (None, False),
+        "best_of": (None, 1),
+        "include_reasoning": (None, True),
     }
 
     instead: ClassVar[Mapping[str, str]] = {"functions": "tools", "function_call": "tool_choice"}
@@ -202,8 +200,8 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
     modalities: list[str] | None = None
     prediction: Prediction | None = None
@@ -213,6 +211,9 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
+    echo: bool | None = None
+    best_of: int | None = None
+    include_reasoning: bool | None = None
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield a field and its problem for each conflict."""
@@ -255,27 +256,6 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TopLogprob(Body):
-    """One token that might have been chosen."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprobs(TopLogprob):
-    """The chosen token, and the likeliest ones."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Body):
-    """OpenAI's chat shape."""
-
-    content: list[TokenLogprobs]
-    refusal: None = None
-
-
 class AnswerMessage(Body):
     """The model's message."""
 
@@ -305,6 +285,7 @@ class ChatChoice(Body):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     rope: RopeAnswer
+    token_ids: list[int] | None = Field(None, exclude_if=is_none)
 
 
 class ChunkChoice(Body):
@@ -315,6 +296,7 @@ class ChunkChoice(Body):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     rope: RopeAnswer
+    token_ids: list[int] | None = Field(None, exclude_if=is_none)
 
 
 class ChatResponse(Body):
@@ -326,6 +308,8 @@ class ChatResponse(Body):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=is_none)
+    prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none)
 
 
 class ChatChunk(Body):
@@ -338,3 +322,4 @@ class ChatChunk(Body):
     choices: list[ChunkChoice]
     usage: Usage | None = None
     prompt_progress: PromptProgressAnswer | None = Field(None, exclude_if=is_none)
+    prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none)  # in the first event

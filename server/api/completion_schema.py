@@ -6,13 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from model_runtime.request import MAX_LOGPROBS
+from server.api.fields.logprob_schema import Logprobs, PromptLogprobs
+from server.api.fields.rope_schema import INT64, RopeAnswer
 from server.api.generation_schema import (
-    INT64,
     MAX_N,
     NEUTRAL,
     GenerationRequest,
     PromptProgressAnswer,
-    RopeAnswer,
     TokenId,
     Usage,
 )
@@ -42,7 +42,7 @@ class CompletionRequest(GenerationRequest):
             FirstMistakes,
         ]
     )
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     max_tokens: int | None = Field(None, ge=0, le=INT64)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
@@ -93,23 +93,15 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Return the number of alternatives for the prompt's tokens if it is echoed."""
-        return self.logprobs if self.echo else None
+        """Return the larger of the number that is asked for and that of an echoed prompt."""
+        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((each for each in asked if each is not None), default=None)
 
     def prompts(self) -> list[str | list[int]]:
         """Return one or several prompts as a list."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
-
-
-class Logprobs(Body):
-    """The classic completions shape."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
 
 
 class Choice(Body):
@@ -120,6 +112,9 @@ class Choice(Body):
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     rope: RopeAnswer
+    prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=is_none)
+    token_ids: list[int] | None = Field(None, exclude_if=is_none)
+    prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none)
 
 
 class CompletionResponse(Body):

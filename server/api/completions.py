@@ -6,9 +6,9 @@ from fastapi import APIRouter, Request, Response
 
 from model_runtime.request import Output, TokenLogprob
 from model_runtime.request import Request as EngineRequest
-from model_runtime.text.detokenizer import PROMPT_TAIL
-from model_runtime.text.tokenizer import TokenStream
-from server.api.completion_schema import Choice, CompletionRequest, CompletionResponse, Logprobs
+from model_runtime.text.detokenizer import Detokenizer
+from server.api.completion_schema import Choice, CompletionRequest, CompletionResponse
+from server.api.fields.logprob_schema import Logprobs
 from server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
 from server.api.generation_schema import PromptProgressAnswer, Usage
 from server.api.json_body import JsonBodyRoute
@@ -23,7 +23,7 @@ def completions_router(service: Service) -> APIRouter:
     @router.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, http: Request) -> Response:
         async with service.reserve(body) as reservation:
-            grammar = await service.grammar(body.schema_asked, body.whitespace_asked)
+            grammar = await service.grammar(body.asked_answer, body.whitespace_asked)
             prompts = await _tokenize(service, body)
             submission = reservation.submit(prompts, grammar)
         return await respond(http, _CompletionAnswer(service, submission, body))
@@ -36,7 +36,9 @@ async def _tokenize(service: Service, body: CompletionRequest) -> list[tuple[int
     prompts = []
     for prompt in body.prompts():
         if isinstance(prompt, str):
-            token_ids = await service.tokenize(prompt, add_special_tokens=body.add_special_tokens)
+            token_ids = await service.tokenize(
+                prompt, add_special_tokens=body.add_special_tokens is not False
+            )
             prompts.append(token_ids)
         else:
             prompts.append(tuple(prompt))
@@ -48,7 +50,7 @@ class _CompletionAnswer(ChunkAnswer[CompletionRequest]):
 
     def __init__(self, service: Service, submission: Submission, body: CompletionRequest) -> None:
         super().__init__(service, submission, body)
-        self._pieces: dict[int, TokenStream] = {}  # by choice, if logprobs are requested
+        self._pieces: dict[int, Detokenizer] = {}  # by choice, if logprobs are requested
         self._offsets = [0 for _ in submission.requests]
         self._is_echoed = [not body.echo for _ in submission.requests]
 
@@ -94,19 +96,18 @@ class _CompletionAnswer(ChunkAnswer[CompletionRequest]):
             kept += ranked[: self.body.n or 1]
         return kept
 
-    def _pieces_of(self, request: EngineRequest) -> TokenStream:
+    def _pieces_of(self, request: EngineRequest) -> Detokenizer:
         """Return a stream with one piece of text per token, so that offsets add up to the text."""
-        pieces = self.service.tokenizer.stream()
-        if not self.body.echo:
-            # The text of a token may depend on the tokens before it.
-            for token_id in request.prompt_ids[-PROMPT_TAIL:]:
-                pieces.push(token_id)
-        return pieces
+        before = () if self.body.echo else request.prompt_ids
+        return Detokenizer(self.service.tokenizer, before, (), request.shown_ids)
 
     def _choice(self, index: int, output: Output) -> Choice:
         echoed = ""
         if not self._is_echoed[index]:
-            echoed = self.service.tokenizer.decode(list(self.choices[index].request.prompt_ids))
+            echoed = self.service.tokenizer.decode(
+                list(self.choices[index].request.prompt_ids),
+                skip_special_tokens=not self.body.shows_special,
+            )
             self._is_echoed[index] = True
         return Choice(
             index=index,
@@ -114,15 +115,19 @@ class _CompletionAnswer(ChunkAnswer[CompletionRequest]):
             logprobs=self._logprobs(index, output),
             finish_reason=finish_reason(output),
             rope=self.rope(index, output),
+            prompt_logprobs=self.prompt_logprobs(output),
+            token_ids=self.token_ids(output),
+            prompt_token_ids=self.prompt_token_ids(index),
         )
 
     def _logprobs(self, index: int, output: Output) -> Logprobs | None:
         """Build the classic format, which begins with the tokens of an echoed prompt."""
         if self.body.logprobs is None:
             return None
-        prompt_ids = self.choices[index].request.prompt_ids if output.prompt_logprobs else ()
+        scored_ids = self.choices[index].request.prompt_ids if output.prompt_logprobs else ()
+        echoed = zip(scored_ids, output.prompt_logprobs, strict=True) if self.body.echo else ()
         entries = [
-            *zip(prompt_ids, output.prompt_logprobs, strict=True),
+            *echoed,
             *((scored.token_id, scored) for scored in output.logprobs),
         ]
         pieces = self._pieces.get(index)
@@ -145,7 +150,8 @@ class _CompletionAnswer(ChunkAnswer[CompletionRequest]):
         OpenAI adds it, too.
         """
         found: dict[str, float] = {}
-        for token_id, logprob in (*scored.top, (scored.token_id, scored.logprob)):
+        likeliest = scored.top[: self.body.logprobs]  # `prompt_logprobs` may ask for more
+        for token_id, logprob in (*likeliest, (scored.token_id, scored.logprob)):
             found.setdefault(self.service.tokenizer.token_text(token_id), finite(logprob))
         return found
 

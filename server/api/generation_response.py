@@ -14,16 +14,17 @@ from fastapi import Response
 from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 
-from model_runtime.errors import EngineStoppedError
+from model_runtime.errors import EngineStoppedError, RequestError, RopewalkError
 from model_runtime.request import FinishReason, Output
 from model_runtime.request import Request as EngineRequest
 from rope import Tier
 from server.access.refusals import ClientDisconnectedError
+from server.api.fields.logprob_schema import PromptLogprob, PromptLogprobs
+from server.api.fields.rope_schema import RopeAnswer
 from server.api.generation_schema import (
     GenerationRequest,
     PromptProgressAnswer,
     PromptTokensDetails,
-    RopeAnswer,
     Usage,
 )
 from server.api.output_queue import Submission
@@ -37,7 +38,7 @@ from server.api.sse import (
     event,
     json_bytes,
 )
-from server.envelope import envelope
+from server.errors import error_body
 
 _MOST_TOGETHER = 32  # outputs; a bound on the memory of a stream whose client lags
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; vLLM's number for it
@@ -58,6 +59,7 @@ class ChoiceState:
     # event that repeats it with another text.
     scaling: tuple[Tier | None, int] | None = None
     text_event: TextEvent | None = None
+    has_told_prompt: bool = False  # of a body that asks for token ids
 
 
 class HttpAnswer(ABC, Generic[BodyT]):
@@ -89,7 +91,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
         return KEEP_ALIVE
 
     @abstractmethod
-    def error_events(self, error: EngineStoppedError) -> bytes:
+    def error_events(self, error: RopewalkError) -> bytes:
         """Return the events of a failure after the first byte."""
 
     def last_events(self) -> bytes:
@@ -120,6 +122,32 @@ class HttpAnswer(ABC, Generic[BodyT]):
             ended_by = "tier" if request.num_positions >= tier.ceiling else "max_model_len"
         return RopeAnswer.of(placement, tier, output.num_rescales, ended_by)
 
+    def token_ids(self, output: Output) -> list[int] | None:
+        """Return the generated tokens of an output if the body asks for them."""
+        return list(output.token_ids) if self.body.return_token_ids else None
+
+    def prompt_token_ids(self, index: int) -> list[int] | None:
+        """Return the tokens of a choice's prompt at the first call, if the body asks for them."""
+        state = self.choices[index]
+        if not self.body.return_token_ids or state.has_told_prompt:
+            return None
+        state.has_told_prompt = True
+        return list(state.request.prompt_ids)
+
+    def prompt_logprobs(self, output: Output) -> PromptLogprobs | None:
+        """Return the logprobs of the prompt's tokens in vLLM's shape, if the body asks for them."""
+        num_top = self.body.prompt_logprobs
+        if num_top is None:
+            return None
+        return [
+            None if each is None else PromptLogprob.by_token(each, num_top, self._told)
+            for each in output.prompt_logprobs
+        ]
+
+    def _told(self, token_id: int, logprob: float, rank: int | None) -> PromptLogprob:
+        text = self.service.tokenizer.token_text(token_id)
+        return PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=text)
+
     async def whole(self) -> Response:
         """Return the whole answer at once, in the order of the prompts."""
         outputs: list[list[Output]] = [[] for _ in self.choices]
@@ -140,7 +168,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
         """
         yield self.first_events()
         limit_s = self.service.settings.sse_keep_alive_seconds or None
-        error: EngineStoppedError | None = None
+        error: RopewalkError | None = None
         sent_at = time.monotonic()
         while error is None and not self._submission.is_over:
             if not await self._submission.has_output(limit_s):
@@ -151,7 +179,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
             try:
                 for index, output in self._ready():
                     events.append(await self.output_events(index, output))
-            except EngineStoppedError as found:
+            except (EngineStoppedError, RequestError) as found:
                 error = found
                 events.append(self.error_events(error))
             # Outputs of a call that is held back are no events, and yet break the silence above.
@@ -176,11 +204,18 @@ class HttpAnswer(ABC, Generic[BodyT]):
         )
 
     def _ready(self) -> Iterator[tuple[int, Output]]:
-        """Yield (choice, output) of outputs that are ready. Raises EngineStoppedError."""
+        """Yield (choice, output) of outputs that are ready.
+
+        Raises EngineStoppedError, or RequestError if the request's grammar cannot continue.
+        """
         for index, output in self._submission.ready(_MOST_TOGETHER):
             if output.finish_reason is FinishReason.ERROR:
                 raise EngineStoppedError(f"The request failed: {output.error}.")
             state = self.choices[index]
+            if output.finish_reason is FinishReason.REFUSED:
+                grammar = state.request.grammar
+                field = self.body.own_name(None if grammar is None else grammar.field)
+                raise RequestError(f"`{field}`: {output.error}", param=field)
             state.num_generated += len(output.token_ids)
             state.num_cached_tokens = output.num_cached_tokens
             if output.finish_reason is not None:
@@ -207,9 +242,9 @@ class ChunkAnswer(HttpAnswer[BodyT]):
     ) -> BaseModel:
         """Build an event with these choices, or with none."""
 
-    def error_events(self, error: EngineStoppedError) -> bytes:
+    def error_events(self, error: RopewalkError) -> bytes:
         """Return an event with the error, and the end."""
-        return event(envelope(str(error), "server_error", code="engine_stopped")) + DONE
+        return event(error_body(error)) + DONE
 
     def last_events(self) -> bytes:
         """Return the token counts if the body asks for them, and the end."""
@@ -232,7 +267,8 @@ class ChunkAnswer(HttpAnswer[BodyT]):
                     lambda text: self.event_body([self.piece(index, output._replace(text=text))])
                 )
             return state.text_event.with_text(output.text)
-        if self.body.num_logprobs is None and self.listener is None:
+        is_alike = self.body.num_logprobs is None and self.listener is None
+        if is_alike and not self.body.return_token_ids:
             # The next event is like this one, except that only the first has a role or an echo.
             state.scaling, state.text_event = scaling, None
         return self._piece_event(index, output)

@@ -1,4 +1,4 @@
-"""Shared parts of the bodies that generate: their fields, usage and rope."""
+"""Shared parts of the bodies that generate: their fields and usage."""
 
 import secrets
 from abc import abstractmethod
@@ -7,64 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from model_runtime.deployment import Placement, RopeRequest
-from model_runtime.request import PromptProgress, SamplingParams
-from rope import PositionMethod, Tier
+from model_runtime.request import MAX_LOGPROBS, PromptProgress, SamplingParams
+from server.api.fields.rope_schema import INT64, RopeField
+from server.api.fields.structured_schema import AnswerFields
 from server.api.strict_body import Body, FirstMistakes, few, is_none
-from server.api.structured_schema import ResponseFormat, StructuredOutputs
-
-INT64 = 2**63 - 1
-
-
-class PositionsField(Body):
-    """A position method. A request names the method; its parameters are the server's.
-
-    They are accepted if they are those that answers report.
-    """
-
-    method: str = Field(max_length=32)
-    window: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none)
-    group: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none)
-    shift: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none)
-    sinks: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none)
-    chunk_size: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none)
-    local_size: int | None = Field(None, ge=0, le=INT64, exclude_if=is_none)
-    temperature_factor: float | None = Field(None, ge=0, le=1e6, exclude_if=is_none)
-    factor: float | None = Field(None, ge=0, le=1e6, exclude_if=is_none)
-
-    @classmethod
-    def of(cls, method: PositionMethod | None) -> Self | None:
-        """Build it from the runtime's method; None if there is none."""
-        return None if method is None else cls(**method.described())
-
-
-class RopeField(Body):
-    """The `rope` object of a request."""
-
-    rope_type: str | None = Field(None, max_length=32)
-    factor: float | None = Field(None, ge=1, le=1e6)
-    policy: str | None = Field(None, max_length=32)
-    # Only reported. A client may send back the object of an answer unchanged.
-    requested_factor: float | None = Field(None, ge=1, le=1e6)
-    original_max_position_embeddings: int | None = Field(None, ge=1, le=INT64)
-    rescaled: int | None = Field(None, ge=0, le=INT64)
-    ended_by: Literal["tier", "max_model_len"] | None = None
-    positions: PositionsField | None = None
-
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yield a requested factor that the reported one would not have served."""
-        if self.requested_factor is not None and (self.factor or 0) < self.requested_factor:
-            yield "requested_factor", "is only reported, use `factor`"
-
-    def request(self) -> RopeRequest:
-        """Return it in the runtime's format."""
-        return RopeRequest(
-            self.rope_type,
-            self.factor,
-            self.policy,
-            self.original_max_position_embeddings,
-            None if self.positions is None else self.positions.model_dump(exclude_none=True),
-        )
 
 
 class StreamOptions(Body):
@@ -72,7 +18,7 @@ class StreamOptions(Body):
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (None, False)}
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -96,14 +42,23 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "store": (None, False),
     "verbosity": (None, "medium"),
     "service_tier": (None, "auto", "default"),
+    # vLLM's, and llama.cpp's last one.
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1),
+    "early_stopping": (None, False),
+    "spaces_between_special_tokens": (None, True),
+    "return_tokens_as_token_ids": (None, False),
+    "cache_prompt": (None, True),
 }
+_MAX_BAD_WORDS = 64
 
 
-class GenerationRequest(Body):
+class GenerationRequest(AnswerFields):
     """The fields of every request that generates text."""
 
     id_prefix: ClassVar[str]
     prompt_field: ClassVar[str]  # the field named in errors about the prompt
+    schema_field: ClassVar[str] = "response_format"  # the one in errors about the answer's schema
 
     model: str | None = Field(None, max_length=256)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -125,7 +80,7 @@ class GenerationRequest(Body):
     stop_token_ids: (
         Annotated[list[TokenId], Field(max_length=4096, fail_fast=True), FirstMistakes] | None
     ) = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, le=INT64)
     n: int | None = Field(None, ge=1, le=MAX_N)
     stream: bool | None = None
@@ -142,8 +97,26 @@ class GenerationRequest(Body):
     verbosity: str | None = None
     service_tier: str | None = None
     cache_salt: str | None = Field(None, max_length=128)
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    # vLLM's.
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=256)]],
+            Field(max_length=_MAX_BAD_WORDS, fail_fast=True),
+            FirstMistakes,
+        ]
+        | None
+    ) = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT64)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_prompt: bool | None = None
     rope: RopeField | None = None
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
@@ -151,10 +124,15 @@ class GenerationRequest(Body):
         for name in ("stream_options", "return_progress"):
             if getattr(self, name) and not self.stream:
                 yield name, "needs `stream`: true"
-        if self.ignore_eos and self.schema_asked is not None:
-            yield "ignore_eos", "cannot be true together with a `response_format` of JSON"
-        if self.structured_outputs is not None and self.schema_asked is None:
-            yield "structured_outputs", "needs a `response_format` of JSON"
+        if self.prompt_logprobs is not None and self.stream:
+            yield "prompt_logprobs", "cannot be streamed, leave `stream` out"
+        if self.truncate_prompt_tokens == 0:
+            yield "truncate_prompt_tokens", "must be -1 or at least 1. Given: 0"
+        yield from super().conflicts()
+        asked = self.asked_answer
+        if self.ignore_eos and asked is not None:
+            what = "a `response_format` of JSON" if asked.schema is not None else f"`{asked.field}`"
+            yield "ignore_eos", f"cannot be true together with {what}"
 
     @property
     @abstractmethod
@@ -168,9 +146,12 @@ class GenerationRequest(Body):
 
     def own_name(self, param: str | None) -> str | None:
         """Return this body's name of a field, which the runtime calls by one name in all bodies."""
-        return {"prompt": self.prompt_field, "max_tokens": self.max_tokens_field}.get(
-            param or "", param
-        )
+        own_names = {
+            "prompt": self.prompt_field,
+            "max_tokens": self.max_tokens_field,
+            "response_format": self.schema_field,
+        }
+        return own_names.get(param or "", param)
 
     @property
     @abstractmethod
@@ -180,7 +161,12 @@ class GenerationRequest(Body):
     @property
     def num_prompt_logprobs(self) -> int | None:
         """Return the same number for the prompt's tokens."""
-        return None
+        return self.prompt_logprobs
+
+    @property
+    def shows_special(self) -> bool:
+        """Return whether the text of an answer has its special tokens."""
+        return self.skip_special_tokens is False
 
     @property
     def num_prompts(self) -> int:
@@ -203,20 +189,9 @@ class GenerationRequest(Body):
         return "n"
 
     @property
-    def schema_asked(self) -> Mapping[str, Any] | None:
-        """Return the JSON schema that each answer has to satisfy; None: any text is valid."""
-        return None if self.response_format is None else self.response_format.schema_asked
-
-    @property
-    def whitespace_asked(self) -> str | None:
-        """Return the whitespace pattern of structured answers; None: the server's own."""
-        given = self.structured_outputs
-        return None if given is None else given.whitespace_asked
-
-    @property
     def includes_usage(self) -> bool:
         """Return whether a stream ends with an event of token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def logit_bias_pairs(self) -> tuple[tuple[int, float], ...]:
         """Return pairs of token id and the number added to its logit."""
@@ -244,8 +219,9 @@ class GenerationRequest(Body):
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=self.logit_bias_pairs(),
             stop=(*stop, *extra_stop),
+            shown_stop=frozenset(stop) if self.include_stop_str_in_output else None,
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
             min_tokens=self.min_tokens or 0,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
@@ -256,41 +232,6 @@ class GenerationRequest(Body):
         if self.seed is None:
             return [secrets.randbits(63) for _ in range(self.num_answers)]
         return [self.seed + copy for copy in range(self.num_answers)]
-
-
-class RopeAnswer(Body):
-    """The scaling that was applied to one choice."""
-
-    rope_type: str
-    factor: float
-    requested_factor: float | None
-    original_max_position_embeddings: int
-    policy: str
-    rescaled: int  # how often the table changed while the request ran
-    # Set if an answer without max_tokens had no more room.
-    ended_by: Literal["tier", "max_model_len"] | None = Field(None, exclude_if=is_none)
-    # The position method in force; absent if every key is at its own position.
-    positions: PositionsField | None = Field(None, exclude_if=is_none)
-
-    @classmethod
-    def of(
-        cls,
-        placement: Placement,
-        tier: Tier,
-        num_rescales: int,
-        ended_by: Literal["tier", "max_model_len"] | None = None,
-    ) -> Self:
-        """Build it from the decisions at admission and the tier in force now."""
-        return cls(
-            rope_type=tier.profile.scaling.rope_type,
-            factor=tier.factor,
-            requested_factor=placement.requested_factor,
-            original_max_position_embeddings=placement.original_len,
-            policy=placement.policy,
-            rescaled=num_rescales,
-            ended_by=ended_by,
-            positions=PositionsField.of(tier.profile.positions),
-        )
 
 
 class CompletionTokensDetails(Body):

@@ -8,7 +8,7 @@ from model_runtime.engine.client import problem_of
 from server.api.service import Service
 from server.envelope import envelope
 from server.middleware.availability import draining
-from server.version import own_version
+from server.version import own_commit, own_version
 
 
 def health_router(service: Service) -> APIRouter:
@@ -39,8 +39,8 @@ def health_router(service: Service) -> APIRouter:
         return _draining(http) or _status(problem() or not_ready())
 
     @router.get("/version")
-    async def get_version() -> dict[str, str]:
-        return {"version": own_version()}
+    def get_version() -> dict[str, str | None]:  # not async: the first one may ask git
+        return {"version": own_version(), "commit": own_commit()}
 
     @router.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:  # not async: rendering runs off the event loop

@@ -13,7 +13,8 @@ from server.api.chat_schema import (
     problems_of_opening,
     problems_of_results,
 )
-from server.api.generation_schema import PositionsField, TokenId
+from server.api.fields.rope_schema import PositionsField
+from server.api.generation_schema import TokenId
 from server.api.strict_body import Body, FirstMistakes, is_none
 from server.api.tools.tool_schema import ToolChoiceField, problems_of_choice
 
@@ -88,7 +89,7 @@ class TokenizeRequest(Body):
     tool_choice: ToolChoiceField | None = None
     reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
     # Default: as the route does that generates: added to a prompt, not to messages.
     add_special_tokens: bool | None = None
@@ -131,7 +132,7 @@ class DetokenizeRequest(Body):
 
     model: str | None = Field(None, max_length=256)
     tokens: Annotated[list[TokenId], Field(fail_fast=True), FirstMistakes]
-    skip_special_tokens: bool = False
+    skip_special_tokens: bool | None = None
 
 
 class DetokenizeResponse(Body):

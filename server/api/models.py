@@ -6,7 +6,7 @@ from functools import partial
 from fastapi import APIRouter
 
 from model_runtime.deployment import Deployment
-from server.api.generation_schema import PositionsField
+from server.api.fields.rope_schema import PositionsField
 from server.api.json_body import JsonBodyRoute
 from server.api.model_schema import (
     DetokenizeRequest,
@@ -36,7 +36,7 @@ async def _tokens_of(service: Service, body: TokenizeRequest) -> tuple[int, ...]
     turn = ChatTurn(
         messages=[message.for_template() for message in body.messages],
         opens_answer=body.opens_answer,
-        continue_final_message=body.continue_final_message,
+        continue_final_message=bool(body.continue_final_message),
         reasoning_effort=body.reasoning_effort,
         add_special_tokens=bool(asked),
         variables=variables,
@@ -100,7 +100,9 @@ def model_router(service: Service) -> APIRouter:
         service.deployment(body.model)
         service.check_token_id(max(body.tokens, default=0), "tokens")
         decode = partial(
-            service.tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens
+            service.tokenizer.decode,
+            body.tokens,
+            skip_special_tokens=bool(body.skip_special_tokens),
         )
         return DetokenizeResponse(prompt=await asyncio.to_thread(decode))
 

@@ -13,8 +13,8 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
-from typing import Any
 
 from model_runtime.config import too_many
 from model_runtime.deployment import Deployment, RopeRequest
@@ -22,22 +22,24 @@ from model_runtime.engine.admission import Places
 from model_runtime.engine.client import EngineClient
 from model_runtime.errors import RequestError, RopewalkError, UnknownModelError
 from model_runtime.request import Request, SamplingParams
+from model_runtime.runner.bad_words import BARRED
 from model_runtime.text.chat_template import ChatTemplate
-from model_runtime.text.grammar import Grammar, GrammarCompiler
+from model_runtime.text.grammar import Grammar, GrammarCompiler, Lark
+from model_runtime.text.text_rules import grammar_of_rule
 from model_runtime.text.tokenizer import Tokenizer
 from model_runtime.tools.find_format import ChatFormats
 from rope import NativeRope
 from server.access.answer_watch import AnswerWatch
 from server.access.key_ring import KeyRing
-from server.access.open_request import admitted, current_request
+from server.access.open_request import admitted, current_request, key_name
+from server.api.fields.structured_schema import AskedAnswer
 from server.api.generation_schema import GenerationRequest
 from server.api.output_queue import OutputQueue, Submission
+from server.api.tools.turn_request import in_words_of
 from server.errors import MAX_ERRORS, rejection_reason
 from server.metrics import Metrics
 from server.middleware.http_metrics import HttpMetrics
 from server.settings.load import ServeSettings
-
-_MASKED = -1e4  # added to the logit of a token that must not come
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,9 @@ class Service:
             num = body.num_prompts * body.num_answers
             async with admitted(num):
                 with self.engine.reserve(num) as places:
+                    if body.bad_words:
+                        words = await asyncio.to_thread(self._word_ids, body.bad_words)
+                        sampling = replace(sampling, bad_words=words)
                     yield Reservation(self, body, deployment, sampling, places, arrived)
 
     async def tokenize(
@@ -115,6 +120,12 @@ class Service:
                 self.tokenizer.encode, text, add_special_tokens=add_special_tokens, param=param
             )
         )
+
+    def _word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each word at the start of a text and after a space."""
+        spelt = (each for word in words for each in (word.lstrip(), f" {word.lstrip()}"))
+        encode = partial(self.tokenizer.encode, add_special_tokens=False, param="bad_words")
+        return tuple(dict.fromkeys(ids for each in spelt if (ids := tuple(encode(each)))))
 
     def check_length(self, num_characters: int, param: str) -> None:
         """Refuse a text that must be too long before it is tokenised. Raises RequestError."""
@@ -161,17 +172,20 @@ class Service:
             f"`{param}` token ids must be < {self.vocab_size}. Given: {token_id}", param=param
         )
 
-    async def grammar(
-        self, schema: Mapping[str, Any] | None, whitespace: str | None
-    ) -> Grammar | None:
-        """Compile the grammar of a schema off the event loop; None without a schema.
+    async def grammar(self, asked: AskedAnswer | None, whitespace: str | None) -> Grammar | None:
+        """Compile the grammar of an answer off the event loop; None if any text is valid.
 
-        Raises RequestError or QueueFullError.
+        Raises RequestError, which names the field that asks, or QueueFullError.
         """
-        if schema is None:
+        if asked is None:
             return None
-        text = await asyncio.to_thread(self.grammars.text_of, schema)
-        return await asyncio.wrap_future(self.grammars.compile(text, whitespace))
+        if asked.rule is not None:
+            text = grammar_of_rule(self.grammars.checked_size(asked.rule, asked.field))
+            lark = Lark(text, text, asked.field, self.grammars.whitespace_of(whitespace))
+            return await asyncio.wrap_future(self.grammars.compile_lark(lark))
+        with in_words_of({"response_format": asked.field}):
+            text = await asyncio.to_thread(self.grammars.text_of, asked.schema or {})
+            return await asyncio.wrap_future(self.grammars.compile(text, whitespace))
 
     @contextmanager
     def _rejections_counted(self, body: GenerationRequest) -> Iterator[None]:
@@ -209,12 +223,17 @@ class Reservation:
         `shown_ids` are special tokens that the answers' text contains, `masked_id` a token that the
         answers must not have. `predicted_ids` are tokens that the answers probably contain.
         """
-        sampling = self.sampling
+        sampling, body = self.sampling, self.body
+        if body.truncate_prompt_tokens is not None:
+            num_last = self._num_last(body.truncate_prompt_tokens)
+            prompts = [prompt[-num_last:] for prompt in prompts]
+        if body.shows_special:
+            shown_ids |= frozenset(self.service.tokenizer.special_ids.values())
         for prompt in prompts:
             # A tokenizer may have more tokens than the model has rows.
-            self.service.check_token_id(max(prompt, default=0), self.body.prompt_field)
+            self.service.check_token_id(max(prompt, default=0), body.prompt_field)
         if masked_id is not None:
-            masked = (masked_id, _MASKED)
+            masked = (masked_id, BARRED)
             sampling = replace(sampling, logit_bias=(*sampling.logit_bias, masked))
         requests = [
             request
@@ -234,11 +253,31 @@ class Reservation:
                 max_unread=self.service.settings.max_unread_tokens,
             )
 
+    def _num_last(self, asked: int) -> int:
+        """Return how many last tokens of a prompt are kept; -1 asks for those that fit."""
+        if asked != -1:
+            return asked
+        room = self.deployment.longest_prompt(self._rope, self.body.asked_max_tokens)
+        return max(1, room)
+
+    @property
+    def _rope(self) -> RopeRequest:
+        """Return the scaling that the request asks for."""
+        return RopeRequest() if self.body.rope is None else self.body.rope.request()
+
     def _predicted(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the beginning of a prediction that an answer can follow."""
         service = self.service
         first_ids = token_ids[: service.max_len]
         return tuple(takewhile(lambda each: each < service.vocab_size, first_ids))
+
+    def _cache_salt(self) -> str:
+        """Return the salt of the page keys: the API key's name, then the request's own salt.
+
+        A name has no colon, so no salt of a client can give the pages of another name.
+        """
+        owner = "" if self.service.settings.share_prefixes else key_name()
+        return f"{owner}:{self.body.cache_salt or ''}"
 
     @contextmanager
     def _watched(self, requests: Sequence[Request], num_prompt_tokens: int) -> Iterator[None]:
@@ -263,8 +302,7 @@ class Reservation:
         shown_ids: frozenset[int],
     ) -> list[Request]:
         """Build one engine request for each answer to a prompt."""
-        body, deployment = self.body, self.deployment
-        rope = body.rope.request() if body.rope is not None else RopeRequest()
+        body, deployment, rope = self.body, self.deployment, self._rope
         max_tokens, is_open = body.asked_max_tokens, body.asked_max_tokens is None
         if max_tokens is None:
             max_tokens = deployment.open_max_tokens(rope, len(prompt))
@@ -282,7 +320,7 @@ class Reservation:
                 prompt,
                 replace(sampling, max_tokens=max_tokens, seed=seed),
                 placement,
-                body.cache_salt or "",
+                self._cache_salt(),
                 wants_progress=bool(body.return_progress),
                 grammar=grammar,
                 shown_ids=shown_ids,

@@ -1,7 +1,7 @@
 """A strict JSON body, which reports all of its problems at once.
 
 A number in quotes is not a number. NaN and Infinity are refused everywhere. A field is used or
-refused, never ignored.
+refused, never ignored. A field of null is a field left out, whether this server knows it or not.
 """
 
 import json
@@ -12,13 +12,15 @@ from typing import Any, ClassVar, Self
 from pydantic import (
     BaseModel,
     ConfigDict,
+    GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 from server.wording import did_you_mean
 
@@ -76,6 +78,15 @@ class Body(BaseModel):
     known: ClassVar[frozenset[str]] = frozenset()  # names of the fields in JSON
 
     @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Describe the object; any other field may be null."""
+        schema = handler(core_schema)
+        handler.resolve_ref_schema(schema)["additionalProperties"] = {"type": "null"}
+        return schema
+
+    @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Keep the names of the fields, which every body is compared with."""
         cls.known = frozenset(field.alias or name for name, field in cls.model_fields.items())
@@ -89,6 +100,11 @@ class Body(BaseModel):
     def _report_all_problems(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Report unknown fields and wrong values together, which pydantic would do more slowly."""
         problems: list[tuple[str, str]] = []
+        if isinstance(value, dict) and not value.keys() <= cls.known:
+            # Clients write null for what they leave out, also in fields of other servers.
+            value = {
+                key: each for key, each in value.items() if each is not None or key in cls.known
+            }
         if isinstance(value, dict) and (cls.neutral or not value.keys() <= cls.known):
             problems += cls._problems_of_names(value)
             if problems:

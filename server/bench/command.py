@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from server.help_text import HelpCommand, api_key_option
+from server.study.plotting import INSTALL_MATPLOTLIB
 
 _SOME_FAILED, _USAGE_ERROR = 1, 2
 _COUNT = click.IntRange(min=1)
@@ -82,8 +83,7 @@ _COUNT = click.IntRange(min=1)
     "plot_path",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="File for a plot of the latency, .png or .svg. Needs matplotlib: pip install "
-    "'ropewalk[plot]'.",
+    help=f"File for a plot of the latency, .png or .svg. Needs matplotlib: {INSTALL_MATPLOTLIB}.",
 )
 def bench(**options: object) -> None:
     """Measure latency against context length on the server at URL.

@@ -76,11 +76,11 @@ def check_kernel_cache() -> Finding:
 
 def check_memory() -> Finding:
     """Check the memory of the machine or its container."""
-    from model_runtime.engine.cache_size import total_memory  # noqa: PLC0415
+    from model_runtime.engine.machine_memory import machine_memory  # noqa: PLC0415
 
-    total = total_memory()
-    text = f"{size_text(total)} in total"
-    if total < _LEAST_MEMORY:
+    memory = machine_memory()
+    text = f"{size_text(memory.total)} in total, {size_text(memory.free)} free"
+    if memory.total < _LEAST_MEMORY:
         return Finding("warn", "memory", text, "only small models fit, set kv_cache_gib")
     return Finding("ok", "memory", text)
 

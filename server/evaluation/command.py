@@ -31,7 +31,7 @@ from server.settings.flags import SettingsCommand, given, with_flags
 from server.settings.load import ServeSettings, SettingsError, load_settings
 from server.settings.sections import ModelSettings
 from server.study.eval_run import EvalError, write_texts
-from server.study.plotting import can_plot
+from server.study.plotting import INSTALL_MATPLOTLIB, can_plot
 from server.study.progress import printed_progress
 
 _COUNT = click.IntRange(min=1)
@@ -291,4 +291,4 @@ def _tell_files(folder: Path) -> None:
 
 def _mention_missing_plots() -> None:
     if not can_plot():
-        click.echo("plots are not drawn: they need pip install 'ropewalk[plot]'", err=True)
+        click.echo(f"plots are not drawn: they need matplotlib: {INSTALL_MATPLOTLIB}", err=True)

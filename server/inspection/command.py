@@ -10,6 +10,7 @@ from server.sentences import sentences
 from server.settings.flags import SettingsCommand, given, with_flags
 from server.settings.load import SettingsError, load_settings
 from server.settings.sections import DeploymentSettings, ModelSettings, SourceSettings
+from server.study.plotting import INSTALL_MATPLOTLIB
 
 
 @click.command(cls=SettingsCommand)
@@ -46,7 +47,7 @@ from server.settings.sections import DeploymentSettings, ModelSettings, SourceSe
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="File for a plot of attention against distance, .png or .svg. Needs matplotlib: "
-    "pip install 'ropewalk[plot]'.",
+    f"{INSTALL_MATPLOTLIB}.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @with_flags(SourceSettings, ModelSettings, DeploymentSettings)

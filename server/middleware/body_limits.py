@@ -1,4 +1,4 @@
-"""Request limits that need no schema: headers, bytes, depth and the time to arrive."""
+"""Limits of a body that need no schema: bytes, depth and the time to arrive."""
 
 import asyncio
 import re
@@ -17,11 +17,10 @@ _SMALL = 65536  # bytes; a larger body's depth is counted in a thread
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of a request's headers and body."""
+    """Limits of a request's body."""
 
     max_bytes: int = 8 * 2**20
     max_depth: int = 64
-    max_headers: int = 100
     timeout_s: float = 60.0  # for the whole body
 
 
@@ -47,7 +46,7 @@ class BodyLimitsMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            body = await self._read(scope, receive)
+            body = await self._read(receive)
         except _RefusedError as error:
             answer = JSONResponse(
                 envelope(str(error), "invalid_request_error", code=error.code),
@@ -66,12 +65,8 @@ class BodyLimitsMiddleware:
 
         await self._app(scope, receive_again, send)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _read(self, receive: Receive) -> bytes | None:
         limits = self._limits
-        if len(scope["headers"]) > limits.max_headers:
-            raise _RefusedError(
-                431, f"A request may have {limits.max_headers} headers.", "headers_too_large"
-            )
         body = bytearray()
         try:
             async with asyncio.timeout(limits.timeout_s):

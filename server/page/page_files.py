@@ -4,7 +4,6 @@ Sources: W3C, Content Security Policy Level 3; W3C, Trusted Types.
 """
 
 import hashlib
-import ipaddress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -54,7 +53,4 @@ def has_playground(settings: ServeSettings) -> bool:
     """Return whether the page is served. The routes that it calls keep their keys in any case."""
     if settings.playground != "auto":
         return settings.playground == "always"
-    try:
-        return ipaddress.ip_address(settings.host).is_loopback
-    except ValueError:
-        return settings.host == "localhost"
+    return settings.is_on_loopback

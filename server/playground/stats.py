@@ -11,10 +11,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
 from server.api.strict_body import Body
-from server.metrics import Metrics
+from server.metrics import ByContext, Metrics
 
-_FIRST_TOKEN = "ropewalk_time_to_first_token_seconds"  # noqa: S105  # a metric's name
-_NEXT_TOKEN = "ropewalk_inter_token_latency_seconds"  # noqa: S105
 _TOTALS = {
     "prompt_tokens": "ropewalk_prompt_tokens_total",
     "prompt_tokens_cached": "ropewalk_prompt_tokens_cached_total",
@@ -28,18 +26,24 @@ _REQUESTS = "ropewalk_requests_total"
 _CACHE_USAGE = "ropewalk_kv_cache_usage_ratio"
 
 
-class LatencyStats(Body):
-    """One histogram of seconds for each context bucket. Counts are cumulative over `bounds`."""
+class LatencyCounts(Body):
+    """One histogram of seconds for each context bucket, with cumulative counts."""
 
-    bounds: list[float]  # upper bounds in seconds; one more bucket without a bound follows
     counts: list[list[int]]  # [context bucket][bound], as Prometheus' `le` counts them
     sums: list[float]  # seconds in all, by context bucket
+
+
+class LatencyStats(LatencyCounts):
+    """The histograms of all deployments together, and of each that has some observations."""
+
+    bounds: list[float]  # upper bounds in seconds; one more bucket without a bound follows
+    models: dict[str, LatencyCounts]  # by deployment
 
 
 class RequestStats(Body):
     """The requests that ended with one scaling for one reason."""
 
-    deployment: str
+    model_name: str
     rope_type: str
     factor: str
     finish_reason: str
@@ -71,12 +75,10 @@ def read_stats(metrics: Metrics) -> Stats:
         field: int(sum(each.value for each in samples[name])) for field, name in _TOTALS.items()
     }
     usages = [each.value for each in samples[_CACHE_USAGE]]
-    first, contexts = _latency(samples, _FIRST_TOKEN)
-    following, _ = _latency(samples, _NEXT_TOKEN)
     return Stats(
-        context_bounds=[int(each) for each in contexts if each != "+Inf"],
-        time_to_first_token_seconds=first,
-        inter_token_latency_seconds=following,
+        context_bounds=list(metrics.first_tokens.context_bounds),
+        time_to_first_token_seconds=_latency(metrics.first_tokens),
+        inter_token_latency_seconds=_latency(metrics.next_tokens),
         requests=[
             RequestStats(**each.labels, count=int(each.value))
             for each in samples[_REQUESTS]
@@ -95,19 +97,16 @@ def _samples(families: Iterable[Metric]) -> dict[str, list[Sample]]:
     return found
 
 
-def _latency(samples: dict[str, list[Sample]], name: str) -> tuple[LatencyStats, list[str]]:
-    """Return a histogram, and the labels of its context buckets in order."""
-    counts: dict[str, list[int]] = defaultdict(list)
-    bounds: list[str] = []
-    for sample in samples[f"{name}_bucket"]:
-        counts[sample.labels["context_bucket"]].append(int(sample.value))
-        if len(counts) == 1:
-            bounds.append(sample.labels["le"])
-    sums = {each.labels["context_bucket"]: each.value for each in samples[f"{name}_sum"]}
-    contexts = list(counts)
-    latency = LatencyStats(
-        bounds=[float(each) for each in bounds if each != "+Inf"],
-        counts=list(counts.values()),
-        sums=[sums[each] for each in contexts],
-    )
-    return latency, contexts
+def _latency(histogram: ByContext) -> LatencyStats:
+    models = {
+        name: LatencyCounts(counts=model.cumulative(), sums=list(model.sums))
+        for name, model in histogram.models().items()
+    }
+    num_contexts, num_counts = len(histogram.context_bounds) + 1, len(histogram.bounds) + 1
+    counts = [[0] * num_counts for _ in range(num_contexts)]
+    sums = [0.0] * num_contexts
+    for model in models.values():
+        for at, more in enumerate(model.counts):
+            counts[at] = [one + other for one, other in zip(counts[at], more, strict=True)]
+            sums[at] += model.sums[at]
+    return LatencyStats(bounds=list(histogram.bounds), counts=counts, sums=sums, models=models)

@@ -49,7 +49,7 @@ def serve_on_ray(
         from ray import serve  # noqa: PLC0415
     except ImportError as error:
         raise SettingsError(
-            f"replicas needs Ray: install ropewalk[ray] (got {settings.replicas})"
+            f"replicas needs Ray: pip install 'ray[serve]>=2.60' (got {settings.replicas})"
         ) from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     _connect(settings)

@@ -49,7 +49,7 @@ class DeliveredAnswer:
 
     def take(self, output: Output) -> Iterator[Output]:
         """Yield what of an output is new. Raises DivergedError if it differs from what was sent."""
-        if output.finish_reason in {FinishReason.ERROR, FinishReason.ABORT}:
+        if output.finish_reason in {FinishReason.ERROR, FinishReason.REFUSED, FinishReason.ABORT}:
             yield output
             return
         if self._is_again:

@@ -39,6 +39,7 @@ _OF_ENGINES = frozenset(
         "kv_cache_tokens",
     )
 )
+_OF_PROCESSES = "process_"  # both have these; the API's have no label `replica`
 
 
 class ReplicaCounts:
@@ -98,7 +99,7 @@ class _Place:
         """Return the values of all samples; a place without a replica has no gauges."""
         values = dict(self._before)
         for family in self.page:
-            if family.name not in _OF_ENGINES or (family.type == "gauge" and not self.is_taken):
+            if not _is_of_replicas(family) or (family.type == "gauge" and not self.is_taken):
                 continue
             for sample in family.samples:
                 key = family.name, sample.name, tuple(sample.labels.items())
@@ -121,10 +122,13 @@ class MergedPages(Collector):
         living = set(living)
         for place in self._places:
             place.is_taken = place.replica in living
+        with_place = {place.replica for place in self._places}
         for replica, page in pages.items():
+            if replica not in living and replica not in with_place:
+                continue  # a late page, whose counts a new replica has already gone on from
             self._place_of(replica, pages).page = page
             for family in page:
-                if family.name in _OF_ENGINES:
+                if _is_of_replicas(family):
                     self._families.setdefault(family.name, _empty(family))
 
     def _place_of(self, replica: str, pages: Pages) -> _Place:
@@ -150,6 +154,10 @@ class MergedPages(Collector):
                 sample = Sample(name, {**dict(labels), "replica": str(number)}, value)
                 merged[family].samples.append(sample)
         return [family for family in merged.values() if family.samples]
+
+
+def _is_of_replicas(family: Metric) -> bool:
+    return family.name in _OF_ENGINES or family.name.startswith(_OF_PROCESSES)
 
 
 def _empty(family: Metric) -> Metric:
@@ -190,8 +198,11 @@ class FleetMetrics(AnswerWatch):
         with self._lock:
             self._merged.update(pages, living)
             merged = list(self._merged.collect())
-        own = [each for each in super().collect() if each.name not in _OF_ENGINES]
-        return [*own, *merged]
+        own = {each.name: each for each in super().collect() if each.name not in _OF_ENGINES}
+        for family in merged:
+            if family.name in own:
+                own[family.name].samples += family.samples
+        return [*own.values(), *(each for each in merged if each.name not in own)]
 
     async def _asked(self) -> Pages:
         """Ask the replicas, and count the tokens delivered so far; on the loop that counts them."""

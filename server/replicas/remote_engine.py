@@ -78,8 +78,9 @@ _OUTCOMES = {
     FinishReason.LENGTH: "ok",
     FinishReason.ABORT: "aborted",
     FinishReason.ERROR: "failed",
+    FinishReason.REFUSED: "failed",
 }
-_UNANSWERED = (FinishReason.ABORT, FinishReason.ERROR)
+_UNANSWERED = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.REFUSED)
 
 
 @dataclass(slots=True)

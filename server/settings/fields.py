@@ -81,6 +81,18 @@ def _without_equal_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _host_names(values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        if value != "*" and not re.fullmatch(
+            r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?", value
+        ):
+            raise ValueError(
+                "must be names without scheme, port and path, as llm.example.org or *.example.org, "
+                "or *"
+            )
+    return values
+
+
 def _device(value: str) -> str:
     if not re.fullmatch("auto|cpu|cuda(:[0-9]+)?", value):
         raise ValueError("must be auto, cpu, cuda or cuda:N")
@@ -98,6 +110,13 @@ def _off(value: Any) -> Any:
     return "off" if isinstance(value, _Switch) and not value.is_on else value
 
 
+def other_words(**words: str) -> BeforeValidator:
+    """Build a validator that reads each of `words` as the word that it stands for."""
+    return BeforeValidator(
+        lambda value: words.get(value, value) if isinstance(value, str) else value
+    )
+
+
 FromJson = BeforeValidator(_from_json)
 OffIsAWord = BeforeValidator(_off)
 Numbers = Annotated[
@@ -108,6 +127,7 @@ Numbers = Annotated[
 ]
 Integers = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_split), AfterValidator(_rising)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+HostNames = Annotated[Names, AfterValidator(_host_names)]
 Device = Annotated[str, AfterValidator(_device)]
 # Around the whole union: inside of it pydantic-settings reads a variable by its own json.loads.
 JsonObject = Annotated[dict[str, Any] | None, NoDecode, FromJson]

@@ -8,6 +8,7 @@ import click
 from server.help_text import HelpCommand
 from server.settings.fields import Section, unit_of
 from server.settings.problems import variable_of
+from server.settings.translation import translated, unknown_flag
 
 
 class SettingOption(click.Option):
@@ -19,7 +20,17 @@ class SettingOption(click.Option):
 
 
 class SettingsCommand(HelpCommand):
-    """A command whose help has its flags under headings."""
+    """A command whose help has its flags under headings, and that knows flags of other servers."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments after those of other servers have been translated."""
+        if ctx.resilient_parsing:  # a shell completes the line, so it may be wrong yet
+            return super().parse_args(ctx, args)
+        params = self.get_params(ctx)
+        try:
+            return super().parse_args(ctx, translated(args, params))
+        except click.NoSuchOption as error:
+            raise unknown_flag(error, params) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections in the order of the settings, then the other options."""

@@ -1,5 +1,6 @@
 """Settings for requests to the port: HTTP, access, request limits and grammars."""
 
+import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +12,7 @@ from model_runtime.text.whitespace import ONE_SPACE, checked_whitespace
 from server.settings.fields import (
     MAX_CONTEXT_BUCKETS,
     FromJson,
+    HostNames,
     Integers,
     Names,
     OffIsAWord,
@@ -39,6 +41,14 @@ class HttpSettings(Section):
         unit="tokens",
         max_length=MAX_CONTEXT_BUCKETS - 1,
     )
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Return whether only this machine reaches the port."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
 
 class KeyEntry(Section):
@@ -72,6 +82,12 @@ class AccessSettings(Section):
         "max_tokens_per_minute. The keys themselves are in api_key_file.",
         unit="JSON",
     )
+    share_prefixes: bool = setting(
+        default=False,
+        text="Let requests of API keys with different names share cached prefixes. Without it, "
+        "cached_tokens tells a client about the prompts of its own name only.",
+        unit="switch",
+    )
     open_metrics: bool = setting(
         default=False, text="Answer /metrics without a key.", unit="switch"
     )
@@ -92,6 +108,13 @@ class AccessSettings(Section):
         "Origins whose web pages may send requests (CORS), for example https://example.org. *"
         " allows any. Browser credentials are never accepted.",
         unit="origins",
+    )
+    allowed_hosts: HostNames = setting(
+        (),
+        "Host names that requests may have in their Host header, for example llm.example.org or "
+        "*.example.org. Others get 403. Addresses and localhost are always allowed, and * allows "
+        "any. Default: none more if host is a loopback address and there is no key, else any.",
+        unit="hosts",
     )
     access_log: Annotated[Literal["off", "requests", "all"], OffIsAWord] = setting(
         "requests",

@@ -14,6 +14,7 @@ from server.settings.fields import (
     Names,
     Numbers,
     Section,
+    other_words,
     setting,
 )
 from server.settings.replica_section import ReplicaSettings
@@ -53,10 +54,13 @@ class ModelSettings(Section):
         unit="name",
         min_length=1,
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        other_words(half="float16", float="float32"),
+    ] = setting(
         "auto",
-        "Number type of weights and KV cache: auto, float32, bfloat16 or float16. auto is "
-        "float32 on a CPU and the checkpoint's own type elsewhere.",
+        "Number type of weights and KV cache: auto, float32 (or float), bfloat16, or float16 (or "
+        "half). auto is float32 on a CPU and the checkpoint's own type elsewhere.",
         unit="name",
     )
     weights: Literal["stored", "int8", "dequantised"] = setting(
@@ -177,7 +181,7 @@ class CacheSettings(Section):
 
     kv_cache_gib: float | None = setting(
         None,
-        "Size of the KV cache. Default: a quarter of the memory, or on a GPU the rest of "
+        "Size of the KV cache. Default: a quarter of the free memory, or on a GPU the rest of "
         "gpu_memory_utilization, but never more than max_num_seqs of the longest contexts "
         "need.",
         unit="GiB",

@@ -165,7 +165,9 @@ def _access(settings: ServeSettings) -> str:
     if settings.keys:
         who += f", bounded: {', '.join(entry.name for entry in settings.keys)}"
     origins = ", ".join(settings.allowed_origins)
-    return f"{who}; web pages of {origins}" if origins else who
+    who = f"{who}; web pages of {origins}" if origins else who
+    hosts = ", ".join(settings.allowed_hosts)
+    return f"{who}; hosts {hosts}" if hosts else who
 
 
 def _text(value: object) -> str:

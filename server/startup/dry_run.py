@@ -1,19 +1,21 @@
 """The serving plan that `config check` prints, made without loading weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from model_runtime.cache.token_bytes import bytes_per_token
-from model_runtime.engine.cache_size import affordable_bytes, total_memory
+from model_runtime.engine.cache_size import affordable_bytes
+from model_runtime.engine.machine_memory import MachineMemory, machine_memory
 from model_runtime.loading.known_products import expected_computing
 from model_runtime.loading.low_bits.planned import planned_storage
 from model_runtime.loading.low_bits.sizes import Storage
 from model_runtime.loading.model_config import ModelConfig, read_model_config, read_outline
+from model_runtime.loading.phases import OnPhase, no_phases
 from model_runtime.loading.plain_config import PlainConfig, plain_template
 from model_runtime.size_text import size_text
 from model_runtime.text.chat_template import ChatTemplate
 from model_runtime.tools.tool_format import GENERIC, REASONING_FORMATS
-from server.settings.load import ServeSettings, SettingsError
+from server.settings.load import ServeSettings
 from server.startup.banner_lines import (
     chat_line,
     computing_line,
@@ -29,6 +31,7 @@ from server.startup.serving_plan import (
     ServingPlan,
     Templated,
     chat_template_of,
+    plan_deployments,
     plan_serving,
 )
 
@@ -45,12 +48,12 @@ class Outlook:
     template: str  # of chats
 
 
-def outline_of(settings: ServeSettings) -> ModelConfig:
+def outline_of(settings: ServeSettings, on_phase: OnPhase = no_phases) -> ModelConfig:
     """Read the config of the settings' model, or of the embedded one. Raises ModelError.
 
     The config and the tokenizer of a hub id are downloaded, and its weights are not.
     """
-    found = find_model(settings, weights=False)
+    found = find_model(settings, weights=False, on_phase=on_phase)
     return read_outline(
         found.folder,
         has_weights=found.has_weights,
@@ -60,39 +63,66 @@ def outline_of(settings: ServeSettings) -> ModelConfig:
     )
 
 
+def refuse_ahead(settings: ServeSettings, on_phase: OnPhase = no_phases) -> None:
+    """Raise ModelError or SettingsError for what `serve` would refuse after its imports.
+
+    torch is imported only where the config cannot be read without it, and weights are not read.
+    """
+    outline = outline_of(settings, on_phase)
+    num_ranks = settings.tensor_parallel_size
+    plan_deployments(settings, outline.native())
+    is_sized = settings.kv_cache_gib is not None or settings.kv_cache_tokens is not None
+    if is_sized or outline.device.type == "cpu":  # else the size is measured on the GPU
+        num_bytes = _storage(settings, outline)[0] or 0
+        _plan(settings, outline, num_bytes // num_ranks, _memory(outline))
+
+
 def outlook_of(settings: ServeSettings) -> Outlook:
     """Read the model's config and tokenizer, and plan. Raises ModelError or SettingsError.
 
-    The architecture is not checked, because only loading shows whether it is supported.
+    The architecture is not checked, because only loading shows whether it is supported. Memory that
+    other processes use may be free later, so it refuses nothing.
     """
     outline = outline_of(settings)
     rank_bytes = _rank_weight_bytes(settings, outline)
     template = chat_template_of(settings, _templated(settings, outline))
-    num_weight_bytes = outline.num_weight_bytes()
-    low_bits = planned_storage(
-        outline, settings.weights, is_divided=settings.tensor_parallel_size > 1
-    )
-    if low_bits is not None:
-        num_weight_bytes = low_bits.num_bytes
+    num_weight_bytes, low_bits = _storage(settings, outline)
+    memory = _memory(outline)
+    if memory is not None:
+        memory = replace(memory, free=memory.total)
+    plan = _plan(settings, outline, rank_bytes or num_weight_bytes or 0, memory)
+    return Outlook(outline, plan, num_weight_bytes, rank_bytes, low_bits, template.text)
+
+
+def _storage(settings: ServeSettings, outline: ModelConfig) -> tuple[int | None, Storage | None]:
+    """Return the bytes of the loaded weights, None without files, and how few bits are stored."""
+    is_divided = settings.tensor_parallel_size > 1
+    low_bits = planned_storage(outline, settings.weights, is_divided=is_divided)
+    return outline.num_weight_bytes() if low_bits is None else low_bits.num_bytes, low_bits
+
+
+def _memory(outline: ModelConfig) -> MachineMemory | None:
+    """Return the machine's memory; None if the model is on a GPU."""
+    return machine_memory() if outline.device.type == "cpu" else None
+
+
+def _plan(
+    settings: ServeSettings, outline: ModelConfig, rank_bytes: int, memory: MachineMemory | None
+) -> ServingPlan:
+    """Plan for a model with `rank_bytes` of weights in each process. Raises SettingsError."""
     num_ranks = settings.tensor_parallel_size
-    to_come = rank_bytes or num_weight_bytes or 0
+    # On a CPU the ranks share the memory; GPUs have their own.
+    to_come = rank_bytes if memory is None else rank_bytes * num_ranks
     affordable = affordable_bytes(outline.device, settings.gpu_memory_utilization, to_come)
     facts = ModelFacts(
         outline.native(),
         bytes_per_token(outline.layers(), outline.dtype),
-        # On a CPU the ranks share the memory; GPUs have their own.
-        affordable if outline.device.type == "cpu" else affordable * num_ranks,
+        affordable * num_ranks if memory is None else affordable,
         num_ranks=num_ranks,
+        memory=memory,
+        weight_bytes=to_come,
     )
-    plan = plan_serving(settings, facts)
-    if outline.device.type == "cpu":
-        needed = plan.cache_bytes + to_come * (1 if rank_bytes is None else num_ranks)
-        if needed > total_memory():
-            raise SettingsError(
-                f"weights and KV cache need {size_text(needed)}, this machine has "
-                f"{size_text(total_memory())}"
-            )
-    return Outlook(outline, plan, num_weight_bytes, rank_bytes, low_bits, template.text)
+    return plan_serving(settings, facts)
 
 
 def _rank_weight_bytes(settings: ServeSettings, outline: ModelConfig) -> int | None:
@@ -198,7 +228,8 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         weights += f" ({how} {size_text(storage[0])} of GGUF, {storage[1]})"
     memory = f"{weights}, {size_text(plan.cache_bytes)} cache"
     if outline.device.type == "cpu":
-        memory += f", of {size_text(total_memory())}"
+        machine = machine_memory()
+        memory += f", of {size_text(machine.total)} ({size_text(machine.free)} are free now)"
     elif settings.kv_cache_gib is None and settings.kv_cache_tokens is None:
         memory += " (estimated: `serve` runs a step of the model and sizes the cache by that)"
     return [

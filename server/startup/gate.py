@@ -84,11 +84,24 @@ def _in_file(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-def access_policy_of(settings: ServeSettings, ring: "KeyRing | None") -> "AccessPolicy":
-    """Build the access policy from the settings and the keys in force."""
+def access_policy_of(
+    settings: ServeSettings, ring: "KeyRing | None", *, has_own_port: bool = True
+) -> "AccessPolicy":
+    """Build the access policy from the settings and the keys in force.
+
+    `has_own_port`: false if requests come through another process, whose port `host` is not.
+    """
     # Imported here, because the keys are read before FastAPI is imported.
     from server.app import AccessPolicy  # noqa: PLC0415
     from server.middleware.body_limits import BodyLimits  # noqa: PLC0415
+    from server.middleware.head_checks import AllowedHosts, HeadRules  # noqa: PLC0415
+
+    # Without a key, a web page that reaches the port as its own origin could use the server.
+    is_open = has_own_port and settings.is_on_loopback and ring is None
+    has_hosts = settings.allowed_hosts or is_open
+    hosts = None
+    if has_hosts and "*" not in settings.allowed_hosts:
+        hosts = AllowedHosts.of(settings.allowed_hosts)
 
     return AccessPolicy(
         key_ring=ring,
@@ -96,10 +109,10 @@ def access_policy_of(settings: ServeSettings, ring: "KeyRing | None") -> "Access
         has_playground=has_playground(settings),
         access_log=None if settings.access_log == "off" else settings.access_log,
         allowed_origins=settings.allowed_origins,
+        head=HeadRules(settings.max_headers, hosts),
         body=BodyLimits(
             settings.max_body_bytes,
             settings.max_json_depth,
-            settings.max_headers,
             settings.body_timeout_seconds,
         ),
     )

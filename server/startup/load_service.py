@@ -44,7 +44,6 @@ from server.startup.load_model import load_model
 from server.startup.model_facts import facts_of
 from server.startup.serving_plan import (
     ServingPlan,
-    applicable_of,
     chat_template_of,
     plan_deployments,
     plan_serving,
@@ -200,8 +199,7 @@ def metrics_of(
     watch: type[AnswerWatch] = AnswerWatch,
 ) -> Metrics:
     """Build the metrics; with `put` they also report the end of each answer, by `watch`."""
-    applicable = applicable_of(plan.deployments)
-    parts = (factory, plan.context_bounds, plan.config, applicable, rejection_reasons())
+    parts = (factory, plan.context_bounds, plan.config, rejection_reasons())
     return Metrics(*parts) if put is None else watch(put, *parts)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from model_runtime.cache.token_bytes import bytes_per_token
 from model_runtime.config import EngineConfig
 from model_runtime.engine.cache_size import MemoryProfile, affordable_bytes
+from model_runtime.engine.machine_memory import machine_memory
 from model_runtime.engine.memory_profile import CudaMeter, profile_memory
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.runner.model_runner import ModelRunner
@@ -29,7 +30,10 @@ def facts_of(
     utilization = settings.gpu_memory_utilization
     affordable = affordable_bytes(checkpoint.device, utilization)
     if checkpoint.device.type != "cuda":
-        return ModelFacts(checkpoint.native, token_bytes, affordable, num_ranks=num_ranks)
+        memory = machine_memory()
+        return ModelFacts(
+            checkpoint.native, token_bytes, affordable, num_ranks=num_ranks, memory=memory
+        )
 
     def measure(config: EngineConfig, profiles: Sequence[Profile]) -> MemoryProfile:
         meter = CudaMeter(checkpoint.device)

@@ -18,7 +18,6 @@ from server.settings.load import ServeSettings, SettingsError, load_settings
 from server.settings.sections import DeploymentSettings
 from server.startup.gate import key_table_of
 from server.startup.serving_plan import (
-    applicable_of,
     num_profiles,
     plan_deployments,
     profiles_of,
@@ -154,7 +153,6 @@ class Reloader:
         service = self._service
         before = dict(service.deployments)
         after = {deployment.name: deployment for deployment in read.deployments}
-        service.metrics.serve(applicable_of(read.deployments))
         service.replace_deployments(after)
         self._ever_served += [each for each in read.deployments if each not in self._ever_served]
         keys = changes_between(KeyTable(), read.keys)

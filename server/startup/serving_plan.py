@@ -12,6 +12,7 @@ from typing import Protocol
 from model_runtime.config import EngineConfig, SamplingLimits
 from model_runtime.deployment import Deployment
 from model_runtime.engine.cache_size import MemoryProfile, sized
+from model_runtime.engine.machine_memory import MachineMemory
 from model_runtime.make_deployment import DeploymentOptions, make_deployment
 from model_runtime.size_text import size_text
 from model_runtime.text.chat_template import MAX_TEMPLATE_STOPS, RESERVED, ChatTemplate
@@ -42,6 +43,8 @@ class ModelFacts:
     # On a GPU, a more exact measurement, which runs a step of the loaded model.
     measure: Callable[[EngineConfig, Sequence[Profile]], MemoryProfile] | None = None
     num_ranks: int = 1  # processes that hold the model together
+    memory: MachineMemory | None = None  # None: the cache is elsewhere, as on a GPU
+    weight_bytes: int = 0  # that are not loaded yet, of all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +171,6 @@ def num_profiles(deployments: Iterable[Deployment]) -> int:
     return len({tier.profile for each in deployments for tier in _all_tiers(each)})
 
 
-def applicable_of(deployments: Iterable[Deployment]) -> dict[str, list[tuple[str, float]]]:
-    """Return every rope_type and factor that each deployment may apply, for the metrics."""
-    return {
-        each.name: sorted({(tier.profile.name, tier.factor) for tier in _all_tiers(each)})
-        for each in deployments
-    }
-
-
 def _all_tiers(deployment: Deployment) -> Iterator[Tier]:
     """Yield every tier that requests may have."""
     for tiers in (*deployment.tiers.values(), *deployment.positions.values()):
@@ -281,10 +276,24 @@ def _config(
             affordable = _left(settings, memory, config.page_size * rank_bytes) * facts.num_ranks
         config = sized(config, facts.token_bytes, affordable, settings.kv_cache_gib)
     capacity = config.num_pages * config.page_size
+    _refuse_shortage(settings, facts, capacity * facts.token_bytes)
     if capacity == 0:
         raise SettingsError(f"the KV cache holds no page of {config.page_size} tokens, enlarge it")
     longest = max(each.max_len for each in _fitting(settings, deployments, capacity))
     return replace(config, max_model_len=longest), memory
+
+
+def _refuse_shortage(settings: ServeSettings, facts: ModelFacts, cache_bytes: int) -> None:
+    """Raise SettingsError if the machine has no room for the cache and the weights to come."""
+    if facts.memory is None:
+        return
+    what = "weights and KV cache" if facts.weight_bytes else "the pages of the KV cache"
+    shortage = facts.memory.shortage(cache_bytes + facts.weight_bytes, what)
+    if shortage is None:
+        return
+    stated = ("kv_cache_gib", "kv_cache_tokens")
+    given = next((name for name in stated if getattr(settings, name) is not None), None)
+    raise SettingsError(shortage if given is None else f"{given}: {shortage}")
 
 
 def _left(settings: ServeSettings, memory: MemoryProfile, page_bytes: int) -> int:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
 
 _FORMATS = (".png", ".svg")
+INSTALL_MATPLOTLIB = "pip install 'matplotlib>=3.8'"
 COLOURS = ("#1f5f8b", "#d9822b")  # distinct in grey, too
 
 
@@ -39,7 +40,7 @@ def check_can_plot(path: Path) -> None:
     if path.suffix not in _FORMATS:
         raise PlotError(f"--plot must end in {' or '.join(_FORMATS)}, got {str(path)!r}")
     if not can_plot():
-        raise PlotError("--plot needs matplotlib: pip install 'ropewalk[plot]'")
+        raise PlotError(f"--plot needs matplotlib: {INSTALL_MATPLOTLIB}")
     if path.is_dir():
         raise PlotError(f"--plot: {path} is a folder")
     if not path.parent.is_dir():

@@ -24,7 +24,10 @@ class History:
             self.answers.popleft()
 
     def table(self, *, since_start: bool) -> list[str]:
-        """Return the lines to show: a state and one row for each context bucket with requests."""
+        """Return the lines to show: a state, and a row for each context bucket with requests.
+
+        If several deployments have requests, each has rows under its name.
+        """
         now, stats = self.answers[-1]
         then, older = self.answers[0]
         is_window = not since_start and len(self.answers) > 1
@@ -40,22 +43,46 @@ class History:
             "",
             _row("context", "requests", ["first p50", "p95", "token p50", "p95"]) + f"   {period}",
         ]
-        bounds = stats["context_bounds"]
-        for at in range(len(bounds) + 1):
-            label = f"<= {bounds[at]:,}" if at < len(bounds) else f"> {bounds[-1]:,}"
-            cells = []
-            num_requests = 0
-            for name in _LATENCIES:
-                counts = stats[name]["counts"][at]
-                if is_window:
-                    past = older[name]["counts"][at]
-                    counts = [new - old for new, old in zip(counts, past, strict=True)]
-                if name == _LATENCIES[0]:
-                    num_requests = counts[-1]
-                cells += [quantile(q, stats[name]["bounds"], counts) for q in (0.5, 0.95)]
-            if any(cell is not None for cell in cells):
-                lines.append(_row(label, f"{num_requests:,}", [_duration(cell) for cell in cells]))
+        blocks = {
+            name: rows
+            for name in stats[_LATENCIES[0]]["models"]
+            if (rows := _rows(stats, older if is_window else None, name))
+        }
+        for name, rows in blocks.items():
+            lines += rows if len(blocks) == 1 else [name, *rows]
         return lines
+
+
+def _rows(stats: dict[str, Any], older: dict[str, Any] | None, model_name: str) -> list[str]:
+    """Return a row for each context bucket in which a deployment had requests since `older`."""
+    rows = []
+    bounds = stats["context_bounds"]
+    for at in range(len(bounds) + 1):
+        label = f"<= {bounds[at]:,}" if at < len(bounds) else f"> {bounds[-1]:,}"
+        first, following = (_new_counts(stats, older, name, model_name, at) for name in _LATENCIES)
+        cells = [
+            quantile(q, stats[name]["bounds"], counts)
+            for name, counts in zip(_LATENCIES, (first, following), strict=True)
+            for q in (0.5, 0.95)
+        ]
+        if any(cell is not None for cell in cells):
+            rows.append(_row(label, f"{first[-1]:,}", [_duration(cell) for cell in cells]))
+    return rows
+
+
+def _new_counts(
+    stats: dict[str, Any], older: dict[str, Any] | None, latency: str, model_name: str, at: int
+) -> list[int]:
+    """Return the counts of one context bucket since `older`, or since the server's start."""
+    zeros = [0] * (len(stats[latency]["bounds"]) + 1)
+
+    def counts_in(answer: dict[str, Any]) -> list[int]:
+        models = answer[latency]["models"]
+        counts: list[int] = models[model_name]["counts"][at] if model_name in models else zeros
+        return counts
+
+    past = zeros if older is None else counts_in(older)
+    return [new - old for new, old in zip(counts_in(stats), past, strict=True)]
 
 
 def _duration(seconds: float | None) -> str:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import closing
 
 import click
 
@@ -37,16 +38,16 @@ def top(url: str, interval_s: float, since_start: bool, once: bool, api_key: str
     history = History()
     is_terminal = sys.stdout.isatty()
     try:
-        connection = Connection(url, api_key)
-        while True:
-            history.add(time.monotonic(), connection.get("/stats"))
-            lines = history.table(since_start=since_start or once)
-            if is_terminal and not once:
-                click.clear()
-            click.echo("\n".join(lines))
-            if once:
-                return
-            time.sleep(interval_s)
+        with closing(Connection(url, api_key)) as connection:
+            while True:
+                history.add(time.monotonic(), connection.get("/stats"))
+                lines = history.table(since_start=since_start or once)
+                if is_terminal and not once:
+                    click.clear()
+                click.echo("\n".join(lines))
+                if once:
+                    return
+                time.sleep(interval_s)
     except ClientError as error:
         click.echo(f"ropewalk top: {error}", err=True)
         sys.exit(_FAILED)

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DASHBOARD = json.loads((ROOT / "docker/grafana/dashboards/ropewalk.json").read_text())
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
 # Grafana's own values. Its rate interval is at least four scrapes; 60 s spans a test's whole load.
-_VARIABLES = {"$__rate_interval": "60s", "$__range": "120s", "$instance": ".+"}
+_VARIABLES = {"$__rate_interval": "60s", "$__range": "120s", "$instance": ".+", "$model": ".+"}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import bisect
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from tests.processes import Server
 BOUNDS = [16, 32, 64, 128, 256, 512, 1024, 2048]
 _PROMPT_LENS = (12, 60, 120, 200, 300, 700, 1300, 1900)
 _SECONDS, _CLIENTS = 10, 3
+MODELS = ("dynamic", "static")  # the deployments that get the load
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Measured:
 
     first_token_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     whole_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    num_sent: Counter[tuple[str, str]] = field(default_factory=Counter)  # (model, bucket)
     num_refused: int = 0
 
     def add(self, other: "Measured") -> None:
@@ -33,6 +35,7 @@ class Measured:
         ):
             for bucket, seconds in theirs.items():
                 ours[bucket].extend(seconds)
+        self.num_sent += other.num_sent
         self.num_refused += other.num_refused
 
     def num_requests(self) -> int:
@@ -84,6 +87,8 @@ def send_load(server: Server) -> Measured:
             while time.monotonic() < deadline:
                 for prompt_len in _PROMPT_LENS:
                     body, bucket = _body(prompt_len, number), _bucket(prompt_len)
+                    body["model"] = MODELS[which == 0]
+                    measured.num_sent[body["model"], bucket] += 1
                     began = time.monotonic()
                     if number % 2:
                         measured.first_token_s[bucket].append(_streamed(client, url, body))

@@ -1,7 +1,9 @@
 """A real Prometheus scrapes a real server under load: the dashboard's queries have answers."""
 
 import bisect
+import json
 import math
+import re
 import statistics
 import subprocess
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import pytest
 import yaml
 
 from tests.docker.dashboard import QUERIES, Query
-from tests.docker.load import Measured, send_load
+from tests.docker.load import MODELS, Measured, send_load
 from tests.docker.real_prometheus import DOCKER, Prometheus, running_prometheus, tool, wait_until
 from tests.processes import Server, running_server
 
@@ -40,8 +42,11 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
     """A server scraped from before the first request to after the last."""
     tool("prometheus")  # skip before a server is started
     folder = tmp_path_factory.mktemp("prometheus")
+    static = {"name": "static", "rope_scaling": {"rope_type": "yarn", "factor": 8.0}}
+    names = [{"name": "dynamic"}, {**static, "rope_policy": "fixed"}]
+    assert {each["name"] for each in names} == set(MODELS)
     with (
-        running_server() as server,
+        running_server("--deployments", json.dumps(names)) as server,
         running_prometheus(server.url.removeprefix("http://"), folder) as prometheus,
     ):
         wait_until(lambda: prometheus.now("ropewalk_requests_running") != [], "scraped")
@@ -124,6 +129,34 @@ def test_first_token_times_by_context_are_those_that_clients_saw(observed: Obser
         assert least < seconds <= most, bucket
     half = by_context("Time to first token, p50")
     assert half["2048"] > half["16"], "a long prompt takes longer"
+
+
+def test_deployments_can_be_compared_by_context_length(observed: Observed) -> None:
+    """The 95th percentile exists for each deployment and bucket that had load, and no other."""
+    sent = observed.measured.num_sent
+    assert {model for model, _ in sent} == set(MODELS)
+
+    def by_model(expression: str) -> dict[tuple[str, str], float]:
+        found = observed.prometheus.now(expression)
+        return {(each["model_name"], each["context_bucket"]): value for each, value in found}
+
+    assert by_model("ropewalk_time_to_first_token_seconds_count") == sent
+    (panel,) = (each for each in QUERIES if each.panel == "Time to first token by model, p95")
+    found = by_model(panel.substituted())
+    assert found.keys() == sent.keys()
+    for model in MODELS:
+        assert found[model, "16"] < found[model, "2048"], "a long prompt takes longer"
+    page = (DOCKER.parent / "docs" / "metrics.md").read_text()
+    documented = re.search(r"histogram_quantile\(0.95, sum by \(context_bucket, model_name.*", page)
+    assert documented is not None
+    assert by_model(documented[0]).keys() == sent.keys()
+
+
+def test_the_memory_of_the_process_is_scraped(observed: Observed) -> None:
+    """A dashboard of any Prometheus client finds it under this name."""
+    ((labels, value),) = observed.prometheus.now('process_resident_memory_bytes{job="ropewalk"}')
+    assert labels["instance"] == observed.server.url.removeprefix("http://")
+    assert value > 100 * 2**20
 
 
 def test_refusals_are_seen(observed: Observed) -> None:

@@ -44,7 +44,7 @@ class Watched:
     urls: list[str] = field(default_factory=list)
 
     def open(self, url: str) -> Page:
-        """Open an address, and wait for the served names."""
+        """Open an address, and wait until a prompt can be sent."""
         self.page.goto(url)
         expect(self.page.locator("#server-state")).to_have_text("ready", timeout=60_000)
         return self.page
@@ -70,7 +70,6 @@ def opened(browser: Browser, server: Server) -> Iterator[Watched]:
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     found = watched(context.new_page())
     found.open(f"{server.url}/playground/")
-    expect(found.page.locator("#model option")).not_to_have_count(0)
     yield found
     context.close()
     assert found.complaints == []

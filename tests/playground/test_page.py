@@ -149,10 +149,14 @@ def test_a_key_is_asked_for_and_never_kept(browser: Browser, locked: Server) -> 
     """After a 401 the typed key works. No storage, cookie or address holds it."""
     context = browser.new_context()
     found = watched(context.new_page())
-    page = found.open(f"{locked.url}/playground/")
+    page = found.page
+    page.goto(f"{locked.url}/playground/")
     expect(page.locator("#key-dialog")).to_be_visible()
+    expect(page.locator("#server-state")).to_have_text("needs a key")
+    expect(page.locator("#send")).to_be_disabled()
     page.fill("#key", "sesame")
     page.keyboard.press("Enter")
+    expect(page.locator("#server-state")).to_have_text("ready")
     expect(page.locator("#model option")).to_have_count(1)
     page.fill("#prompt", PROMPT)
     page.fill("#max-tokens", "2")

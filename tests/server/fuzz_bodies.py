@@ -14,13 +14,14 @@ from pydantic import BaseModel
 
 from server.api.chat_schema import ChatRequest, Message, TextPart
 from server.api.completion_schema import CompletionRequest
-from server.api.generation_schema import RopeField, StreamOptions
+from server.api.fields.rope_schema import RopeField
+from server.api.fields.structured_schema import ResponseFormat, StructuredOutputs
+from server.api.generation_schema import StreamOptions
 from server.api.messages.block_schema import ToolResultBlock
 from server.api.messages.message_schema import CountTokensRequest, MessagesRequest, OutputConfig
 from server.api.model_schema import DetokenizeRequest, TokenizeRequest
 from server.api.responses.item_schema import MessageItem
 from server.api.responses.response_schema import ReasoningConfig, ResponsesRequest, TextFormat
-from server.api.structured_schema import ResponseFormat, StructuredOutputs
 from server.api.tools.tool_schema import CallField, FunctionField, ToolChoice, ToolField
 
 # path -> (model, a body that is answered at once)

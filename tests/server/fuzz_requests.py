@@ -108,7 +108,7 @@ def _lengths(rng: Random) -> Case:
             *("", "1e1", "32, 32", "32, 33", "\xb2", "032", "9" * 5000),
         ]
     )
-    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {length}\r\nConnection: close\r\n\r\n"
     return Case("length", head.encode("latin-1") + _GOOD, may_be_silent=True)
 
@@ -135,7 +135,7 @@ def _chunked(rng: Random) -> Case:
         + ["gzip, chunked", "chunked, chunked", "identity", "x", "CHUNKED", "\x0bchunked"]
     )
     both = rng.choice(["", "Content-Length: 3\r\n"])
-    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"{both}Transfer-Encoding: {encoding}\r\nConnection: close\r\n\r\n"
     return Case("chunked", head.encode("latin-1") + chunks, may_be_silent=True)
 
@@ -156,9 +156,9 @@ def _lines(rng: Random) -> Case:
                 b"GET /health\r\n\r\n",
                 b"GET  /health  HTTP/1.1\r\n\r\n",
             ),
-            *(b"GET /health HTTP/9.9\r\nHost: a\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n"),
+            *(b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n"),
             *(
-                b"GET /health HTTP/1.1\nHost: a\nConnection: close\n\n",
+                b"GET /health HTTP/1.1\nHost: localhost\nConnection: close\n\n",
                 b"\r\n" * 5000,
                 b"\x00" * 300,
             ),
@@ -168,7 +168,7 @@ def _lines(rng: Random) -> Case:
                 b"\n",
             ),
             *(
-                b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\n\r\n",
+                b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
                 b"G" * 100_000,
                 b"GET " + b"/" * 100_000,
             ),

@@ -94,7 +94,11 @@ def test_config_check_needs_neither_torch_nor_transformers(tmp_path: Path) -> No
     first, _ = run("config", "check", str(file))
     output, last = run("config", "check", str(file))
     assert last == "code 0 imported []"
-    assert output.splitlines()[:-2] == first.splitlines()[:-2]
+    printed, before = (
+        [line for line in each.splitlines() if "free now" not in line] for each in (output, first)
+    )
+    assert len(printed) == len(output.splitlines()) - 1
+    assert printed[:-2] == before[:-2]
 
 
 def test_config_check_of_a_gguf_file_needs_neither(tmp_path: Path) -> None:
@@ -108,6 +112,21 @@ def test_config_check_of_a_gguf_file_needs_neither(tmp_path: Path) -> None:
     output, last = run("config", "check", str(file))
     assert "scaling        llama3" in output
     assert last == "code 0 imported []"
+
+
+@pytest.mark.parametrize("size", ["kv_cache_gib: 1000000", "kv_cache_tokens: 1000000000000"])
+def test_serve_refuses_a_cache_beyond_the_memory_at_once(tmp_path: Path, size: str) -> None:
+    """The words are those of `config check`, and torch would take seconds."""
+    file = tmp_path / "ropewalk.yaml"
+    file.write_text(f"{size}\ndevice: cpu\n")
+    checked, _ = run("config", "check", str(file))
+    served, last = run("serve", "--port", "0", "--config", str(file))
+    assert last == "code 2 imported []"
+    name = size.partition(":")[0]
+    (sentence,) = (line for line in served.splitlines() if line.startswith("ropewalk: "))
+    assert sentence.startswith(f"ropewalk: {name}: weights and KV cache need ")
+    assert "this machine has " in sentence
+    assert sentence in checked.splitlines()
 
 
 def test_inspect_needs_no_transformers() -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.metrics import MetricFactory
 from server.settings.fields import MAX_CONTEXT_BUCKETS
 from server.startup.serving_plan import default_context_buckets
-from tests.processes import Server, running_server
+from tests.processes import Server, running_server, without_replicas
 
 BOUNDS = [16, 32, 64, 128, 256, 512, 1024, 2048]
 # (prompt tokens, tokens to generate)
@@ -41,8 +42,8 @@ def samples(server: Server) -> dict[tuple[str, tuple[tuple[str, str], ...]], flo
 
 
 def value(server: Server, name: str, **labels: str) -> float:
-    """One sample."""
-    return samples(server)["ropewalk_" + name, tuple(sorted(labels.items()))]
+    """One sample; 0 if there is no such series yet."""
+    return samples(server).get(("ropewalk_" + name, tuple(sorted(labels.items()))), 0.0)
 
 
 def bucket(context_len: int) -> str:
@@ -74,9 +75,9 @@ def test_histograms_count_what_was_sent(fresh: Server) -> None:
         for generated in range(2, max_tokens + 1):
             expect("inter_token_latency_seconds", num_prompt + generated)
     counted = {
-        (name, dict(labels)["context_bucket"]): int(after[name, labels] - before[name, labels])
-        for name, labels in after
-        if name.endswith("_count") and "context_bucket" in dict(labels)
+        (name, dict(labels)["context_bucket"]): int(count - before.get((name, labels), 0))
+        for (name, labels), count in after.items()
+        if name.endswith("_count") and ("model_name", "ropewalk-demo") in labels
     }
     assert {key: count for key, count in counted.items() if count} == expected
     assert sum(count for (name, _), count in counted.items() if "first_token" in name) == len(SENT)
@@ -86,7 +87,7 @@ def test_histograms_count_what_was_sent(fresh: Server) -> None:
 
 def test_requests_are_counted_by_what_was_applied(fresh: Server) -> None:
     """The labels are the deployment, the method, the factor and the finish reason."""
-    labels = {"deployment": "ropewalk-demo", "finish_reason": "length"}
+    labels = {"model_name": "ropewalk-demo", "finish_reason": "length"}
     before = samples(fresh)
     bodies = [
         ({"prompt": [7] * 20}, "default", "1"),
@@ -104,7 +105,7 @@ def test_requests_are_counted_by_what_was_applied(fresh: Server) -> None:
     for rope_type, factor, count in (("default", "1", 2), ("yarn", "2", 1), ("linear", "4", 1)):
         key = tuple(sorted({**labels, "rope_type": rope_type, "factor": factor}.items()))
         name = "ropewalk_requests_total"
-        assert after[name, key] - before[name, key] == count
+        assert after[name, key] - before.get((name, key), 0) == count
     tokens = "ropewalk_prompt_tokens_total", ()
     assert after[tokens] - before[tokens] == 2340
     tokens = "ropewalk_generated_tokens_total", ()
@@ -124,9 +125,9 @@ def test_cached_tokens_and_rescales_are_counted(fresh: Server) -> None:
     assert after[cached] - before[cached] == 192
     hits = "ropewalk_prefix_cache_hits_total", ()
     assert after[hits] - before[hits] == 1
-    labels = (("deployment", "ropewalk-demo"), ("policy", "grow"))
+    labels = (("model_name", "ropewalk-demo"), ("policy", "grow"))
     rescales = "ropewalk_rope_rescales_total", labels
-    assert after[rescales] - before[rescales] == 2
+    assert after[rescales] - before.get(rescales, 0) == 2
     assert ("ropewalk_preemptions_total", ()) in after
 
 
@@ -180,6 +181,23 @@ def test_http_requests_are_counted_by_route_template_and_status(fresh: Server) -
     assert value(fresh, "http_request_duration_seconds_count", route="/health") > 0
 
 
+@without_replicas
+def test_the_process_is_measured(fresh: Server) -> None:
+    """The names are those of every Prometheus client; the values are compared with /proc."""
+    found = samples(fresh)
+    resident = found["process_resident_memory_bytes", ()]
+    (line,) = (
+        line
+        for line in Path(f"/proc/{fresh.pid}/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    )
+    assert resident == pytest.approx(int(line.split()[1]) * 1024, rel=0.1)
+    assert found["process_cpu_seconds_total", ()] > 1
+    assert found["process_open_fds", ()] == pytest.approx(
+        len(list(Path(f"/proc/{fresh.pid}/fd").iterdir())), abs=5
+    )
+
+
 def test_steps_are_timed_by_part(fresh: Server) -> None:
     """A request alone takes at most one step per token, and every part takes some time."""
     parts = ("schedule", "build", "forward", "sample", "detokenize", "deliver")
@@ -204,16 +222,16 @@ def test_steps_are_timed_by_part(fresh: Server) -> None:
 
 def test_the_build_and_the_size_of_the_cache_are_told(fresh: Server) -> None:
     """The build and the size of the cache are gauges."""
-    from importlib.metadata import version
-
-    assert value(fresh, "build_info", version=version("ropewalk")) == 1
+    told = httpx.get(f"{fresh.url}/version").json()
+    build = {"version": told["version"], "commit": told["commit"] or "unknown"}
+    assert value(fresh, "build_info", **build) == 1
     assert value(fresh, "kv_cache_tokens") == 65536
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_closed_connection_frees_its_pages(fresh: Server, stream: bool) -> None:  # noqa: FBT001
     """A closed connection frees its pages, whether the answer is streamed or not."""
-    labels = {"deployment": "ropewalk-demo", "rope_type": "yarn", "factor": "8"}
+    labels = {"model_name": "ropewalk-demo", "rope_type": "yarn", "factor": "8"}
     body = {
         "prompt": [7] * 300,
         "max_tokens": 1700,
@@ -271,19 +289,19 @@ def test_default_buckets_have_fractions_and_multiples_of_the_trained_length(
 
 
 def test_times_by_context_are_rendered_as_the_client_librarys_own() -> None:
-    """Bounds are inclusive, and series without observations are there."""
+    """Bounds are inclusive, and there is no series without observations."""
     bounds, contexts = (0.001, 0.5, 2.5, 80), [16, 64]
     factory, registry = MetricFactory(), CollectorRegistry()
     ours = factory.by_context("time_seconds", "Text.", bounds, contexts)
     theirs = Histogram(
-        "time_seconds", "Text.", ["context_bucket"], buckets=bounds, registry=registry
+        "time_seconds", "Text.", ["model_name", "context_bucket"], buckets=bounds, registry=registry
     )
-    for label in ("16", "64", "+Inf"):
-        theirs.labels(label)
     assert generate_latest(factory.registry) == generate_latest(registry)
     observed = [(16, 0.5), (17, 0.0001), (17, 0.001), (64, 3.0), (1000, 80.0), (1000, 81.0)]
     for context_len, seconds in observed:
-        ours.observe(context_len, seconds)
         label = "16" if context_len <= 16 else "64" if context_len <= 64 else "+Inf"
-        theirs.labels(label).observe(seconds)
-    assert generate_latest(factory.registry) == generate_latest(registry)
+        for model_name, taken in (("a", seconds), ("b", 2 * seconds)):
+            ours.observe(model_name, context_len, taken)
+            theirs.labels(model_name, label).observe(taken)
+    lines = [sorted(generate_latest(each).splitlines()) for each in (factory.registry, registry)]
+    assert lines[0] == lines[1]

@@ -35,7 +35,7 @@ _LIMITS = {
     "send_timeout_seconds": 1.5,
     "max_unread_tokens": 32,
 }
-_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: aaaaaaaaaaaaaaaaaaaaaaaaa"
 _BODY = request(b'{"prompt": "a"' + b" " * 200 + b"}")
 _STREAM = request(
     b'{"prompt": "a", "max_tokens": 150, "ignore_eos": true, "stream": true, "logprobs": 20}'
@@ -168,7 +168,9 @@ def test_more_idle_connections_than_allowed_delay_no_requests(patient: Server) -
     with opened(patient, most + 100) as socks:
         for sock in socks[: most // 2]:
             with suppress(OSError):  # one that was closed to make room
-                sock.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")  # and then kept open
+                sock.sendall(
+                    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+                )  # and then kept open
         others_are_served(patient, idle_s, 2)
         if has("max_connections"):
             assert num_descriptors(patient.pid) <= descriptors + most + 5

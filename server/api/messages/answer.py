@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from model_runtime.errors import EngineStoppedError
+from model_runtime.errors import RequestError, RopewalkError
 from model_runtime.request import FinishReason, Output
 from server.api.messages.message_schema import (
     MessageBody,
@@ -62,9 +62,10 @@ class MessageAnswer(PartAnswer[MessagesRequest]):
         end = _event("message_delta", delta=delta, usage=message["usage"], rope=message["rope"])
         return end + _event("message_stop")
 
-    def error_events(self, error: EngineStoppedError) -> bytes:
+    def error_events(self, error: RopewalkError) -> bytes:
         """Return the event of an answer that failed."""
-        return _event("error", error={"type": "api_error", "message": str(error)})
+        kind = "invalid_request_error" if isinstance(error, RequestError) else "api_error"
+        return _event("error", error={"type": kind, "message": str(error)})
 
     def _message(self, output: Output | None) -> dict[str, Any]:
         """Build the object; `output`: the last one, at the end."""

@@ -12,6 +12,7 @@ _PATH = "/v1/messages"
 # status -> Anthropic's type of an error
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

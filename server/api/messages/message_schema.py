@@ -7,7 +7,8 @@ from pydantic import Discriminator, Field, Tag
 
 from model_runtime.tools.tool_format import Tool
 from server.api.chat_schema import TemplateVariables
-from server.api.generation_schema import INT64, RopeAnswer, RopeField, StopString
+from server.api.fields.rope_schema import INT64, RopeAnswer, RopeField
+from server.api.generation_schema import StopString
 from server.api.messages.block_schema import (
     Hint,
     Message,

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from fastapi import APIRouter, Request, Response
 
+from server.api.fields.structured_schema import AskedAnswer
 from server.api.generation_response import respond
 from server.api.json_body import JsonBodyRoute
 from server.api.messages.answer import MessageAnswer
@@ -34,6 +35,7 @@ _MODES: Mapping[str, ChoiceMode] = {"none": "none", "auto": "auto", "any": "requ
 class _Request(TurnRequest):
     id_prefix: ClassVar[str] = "msg"
     prompt_field: ClassVar[str] = "messages"
+    schema_field: ClassVar[str] = "output_config.format"
 
 
 def messages_router(service: Service) -> APIRouter:
@@ -90,7 +92,7 @@ def _turn(service: Service, body: CountTokensRequest) -> ChatTurn:
         tools=[tool.tool() for tool in body.functions],
         choice=_choice(choice),
         is_parallel=choice is None or not choice.disable_parallel_tool_use,
-        answer_schema=body.schema_asked,
+        answer=AskedAnswer.of_schema(body.schema_asked),
     )
 
 

@@ -3,7 +3,7 @@
 import time
 from typing import Any, ClassVar, Literal
 
-from model_runtime.errors import EngineStoppedError
+from model_runtime.errors import RequestError, RopewalkError
 from model_runtime.request import FinishReason, Output
 from server.api.responses.response_schema import (
     InputTokensDetails,
@@ -76,10 +76,11 @@ class ResponseAnswer(PartAnswer[ResponsesRequest]):
         status = _status(output)
         return self._event(f"response.{status}", response=self._response(status, output))
 
-    def error_events(self, error: EngineStoppedError) -> bytes:
+    def error_events(self, error: RopewalkError) -> bytes:
         """Return the event of an answer that failed."""
         response = self._response("failed")
-        response["error"] = {"code": "server_error", "message": str(error)}
+        code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
+        response["error"] = {"code": code, "message": str(error)}
         return self._event("response.failed", response=response)
 
     def _event(self, kind: str, **fields: Any) -> bytes:

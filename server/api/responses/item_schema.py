@@ -47,7 +47,7 @@ Content = str | Annotated[list[ContentPart], Field(fail_fast=True), FirstMistake
 class MessageItem(Body):
     """A message."""
 
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
     id: Id | None = None
@@ -110,7 +110,7 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"]
     id: Id | None = None
-    summary: list[SummaryText] = Field(default_factory=list)
+    summary: list[SummaryText] | None = None
     content: list[ReasoningText] | None = None
     encrypted_content: str | None = None  # of another server; it cannot be read here
     status: Status | None = None
@@ -118,7 +118,7 @@ class ReasoningItem(Body):
     @property
     def text(self) -> str:
         """Return the content, or the summary if there is none."""
-        return "\n".join(part.text for part in self.content or self.summary)
+        return "\n".join(part.text for part in self.content or self.summary or ())
 
 
 _TAGS = {
@@ -131,7 +131,7 @@ _TAGS = {
 
 def _kind_of_item(value: Any) -> str | None:
     if isinstance(value, dict):
-        kind = value.get("type", "message")
+        kind = value.get("type") or "message"
         return _TAGS.get(kind) if isinstance(kind, str) else None
     return _TAGS.get(getattr(value, "type", ""), "a-message")
 

@@ -8,14 +8,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from model_runtime.text.grammar import ANY_OBJECT
 from model_runtime.tools.tool_format import Tool
 from server.api.chat_schema import ReasoningEffort, TemplateVariables
-from server.api.generation_schema import (
-    INT64,
-    MetadataKey,
-    MetadataValue,
-    PromptCacheOptions,
-    RopeAnswer,
-    RopeField,
-)
+from server.api.fields.rope_schema import INT64, RopeAnswer, RopeField
+from server.api.generation_schema import MetadataKey, MetadataValue, PromptCacheOptions
 from server.api.responses.item_schema import Input, problems_of_results
 from server.api.strict_body import Body, FirstMistakes, few, is_none, other_kind
 from server.api.tools.call_choice import ChoiceMode

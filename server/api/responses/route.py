@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from fastapi import APIRouter, Request, Response
 
+from server.api.fields.structured_schema import AskedAnswer
 from server.api.generation_response import respond
 from server.api.json_body import JsonBodyRoute
 from server.api.responses.answer import ResponseAnswer
@@ -26,6 +27,7 @@ _NAMES = {
 class _Request(TurnRequest):
     id_prefix: ClassVar[str] = "resp"
     prompt_field: ClassVar[str] = "input"
+    schema_field: ClassVar[str] = "text.format"
 
 
 def responses_router(service: Service) -> APIRouter:
@@ -66,7 +68,7 @@ def _turn(service: Service, body: ResponsesRequest) -> ChatTurn:
         tools=[tool.tool() for tool in body.functions],
         choice=_choice(body.tool_choice),
         is_parallel=body.parallel_tool_calls is not False,
-        answer_schema=body.schema_asked,
+        answer=AskedAnswer.of_schema(body.schema_asked),
     )
 
 

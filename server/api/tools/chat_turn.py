@@ -6,7 +6,7 @@ choice with a ChoiceReader (`choice_reader.py`). Neither knows a body or an answ
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,11 @@ from model_runtime.tools.argument_schema import arguments_schema
 from model_runtime.tools.call_grammar import AnswerGrammar, Mode, Thinking
 from model_runtime.tools.instructions import with_instructions
 from model_runtime.tools.tool_format import GENERIC, ReasoningFormat, Tool, special_ids
+from server.api.fields.structured_schema import AskedAnswer
 from server.api.service import Service
 from server.api.tools.call_choice import CallChoice
+
+_SWITCHES = ("enable_thinking", "thinking")  # of reasoning, in chat templates
 
 
 class ToolSchemaError(RequestError):
@@ -42,7 +45,7 @@ class ChatTurn:
     tools: Sequence[Tool] = ()
     choice: CallChoice = field(default_factory=CallChoice)
     is_parallel: bool = True  # several calls in one answer
-    answer_schema: Mapping[str, Any] | None = None  # of an answer that is no call
+    answer: AskedAnswer | None = None  # of an answer that is no call; None: any text
     whitespace: str | None = None  # pattern for JSON; None: the server's own
 
     @property
@@ -134,10 +137,13 @@ async def render(service: Service, turn: ChatTurn) -> str:
     )
 
 
-def check_variables(service: Service, variables: Iterable[str]) -> None:
+def check_variables(service: Service, variables: Mapping[str, Any]) -> None:
     """Check that the operator allows each variable and that the template reads it."""
     allowed = service.settings.allowed_chat_template_kwargs
-    for name in variables:
+    for name, value in variables.items():
+        asks_nothing = value is None or (value is False and name in _SWITCHES)
+        if asks_nothing and name not in service.chat_template.variables:
+            continue  # clients turn reasoning off for models that have none
         if name not in allowed:
             raise RequestError(
                 f"`chat_template_kwargs` may hold {', '.join(sorted(allowed)) or 'nothing'}. "
@@ -183,8 +189,7 @@ def _effort_variables(service: Service, effort: str | None) -> dict[str, Any]:
     read = service.chat_template.variables
     found: dict[str, Any] = {"reasoning_effort": effort}
     if "reasoning_effort" not in read:
-        switches = ("enable_thinking", "thinking")
-        found = {name: effort != "none" for name in switches if name in read}
+        found = {name: effort != "none" for name in _SWITCHES if name in read}
     allowed = service.settings.allowed_chat_template_kwargs
     if found and not found.keys() & set(allowed):
         raise RequestError(
@@ -211,16 +216,20 @@ async def _grammar(
     """Compile the grammar of an answer; None if it may be any text. Raises RequestError."""
     tools = turn.callable_tools
     formats, compiler = service.chat_formats, service.grammars
-    answer_schema = None
-    if turn.answer_schema is not None:
-        answer_schema = await asyncio.to_thread(compiler.text_of, turn.answer_schema)
+    answer = turn.answer
     if not tools:
-        if answer_schema is None:
+        if answer is None:
             return None
         if not splits or thinking is Thinking.NO:
-            return await service.grammar(turn.answer_schema, turn.whitespace)
+            return await service.grammar(answer, turn.whitespace)
     elif _is_free(turn, tools):
         return None
+    answer_schema = answer_rule = None
+    if answer is not None and answer.rule is not None:
+        answer_rule = compiler.checked_size(answer.rule, answer.field)
+    elif answer is not None:
+        schema = answer.schema or {}
+        answer_schema = await asyncio.to_thread(compiler.text_of, schema, answer.field)
     asked = AnswerGrammar(
         mode=_mode(turn, has_tools=bool(tools)),
         whitespace=compiler.whitespace_of(turn.whitespace),
@@ -228,6 +237,7 @@ async def _grammar(
         tools=tools,
         is_parallel=turn.is_parallel and not turn.choice.is_named,
         answer_schema=answer_schema,
+        answer_rule=answer_rule,
         reasoning=formats.reasoning,
         thinking=thinking,
     )
@@ -243,7 +253,7 @@ async def _grammar(
 
 def _is_free(turn: ChatTurn, tools: Sequence[Tool]) -> bool:
     """Return whether an answer with tools may be any text."""
-    is_auto = turn.choice.mode == "auto" and turn.answer_schema is None
+    is_auto = turn.choice.mode == "auto" and turn.answer is None
     return is_auto and turn.is_parallel and not any(tool.is_strict for tool in tools)
 
 
@@ -252,7 +262,7 @@ def _mode(turn: ChatTurn, *, has_tools: bool) -> Mode:
         return Mode.JSON
     if turn.choice.mode == "required":
         return Mode.CALLS
-    return Mode.TEXT_AND_CALLS if turn.answer_schema is None else Mode.CALLS_OR_JSON
+    return Mode.TEXT_AND_CALLS if turn.answer is None else Mode.CALLS_OR_JSON
 
 
 def _check_tools(service: Service, tools: Sequence[Tool]) -> None:

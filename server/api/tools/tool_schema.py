@@ -164,7 +164,7 @@ class CallField(Body):
     """A call of an assistant's message."""
 
     id: str = Field(min_length=1, max_length=256)
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: CalledFunction
     index: int | None = Field(None, ge=0)  # some clients send back the pieces of a stream
 

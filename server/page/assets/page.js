@@ -7,6 +7,7 @@ import { drawContext } from "./context_bar.js";
 import { byId, grouped, make, settled } from "./dom.js";
 import { chosenRope, isChat, messagesWith, mistypedNumber, requestFor } from "./requests.js";
 import { asCurl, asJson, asPython } from "./snippets.js";
+import { followScheme } from "./theme.js";
 
 const POLL_MS = 2000;
 const MOST_TURNS = 100; // of a conversation that the page keeps and shows
@@ -14,9 +15,11 @@ const MOST_TURNS = 100; // of a conversation that the page keeps and shows
 let models = [];
 let conversation = [];
 let expected = null; // the needle's value, while its prompt is unchanged
-let lastText = ""; // the prompt of the last request
+let lastText = null; // the prompt of the last request
 let numPrompt = null; // tokens of the current prompt, by the server's tokenizer
 let running = null; // the AbortController of the request in flight
+let isFilling = false; // while the needle's prompt is on its way
+let isPolling = false;
 
 const [first, second] = ["answer-a", "answer-b"].map(
   (id) => new Answer(byId(id), (before, alternative) => continueFrom(before + alternative)),
@@ -38,34 +41,42 @@ function fail(error) {
   }
 }
 
-/** Waits until the model is loaded, then fills the controls. */
-async function start() {
+/** Waits until the model is loaded, then fills the controls. Only then can a prompt be sent. */
+async function connect() {
   for (;;) {
     try {
       await getJson("ready");
+      models = (await getJson("v1/models")).data;
       break;
     } catch (error) {
       const { phase, bytes_done: done, bytes_total: total } = error.error ?? {};
       const share = total ? `, ${Math.floor((100 * done) / total)} %` : "";
       byId("server-state").textContent = phase ? `loading: ${phase}${share}` : error.message;
+      if (error.status === 401) {
+        byId("server-state").textContent = "needs a key";
+        fail(error);
+        return; // until a key is typed
+      }
       await new Promise((resolve) => setTimeout(resolve, 1000));
     }
-  }
-  byId("server-state").textContent = "ready";
-  await loadModels();
-  poll();
-}
-
-async function loadModels() {
-  try {
-    models = (await getJson("v1/models")).data;
-  } catch (error) {
-    fail(error);
-    return;
   }
   byId("alert").textContent = "";
   byId("model").replaceChildren(...models.map((each) => make("option", {}, each.id)));
   fillForModel();
+  enable();
+  byId("server-state").textContent = "ready";
+  if (!isPolling) {
+    isPolling = true;
+    poll();
+  }
+}
+
+/** Lets those buttons be pressed whose work can be done now. */
+function enable() {
+  const isFree = models.length > 0 && running === null && !isFilling;
+  byId("send").disabled = byId("needle").disabled = !isFree;
+  byId("again").disabled = byId("continue").disabled = !isFree || lastText === null;
+  byId("stop-button").disabled = running === null;
 }
 
 /** Fills the choices that depend on the model. */
@@ -126,7 +137,7 @@ function showCode() {
 
 /** Sends the prompt, to both settings if they are compared. */
 async function send(text = byId("prompt").value) {
-  if (running !== null || !models.length) {
+  if (running !== null || isFilling || !models.length) {
     return;
   }
   const mistake = mistypedNumber() || (isChat() && !text.trim() ? "The message is empty." : "");
@@ -136,11 +147,10 @@ async function send(text = byId("prompt").value) {
   }
   running = new AbortController();
   byId("difference").textContent = "";
-  byId("send").disabled = true;
-  byId("stop-button").disabled = false;
   const isCompared = byId("compare").checked;
   byId("answer-b").hidden = !isCompared;
   lastText = text;
+  enable();
   if (isChat()) {
     addTurn({ role: "user", content: text });
   }
@@ -164,9 +174,7 @@ async function send(text = byId("prompt").value) {
     }),
   );
   running = null;
-  byId("send").disabled = false;
-  byId("stop-button").disabled = true;
-  byId("again").disabled = byId("continue").disabled = false;
+  enable();
   const failed = ended.find((each) => each.status === "rejected");
   for (const [answer] of runs) {
     if (answer.usage) {
@@ -244,6 +252,9 @@ async function fillNeedle() {
     seed: Math.floor(Math.random() * 1e6),
     model: model().id,
   });
+  isFilling = true;
+  enable();
+  status("filling in");
   try {
     const needle = await getJson(`playground/needle?${query}`);
     byId("mode-complete").checked = true;
@@ -257,6 +268,8 @@ async function fillNeedle() {
   } catch (error) {
     fail(error);
   }
+  isFilling = false;
+  enable();
 }
 
 function switchMode() {
@@ -282,14 +295,6 @@ async function poll() {
   setTimeout(poll, POLL_MS);
 }
 
-function setTheme() {
-  const root = document.documentElement;
-  const isDark = !(root.classList.contains("dark") || (!root.classList.contains("light") && matchMedia("(prefers-color-scheme: dark)").matches));
-  root.classList.toggle("dark", isDark);
-  root.classList.toggle("light", !isDark);
-  byId("theme").setAttribute("aria-pressed", isDark);
-}
-
 const onClick = {
   send: () => send(),
   "stop-button": () => running?.abort(),
@@ -297,7 +302,6 @@ const onClick = {
   continue: () => continueFrom(first.text),
   clear,
   needle: fillNeedle,
-  theme: setTheme,
   "key-button": () => byId("key-dialog").showModal(),
   "help-button": () => byId("help").showModal(),
   copy: () => navigator.clipboard?.writeText(byId("code").textContent),
@@ -308,7 +312,7 @@ for (const [id, work] of Object.entries(onClick)) {
 byId("key-form").addEventListener("submit", () => {
   setKey(byId("key").value);
   byId("key").value = "";
-  loadModels();
+  connect();
 });
 byId("model").addEventListener("change", fillForModel);
 byId("prompt").addEventListener("input", () => {
@@ -337,5 +341,5 @@ document.addEventListener("keydown", (event) => {
     clear();
   }
 });
-byId("theme").setAttribute("aria-pressed", matchMedia("(prefers-color-scheme: dark)").matches);
-start();
+followScheme();
+connect();

@@ -221,7 +221,7 @@ def test_a_fault_of_a_matcher_ends_its_answer_only(
     expected = answer(engines.over(embedded), *neighbours)
     engine = engines.over(embedded)
     ill, *well = answer(engine, held_to(broken, embedded), *neighbours)
-    assert ill.finish_reason is FinishReason.ERROR
+    assert ill.finish_reason is FinishReason.REFUSED
     assert well == expected
     assert engine.is_running
 

@@ -75,7 +75,7 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
         ),
         ('{"prompt": "a", "min_tokens": 17}', "min_tokens", "must be <= `max_tokens`"),
         ('{"prompt": "a", "min_p": 1.5}', "min_p", "must be at most 1. Given: 1.5"),
-        ('{"prompt": "a", "guided_json": {}}', "guided_json", "is not a field of this body"),
+        ('{"prompt": "a", "guided_grammar": "x"}', "guided_grammar", "is not a field of this body"),
         ('{"prompt": []}', "prompt", "at least 1"),
         ('{"prompt": [1, -2]}', "prompt", "must be at least 0. Given: -2"),
         ('{"prompt": [1, 2048]}', "prompt", "must be < 2048. Given: 2048"),

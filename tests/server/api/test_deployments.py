@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from model_runtime.loading.model_config import EMBEDDED_MODEL
-from tests.processes import REPLICAS, Server, running_server
+from tests.processes import REPLICAS, Server, run_here, running_server
 
 FILE = """
 deployments:
@@ -160,12 +160,42 @@ def reference(model: Any, prompt: list[int]) -> list[float]:
     return found
 
 
-def test_requests_are_counted_by_deployment(two: Server) -> None:
-    """The metrics have the deployment as a label."""
-    post(two, "demo-static-8x", prompt="a", max_tokens=1)
-    page = httpx.get(f"{two.url}/metrics").text
-    assert 'deployment="demo-static-8x",factor="8",finish_reason="length"' in page
-    assert 'deployment="demo",factor="1",finish_reason="length"' in page
+def test_requests_and_their_times_are_counted_by_deployment(two: Server) -> None:
+    """Only series with requests exist. /stats has the same counts for a page or a terminal."""
+    bodies = {"demo": [7] * 100, "demo-static-8x": [7] * 900}
+    for model, prompt in bodies.items():
+        post(two, model, prompt=prompt, max_tokens=2)
+    page = list(text_string_to_metric_families(httpx.get(f"{two.url}/metrics").text))
+    samples = [sample for family in page for sample in family.samples]
+    ended = {
+        (each.labels["model_name"], each.labels["rope_type"], each.labels["factor"])
+        for each in samples
+        if each.name == "ropewalk_requests_total" and each.labels["finish_reason"] == "length"
+    }
+    assert {("demo", "default", "1"), ("demo-static-8x", "yarn", "8")} <= ended
+    assert ("demo-static-8x", "default", "1") not in ended
+    for name in (
+        *("time_to_first_token", "request_queue", "request_prefill"),
+        *("inter_token_latency", "e2e_request_latency"),
+    ):
+        counted = {
+            (each.labels["model_name"], each.labels["context_bucket"]): each.value
+            for each in samples
+            if each.name == f"ropewalk_{name}_seconds_count"
+        }
+        assert counted.keys() >= {("demo", "128"), ("demo-static-8x", "1024")}
+        assert all(counted.values()), "a series without an observation"
+    stats = httpx.get(f"{two.url}/stats").json()
+    told = stats["time_to_first_token_seconds"]
+    firsts = {
+        name: [each[-1] for each in model["counts"]] for name, model in told["models"].items()
+    }
+    assert firsts.keys() == bodies.keys()
+    assert [sum(each) for each in zip(*firsts.values(), strict=True)] == [
+        each[-1] for each in told["counts"]
+    ]
+    table = run_here("top", two.url, "--once").stdout.splitlines()
+    assert set(bodies) <= {line.strip() for line in table}, "each deployment has rows of its own"
 
 
 def test_an_unknown_name_is_told_which_are_served(two: Server) -> None:

@@ -90,7 +90,7 @@ def test_models_and_metrics_name_the_method(placed: Server) -> None:
     assert about["allowed_positions"] == ["native", "rerope"]
     assert "allowed_positions" in httpx.get(f"{placed.url}/v1/models/yarn").json()["ropewalk"]
     metrics = httpx.get(f"{placed.url}/metrics").text
-    assert 'deployment="rerope",factor="4"' in metrics
+    assert 'factor="4",finish_reason="length",model_name="rerope"' in metrics
     assert 'rope_type="default+rerope"' in metrics
     assert "positions      rerope, window 64" in placed.banner
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from model_runtime.engine.machine_memory import MachineMemory
 from server.doctor.command import findings
 from server.doctor.finding import Finding, checked
 from server.doctor.machine import check_hub_cache, check_kernel_cache, check_memory, check_processor
@@ -200,8 +201,10 @@ def test_little_memory_and_disk_are_warnings(
     assert found.text.endswith("free, HF_HUB_OFFLINE is set")
     monkeypatch.setattr("server.doctor.machine._LEAST_DISK", 1 << 60)
     assert check_hub_cache().status == "warn"
-    monkeypatch.setattr("model_runtime.engine.cache_size.total_memory", lambda: 1 << 30)
+    memory = MachineMemory(1 << 30, 1 << 29)
+    monkeypatch.setattr("model_runtime.engine.machine_memory.machine_memory", lambda: memory)
     assert check_memory().status == "warn"
+    assert check_memory().text == "1 GiB in total, 512 MiB free"
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert check_hub_cache().text.endswith("not writable")
 

@@ -294,4 +294,4 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_read(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ended = run("no/such/model", "--heads", "all", "--plot", "out.png")
     assert ended.exit_code == 2
-    assert "ropewalk: --plot needs matplotlib: pip install 'ropewalk[plot]'" in ended.stderr
+    assert "ropewalk: --plot needs matplotlib: pip install 'matplotlib>=3.8'" in ended.stderr

@@ -25,7 +25,6 @@ TIER = Tier(128, 1.0, Profile(Unscaled()))
 REQUEST = Request(
     "r", (1, 2, 3), SamplingParams(), Placement("m", TIER, (), "fixed", None, 128), ""
 )
-DEPLOYMENTS = {"m": [("default", 1.0)]}
 STEPS, USAGE = "ropewalk_steps_total", "ropewalk_kv_cache_usage_ratio"
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -34,7 +33,7 @@ class Replica:
     """The metrics of an engine."""
 
     def __init__(self) -> None:
-        self.metrics = Metrics(MetricFactory(), [64], CONFIG, DEPLOYMENTS, ["queue_full"])
+        self.metrics = Metrics(MetricFactory(), [64], CONFIG, ["queue_full"])
 
     def step(self, number: int = 1, num_used_pages: int = 32) -> None:
         """Make steps, and the first token of a request."""
@@ -108,6 +107,17 @@ def test_a_slow_replica_shows_what_it_had_before() -> None:
     assert of(values(merged), USAGE) == {"0": 0.5}
 
 
+def test_a_late_page_of_a_replica_that_has_gone_counts_once() -> None:
+    """Another scrape was faster, and saw the replica that took its place."""
+    merged, gone, new = MergedPages(), Replica(), Replica()
+    gone.step(5)
+    late = gone.page()
+    merged.update({"a": late}, ["a"])
+    merged.update({"b": new.page()}, ["b"])
+    merged.update({"a": late}, ["b"])
+    assert of(values(merged), STEPS) == {"0": 5}
+
+
 def test_the_number_of_series_is_bounded_by_the_replicas_at_one_time() -> None:
     """A crash a minute must not fill Prometheus."""
     merged = MergedPages()
@@ -137,9 +147,9 @@ def test_no_counter_falls_and_sums_are_right(events: list[tuple[str, int]]) -> N
         pages = {name: each.page() for name, each in replicas.items() if name not in slow}
         merged.update(pages, list(replicas))
         now = values(merged)
-        gauges = ("running", "waiting", "ratio", "kv_cache_tokens")
+        counts = ("_total", "_bucket", "_count", "_sum")
         for key, value in before.items():
-            if not key[0].endswith(gauges):
+            if key[0].endswith(counts):
                 assert now[key] >= value
         before = now
 
@@ -173,7 +183,7 @@ class Fleet:
         self.replicas = replicas
         self.delay_s = 0.0
         self.metrics = FleetMetrics(
-            lambda _, call: call(), MetricFactory(), [64], CONFIG, DEPLOYMENTS, ["queue_full"]
+            lambda _, call: call(), MetricFactory(), [64], CONFIG, ["queue_full"]
         )
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever)
@@ -224,17 +234,27 @@ def test_the_text_page_parses_and_every_series_of_an_engine_names_its_replica(
     page = fleet.page()
     assert total(page["ropewalk_steps"]) == 6
     assert {sample.labels["replica"] for sample in page["ropewalk_steps"].samples} == {"0", "1"}
-    own = page["ropewalk_requests"].samples + page["ropewalk_build_info"].samples
+    own = page["ropewalk_requests_rejected"].samples + page["ropewalk_build_info"].samples
     assert own
     assert not any("replica" in sample.labels for sample in own)
     assert total(page["ropewalk_replicas_ready"], "ropewalk_replicas_ready") == 2
     assert total(page["ropewalk_kv_cache_tokens"], "ropewalk_kv_cache_tokens") == 2048
+    queued = page["ropewalk_request_queue_seconds"].samples
+    assert {sample.labels["model_name"] for sample in queued} == {"m"}
+
+
+def test_the_memory_of_the_api_and_of_every_replica_is_in_one_family(fleet: Fleet) -> None:
+    """The API's own has no label `replica`; a second family of the name would be no valid page."""
+    memory = fleet.page()["process_resident_memory_bytes"].samples
+    assert [sample.labels.get("replica") for sample in memory] == [None, "0", "1"]
+    assert all(sample.value > 2**20 for sample in memory)
 
 
 def test_events_that_clients_see_are_counted_by_the_api_alone(fleet: Fleet) -> None:
     """The replicas count it, too, but each lost request more than once."""
     page = fleet.page()
-    for name in ("ropewalk_requests", "ropewalk_prompt_tokens", "ropewalk_generated_tokens"):
+    assert not page["ropewalk_requests"].samples
+    for name in ("ropewalk_prompt_tokens", "ropewalk_generated_tokens"):
         assert total(page[name]) == 0
     fleet.metrics.started(REQUEST, 2, 0.0)
     fleet.metrics.first_token(REQUEST, 0.5, 0.5)

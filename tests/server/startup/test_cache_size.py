@@ -8,15 +8,17 @@ import pytest
 import torch
 
 from model_runtime.config import EngineConfig
-from model_runtime.engine.cache_size import MemoryProfile, affordable_bytes, total_memory
+from model_runtime.engine import cache_size
+from model_runtime.engine.cache_size import MemoryProfile, affordable_bytes
+from model_runtime.engine.machine_memory import MachineMemory
 from model_runtime.engine.memory_profile import CudaMeter
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.make_deployment import DeploymentOptions, make_deployment
 from rope import Profile
 from server.settings.load import SettingsError, load_settings
-from server.startup import model_facts
+from server.startup import dry_run, model_facts
 from server.startup.banner_lines import describe
-from server.startup.dry_run import outlook_lines, outlook_of
+from server.startup.dry_run import outlook_lines, outlook_of, refuse_ahead
 from server.startup.model_facts import facts_of
 from server.startup.serving_plan import (
     ModelFacts,
@@ -156,13 +158,67 @@ def test_a_plan_has_room_for_every_profile_of_a_request(
     assert (len(own) == len(profiles)) is (allowed == ["yarn"])
 
 
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> MachineMemory:
+    """A machine of 64 GiB, 40 of them free, and 8 of swap."""
+    memory = MachineMemory(64 * GIB, 40 * GIB, 8 * GIB)
+    for module in (cache_size, dry_run, model_facts):
+        monkeypatch.setattr(module, "machine_memory", lambda: memory)
+    return memory
+
+
+@pytest.mark.usefixtures("machine")
 def test_on_a_cpu_nothing_is_run_and_the_share_is_not_read(embedded: Checkpoint) -> None:
-    """The cache gets a quarter of the machine's memory."""
+    """The cache gets a quarter of the memory that is free."""
     on_cpu = replace(embedded, device=torch.device("cpu"))
     for share in ("0.1", "0.9"):
         found = facts_of(on_cpu, load_settings({"gpu_memory_utilization": share}))
         assert found.measure is None
-        assert found.affordable_bytes == total_memory() // 4
+        assert found.affordable_bytes == 10 * GIB
+
+
+@pytest.mark.usefixtures("machine")
+def test_before_a_load_the_weights_are_taken_from_the_free_memory() -> None:
+    """A plan before the load has the size of one after it."""
+    assert affordable_bytes(torch.device("cpu"), 0.9, 12 * GIB) == 7 * GIB
+    assert affordable_bytes(torch.device("cpu"), 0.9, 50 * GIB) == 0
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("gib", "told"),
+    [
+        (70, "kv_cache_gib: weights and KV cache need 70 GiB, this machine has 64 GiB"),
+        (49, "kv_cache_gib: weights and KV cache need 49 GiB, 40 GiB of this machine's 64 GiB are"),
+        (47, None),  # in swap
+    ],
+)
+def test_a_cache_that_finds_no_memory_is_refused_before_the_load(
+    gib: int, told: str | None
+) -> None:
+    """Memory that is taken now may be free later, so `config check` only shows it."""
+    settings = load_settings({"kv_cache_gib": str(gib), "device": "cpu"})
+    if told is None:
+        refuse_ahead(settings)
+    else:
+        with pytest.raises(SettingsError, match=told):
+            refuse_ahead(settings)
+    if gib < 64:
+        assert "of 64 GiB (40 GiB are free now)" in "".join(
+            outlook_lines(settings, outlook_of(settings))
+        )
+    else:
+        with pytest.raises(SettingsError, match=told):
+            outlook_of(settings)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_loaded_models_cache_needs_free_memory(embedded: Checkpoint) -> None:
+    """The sizes of the loaded model count, whatever its config has promised."""
+    settings = load_settings({"kv_cache_tokens": str(49 * GIB // 4096)})
+    facts = replace(facts_of(embedded, settings), token_bytes=4096)
+    with pytest.raises(SettingsError, match="kv_cache_tokens: the pages of the KV cache need 49"):
+        plan_serving(settings, facts)
 
 
 @pytest.mark.usefixtures("on_cuda")

@@ -58,8 +58,9 @@ def test_no_observation_has_no_quantile() -> None:
     assert quantile(0.5, BOUNDS, [0, 0, 0, 0, 0, 3]) == 10.0
 
 
-def _stats(count: int) -> dict[str, object]:
-    latency = {"bounds": BOUNDS, "counts": [[0, 0, count, count, count, count], [0] * 6]}
+def _stats(count: int, *models: str) -> dict[str, object]:
+    counts = [[0, 0, count, count, count, count], [0] * 6]
+    latency = {"bounds": BOUNDS, "models": {name: {"counts": counts} for name in models}}
     return {
         "context_bounds": [16],
         "requests_running": 1,
@@ -76,10 +77,25 @@ def test_a_table_covers_the_last_minute() -> None:
     """Older answers are forgotten, and the counts of the window are differences."""
     history = History()
     for second in range(0, 200, 10):
-        history.add(float(second), _stats(second))
+        history.add(float(second), _stats(second, "m"))
     lines = history.table(since_start=False)
     assert len(history.answers) == 7
     assert "10 tokens/s" in lines[0]
     assert lines[2].endswith("last 60 s")
     assert lines[3].split()[:3] == ["<=", "16", "60"]
     assert "since the server's start" in history.table(since_start=True)[2]
+
+
+def test_several_deployments_have_rows_of_their_own() -> None:
+    """One that is new in the window counts from zero, and one without requests is left out."""
+    history = History()
+    history.add(0.0, _stats(5, "static"))
+    history.add(60.0, _stats(5, "static", "dynamic"))
+    assert [line.split()[0] for line in history.table(since_start=True)[3:]] == [
+        "static",
+        "<=",
+        "dynamic",
+        "<=",
+    ]
+    (row,) = history.table(since_start=False)[3:]
+    assert row.split()[:3] == ["<=", "16", "5"]

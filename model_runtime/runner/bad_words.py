@@ -1,0 +1,33 @@
+"""Words that an answer must not contain, as sequences of tokens (vLLM's `bad_words`).
+
+Only the last token of a word is barred, and only where the answer ends with the others.
+"""
+
+from collections.abc import Sequence
+
+from model_runtime.request import SamplingParams
+
+# Added to the logit of a token that must not come. Not minus infinity: if a grammar allows no
+# other token, then this one has to come.
+BARRED = -1e4
+
+
+def single_tokens(params: SamplingParams) -> tuple[int, ...]:
+    """Return the words of one token, which are barred at every step."""
+    return tuple(word[0] for word in params.bad_words if len(word) == 1)
+
+
+def has_longer_words(params: SamplingParams) -> bool:
+    """Return whether the barred tokens depend on the answer so far."""
+    return any(len(word) > 1 for word in params.bad_words)
+
+
+def barred_after(params: SamplingParams, answer_ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens that would complete a word of several tokens."""
+    return tuple(
+        dict.fromkeys(
+            word[-1]
+            for word in params.bad_words
+            if len(word) > 1 and tuple(answer_ids[1 - len(word) :]) == word[:-1]
+        )
+    )

@@ -1,0 +1,166 @@
+"""The fields of structured answers: the form, its schema and its whitespace."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from model_runtime.text.grammar import ANY_OBJECT
+from model_runtime.text.text_rules import choice_rule, regex_rule
+from model_runtime.text.whitespace import ANY, NONE, checked_whitespace
+from server.api.strict_body import Body, FirstMistakes
+
+
+class JsonSchemaField(Body):
+    """OpenAI's `json_schema`. Name and description change nothing; every schema is strict here."""
+
+    name: str = Field(min_length=1, max_length=64)
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+    description: str | None = Field(None, max_length=4096)
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaField | None = None
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield the schema's problem if it is there without its type, or the other way round."""
+        if self.json_schema is None and self.type == "json_schema":
+            yield "json_schema", "is missing: `type` is json_schema"
+        if self.json_schema is not None and self.type != "json_schema":
+            yield "json_schema", f"needs `type` json_schema. Given: {self.type}"
+
+    @property
+    def schema_asked(self) -> Mapping[str, Any] | None:
+        """Return the schema that the answer has to satisfy, or None."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return ANY_OBJECT if self.type == "json_object" else None
+
+
+def _parsed_schema(value: Any) -> Any:
+    """Return the schema of a text of JSON, which vLLM accepts beside an object."""
+    if not isinstance(value, str):
+        return value
+    try:
+        schema = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("must be a JSON schema, as an object or as text") from error
+    if not isinstance(schema, dict):
+        raise ValueError("must be a JSON schema, as an object or as text")  # noqa: TRY004  # pydantic reports a ValueError
+    return schema
+
+
+SchemaOrText = Annotated[
+    dict[str, Any],
+    BeforeValidator(_parsed_schema, json_schema_input_type=dict[str, Any] | str),
+]
+Regex = Annotated[str, Field(min_length=1, max_length=65_536)]
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=65_536)]],
+    Field(min_length=1, max_length=1024, fail_fast=True),
+    FirstMistakes,
+]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedAnswer:
+    """What a request asks of the text of its answer."""
+
+    field: str  # that asks for it
+    schema: Mapping[str, Any] | None = None  # of JSON that the text has to be
+    rule: str | None = None  # in llguidance's form of Lark, of a text that is no JSON
+
+    @classmethod
+    def of_schema(cls, schema: Mapping[str, Any] | None) -> "AskedAnswer | None":
+        """Return what a `response_format` asks; None: any text is valid."""
+        return None if schema is None else cls("response_format", schema)
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: one form of the answer, and the whitespace of JSON."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "disable_fallback": (None, False),
+        "disable_additional_properties": (None, False),
+    }
+
+    json_: SchemaOrText | None = Field(None, alias="json")
+    regex: Regex | None = None
+    choice: Choices | None = None
+    json_object: bool | None = None
+    whitespace_pattern: Annotated[str, AfterValidator(checked_whitespace)] | None = None
+    disable_any_whitespace: bool | None = None
+    disable_fallback: bool | None = None
+    disable_additional_properties: bool | None = None
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield the conflict of both fields."""
+        if self.whitespace_pattern is not None and self.disable_any_whitespace is not None:
+            yield "disable_any_whitespace", "and `whitespace_pattern` exclude each other"
+
+    @property
+    def whitespace_asked(self) -> str | None:
+        """Return the pattern of the whitespace in one place; None: the server's own."""
+        if self.disable_any_whitespace is None:
+            return self.whitespace_pattern
+        return NONE if self.disable_any_whitespace else ANY
+
+
+class AnswerFields(Body):
+    """The fields that ask for a form of the answer, of which a request has one at most."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # vLLM's older names of the same.
+    guided_json: SchemaOrText | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield a second form, and whitespace without JSON."""
+        asked = list(self._asked())
+        for each in asked[1:]:
+            yield each.field, f"and `{asked[0].field}` exclude each other"
+        given = self.structured_outputs
+        has_whitespace = given is not None and bool(
+            given.whitespace_pattern is not None or given.disable_any_whitespace
+        )
+        if has_whitespace and not any(each.schema is not None for each in asked):
+            yield "structured_outputs", "has whitespace of JSON, and needs a form of JSON"
+
+    @property
+    def asked_answer(self) -> AskedAnswer | None:
+        """Return the form of the answer; None: any text is valid."""
+        return next(self._asked(), None)
+
+    @property
+    def whitespace_asked(self) -> str | None:
+        """Return the whitespace pattern of structured answers; None: the server's own."""
+        given = self.structured_outputs
+        return None if given is None else given.whitespace_asked
+
+    def _asked(self) -> Iterator[AskedAnswer]:
+        """Yield every form that a field asks for."""
+        if self.response_format is not None and self.response_format.schema_asked is not None:
+            yield AskedAnswer("response_format", self.response_format.schema_asked)
+        outputs = self.structured_outputs or StructuredOutputs()
+        for field, schema, regex, choices in (
+            ("structured_outputs", outputs.json_, outputs.regex, outputs.choice),
+            ("guided_json", self.guided_json, None, None),
+            ("guided_regex", None, self.guided_regex, None),
+            ("guided_choice", None, None, self.guided_choice),
+        ):
+            if schema is not None:
+                yield AskedAnswer(field, schema)
+            if regex is not None:
+                yield AskedAnswer(field, rule=regex_rule(regex))
+            if choices is not None:
+                yield AskedAnswer(field, rule=choice_rule(choices))
+        if outputs.json_object:
+            yield AskedAnswer("structured_outputs", ANY_OBJECT)

@@ -1,0 +1,96 @@
+"""Translation of a command line that was written for another server."""
+
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from server.settings.foreign_flags import ALIASES, REFUSED
+from server.wording import did_you_mean
+
+_NAME_FLAG = "--served-model-name"
+_MODEL = "--model"  # stands for the argument MODEL
+
+
+def translated(args: Sequence[str], params: Sequence[click.Parameter]) -> list[str]:
+    """Return the arguments with the flags of `params` instead of foreign ones of the same meaning.
+
+    Raises click.UsageError with a sentence for each foreign flag that has none, and if several
+    names follow --served-model-name.
+    """
+    takes_value = {
+        flag: not param.is_flag
+        for param in params
+        if isinstance(param, click.Option)
+        for flag in (*param.opts, *param.secondary_opts)
+    }
+    takes_model = any(param.name == "model" for param in params)
+    ours: list[str] = []
+    problems: list[str] = []
+    left = iter(args)
+    for arg in left:
+        flag, equals, value = arg.partition("=")
+        own = _own_flag(flag, takes_value)
+        if arg == "--":
+            ours += [arg, *left]
+        elif own == _MODEL and takes_model:
+            model = [value] if equals else _next(left)
+            if not model or model[0].startswith("-"):
+                problems.append(f"{flag} needs the path or the hub id of a model.")
+            ours += model
+        elif own is not None and own != _MODEL:
+            ours.append(f"{own}{equals}{value}")
+            ours += _next(left) if takes_value[own] and not equals else []
+        elif flag in REFUSED:
+            problems.append(f"No such option {flag}: {_uncapitalised(REFUSED[flag])}")
+        else:
+            ours.append(arg)
+    problems += _several_names(ours)
+    if problems:
+        raise click.UsageError("\n".join(dict.fromkeys(problems)))
+    return ours
+
+
+def _own_flag(flag: str, own: Collection[str]) -> str | None:
+    """Return the flag of ours that `flag` is or means, or None if it is neither."""
+    if flag in own:
+        return flag
+    named = f"--{ALIASES.get(flag, '').replace('_', '-')}"
+    return named if named in own or named == _MODEL else None
+
+
+def unknown_flag(error: click.NoSuchOption, params: Sequence[click.Parameter]) -> click.UsageError:
+    """Return the error about an unknown flag, with the nearest one of `params` if any is."""
+    flags = [flag for param in params if isinstance(param, click.Option) for flag in param.opts]
+    hint = did_you_mean(error.option_name, flags)
+    return click.NoSuchOption(error.option_name, f"No such option {error.option_name}.{hint}")
+
+
+def _next(left: Iterator[str]) -> list[str]:
+    return [each for each in (next(left, None),) if each is not None]
+
+
+def _uncapitalised(sentence: str) -> str:
+    """Return a sentence as the part of another; names in capitals or code stay."""
+    return sentence if sentence[:2].isupper() else sentence[0].lower() + sentence[1:]
+
+
+def _several_names(args: Sequence[str]) -> Iterator[str]:
+    """Yield the sentence about names behind the first one, as vLLM takes them.
+
+    One argument behind the name that is a path or a hub id of an owner is MODEL.
+    """
+    if _NAME_FLAG not in args:
+        return
+    first, *more = args[args.index(_NAME_FLAG) + 1 :] or [""]
+    behind = []
+    for each in more:
+        if each.startswith("-"):
+            break
+        behind.append(each)
+    is_model = len(behind) == 1 and ("/" in behind[0] or Path(behind[0]).exists())
+    if behind and not is_model:
+        yield (
+            f"served_model_name: takes one name, got '{' '.join([first, *behind])}'. MODEL stands "
+            "before the flags, and several names are the setting `deployments`."
+        )

@@ -1,0 +1,41 @@
+"""The package's own statements about itself: its extras, its release, and commands that name it."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from server.study.plotting import INSTALL_MATPLOTLIB
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_no_text_installs_a_package_that_is_on_no_index() -> None:
+    """`pip install ropewalk` finds nothing, or what a stranger puts there."""
+    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    texts += [each for each in (ROOT / "docker").rglob("*") if each.is_file()]
+    texts += [each for name in ("server", "model_runtime") for each in (ROOT / name).rglob("*.py")]
+    named = re.compile(r"ropewalk\[|install (?:-\S+ )*['\"]?ropewalk\b(?! (?:again|into))")
+    found = {
+        f"{path.relative_to(ROOT)}: {hit[0]}"
+        for path in texts
+        for hit in named.finditer(path.read_text())
+    }
+    assert found == {"docs/deploy.md: install ropewalk"}  # the sentence that says so
+
+
+def test_the_named_requirements_are_those_of_the_extras() -> None:
+    """A text that names another version would install one that was not tried."""
+    extras = PROJECT["optional-dependencies"]
+    assert f"pip install '{extras['plot'][0]}'" == INSTALL_MATPLOTLIB
+    command = (ROOT / "server/ray/command.py").read_text()
+    assert f"pip install '{extras['ray'][0]}'" in command
+
+
+def test_the_newest_release_of_the_changelog_is_the_version() -> None:
+    """Entries above it are unreleased."""
+    headings = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    newest, _, date = headings[1].partition(" - ")
+    assert newest == PROJECT["version"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", date)
