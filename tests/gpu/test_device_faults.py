@@ -46,6 +46,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_a_worker_is_replaced(tmp_path: Path) -> None:
     """The other cases pass, on a new worker from then on, and the third is named."""
     pytest.importorskip("xdist")

@@ -69,6 +69,7 @@ def test_text_becomes_the_tokens_of_transformers(
     assert again["prompt"] == text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("messages", CHATS, ids=["short", "system", "emoji"])
 def test_a_greedy_chat_is_that_of_generate(
     served: Server, reference: Reference, messages: list[Any]

@@ -75,6 +75,7 @@ def assert_equal_tables(
     assert expected_factor == table.attention_factor, block
 
 
+@pytest.mark.sampled(drawn=4, by="share")
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize(("head_dim", "share"), WIDTHS)
 def test_linear_equals_the_reference(head_dim: int, share: float, theta: float) -> None:
@@ -84,6 +85,7 @@ def test_linear_equals_the_reference(head_dim: int, share: float, theta: float) 
         assert_equal_tables(block, head_dim, share, 4096)
 
 
+@pytest.mark.sampled(drawn=4, by="share")
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize(("head_dim", "share"), WIDTHS)
 def test_yarn_equals_the_reference(head_dim: int, share: float, theta: float) -> None:
@@ -99,6 +101,7 @@ def test_yarn_equals_the_reference(head_dim: int, share: float, theta: float) ->
         assert_equal_tables(block, head_dim, share, native_len)
 
 
+@pytest.mark.sampled(drawn=4, by="share")
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize(("head_dim", "share"), WIDTHS)
 def test_llama3_equals_the_reference(head_dim: int, share: float, theta: float) -> None:
@@ -114,6 +117,7 @@ def test_llama3_equals_the_reference(head_dim: int, share: float, theta: float) 
         assert_equal_tables(block, head_dim, share, native_len)
 
 
+@pytest.mark.sampled(drawn=4, by="share")
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize(("head_dim", "share"), WIDTHS)
 def test_dynamic_equals_the_reference_at_the_ceiling(
@@ -125,6 +129,7 @@ def test_dynamic_equals_the_reference_at_the_ceiling(
         assert_equal_tables(block, head_dim, share, native_len, round(native_len * multiple))
 
 
+@pytest.mark.sampled(drawn=4, by="share")
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize(("head_dim", "share"), WIDTHS)
 def test_longrope_equals_the_reference_on_both_sides_of_its_switch(
@@ -147,6 +152,7 @@ def test_longrope_equals_the_reference_on_both_sides_of_its_switch(
             assert_equal_tables(block, head_dim, share, native_len, seq_len)
 
 
+@pytest.mark.sampled(drawn=2)
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
 def test_default_equals_the_module_of_a_model(head_dim: int, theta: float) -> None:
@@ -165,6 +171,7 @@ def test_default_equals_the_module_of_a_model(head_dim: int, theta: float) -> No
     assert table.attention_factor == 1.0
 
 
+@pytest.mark.sampled(drawn=2)
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize("head_dim", [32, 80, 256, 512])
 def test_proportional_equals_the_reference(head_dim: int, theta: float) -> None:

@@ -46,6 +46,7 @@ def test_bfloat16_in_pairs_stays_within_its_rounding(name: str) -> None:
     assert largest_error(CpuAttention(laid.batch).read(laid.read()), expected) < 2e-2
 
 
+@pytest.mark.sampled(drawn=2, by="dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", METHODS)
 def test_queries_within_the_native_part_have_the_bits_of_the_plain_kernel(
@@ -69,6 +70,7 @@ def test_queries_within_the_native_part_have_the_bits_of_the_plain_kernel(
     assert not torch.equal(ranged[~neighbours], plain[~neighbours])
 
 
+@pytest.mark.sampled(drawn=1)
 @pytest.mark.parametrize("name", METHODS)
 def test_rows_have_the_same_bits_alone_in_any_chunk_and_on_any_thread(name: str) -> None:
     """A row's bits depend on its own ranges."""
@@ -109,6 +111,7 @@ def test_memory_behind_the_last_token_is_never_read() -> None:
     assert torch.equal(CpuAttention(laid.batch).read(laid.read()), clean)
 
 
+@pytest.mark.long
 def test_logn_follows_the_true_position_of_a_query_that_stands_elsewhere() -> None:
     """The multiplier, read off the weights of two keys that differ in one unrotated number."""
     context = 100

@@ -106,6 +106,7 @@ def test_tokens_are_written_to_their_places(dtype: torch.dtype, *, row_keys: boo
         assert bool(own.any())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("architecture", ["gpt_oss", "cohere2"])
 def test_a_taken_over_model_answers_as_before(
     architecture: str, monkeypatch: pytest.MonkeyPatch
@@ -164,6 +165,7 @@ def outside(module: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.long
 def test_nothing_is_compiled_after_the_warm_up() -> None:
     """Random mixed steps of each architecture differ in lengths, tables and rows of logits.
 

@@ -213,6 +213,7 @@ class Noted(TorchDispatchMode):
         return func(*args, **self.named)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mask", [Mask(-1, 0), Mask(0, 0), Mask(4, 0), Mask(-1, -1), Mask(3, -1)])
 def test_the_arguments_are_those_of_torchs_function(mask: Mask) -> None:
     """Torch's own description of the function gives the output's shapes for our arguments."""

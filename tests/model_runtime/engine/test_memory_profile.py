@@ -243,6 +243,7 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
     assert [store() for store in stores] == [None]
 
 
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
     ("more", "row_bytes"),
     [
@@ -266,6 +267,7 @@ def test_measured_memory_grows_with_the_rows(
     assert taken[1] - taken[0] >= 100 * checkpoint.vocab_size * row_bytes
 
 
+@pytest.mark.long
 def test_tables_of_later_profiles_are_counted() -> None:
     """The room of 200 tables, two of 13 page starts and 16 offsets, is not the cache's."""
     checkpoint = tiny_checkpoint("llama")

@@ -211,6 +211,7 @@ def test_modules_that_compute_something_else_are_left(
     assert apart < 1e-5
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [LlamaMLP, GemmaMLP])
 def test_a_block_alone_is_recognised_by_its_outputs(make: Any) -> None:
     """`GemmaMLP` has the activation of its config, here tanh's."""

@@ -33,6 +33,7 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.sampled(drawn=8, by="dtype,way")
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(("dtype", "way"), WAYS)
 @pytest.mark.parametrize(
@@ -139,6 +140,7 @@ def test_shapes_are_a_linears() -> None:
     assert packed(torch.randn(1, 0, 8)).shape == (1, 0, 5)
 
 
+@pytest.mark.sampled(drawn=4, by="name")
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu"])
 @pytest.mark.parametrize("width", [36, 100, 176, 704])

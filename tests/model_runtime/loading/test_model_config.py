@@ -86,6 +86,7 @@ def test_a_head_is_copied_only_on_a_cpu_and_only_if_it_is_tied() -> None:
     assert outline.num_weight_bytes() == 4 * (outline.num_parameters() or 0)
 
 
+@pytest.mark.sampled(drawn=8)
 @pytest.mark.parametrize("architecture", sorted({*SERVED} - UNSTATED))
 def test_the_config_gives_the_cache_that_probing_finds(architecture: str) -> None:
     """The config gives the probed cache for every architecture that is served, but for two."""

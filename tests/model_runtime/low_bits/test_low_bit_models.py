@@ -242,6 +242,7 @@ def test_a_file_in_its_own_bits_answers_as_the_same_file_dequantised(
     assert results[0] == results[1]
 
 
+@pytest.mark.long
 def test_int8_leaves_a_file_of_few_bits_as_it_is(tmp_path: Path) -> None:
     """Nothing is left to quantise, so there is no distance."""
     case = next(case for case in CASES if case.name == "llama")

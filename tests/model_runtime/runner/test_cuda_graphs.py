@@ -47,6 +47,7 @@ def profiles_of(deployment: Deployment) -> list[Profile]:
     return [tier.profile for tier in deployment.own_tiers]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "checkpoint", [("llama", 1), ("gemma2", 2)], ids=("whole", "windows"), indirect=True
 )
@@ -89,6 +90,7 @@ def pages_of(runner: ModelRunner) -> KVCache:
     return runner._store
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_recorded_steps_pass_their_tokens_on(checkpoint: Checkpoint, temperature: float) -> None:
     """The second step is launched before the first is read, and one sequence has ended by then."""
@@ -220,6 +222,7 @@ def test_a_step_that_cannot_be_recorded_is_queued(
     assert runner._graphs is None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), torch.OutOfMemoryError()])
 def test_only_a_failed_capture_disables_graphs(checkpoint: Checkpoint, error: RuntimeError) -> None:
     """An error of a step's own numbers, or a shortage in a capture, rises, and the next replays."""

@@ -61,6 +61,7 @@ def spans_of(runner: ModelRunner, profiles: Sequence[Profile]) -> list[Span]:
     return spans
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("checkpoint", "profiles"),
     [
@@ -94,6 +95,7 @@ def test_rows_of_a_draft_answer_as_its_tokens_one_by_one(
     assert len(alone_RV) == sum(count for _, count in LENS[: len(profiles)])
 
 
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(("share_right", "temperature"), [(0.7, 0.9), (1.0, 0.0)])
 def test_an_engine_of_recorded_steps_answers_as_without_drafts(
     checkpoint: Checkpoint,
@@ -147,6 +149,7 @@ def test_an_engine_of_recorded_steps_answers_as_without_drafts(
     assert results[0] == results[1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("num_seqs", "most", "num_tokens", "num_rows"),
     [

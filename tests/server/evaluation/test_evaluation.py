@@ -79,6 +79,7 @@ def plan_of(*arguments: str) -> Any:
     return make_plan(options, native_of(settings))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("variant", "context_len", "factor"),
     [
@@ -269,6 +270,7 @@ def test_the_suggestion_is_a_file_that_serves(measured: Run) -> None:
     assert "is served up to 256 tokens only" in path.read_text()
 
 
+@pytest.mark.sampled(drawn=3)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
