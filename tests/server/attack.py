@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 
 from tests.processes import Server
+from tests.sampling import few
 from tests.server.raw_http import Reply
 from tests.server.test_metrics import value
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "1500"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES") or few(1500, 400))
 SEED = int(os.environ.get("FUZZ_SEED", "20260117"))
 FIRST = int(os.environ.get("FUZZ_FIRST", "0"))
 MOST_ERROR_BYTES = 10_000  # of an answer that refuses

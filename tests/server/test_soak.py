@@ -22,7 +22,7 @@ from tests.server.soak_client import SoakClient, Tally, alone
 from tests.server.soak_watch import Moment, Trend, Watch, num_descriptors, rss_mib, wait_for, write
 from tests.server.test_metrics import samples
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.long]
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "25"))
 SEED = int(os.environ.get("SOAK_SEED", "20260117"))

@@ -53,6 +53,7 @@ def test_a_dead_engine_ends_the_process_with_code_1(tmp_path: Path) -> None:
         assert log.count("Traceback") == 1, "the engine's own"
 
 
+@pytest.mark.long
 def test_a_broken_gpu_ends_the_process_with_code_1(tmp_path: Path) -> None:
     """A stream ends with an error event first, and later steps are not tried."""
     with process(tmp_path, module=MODULE) as started:
@@ -71,6 +72,7 @@ def test_a_broken_gpu_ends_the_process_with_code_1(tmp_path: Path) -> None:
         assert "step_failed" not in started.log()
 
 
+@pytest.mark.long
 def test_a_stalled_engine_is_not_live_and_a_busy_one_is(breakable: Server) -> None:
     """The stall is longer than a step may take; when it ends, the process is live again."""
     url = breakable.url

@@ -32,6 +32,7 @@ def test_a_hangup_while_loading_is_kept(tmp_path: Path) -> None:
         assert started.log().count("will be read again") == 1
 
 
+@pytest.mark.long
 def test_a_hangup_before_the_command_is_imported_is_kept(tmp_path: Path) -> None:
     """The process blocks the signal at its first lines, and gets it when it can handle it."""
     log = tmp_path / "log"
@@ -82,6 +83,7 @@ def in_a_terminal(log: Path) -> Iterator[tuple[int, int]]:
             pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("until", ["loading; http", "listening on"])
 def test_a_server_ends_with_its_terminal(tmp_path: Path, until: str) -> None:
     """It ends as on SIGTERM: with code 0, also while the model loads."""

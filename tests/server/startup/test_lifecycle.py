@@ -118,6 +118,7 @@ def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
         assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_on_a_signal_running_requests_finish_and_new_ones_are_refused(
     tmp_path: Path, sig: signal.Signals
@@ -143,6 +144,7 @@ def test_on_a_signal_running_requests_finish_and_new_ones_are_refused(
         assert started.process.wait(30) == 0
 
 
+@pytest.mark.long
 def test_an_idle_server_ends_soon_and_says_so(tmp_path: Path) -> None:
     """A client's open connection does not delay the end. Measured: 0.3 s, 1.7 to 2.2 s before."""
     with process(tmp_path) as started, httpx.Client(base_url=started.url) as client:
@@ -157,6 +159,7 @@ def test_an_idle_server_ends_soon_and_says_so(tmp_path: Path) -> None:
         assert re.search(r"event='ended' after_s=0\.\d+ unfinished=0\n$", log)
 
 
+@pytest.mark.long
 def test_the_log_counts_running_requests_and_has_one_format(tmp_path: Path) -> None:
     """The lines before and after the banner begin alike, and none redraws itself."""
     with process(tmp_path) as started:
@@ -178,6 +181,7 @@ def test_the_log_counts_running_requests_and_has_one_format(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.long
 def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_event(tmp_path: Path) -> None:
     """A process that ends streams with an error event still exits with code 0."""
     with process(tmp_path, "--shutdown-timeout-seconds", "0.5") as started:
@@ -194,6 +198,7 @@ def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_event(tmp_path
         assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "engine_stopped"
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """A stream and a whole answer are still running. The exit code is 1, without a traceback."""
     statuses: list[int] = []

@@ -87,6 +87,7 @@ def test_two_ranks_answer_as_one_and_end_together(server: Server, tmp_path: Path
         assert "engine_died" in started.log()
 
 
+@pytest.mark.long
 def test_followers_end_with_the_first_rank(tmp_path: Path) -> None:
     """A killed server leaves no process behind, although its followers were in a step."""
     with process(tmp_path, *RANKS) as started:
@@ -101,6 +102,7 @@ def test_followers_end_with_the_first_rank(tmp_path: Path) -> None:
         reading.join(10)
 
 
+@pytest.mark.long
 def test_a_signal_to_all_ranks_drains(tmp_path: Path) -> None:
     """A service manager signals every process, and the answer under way is still finished."""
     with process(tmp_path, *RANKS) as started:
