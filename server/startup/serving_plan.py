@@ -29,7 +29,7 @@ _EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 token
 class Templated(Protocol):
     """A tokenizer, as far as its chat template goes."""
 
-    def chat_template(self, override: str | None = None) -> ChatTemplate:
+    def chat_template(self, override: str | None, seconds: float) -> ChatTemplate:
         """Return the override or the tokenizer's own template. Raises ModelError."""
 
 
@@ -187,14 +187,15 @@ def chat_template_of(settings: ServeSettings, tokenizer: Templated) -> ChatTempl
             raise SettingsError(
                 f"allowed_chat_template_kwargs: {name} is the rendering's own, remove it"
             )
-    if settings.chat_template is None:
-        return tokenizer.chat_template()
+    override = None
     try:
-        return tokenizer.chat_template(settings.chat_template.read_text(encoding="utf-8"))
+        if settings.chat_template is not None:
+            override = settings.chat_template.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(
             f"chat_template: cannot read {settings.chat_template}: {why_unreadable(error)}"
         ) from error
+    return tokenizer.chat_template(override, settings.chat_template_seconds)
 
 
 def memory_text(memory: MemoryProfile) -> str:

@@ -127,14 +127,14 @@ async def render(service: Service, turn: ChatTurn) -> str:
         messages = with_instructions(
             messages, tools, tool_format or GENERIC, reads_system=formats.reads_system
         )
-    return await asyncio.to_thread(
-        template.render,
+    rendering = template.submit(
         messages,
         add_generation_prompt=turn.opens_answer,
         continue_final_message=turn.continue_final_message,
         variables={**_effort_variables(service, turn.reasoning_effort), **turn.variables},
         tools=rendered_tools,
     )
+    return await asyncio.wrap_future(rendering)
 
 
 def check_variables(service: Service, variables: Mapping[str, Any]) -> None:
