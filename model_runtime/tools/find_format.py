@@ -12,7 +12,8 @@ from typing import Any
 
 from model_runtime.errors import ModelError, RequestError, TemplateLimitError
 from model_runtime.text.chat_template import ChatTemplate
-from model_runtime.tools.answer_reader import AnswerReader, ReadingPlan, TextDelta
+from model_runtime.tools.answer_reader import AnswerReader, ReadingPlan
+from model_runtime.tools.call_stream import whole_calls
 from model_runtime.tools.tool_format import (
     GENERIC,
     KNOWN_FORMATS,
@@ -181,8 +182,7 @@ def _probed(template: ChatTemplate) -> ToolFormat | None:
 
 def _reads_back(found: ToolFormat, text: str, calls: Sequence[ToolCall]) -> bool:
     reader = AnswerReader(ReadingPlan(found, {_NAME: _TOOL}))
-    events = [*reader.feed(text), *reader.finish(is_cut=False)]
-    return [each for each in events if not isinstance(each, TextDelta)] == list(calls)
+    return whole_calls([*reader.feed(text), *reader.finish(is_cut=False)]) == list(calls)
 
 
 def _json_values(text: str) -> list[tuple[int, int, Any]]:

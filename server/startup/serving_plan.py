@@ -173,8 +173,7 @@ def num_profiles(deployments: Iterable[Deployment]) -> int:
 
 def _all_tiers(deployment: Deployment) -> Iterator[Tier]:
     """Yield every tier that requests may have."""
-    further = (*deployment.positions.values(), *deployment.exact.values())
-    for tiers in (*deployment.tiers.values(), *further):
+    for tiers in (*deployment.tiers.values(), *deployment.positions.values()):
         yield from tiers
 
 
@@ -229,7 +228,6 @@ def _deployment(settings: ServeSettings, entry: DeploymentEntry, native: NativeR
         max_model_len=entry.max_model_len,
         answer_reserve_tokens=entry.answer_reserve_tokens,
         allowed_positions=entry.allowed_positions,
-        exact_factors=entry.exact_rope_factors,
         page_size=settings.page_size,
     )
     try:
