@@ -114,13 +114,15 @@ class HttpAnswer(ABC, Generic[BodyT]):
 
     def rope(self, index: int, output: Output) -> RopeAnswer:
         """Return the scaling applied to one choice so far."""
-        request = self.choices[index].request
+        state = self.choices[index]
+        request = state.request
         placement = request.placement
         tier = output.tier or placement.tier
         ended_by: Literal["tier", "max_model_len"] | None = None
         if self.body.asked_max_tokens is None and output.finish_reason is FinishReason.LENGTH:
             ended_by = "tier" if request.num_positions >= tier.ceiling else "max_model_len"
-        return RopeAnswer.of(placement, tier, output.num_rescales, ended_by)
+        num_positions = request.positions_with(state.num_generated)
+        return RopeAnswer.of(placement, tier, output.num_rescales, num_positions, ended_by)
 
     def token_ids(self, output: Output) -> list[int] | None:
         """Return the generated tokens of an output if the body asks for them."""

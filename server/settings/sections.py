@@ -160,6 +160,11 @@ class DeploymentSettings(Section):
         ge=1,
         allow_inf_nan=False,
     )
+    exact_rope_factors: Numbers | None = setting(
+        None,
+        "Factors that a request may ask for exactly, beside those of the tiers, for example 1.3,3.",
+        unit="factors",
+    )
     max_model_len: int | None = setting(
         None,
         "Longest context. Default: the longest tier, or the cache's size if that is smaller. "

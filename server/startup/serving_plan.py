@@ -173,7 +173,8 @@ def num_profiles(deployments: Iterable[Deployment]) -> int:
 
 def _all_tiers(deployment: Deployment) -> Iterator[Tier]:
     """Yield every tier that requests may have."""
-    for tiers in (*deployment.tiers.values(), *deployment.positions.values()):
+    further = (*deployment.positions.values(), *deployment.exact.values())
+    for tiers in (*deployment.tiers.values(), *further):
         yield from tiers
 
 
@@ -228,6 +229,7 @@ def _deployment(settings: ServeSettings, entry: DeploymentEntry, native: NativeR
         max_model_len=entry.max_model_len,
         answer_reserve_tokens=entry.answer_reserve_tokens,
         allowed_positions=entry.allowed_positions,
+        exact_factors=entry.exact_rope_factors,
         page_size=settings.page_size,
     )
     try:
