@@ -24,6 +24,7 @@ class RopeRequest:
     policy: str | None = None
     original_len: int | None = None  # only compared: the length that factors are multiples of
     positions: Mapping[str, Any] | None = None  # a method, and its parameters as answers have them
+    is_exact: bool = False  # the factor is that of the table, at every length
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Placement:
     policy: Policy
     requested_factor: float | None
     original_len: int  # the length that factors are multiples of
+    is_exact: bool = False  # whether the request named its table's factor exactly
 
     def tier_covering(self, num_tokens: int) -> Tier:
         """Return the lowest tier of a growing request that covers its tokens."""
@@ -79,6 +81,8 @@ class Deployment:
     is_cache_limited: bool = False  # whether max_len is what the KV cache holds
     # Position method -> ascending tiers that a request may name.
     positions: Mapping[str, tuple[Tier, ...]] = field(default_factory=dict)
+    # rope_type -> further tiers, which only a request that names a factor exactly may have.
+    exact: Mapping[str, tuple[Tier, ...]] = field(default_factory=dict)
 
     @property
     def own_tiers(self) -> tuple[Tier, ...]:
@@ -144,7 +148,9 @@ class Deployment:
         if asked.factor is not None and not self._may_have(asked.factor, tier, policy):
             raise refused_factor(self, asked, asked.factor, self._tiers(asked))
         higher = tuple(each for each in tiers if each.ceiling > tier.ceiling)
-        return Placement(self.name, tier, higher, policy, asked.factor, self.original_len)
+        return Placement(
+            self.name, tier, higher, policy, asked.factor, self.original_len, asked.is_exact
+        )
 
     def open_max_tokens(self, asked: RopeRequest, num_prompt_tokens: int) -> int:
         """Return the default max_tokens of a request: its answer may run to the end of its tier.
@@ -181,6 +187,8 @@ class Deployment:
                 param="rope.original_max_position_embeddings",
             )
         policy, tiers = self._policy(asked), self._tiers(asked)
+        if asked.is_exact:
+            tiers = (self._exact_tier(asked, tiers),)
         at_least = self._factor(asked, tiers)
         if policy == "fixed":
             tiers = self._one_tier(tiers, at_least, asked)
@@ -227,6 +235,22 @@ class Deployment:
         """Return whether a request names `default` where it is served within L only."""
         is_default = asked.rope_type == "default" and asked.positions is None
         return is_default and self.serves_default_within_native
+
+    def _exact_tier(self, asked: RopeRequest, tiers: Sequence[Tier]) -> Tier:
+        """Return the tier of exactly the factor of a request. Raises RequestError."""
+        factor = asked.factor or 1.0
+        if factor > self.max_rope_factor:
+            raise refused_factor(self, asked, factor, tiers)
+        further = self.exact.get(self.type_of(asked), ()) if asked.positions is None else ()
+        found = {tier.factor: tier for tier in (*further, *tiers)}
+        if factor not in found:
+            factors = sorted(each for each in found if each <= self.max_rope_factor)
+            raise RequestError(
+                f"`rope.factor` must be {_one_of([f'{each:g}' for each in factors])} with `exact` "
+                f"(rope_tiers, exact_rope_factors). Given: {factor:g}",
+                param="rope.factor",
+            )
+        return found[factor]
 
     def _factor(self, asked: RopeRequest, tiers: Sequence[Tier]) -> float:
         """Return the least factor that a request may choose. Raises RequestError."""

@@ -5,6 +5,7 @@ RopewalkError
 |-- RequestError             the caller's mistake; names field, limit and value
 |   |-- ContextLengthError   more positions than max_model_len or the longest tier covers
 |   |-- CacheCapacityError   more positions than the whole cache holds, within max_model_len
+|   |-- TemplateLimitError   the chat template exceeds its limits on these messages
 |   `-- UnknownModelError    no deployment of that name
 |-- QueueFullError           try again later
 |-- EngineStoppedError       the engine ended, or a step of it failed
@@ -45,6 +46,15 @@ class ContextLengthError(RequestError):
 
 class CacheCapacityError(RequestError):
     """Prompt and max_tokens fit max_model_len, but not the whole cache."""
+
+
+class TemplateLimitError(RequestError):
+    """The chat template takes more time or memory for the messages than it may, or writes more."""
+
+    def __init__(self, excess: str) -> None:
+        """`excess` begins with a verb, as "takes more than ..."."""
+        super().__init__(f"`messages`: the model's chat template {excess}", param="messages")
+        self.excess = excess
 
 
 class UnknownModelError(RequestError):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from model_runtime.deployment import AnswerReserve, Deployment
+from model_runtime.exact_tiers import exact_tiers
 from model_runtime.position_tiers import (
     PositionLimits,
     allowed_position_tiers,
@@ -48,6 +49,8 @@ class DeploymentOptions:
     answer_reserve_tokens: int | None = None  # for an answer without max_tokens; None: by tier
     # Position methods that a request may name; None: the deployment's own, and native.
     allowed_positions: Sequence[str] | None = None
+    # That a request may name exactly, beside those of the tiers.
+    exact_factors: Sequence[float] | None = None
     page_size: int = 1  # of the cache, which windows and chunks follow
 
 
@@ -102,6 +105,7 @@ def make_deployment(
         overridable=not native.carries_scaling,
         reserve=_answer_reserve(options.answer_reserve_tokens, choice.native_len),
         positions=positions,
+        exact=exact_tiers(options.exact_factors, rope_scaling, native, choice.tiers),
     )
 
 

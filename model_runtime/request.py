@@ -66,8 +66,12 @@ class Request:
 
     @property
     def num_positions(self) -> int:
-        """Return the number of positions it needs; the last token is never read back."""
-        return len(self.prompt_ids) + max(0, self.sampling.max_tokens - 1)
+        """Return the number of positions it needs."""
+        return self.positions_with(self.sampling.max_tokens)
+
+    def positions_with(self, num_generated: int) -> int:
+        """Return its positions with so many answer tokens; the last one is never read back."""
+        return len(self.prompt_ids) + max(0, num_generated - 1)
 
 
 @dataclass(frozen=True, slots=True)

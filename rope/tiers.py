@@ -51,6 +51,11 @@ class Tier:
     ceiling: int  # tokens
     factor: float  # ceiling / L, reported to clients
     profile: Profile
+    num_trained: int | None = None  # tokens that its table is made for, if fewer than the ceiling
+
+    def is_beyond(self, num_positions: int) -> bool:
+        """Return whether some of these positions are more than its table is made for."""
+        return self.num_trained is not None and num_positions > self.num_trained
 
 
 def longest(tiers: Sequence[Tier]) -> int:
@@ -91,7 +96,8 @@ def fixed_tier(method: Method) -> Tier:
 def native_tier(native: NativeRope, ceiling: int) -> Tier:
     """Return the checkpoint's own table at any length: `{"rope_type": "default"}` in a request."""
     scaling = native.tables[native.scaled_layer_type].scaling
-    return Tier(ceiling, native.method.factor, Profile(scaling))
+    num_trained = native.native_len if ceiling > native.native_len else None
+    return Tier(ceiling, native.method.factor, Profile(scaling), num_trained)
 
 
 def choose_tier(

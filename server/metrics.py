@@ -47,7 +47,7 @@ _REQUEST_SECONDS = (
 )  # fmt: skip
 
 
-TOOL_OUTCOMES = ("ok", "cut", "unparsed")
+TOOL_OUTCOMES = ("ok", "cut", "unparsed", "repeated")
 
 
 class MetricFactory:
@@ -220,6 +220,11 @@ class Metrics(Observer):
             "Times a growing request moved to a higher tier.",
             ["model_name", "policy"],
         )
+        self._beyond = factory.counter(
+            "ropewalk_requests_beyond_trained_length",
+            "Requests that ended with more positions than their table is made for.",
+            ["model_name"],
+        )
         self._generated_tokens = factory.counter("ropewalk_generated_tokens", "Tokens generated.")
         self._draft_tokens = factory.counter(
             "ropewalk_draft_tokens", "Tokens of drafts that steps computed."
@@ -301,6 +306,8 @@ class Metrics(Observer):
         rope_type, factor = tier.profile.name, f"{tier.factor:g}"
         model_name = request.placement.deployment
         self._requests.labels(model_name, rope_type, factor, reason.value).inc()
+        if tier.is_beyond(request.positions_with(num_generated)):
+            self._beyond.labels(model_name).inc()
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             final_len = len(request.prompt_ids) + num_generated
             self._end_to_end.observe(model_name, final_len, seconds)

@@ -11,16 +11,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
+from model_runtime.child_process import command_of
 from model_runtime.parallel.wire import Kind, Link
 
-_ROOT = Path(__file__).resolve().parents[2]
-# Not by `-m`: a folder named `rope` in the working directory would come first.
-_CODE = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "from model_runtime.parallel.follower import main; main()"
-)
 _DIED = 1  # exit code, as of an engine that died
 _END_S = 2.0  # for followers to end by themselves
 _HANDLING_S = 5.0  # for a load that fails because a follower has ended
@@ -117,7 +111,7 @@ class Followers:
         with theirs:
             self._processes[rank] = subprocess.Popen(  # noqa: S603  # this interpreter
                 [
-                    *(sys.executable, "-c", _CODE, str(_ROOT)),
+                    *command_of("model_runtime.parallel.follower"),
                     *(str(theirs.fileno()), str(os.getpid())),
                 ],
                 pass_fds=[theirs.fileno()],

@@ -1,16 +1,26 @@
 """Render messages into a model's prompt with the tokenizer's own Jinja template.
 
-transformers renders it in an immutable sandbox, because a checkpoint's template is not trusted.
+The text is that of transformers' `apply_chat_template`. A checkpoint's template is not trusted: it
+is compiled and rendered in other processes, in a sandbox and with limits (`template_processes.py`).
+The transcript of a tokenizer without a template is ours, and is rendered here.
 """
 
-import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import cache, partial
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template
 
-from model_runtime.errors import ModelError, RequestError
+from model_runtime.errors import ModelError, RequestError, TemplateLimitError
+from model_runtime.text.template_process import environment
+from model_runtime.text.template_processes import (
+    DEFAULT_SECONDS,
+    TemplateExcessError,
+    TemplateProblemError,
+    TemplateRefusedError,
+    template_processes,
+)
 
 # For a tokenizer without a template: a transcript that a base model continues.
 FALLBACK_TEMPLATE = (
@@ -20,8 +30,6 @@ FALLBACK_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-# transformers' tag around assistant text; it is for training, and Jinja does not know it.
-_GENERATION_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 # Variables that the renderer itself passes to a template; a request cannot set them.
 RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
@@ -31,25 +39,48 @@ RESERVED = frozenset(
 )
 MAX_TEMPLATE_STOPS = 1
 _FALLBACK_STOP = "\nUser:"  # without it, a base model would also write the user's next message
+_FALLBACK_VARIABLES = frozenset({"messages", "add_generation_prompt"})
+# Behind a last message that is continued. Its space tells whether the template strips messages.
+_MARK = "<the prompt ends here> "
+# Names that a message may have for its reasoning; templates read the first, or the second.
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
     """A tokenizer's template, its override, or the fallback."""
 
-    def __init__(self, tokenizer: Any, override: str | None = None) -> None:
-        """`tokenizer` is transformers'. Raises ModelError for a template that cannot be parsed."""
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Any, override: str | None = None, seconds: float = DEFAULT_SECONDS
+    ) -> None:
+        """`tokenizer` is transformers'; `seconds` of processor time are the limit of a rendering.
+
+        Raises ModelError for a template that cannot be compiled within the limits.
+        """
+        self._special_tokens: Mapping[str, str] = getattr(tokenizer, "special_tokens_map", {})
+        self._seconds = seconds
         own = _own_template(tokenizer) if override is None else override
         self.is_fallback = own is None
         self.stop: tuple[str, ...] = (_FALLBACK_STOP,) if self.is_fallback else ()
         self.text = FALLBACK_TEMPLATE if own is None else own
+        names = _FALLBACK_VARIABLES if own is None else self._compile()
+        self.variables = names - RESERVED
+
+    def _compile(self) -> frozenset[str]:
         try:
-            # Parsed only for its names; transformers compiles and renders it.
-            environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-            parsed = environment.parse(_GENERATION_TAG.sub("", self.text))
-            self.variables = frozenset(meta.find_undeclared_variables(parsed)) - RESERVED
-        except TemplateSyntaxError as error:
-            raise ModelError(f"the chat template, line {error.lineno}: {error.message}") from error
+            return template_processes().compile(self.text, self._seconds)
+        except TemplateRefusedError as error:
+            raise ModelError(f"the chat template, {error}") from error
+        except TemplateExcessError as error:
+            raise ModelError(f"the chat template {error} to compile") from error
+        except TemplateProblemError as error:
+            raise ModelError(f"the chat template cannot be compiled: {error}") from error
+
+    def submit(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> "Future[str]":
+        """Render on a thread of the templates' own; the options and errors are those of `render`.
+
+        If many chats wait for a slow template, then nothing else waits for a thread.
+        """
+        return template_processes().submit(partial(self.render, messages, **options))
 
     def render(
         self,
@@ -64,35 +95,73 @@ class ChatTemplate:
 
         `tools` are functions in OpenAI's shape.
 
-        Raises RequestError with the template's own message if it rejects the messages.
+        Raises RequestError with the template's own message if it rejects the messages, or
+        TemplateLimitError if it exceeds its limits on them.
         """
-        if continue_final_message and not messages[-1]["content"].strip():
-            # transformers would cut the prompt inside the header of the message.
-            raise RequestError(
-                "`continue_final_message` needs a last message that says something",
-                param="continue_final_message",
-            )
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                chat_template=self.text,
-                tools=[*tools] or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+        chat = [_for_template(message) for message in messages]
+        last = chat[-1]["content"] if continue_final_message else ""
+        if continue_final_message:
+            if not last.strip():
+                # The prompt would be cut inside the header of the message.
+                raise _not_continued("needs a last message that says something")
+            chat[-1]["content"] = last + _MARK
+        text = self._rendered(
+            {
+                **self._special_tokens,
                 **(variables or {}),
-            )
-        except TemplateError as error:
+                "messages": chat,
+                "tools": [*tools] or None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+        return _cut_at_mark(text, last) if continue_final_message else text
+
+    def _rendered(self, values: Mapping[str, Any]) -> str:
+        """Render the template with all its variables. Raises as `render`."""
+        if self.is_fallback:
+            return _fallback().render(values)
+        try:
+            return template_processes().render(self.text, values, self._seconds)
+        except TemplateRefusedError as error:
             raise RequestError(
                 f"`messages`: the model's chat template refuses them: {error}", param="messages"
             ) from error
-        except Exception as error:  # an expression in a template may raise any error
+        except TemplateExcessError as error:
+            raise TemplateLimitError(str(error)) from error
+        except TemplateProblemError as error:
             raise RequestError(
-                "`messages`: the model's chat template failed on them: "
-                f"{type(error).__name__}: {error}",
-                param="messages",
+                f"`messages`: the model's chat template failed on them: {error}", param="messages"
             ) from error
-        return text
+
+
+@cache
+def _fallback() -> Template:
+    return environment().from_string(FALLBACK_TEMPLATE)
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as templates read it: without nulls, its reasoning under all their names."""
+    given = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((given[name] for name in _REASONING_NAMES if name in given), None)
+    if reasoning is None:
+        return given
+    return {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _cut_at_mark(text: str, last: str) -> str:
+    """Return a rendered prompt up to the mark behind its last message. Raises RequestError."""
+    mark = _MARK.strip()
+    at = text.rfind(mark)
+    if at < 0 or last.strip() not in text:
+        raise _not_continued("needs a chat template that writes the last message as it is")
+    head = text[:at]
+    # A template that strips a message strips the end of this one, too.
+    return head if text.startswith(_MARK, at) else head.rstrip()
+
+
+def _not_continued(problem: str) -> RequestError:
+    return RequestError(f"`continue_final_message` {problem}", param="continue_final_message")
 
 
 def _own_template(tokenizer: Any) -> str | None:

@@ -8,7 +8,6 @@ compiled again here, at the same cost.
 
 import json
 import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
+from model_runtime.child_process import command_of
 from model_runtime.errors import GrammarError, QueueFullError, RequestError
 from model_runtime.text.grammar_trial import grammar_of, matcher_of, problem_of
 from model_runtime.text.schema_keywords import refuse_unsupported
@@ -28,7 +27,6 @@ from model_runtime.text.tokenizer import Tokenizer
 from model_runtime.text.whitespace import ONE_SPACE
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}  # for response_format `json_object`
-_TRIAL = Path(__file__).with_name("grammar_trial.py")
 _MAX_TRIAL_BYTES = 32 * 2**20  # ordinary schemas take less than 1 MiB
 _NUM_COMPILERS = 2  # at once; each trial keeps a core busy
 _MAX_WAITING = 64  # schemas; the server answers more with 429
@@ -271,7 +269,7 @@ class GrammarCompiler:
         asked = {**grammar, "seconds": self._seconds, "max_bytes": _MAX_TRIAL_BYTES}
         try:
             ended = subprocess.run(  # noqa: S603  # our own file, in this interpreter
-                [sys.executable, "-P", str(_TRIAL)],
+                command_of("model_runtime.text.grammar_trial"),
                 input=json.dumps(asked).encode(),
                 capture_output=True,
                 timeout=self._seconds,

@@ -1,8 +1,8 @@
-"""Compile a grammar in a trial process that can be killed; `grammar.py` runs this file.
+"""Compile a grammar in a trial process that can be killed; `grammar.py` starts it.
 
 Compilation is one call into a library. In the server, nothing could stop a schema that takes hours,
 gigabytes or the whole stack. In this process, the kernel stops it, even if the server has died.
-The file imports no module of this project, so the process starts in about 70 ms.
+The process imports little, so it starts in about 70 ms.
 
 Standard input: a JSON object of `schema` (text) and `whitespace` (a pattern), with `seconds` and
 `max_bytes`. Instead of `schema` there may be `lark` (text) and `parts`, pairs of a label and a
@@ -12,15 +12,19 @@ exceeded a limit.
 """
 
 import json
-import math
-import resource
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from model_runtime.child_process import (
+    limit_memory,
+    limit_seconds,
+    memory_in_use,
+    prepare_limits,
+)
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -106,32 +110,20 @@ class _Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
-def _limit(seconds: float, max_bytes: int) -> None:
-    """Limit CPU time and memory beyond the current use, and disable core files."""
-    most_s = math.ceil(seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    statm = Path("/proc/self/statm")
-    if statm.is_file():  # without Linux, time is the only limit
-        most = int(statm.read_text().split()[5]) * resource.getpagesize() + max_bytes
-        # Not RLIMIT_AS: malloc reserves 128 MiB of addresses per thread, which use no memory.
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-
-
 def main() -> None:
     """Compile the grammar from standard input."""
     asked: dict[str, Any] = json.load(sys.stdin)
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
     problems: list[str] = []
     threading.stack_size(_STACK_BYTES)
-    _limit(asked["seconds"], asked["max_bytes"])
+    prepare_limits()
+    limit_seconds(asked["seconds"] + 1)  # the server waits for `seconds`, if it still lives
+    in_use = memory_in_use()
+    if in_use is not None:  # without Linux, time is the only limit
+        limit_memory(in_use + asked["max_bytes"])
     compiling = threading.Thread(target=lambda: problems.append(_problem_of(asked, tokenizer)))
     compiling.start()
     compiling.join()
     if not problems:
         sys.exit(1)  # the thread has printed its error
     sys.stdout.write(problems[0])
-
-
-if __name__ == "__main__":
-    main()

@@ -104,9 +104,12 @@ class Tokenizer:
         """Return the whole tokenizer as tokenizer.json text, and the number of its ids."""
         return self._backend.to_str(), max(self._backend.get_vocab().values(), default=-1) + 1
 
-    def chat_template(self, override: str | None = None) -> ChatTemplate:
-        """Return the override or the tokenizer's own template; the fallback if it has none."""
-        return ChatTemplate(self._tokenizer, override)
+    def chat_template(self, override: str | None, seconds: float) -> ChatTemplate:
+        """Return the override or the tokenizer's own template; the fallback if it has none.
+
+        `seconds` of processor time are the limit of a rendering. Raises ModelError.
+        """
+        return ChatTemplate(self._tokenizer, override, seconds)
 
     def stream(self) -> "TokenStream":
         """Return a decoder that takes one token at a time."""

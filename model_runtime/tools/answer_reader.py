@@ -1,17 +1,20 @@
 """Split a growing answer into text, reasoning and tool calls.
 
 The parts do not depend on how the text was cut into pieces. Text is held back only while it may
-belong to a marker, and inside a call. A call that cannot be read is text.
+belong to a marker, and inside a call that no grammar holds. Such a call may turn out to be text,
+because it cannot be read. Calls that a grammar holds come as they are written (`call_stream.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from model_runtime.text.detokenizer import overlap
-from model_runtime.tools.decode_calls import decode_calls, is_inside_a_string
-from model_runtime.tools.tool_format import ReasoningFormat, Tool, ToolCall, ToolFormat
+from model_runtime.tools.call_stream import CallEnd, CallEvent, CallPiece, CallStart, CallStream
+from model_runtime.tools.decode_calls import arguments_text, decode_calls, is_inside_a_string
+from model_runtime.tools.new_calls import NewCalls
+from model_runtime.tools.tool_format import ReasoningFormat, Tool, ToolFormat
 
 
 class TextDelta(NamedTuple):
@@ -26,7 +29,7 @@ class ReasoningDelta(NamedTuple):
     text: str
 
 
-Event = TextDelta | ReasoningDelta | ToolCall
+Event = TextDelta | ReasoningDelta | CallEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,14 @@ class ReadingPlan:
     tools: Mapping[str, Tool] | None = None  # those that may be called, by name
     reasoning: ReasoningFormat | None = None
     begins_in_reasoning: bool = False  # the prompt ends with the opening marker
+    is_held: bool = False  # a grammar holds the calls, so one that begins is one
 
 
 class _State(Enum):
     TEXT = 1
     REASONING = 2
-    CALL = 3
+    CALL = 3  # one that may turn out to be text
+    HELD_CALL = 4
 
 
 class AnswerReader:
@@ -56,9 +61,16 @@ class AnswerReader:
         self._skips_space = plan.begins_in_reasoning  # after a marker
         self._body_at = 0  # in the buffer: the end of a call's marker
         self._searched_to = 0  # in the buffer: no close begins before it
+        self._stream: CallStream | None = None  # of a held call
+        self._new_calls = NewCalls()
         self.num_calls = 0
         self.num_unparsed = 0
         self.num_cut = 0
+
+    @property
+    def num_repeated(self) -> int:
+        """Return how many calls were left out, because they equal an earlier one."""
+        return self._new_calls.num_repeated
 
     @property
     def is_reasoning(self) -> bool:
@@ -74,10 +86,17 @@ class AnswerReader:
         return _merged(events)
 
     def finish(self, *, is_cut: bool) -> list[Event]:
-        """Return the rest at the answer's end. `is_cut`: max_tokens ended it."""
+        """Return the rest at the answer's end. `is_cut`: max_tokens ended it.
+
+        A call without an end in the events is cut. No part of one is text beside whole calls.
+        """
         events: list[Event] = []
         if self._state is _State.CALL:
             self._end_call(events, is_cut=is_cut)
+        elif self._state is _State.HELD_CALL:
+            self._end_stream(is_cut=is_cut)
+        elif self._state is _State.TEXT and is_cut and self.num_calls:
+            self._buffer = self._buffer[: len(self._buffer) - self._held_len()].rstrip()
         self._emit(events, self._buffer)
         self._buffer = ""
         return _merged(events)
@@ -93,6 +112,8 @@ class AnswerReader:
             return self._read_reasoning(events)
         if self._state is _State.CALL:
             return self._read_call(events)
+        if self._state is _State.HELD_CALL:
+            return self._read_stream(events, self._buffer)
         return self._read_text(events)
 
     def _read_reasoning(self, events: list[Event]) -> bool:
@@ -111,8 +132,7 @@ class AnswerReader:
     def _read_text(self, events: list[Event]) -> bool:
         at, state, marker = self._next_marker()
         if state is None:
-            held = max((overlap(self._buffer, each) for each in self._markers()), default=0)
-            settled = self._buffer[: len(self._buffer) - held]
+            settled = self._buffer[: len(self._buffer) - self._held_len()]
             if self._plan.tool_format is not None:
                 settled = settled.rstrip()  # it is no text if a call follows
             if settled.strip():
@@ -128,6 +148,10 @@ class AnswerReader:
         self._state = state
         self._body_at = self._searched_to = at - len(settled) + len(marker)
         return True
+
+    def _held_len(self) -> int:
+        """Return how many characters at the buffer's end may begin a marker."""
+        return max((overlap(self._buffer, each) for each in self._markers()), default=0)
 
     def _markers(self) -> list[str]:
         """Return what may follow the text so far."""
@@ -163,6 +187,15 @@ class AnswerReader:
         if body and not self._may_begin(body):
             self._give_up(events, self._body_at)
             return True
+        if self._plan.is_held:
+            self._stream = CallStream(tool_format, self._plan.tools or {})
+            has_ended = self._read_stream(events, self._buffer[self._body_at :])
+            if self._stream.has_begun:
+                return has_ended
+        return self._read_whole_calls(events, tool_format)
+
+    def _read_whole_calls(self, events: list[Event], tool_format: ToolFormat) -> bool:
+        """Read calls up to their close, or find that they are none."""
         if not tool_format.close:
             return False
         end = self._buffer.find(tool_format.close, self._searched_to)
@@ -198,6 +231,26 @@ class AnswerReader:
         names = [rest] if rest else list(self._plan.tools or ())
         return any(each.startswith(body) or body.startswith(each) for each in names)
 
+    def _read_stream(self, events: list[Event], text: str) -> bool:
+        """Read more of held calls; return whether they have ended."""
+        assert self._stream is not None
+        self._add_calls(events, self._stream.feed(text))
+        if not self._stream.has_begun:
+            return False
+        self._state, self._buffer = _State.HELD_CALL, ""
+        if self._stream.rest is None:
+            return False
+        self._end_stream(is_cut=False)
+        self._begin(_State.TEXT, self._stream.rest)
+        return True
+
+    def _end_stream(self, *, is_cut: bool) -> None:
+        """Count a call that is not whole."""
+        assert self._stream is not None
+        if self._stream.is_inside_a_call:
+            self.num_cut += is_cut
+            self.num_unparsed += not is_cut
+
     def _take_calls(self, events: list[Event], end: int) -> bool:
         """Add the calls before `end`; return False if there are none that can be read."""
         assert self._plan.tool_format is not None
@@ -205,21 +258,41 @@ class AnswerReader:
         calls = decode_calls(self._plan.tool_format, text, self._plan.tools or {})
         if calls is None:
             return False
-        events += calls
-        self.num_calls += len(calls)
+        for call in calls:
+            written = CallStart(call.name), CallPiece(arguments_text(call)), CallEnd()
+            self._add_calls(events, written)
         return True
 
+    def _add_calls(self, events: list[Event], found: Iterable[CallEvent]) -> None:
+        for event in found:
+            passed = self._new_calls.passed(event)
+            self.num_calls += CallEnd() in passed
+            events += passed
+
     def _end_call(self, events: list[Event], *, is_cut: bool) -> None:
-        """Take a call that the answer's end closes, or leave it as text."""
+        """Take a call that the answer's end closes or cuts, or leave it as text."""
         assert self._plan.tool_format is not None
         may_end = not self._plan.tool_format.close or not is_cut
-        if may_end and self._take_calls(events, len(self._buffer)):
-            self._buffer = ""
-        elif is_cut:
-            self.num_cut += 1
-        else:
+        is_taken = may_end and self._take_calls(events, len(self._buffer))
+        if not is_taken and is_cut:
+            is_taken = self._take_cut_calls(events)
+            self.num_cut += not is_taken
+        elif not is_taken:
             self.num_unparsed += 1
+        if is_taken or (is_cut and self.num_calls):
+            self._buffer = ""
         self._state = _State.TEXT
+
+    def _take_cut_calls(self, events: list[Event]) -> bool:
+        """Add the calls of which the last is cut; return False if none can be read."""
+        assert self._plan.tool_format is not None
+        self._stream = CallStream(self._plan.tool_format, self._plan.tools or {})
+        found = self._stream.feed(self._buffer[self._body_at :])
+        if not self._stream.has_begun or self._stream.is_broken:
+            return False
+        self._add_calls(events, found)
+        self._end_stream(is_cut=True)
+        return True
 
     def _give_up(self, events: list[Event], end: int) -> None:
         """Let the buffer up to `end` be text."""
@@ -252,10 +325,10 @@ def _merged(events: list[Event]) -> list[Event]:
     found: list[Event] = []
     for event in events:
         last = found[-1] if found else None
-        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
-            found[-1] = TextDelta(last.text + event.text)
-        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            found[-1] = ReasoningDelta(last.text + event.text)
+        for kind in (TextDelta, ReasoningDelta, CallPiece):
+            if isinstance(event, kind) and isinstance(last, kind):
+                found[-1] = kind(last.text + event.text)
+                break
         else:
             found.append(event)
     return found

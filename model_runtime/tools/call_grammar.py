@@ -43,7 +43,7 @@ class AnswerGrammar:
     whitespace: str  # pattern of the whitespace in one place of JSON
     tool_format: ToolFormat | None = None
     tools: Sequence[Tool] = ()
-    is_parallel: bool = True  # several calls
+    max_calls: int = 1
     answer_schema: str | None = None  # JSON schema as text, of the modes with JSON
     answer_rule: str | None = None  # instead of a schema: a rule of a text that is no JSON
     reasoning: ReasoningFormat | None = None
@@ -75,7 +75,7 @@ class _Writer:
         if asked.mode is Mode.TEXT_AND_CALLS:
             body = self._text_and_calls()
         else:
-            calls = [] if asked.mode is Mode.JSON else [self._calls()]
+            calls = [] if asked.mode is Mode.JSON else [self._calls(asked.max_calls)]
             body = " | ".join([*calls, *(["answer"] if asked.mode is not Mode.CALLS else [])])
         if asked.mode in {Mode.JSON, Mode.CALLS_OR_JSON}:
             answer = asked.answer_rule
@@ -108,16 +108,21 @@ class _Writer:
     def _text_and_calls(self) -> str:
         found = self._asked.tool_format
         assert found is not None
-        calls = self._calls(after_marker=bool(found.marker))
+        # Whether calls have blocks of their own, which text may follow.
+        is_apart = bool(found.close) and found.marker in (found.between or found.marker)
+        max_calls = self._asked.max_calls
+        calls = self._calls(1 if is_apart else max_calls, after_marker=bool(found.marker))
         if not found.marker:
             begins = r"\s*".join(re.escape(each) for each in re.findall(r"\S+", found.head))
             begins = begins.replace("/", r"\/").replace(r"\ ", " ")
             self._rules.append(rf"OTHER: /(.|\n)*/ & ~/(?s:\s*{begins}.*)/")
             return f"{calls} | OTHER"
         self._rules.append(f"tag: {self._until(found.marker, 'tag')} {calls}")
-        return "tag* TEXT" if self._asked.is_parallel else "TEXT | tag"
+        # The answer ends behind the last call, because text there could be more calls.
+        before = f"tag{{0,{max_calls - 1}}} " if is_apart and max_calls > 1 else ""
+        return f"{before}(TEXT | tag)"
 
-    def _calls(self, *, after_marker: bool = False) -> str:
+    def _calls(self, max_calls: int, *, after_marker: bool = False) -> str:
         """Return one or several calls, with or without the marker that they begin with."""
         found = self._asked.tool_format
         assert found is not None
@@ -125,8 +130,8 @@ class _Writer:
         if after_marker:
             head = head.partition(found.marker)[2]
         more = ""
-        if self._asked.is_parallel and found.between is not None:
-            more = f" ({self._literal(found.between)} call)*"
+        if max_calls > 1 and found.between is not None:
+            more = f" ({self._literal(found.between)} call){{0,{max_calls - 1}}}"
         for index, tool in enumerate(self._asked.tools):
             called = self._literal(tool.name + found.middle)
             self._rules.append(f"call_{index}: {called} {self._arguments(index, tool)}")

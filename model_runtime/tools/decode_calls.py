@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from model_runtime.tools.json_pieces import json_text
 from model_runtime.tools.tool_format import Tool, ToolCall, ToolFormat
 
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -37,7 +38,7 @@ def decode_calls(found: ToolFormat, text: str, tools: Mapping[str, Tool]) -> Cal
 
 def arguments_text(call: ToolCall) -> str:
     """Return the arguments as JSON, the way OpenAI sends them. Raises ValueError."""
-    return json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
+    return json_text(call.arguments)
 
 
 def is_inside_a_string(found: ToolFormat, text: str) -> bool:
@@ -122,7 +123,7 @@ def _tagged_calls(_: ToolFormat, text: str, tools: Mapping[str, Tool]) -> Calls:
         name = function[1].strip()
         parameters = (tools[name].parameters if name in tools else None) or {}
         values = {
-            each[1].strip(): _typed(each[2], _schema_of(parameters, each[1].strip()))
+            each[1].strip(): typed(each[2], schema_of(parameters, each[1].strip()))
             for each in _PARAMETER.finditer(function[2])
         }
         if _PARAMETER.sub("", function[2]).strip():
@@ -132,7 +133,8 @@ def _tagged_calls(_: ToolFormat, text: str, tools: Mapping[str, Tool]) -> Calls:
     return calls
 
 
-def _schema_of(parameters: Mapping[str, Any], name: str) -> Any:
+def schema_of(parameters: Mapping[str, Any], name: str) -> Any:
+    """Return the schema of one argument; None if there is none."""
     properties = parameters.get("properties")
     return properties.get(name) if isinstance(properties, Mapping) else None
 
@@ -146,7 +148,7 @@ def is_text(schema: Any) -> bool:
     return schema.get("type") == "string" or isinstance(schema.get("const"), str)
 
 
-def _typed(raw: str, schema: Any) -> Any:
+def typed(raw: str, schema: Any) -> Any:
     """Return a value between tags: a string as it is, anything else as JSON if it is JSON."""
     if is_text(schema):
         return raw
@@ -172,8 +174,8 @@ def _python_calls(_: ToolFormat, text: str, tools: Mapping[str, Tool]) -> Calls:
         parameters = (tools[name].parameters if name in tools else None) or {}
         for key, value in arguments.items():
             if isinstance(value, str):  # some models quote every value
-                schema = _schema_of(parameters, key)
-                arguments[key] = value if schema is None else _typed(value, schema)
+                schema = schema_of(parameters, key)
+                arguments[key] = value if schema is None else typed(value, schema)
         calls.append(ToolCall(name, arguments))
     return calls
 

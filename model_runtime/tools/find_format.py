@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model_runtime.errors import ModelError, RequestError
+from model_runtime.errors import ModelError, RequestError, TemplateLimitError
 from model_runtime.text.chat_template import ChatTemplate
-from model_runtime.tools.answer_reader import AnswerReader, ReadingPlan, TextDelta
+from model_runtime.tools.answer_reader import AnswerReader, ReadingPlan
+from model_runtime.tools.call_stream import whole_calls
 from model_runtime.tools.tool_format import (
     GENERIC,
     KNOWN_FORMATS,
@@ -61,10 +62,19 @@ def find_formats(
 ) -> ChatFormats:
     """Find the formats of a chat template. `special`: every special token's text and id.
 
-    `asked` is the setting: one of FORMAT_NAMES. Raises ModelError for a name that is none of them.
+    `asked` is the setting: one of FORMAT_NAMES. Raises ModelError for a name that is none of them,
+    or for a template that exceeds its limits on a short conversation.
     """
     if asked not in FORMAT_NAMES:
         raise ModelError(f"tool_format must be one of {', '.join(FORMAT_NAMES)}. Given: {asked!a}")
+    try:
+        return _found(template, special, asked)
+    except TemplateLimitError as error:
+        raise ModelError(f"the chat template {error.excess} on a short conversation") from error
+
+
+def _found(template: ChatTemplate, special: Mapping[str, int], asked: str) -> ChatFormats:
+    """Find the formats. Raises TemplateLimitError."""
     reasoning = _reasoning(template, special)
     tools: ToolFormat | None
     if asked == "none":
@@ -98,6 +108,8 @@ def _rendered(
             add_generation_prompt=answer is None,
             tools=[tool.for_template() for tool in tools],
         )
+    except TemplateLimitError:
+        raise
     except RequestError:
         return None
 
@@ -106,6 +118,8 @@ def _reads_system(template: ChatTemplate) -> bool:
     messages = [{"role": "system", "content": _PLAIN}, {"role": "user", "content": "Hello."}]
     try:
         return _PLAIN in template.render(messages)
+    except TemplateLimitError:
+        raise
     except RequestError:
         return False
 
@@ -168,8 +182,7 @@ def _probed(template: ChatTemplate) -> ToolFormat | None:
 
 def _reads_back(found: ToolFormat, text: str, calls: Sequence[ToolCall]) -> bool:
     reader = AnswerReader(ReadingPlan(found, {_NAME: _TOOL}))
-    events = [*reader.feed(text), *reader.finish(is_cut=False)]
-    return [each for each in events if not isinstance(each, TextDelta)] == list(calls)
+    return whole_calls([*reader.feed(text), *reader.finish(is_cut=False)]) == list(calls)
 
 
 def _json_values(text: str) -> list[tuple[int, int, Any]]:

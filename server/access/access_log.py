@@ -80,6 +80,8 @@ class AccessLog:
         if opened.deployment is not None:
             facts["deployment"] = opened.deployment
         if tier is not None:
+            if opened.is_beyond:
+                facts["beyond_trained_length"] = True
             first_token_s = opened.first_token_s
             facts |= {
                 "rope_type": tier.profile.name,

@@ -71,6 +71,11 @@ class AnswerWatch(Metrics):
         watched = self._watched.pop(request.request_id, None)
         if watched is not None:
             ended = EndedAnswer(
-                tier, reason, num_generated, watched.num_cached_tokens, watched.first_token_s
+                tier,
+                reason,
+                num_generated,
+                watched.num_cached_tokens,
+                watched.first_token_s,
+                tier.is_beyond(request.positions_with(num_generated)),
             )
             self._put(watched.loop, partial(watched.opened.answer_ended, ended))

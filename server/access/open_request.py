@@ -27,6 +27,7 @@ class EndedAnswer(NamedTuple):
     num_generated: int
     num_cached_tokens: int  # of its prompt; 0 if another answer counts them
     first_token_s: float | None  # since arrival; None: no token
+    is_beyond: bool  # whether it has more positions than its table is made for
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +44,7 @@ class OpenRequest:
     num_generated: int = 0
     first_token_s: float | None = None
     is_aborted: bool = False
+    is_beyond: bool = False  # whether an answer has more positions than its table is made for
     status: int = 0  # 0: not answered yet
     seconds: float = 0.0  # to the last byte of the response
     num_open: int = 0  # answers that the engine still computes
@@ -60,6 +62,7 @@ class OpenRequest:
         self.num_generated += ended.num_generated
         self.num_cached_tokens += ended.num_cached_tokens
         self.is_aborted |= ended.reason is FinishReason.ABORT
+        self.is_beyond |= ended.is_beyond
         if self.tier is None or ended.tier.ceiling > self.tier.ceiling:
             self.tier = ended.tier
         if ended.first_token_s is not None:

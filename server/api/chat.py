@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from model_runtime.errors import RequestError
 from model_runtime.request import Output
-from model_runtime.tools.answer_reader import ReadingPlan
+from model_runtime.tools.answer_reader import ReadingPlan, ReasoningDelta, TextDelta
 from server.api.chat_schema import (
     AnswerMessage,
     ChatChoice,
@@ -24,11 +24,17 @@ from server.api.json_body import JsonBodyRoute
 from server.api.output_queue import Submission
 from server.api.service import Service
 from server.api.tools.chat_turn import ChatTurn, ToolSchemaError, check_variables, prepare
-from server.api.tools.choice_reader import ChoiceReader
+from server.api.tools.choice_reader import (
+    ChoiceReader,
+    NumberedCall,
+    NumberedPiece,
+    PartEvent,
+)
 from server.api.tools.tool_schema import (
     AnswerCall,
     AnswerFunction,
     DeltaCall,
+    DeltaFunction,
     call_choice,
 )
 
@@ -155,9 +161,9 @@ class _ChatAnswer(ChunkAnswer[ChatRequest]):
         parts = self._readers[index].take()
         calls = [
             AnswerCall(
-                id=call.call_id, function=AnswerFunction(name=call.name, arguments=call.arguments)
+                id=call.call_id, function=AnswerFunction(name=call.name, arguments=arguments)
             )
-            for call in parts.calls
+            for call, arguments in parts.calls
         ]
         return AnswerMessage(
             content=parts.text if parts.text or not calls else None,
@@ -166,44 +172,47 @@ class _ChatAnswer(ChunkAnswer[ChatRequest]):
             tool_calls=calls or None,
         )
 
-    def piece(self, index: int, output: Output) -> ChunkChoice | None:
-        """Build one choice's next piece; the first one contains the role."""
-        delta = self._delta(index, output)
-        token_ids = self.token_ids(output)
-        has_more = output.logprobs or token_ids or output.finish_reason is not None
-        if not delta.model_fields_set and not has_more:
-            return None
-        is_first, self._has_begun[index] = not self._has_begun[index], True
-        if is_first:
-            delta = delta.model_copy(update={"role": "assistant"})
-        return ChunkChoice(
-            index=index,
-            delta=delta,
-            logprobs=self._logprobs(output),
-            finish_reason=self._finish_reason(index, output),
-            rope=self.rope(index, output),
-            token_ids=token_ids,
-        )
+    def piece(self, index: int, output: Output) -> ChunkChoice:
+        """Build the next piece of a choice that is text; the first one contains the role."""
+        return self._chunks(index, output, [{"content": output.text}])[0]
 
-    def _delta(self, index: int, output: Output) -> Delta:
+    def pieces(self, index: int, output: Output) -> Sequence[ChunkChoice]:
+        """Build the next pieces of one choice, as OpenAI does.
+
+        A call begins in a piece of its own, after the role, and the end has an empty one after it.
+        """
         if not self._readers:
-            return Delta(content=output.text)
-        parts = self._readers[index].take()
-        fields: dict[str, Any] = {}
-        if parts.text:
-            fields["content"] = parts.text
-        if parts.reasoning:
-            fields["reasoning_content"] = fields["reasoning"] = parts.reasoning
-        if parts.calls:
-            fields["tool_calls"] = [
-                DeltaCall(
-                    index=call.index,
-                    id=call.call_id,
-                    function=AnswerFunction(name=call.name, arguments=call.arguments),
+            return [self.piece(index, output)]
+        deltas = _deltas(self._readers[index].take_in_order())
+        if not self._has_begun[index] and deltas and "tool_calls" in deltas[0]:
+            deltas.insert(0, {})
+        if output.finish_reason is not None and (not deltas or "tool_calls" in deltas[-1]):
+            deltas.append({})
+        if not deltas and (output.logprobs or self.token_ids(output)):
+            deltas.append({})
+        return self._chunks(index, output, deltas)
+
+    def _chunks(
+        self, index: int, output: Output, deltas: Sequence[dict[str, Any]]
+    ) -> list[ChunkChoice]:
+        """Build a piece of each delta. The first has the tokens, and the last the reason."""
+        chunks = []
+        for at, fields in enumerate(deltas):
+            if not self._has_begun[index]:
+                self._has_begun[index] = True
+                fields["role"] = "assistant"
+            is_last = at + 1 == len(deltas)
+            chunks.append(
+                ChunkChoice(
+                    index=index,
+                    delta=Delta(**fields),
+                    logprobs=None if at else self._logprobs(output),
+                    finish_reason=self._finish_reason(index, output) if is_last else None,
+                    rope=self.rope(index, output),
+                    token_ids=None if at else self.token_ids(output),
                 )
-                for call in parts.calls
-            ]
-        return Delta(**fields)
+            )
+        return chunks
 
     def _finish_reason(self, index: int, output: Output) -> str | None:
         if self._readers:
@@ -248,3 +257,30 @@ class _ChatAnswer(ChunkAnswer[ChatRequest]):
             "logprob": finite(logprob),
             "bytes": list(tokenizer.token_bytes(token_id)),
         }
+
+
+def _deltas(events: Sequence[PartEvent]) -> list[dict[str, Any]]:
+    """Return the fields of deltas: one for text and reasoning that follow each other, one a call's.
+
+    Reasoning has two names, as clients read either.
+    """
+    found: list[dict[str, Any]] = []
+    for event in events:
+        if isinstance(event, NumberedCall):
+            function = DeltaFunction(name=event.name, arguments="")
+            begun = DeltaCall(
+                index=event.index, id=event.call_id, type="function", function=function
+            )
+            found.append({"tool_calls": [begun]})
+        elif isinstance(event, NumberedPiece):
+            function = DeltaFunction(arguments=event.text)
+            found.append({"tool_calls": [DeltaCall(index=event.index, function=function)]})
+        elif isinstance(event, TextDelta | ReasoningDelta):
+            if not found or "tool_calls" in found[-1]:
+                found.append({})
+            names = ["content"] if isinstance(event, TextDelta) else _REASONING
+            found[-1].update({name: found[-1].get(name, "") + event.text for name in names})
+    return found
+
+
+_REASONING = ("reasoning_content", "reasoning")

@@ -114,13 +114,15 @@ class HttpAnswer(ABC, Generic[BodyT]):
 
     def rope(self, index: int, output: Output) -> RopeAnswer:
         """Return the scaling applied to one choice so far."""
-        request = self.choices[index].request
+        state = self.choices[index]
+        request = state.request
         placement = request.placement
         tier = output.tier or placement.tier
         ended_by: Literal["tier", "max_model_len"] | None = None
         if self.body.asked_max_tokens is None and output.finish_reason is FinishReason.LENGTH:
             ended_by = "tier" if request.num_positions >= tier.ceiling else "max_model_len"
-        return RopeAnswer.of(placement, tier, output.num_rescales, ended_by)
+        num_positions = request.positions_with(state.num_generated)
+        return RopeAnswer.of(placement, tier, output.num_rescales, num_positions, ended_by)
 
     def token_ids(self, output: Output) -> list[int] | None:
         """Return the generated tokens of an output if the body asks for them."""
@@ -229,8 +231,8 @@ class ChunkAnswer(HttpAnswer[BodyT]):
     """An answer whose stream has chunks with choices, as OpenAI's older routes have."""
 
     @abstractmethod
-    def piece(self, index: int, output: Output) -> BaseModel | None:
-        """Build the body of one output of one choice; None if there is nothing to send yet."""
+    def piece(self, index: int, output: Output) -> BaseModel:
+        """Build the body of one output of one choice."""
 
     @abstractmethod
     def event_body(
@@ -273,13 +275,13 @@ class ChunkAnswer(HttpAnswer[BodyT]):
             state.scaling, state.text_event = scaling, None
         return self._piece_event(index, output)
 
-    def _piece_event(self, index: int, output: Output) -> bytes:
-        body = self._piece_body(index, output)
-        return b"" if body is None else event(body)
+    def pieces(self, index: int, output: Output) -> Sequence[BaseModel]:
+        """Build the bodies of one output of one choice; none if there is nothing to send yet."""
+        return [self.piece(index, output)]
 
-    def _piece_body(self, index: int, output: Output) -> BaseModel | None:
-        piece = self.piece(index, output)
-        return None if piece is None else self.event_body([piece])
+    def _piece_event(self, index: int, output: Output) -> bytes:
+        found = self.pieces(index, output)
+        return b"".join([event(self.event_body([piece])) for piece in found])
 
 
 async def respond(http: HttpRequest, answer: HttpAnswer[Any]) -> Response:

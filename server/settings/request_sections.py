@@ -219,6 +219,9 @@ class GrammarSettings(Section):
         le=600,
         allow_inf_nan=False,
     )
+    max_parallel_tool_calls: int = setting(
+        16, "Most tool calls in an answer.", unit="calls", ge=1, le=128
+    )
     whitespace_pattern: Annotated[str, AfterValidator(checked_whitespace)] = setting(
         ONE_SPACE,
         "Whitespace that a structured answer may contain in one place, as a regular expression of "

@@ -90,6 +90,13 @@ class ModelSettings(Section):
         " or a plain transcript if it has none.",
         unit="path",
     )
+    chat_template_seconds: float = setting(
+        2.0,
+        "Processor time of the chat template for one chat; more is refused.",
+        unit="seconds",
+        ge=0.05,
+        le=3600,
+    )
     allowed_chat_template_kwargs: Names = setting(
         ("enable_thinking", "thinking", "reasoning_effort"),
         "Variables of the chat template that requests may set.",
@@ -152,6 +159,11 @@ class DeploymentSettings(Section):
         unit="factor",
         ge=1,
         allow_inf_nan=False,
+    )
+    exact_rope_factors: Numbers | None = setting(
+        None,
+        "Factors that a request may ask for exactly, beside those of the tiers, for example 1.3,3.",
+        unit="factors",
     )
     max_model_len: int | None = setting(
         None,

@@ -14,6 +14,7 @@ from model_runtime.loading.phases import OnPhase, no_phases
 from model_runtime.loading.plain_config import PlainConfig, plain_template
 from model_runtime.size_text import size_text
 from model_runtime.text.chat_template import ChatTemplate
+from model_runtime.tools.find_format import find_formats
 from model_runtime.tools.tool_format import GENERIC, REASONING_FORMATS
 from server.settings.load import ServeSettings
 from server.startup.banner_lines import (
@@ -86,6 +87,8 @@ def outlook_of(settings: ServeSettings) -> Outlook:
     outline = outline_of(settings)
     rank_bytes = _rank_weight_bytes(settings, outline)
     template = chat_template_of(settings, _templated(settings, outline))
+    # For its refusals only: the special tokens of a plain tokenizer are not known here.
+    find_formats(template, {}, settings.tool_format)
     num_weight_bytes, low_bits = _storage(settings, outline)
     memory = _memory(outline)
     if memory is not None:
@@ -153,9 +156,9 @@ class _PlainTemplate:
 
     own: str | None
 
-    def chat_template(self, override: str | None = None) -> ChatTemplate:
+    def chat_template(self, override: str | None, seconds: float) -> ChatTemplate:
         """Return the override or the folder's own template. Raises ModelError."""
-        return ChatTemplate(_Named(self.own), override)
+        return ChatTemplate(_Named(self.own), override, seconds)
 
 
 @dataclass(frozen=True, slots=True)

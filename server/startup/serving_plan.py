@@ -29,7 +29,7 @@ _EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 token
 class Templated(Protocol):
     """A tokenizer, as far as its chat template goes."""
 
-    def chat_template(self, override: str | None = None) -> ChatTemplate:
+    def chat_template(self, override: str | None, seconds: float) -> ChatTemplate:
         """Return the override or the tokenizer's own template. Raises ModelError."""
 
 
@@ -173,7 +173,8 @@ def num_profiles(deployments: Iterable[Deployment]) -> int:
 
 def _all_tiers(deployment: Deployment) -> Iterator[Tier]:
     """Yield every tier that requests may have."""
-    for tiers in (*deployment.tiers.values(), *deployment.positions.values()):
+    further = (*deployment.positions.values(), *deployment.exact.values())
+    for tiers in (*deployment.tiers.values(), *further):
         yield from tiers
 
 
@@ -187,14 +188,15 @@ def chat_template_of(settings: ServeSettings, tokenizer: Templated) -> ChatTempl
             raise SettingsError(
                 f"allowed_chat_template_kwargs: {name} is the rendering's own, remove it"
             )
-    if settings.chat_template is None:
-        return tokenizer.chat_template()
+    override = None
     try:
-        return tokenizer.chat_template(settings.chat_template.read_text(encoding="utf-8"))
+        if settings.chat_template is not None:
+            override = settings.chat_template.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(
             f"chat_template: cannot read {settings.chat_template}: {why_unreadable(error)}"
         ) from error
+    return tokenizer.chat_template(override, settings.chat_template_seconds)
 
 
 def memory_text(memory: MemoryProfile) -> str:
@@ -227,6 +229,7 @@ def _deployment(settings: ServeSettings, entry: DeploymentEntry, native: NativeR
         max_model_len=entry.max_model_len,
         answer_reserve_tokens=entry.answer_reserve_tokens,
         allowed_positions=entry.allowed_positions,
+        exact_factors=entry.exact_rope_factors,
         page_size=settings.page_size,
     )
     try:

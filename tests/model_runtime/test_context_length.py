@@ -38,7 +38,7 @@ def test_a_request_beyond_the_cache_is_beyond_the_context() -> None:
 @pytest.mark.parametrize(
     ("deployment", "num_prompt", "max_tokens", "end"),
     [
-        (plain(), 1020, 9, "factor 4). * 1028 positions. A * 5 (1280 tokens) * for it. * most 5."),
+        (plain(), 1020, 9, "factor 4). * 1028 in all. A * 5 (1280 tokens) * for it. * most 5."),
         (
             plain().within_cache(512),
             2000,

@@ -106,6 +106,30 @@ def test_a_broken_checkpoint_ends_with_a_sentence_and_code_2(tmp_path: Path) -> 
     assert f"ropewalk: {folder} has no tokenizer.json" in ended.stderr
 
 
+@pytest.mark.parametrize("command", ["serve", "config check"])
+def test_a_chat_template_without_end_ends_with_a_sentence_and_code_2(
+    tmp_path: Path, command: str
+) -> None:
+    """It comes with the checkpoint, and once the start did not end."""
+    folder, file = tmp_path / "model", tmp_path / "ropewalk.yaml"
+    shutil.copytree(EMBEDDED_MODEL, folder)
+    inner = "{% for j in range(99999) %}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(
+        "{% for i in range(99999) %}" + inner + "{% endfor %}"
+    )
+    file.write_text(f"model: {folder}\nchat_template_seconds: 0.25\n")
+    given = (
+        ["serve", "--config", str(file)] if command == "serve" else ["config", "check", str(file)]
+    )
+    ended = run_to_end(*given)
+    assert ended.returncode == 2
+    assert (
+        "ropewalk: the chat template takes more than 0.25 seconds of processor time "
+        "(chat_template_seconds) on a short conversation\n"
+    ) in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_an_error_of_a_library_while_a_model_is_loaded_is_a_sentence() -> None:
     """The number type, the device, the reason and another setting are named.
 

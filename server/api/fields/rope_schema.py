@@ -45,10 +45,14 @@ class RopeField(Body):
     original_max_position_embeddings: int | None = Field(None, ge=1, le=INT64)
     rescaled: int | None = Field(None, ge=0, le=INT64)
     ended_by: Literal["tier", "max_model_len"] | None = None
+    beyond_trained_length: bool | None = None
     positions: PositionsField | None = None
+    exact: bool | None = None  # the factor is the table's, not the least one
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yield a requested factor that the reported one would not have served."""
+        """Yield an exact factor that is missing, and one that the reported one is below."""
+        if self.exact and self.factor is None:
+            yield "exact", "needs `factor`"
         if self.requested_factor is not None and (self.factor or 0) < self.requested_factor:
             yield "requested_factor", "is only reported, use `factor`"
 
@@ -60,6 +64,7 @@ class RopeField(Body):
             self.policy,
             self.original_max_position_embeddings,
             None if self.positions is None else self.positions.model_dump(exclude_none=True),
+            is_exact=bool(self.exact),
         )
 
 
@@ -74,6 +79,9 @@ class RopeAnswer(Body):
     rescaled: int  # how often the table changed while the request ran
     # Set if an answer without max_tokens had no more room.
     ended_by: Literal["tier", "max_model_len"] | None = Field(None, exclude_if=is_none)
+    # True if some positions are more than the table is made for; else absent.
+    beyond_trained_length: Literal[True] | None = Field(None, exclude_if=is_none)
+    exact: Literal[True] | None = Field(None, exclude_if=is_none)  # as requested
     # The position method in force; absent if every key is at its own position.
     positions: PositionsField | None = Field(None, exclude_if=is_none)
 
@@ -83,9 +91,10 @@ class RopeAnswer(Body):
         placement: Placement,
         tier: Tier,
         num_rescales: int,
+        num_positions: int,
         ended_by: Literal["tier", "max_model_len"] | None = None,
     ) -> Self:
-        """Build it from the decisions at admission and the tier in force now."""
+        """Build it from the decisions at admission, the tier in force and the positions so far."""
         return cls(
             rope_type=tier.profile.scaling.rope_type,
             factor=tier.factor,
@@ -94,5 +103,7 @@ class RopeAnswer(Body):
             policy=placement.policy,
             rescaled=num_rescales,
             ended_by=ended_by,
+            beyond_trained_length=tier.is_beyond(num_positions) or None,
+            exact=placement.is_exact or None,
             positions=PositionsField.of(tier.profile.positions),
         )

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from pydantic_core import from_json
+
 from model_runtime.errors import RequestError, RopewalkError
 from model_runtime.request import FinishReason, Output
 from server.api.messages.message_schema import (
@@ -94,7 +96,7 @@ class MessageAnswer(PartAnswer[MessagesRequest]):
             # The body has the max_tokens that there was room for.
             had_room = self.body.max_tokens == self.received.max_tokens
             return "max_tokens" if had_room else "model_context_window_exceeded"
-        if any(part.kind == "call" for part in self.parts):
+        if any(part.kind == "call" and not part.is_cut for part in self.parts):
             return "tool_use"
         return "end_turn" if self._stop_sequence(output) is None else "stop_sequence"
 
@@ -111,7 +113,9 @@ def _event(kind: str, **fields: Any) -> bytes:
 def _block(part: Part) -> dict[str, Any]:
     """Return a block; one that begins has no text yet."""
     if part.call is not None:
-        arguments = json.loads(part.text or "{}")
+        # Anthropic's client reads the pieces of a cut call so, too.
+        text = part.text or "{}"
+        arguments = from_json(text, allow_partial=True) if part.is_cut else json.loads(text)
         named = {"id": part.call.call_id, "name": part.call.name}
         return {"type": "tool_use", **named, "input": arguments}
     if part.kind == "reasoning":

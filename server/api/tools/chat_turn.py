@@ -86,6 +86,7 @@ async def prepare(service: Service, turn: ChatTurn) -> PreparedTurn:
             {tool.name: tool for tool in tools},
             formats.reasoning if splits else None,
             begins_in_reasoning=splits and thinking is Thinking.BEGUN,
+            is_held=bool(tools) and grammar is not None,
         )
     masked = None
     if turn.tools and turn.choice.mode == "none" and formats.tools is not None:
@@ -127,14 +128,14 @@ async def render(service: Service, turn: ChatTurn) -> str:
         messages = with_instructions(
             messages, tools, tool_format or GENERIC, reads_system=formats.reads_system
         )
-    return await asyncio.to_thread(
-        template.render,
+    rendering = template.submit(
         messages,
         add_generation_prompt=turn.opens_answer,
         continue_final_message=turn.continue_final_message,
         variables={**_effort_variables(service, turn.reasoning_effort), **turn.variables},
         tools=rendered_tools,
     )
+    return await asyncio.wrap_future(rendering)
 
 
 def check_variables(service: Service, variables: Mapping[str, Any]) -> None:
@@ -235,7 +236,7 @@ async def _grammar(
         whitespace=compiler.whitespace_of(turn.whitespace),
         tool_format=formats.tools,
         tools=tools,
-        is_parallel=turn.is_parallel and not turn.choice.is_named,
+        max_calls=_max_calls(service, turn),
         answer_schema=answer_schema,
         answer_rule=answer_rule,
         reasoning=formats.reasoning,
@@ -249,6 +250,11 @@ async def _grammar(
                 raise ToolSchemaError(str(error), tool) from error
         await _blame(service, asked)
         raise
+
+
+def _max_calls(service: Service, turn: ChatTurn) -> int:
+    is_parallel = turn.is_parallel and not turn.choice.is_named
+    return service.settings.max_parallel_tool_calls if is_parallel else 1
 
 
 def _is_free(turn: ChatTurn, tools: Sequence[Tool]) -> bool:

@@ -12,8 +12,7 @@ from model_runtime.tools.answer_reader import (
     ReasoningDelta,
     TextDelta,
 )
-from model_runtime.tools.decode_calls import arguments_text
-from model_runtime.tools.tool_format import ToolCall
+from model_runtime.tools.call_stream import CallEnd, CallPiece, CallStart
 
 # Mistral's chat templates refuse ids of another length.
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -22,21 +21,31 @@ _ID_LEN = 9
 
 @dataclass(frozen=True, slots=True)
 class NumberedCall:
-    """A call with the id and index under which a client knows it."""
+    """A call that begins, with the id and index under which a client knows it."""
 
     index: int
     call_id: str
     name: str
-    arguments: str  # JSON
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedPiece:
+    """More of the arguments of a call, as JSON."""
+
+    index: int
+    text: str
+
+
+PartEvent = TextDelta | ReasoningDelta | NumberedCall | NumberedPiece | CallEnd
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceParts:
-    """Parts of an answer: all of it, or what one output added."""
+    """All parts of an answer."""
 
     text: str
     reasoning: str
-    calls: list[NumberedCall]
+    calls: list[tuple[NumberedCall, str]]  # with the arguments as JSON, of a cut one up to there
 
 
 class ChoiceReader:
@@ -62,27 +71,31 @@ class ChoiceReader:
         self._events += events
 
     def take(self) -> ChoiceParts:
-        """Return the parts since the last call."""
+        """Return the parts of all outputs, joined."""
         events = self.take_in_order()
+        pieces = [event for event in events if isinstance(event, NumberedPiece)]
         return ChoiceParts(
             "".join(event.text for event in events if isinstance(event, TextDelta)),
             "".join(event.text for event in events if isinstance(event, ReasoningDelta)),
-            [event for event in events if isinstance(event, NumberedCall)],
+            [
+                (call, "".join(piece.text for piece in pieces if piece.index == call.index))
+                for call in events
+                if isinstance(call, NumberedCall)
+            ],
         )
 
-    def take_in_order(self) -> list[TextDelta | ReasoningDelta | NumberedCall]:
-        """Return the same in the order in which the model wrote it."""
+    def take_in_order(self) -> list[PartEvent]:
+        """Return the parts since the last time, in the order in which the model wrote them."""
         events, self._events = self._events, []
-        found: list[TextDelta | ReasoningDelta | NumberedCall] = []
-        for event in events:
-            if isinstance(event, ToolCall):
-                found.append(
-                    NumberedCall(self._num_numbered, _new_id(), event.name, arguments_text(event))
-                )
-                self._num_numbered += 1
-            else:
-                found.append(event)
-        return found
+        return [self._numbered(event) for event in events]
+
+    def _numbered(self, event: Event) -> PartEvent:
+        if isinstance(event, CallStart):
+            self._num_numbered += 1
+            return NumberedCall(self._num_numbered - 1, _new_id(), event.name)
+        if isinstance(event, CallPiece):
+            return NumberedPiece(self._num_numbered - 1, event.text)
+        return event
 
     def finish_reason(self, output: Output) -> str | None:
         """Return OpenAI's finish reason; `length` wins, and a named function ends with `stop`."""
@@ -92,9 +105,14 @@ class ChoiceReader:
         return None if reason is None else reason.value
 
     def outcomes(self) -> dict[str, int]:
-        """Return how many calls were read, were cut, or could not be read."""
+        """Return how many calls were read, were cut, could not be read, or were left out."""
         reader = self._reader
-        return {"ok": reader.num_calls, "cut": reader.num_cut, "unparsed": reader.num_unparsed}
+        return {
+            "ok": reader.num_calls,
+            "cut": reader.num_cut,
+            "unparsed": reader.num_unparsed,
+            "repeated": reader.num_repeated,
+        }
 
 
 def _new_id() -> str:

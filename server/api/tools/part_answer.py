@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from model_runtime.request import FinishReason, Output
 from model_runtime.tools.answer_reader import ReadingPlan, ReasoningDelta
+from model_runtime.tools.call_stream import CallEnd
 from server.api.generation_response import HttpAnswer
 from server.api.output_queue import Submission
 from server.api.service import Service
 from server.api.sse import KEEP_ALIVE
 from server.api.strict_body import Body
-from server.api.tools.choice_reader import ChoiceReader, NumberedCall
+from server.api.tools.choice_reader import ChoiceReader, NumberedCall, NumberedPiece
 from server.api.tools.turn_request import TurnRequest
 
 Change = Literal["begun", "grown", "ended"]
@@ -30,7 +31,7 @@ class Part:
     index: int
     call: NumberedCall | None = None
     pieces: list[str] = field(default_factory=list)
-    is_cut: bool = False  # max_tokens ended it
+    is_cut: bool = False  # max_tokens ended it, or a call is not whole
 
     @property
     def text(self) -> str:
@@ -110,8 +111,12 @@ class PartAnswer(HttpAnswer[TurnRequest], Generic[BodyT]):
             if isinstance(event, NumberedCall):
                 yield from self._ending()
                 yield from self._beginning("call", event)
-                yield from self._growing(event.arguments)
-                yield from self._ending()
+                continue
+            if isinstance(event, NumberedPiece):
+                yield from self._growing(event.text)
+                continue
+            if isinstance(event, CallEnd):
+                yield from self._ending(ends_call=True)
                 continue
             kind: Literal["reasoning", "text"] = (
                 "reasoning" if isinstance(event, ReasoningDelta) else "text"
@@ -140,8 +145,10 @@ class PartAnswer(HttpAnswer[TurnRequest], Generic[BodyT]):
         self._open.pieces.append(text)
         yield "grown", self._open, text
 
-    def _ending(self, *, is_cut: bool = False) -> Iterator[tuple[Change, Part, str]]:
+    def _ending(
+        self, *, is_cut: bool = False, ends_call: bool = False
+    ) -> Iterator[tuple[Change, Part, str]]:
         if self._open is not None:
             part, self._open = self._open, None
-            part.is_cut = is_cut
+            part.is_cut = is_cut if part.call is None else not ends_call
             yield "ended", part, ""

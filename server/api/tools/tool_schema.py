@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from model_runtime.tools.tool_format import Tool
-from server.api.strict_body import Body, FirstMistakes, given, only_type, other_kind
+from server.api.strict_body import Body, FirstMistakes, given, is_none, only_type, other_kind
 from server.api.tools.call_choice import CallChoice, ChoiceMode
 
 MAX_TOOLS = 128  # OpenAI's limit
@@ -232,10 +232,20 @@ class AnswerCall(Body):
     function: AnswerFunction
 
 
-class DeltaCall(AnswerCall):
-    """A call in a piece of an answer."""
+class DeltaFunction(Body):
+    """The function of a call that begins or goes on."""
+
+    name: str | None = Field(None, exclude_if=is_none)  # in the first piece only
+    arguments: str
+
+
+class DeltaCall(Body):
+    """A piece of a call."""
 
     index: int
+    id: str | None = Field(None, exclude_if=is_none)  # in the first piece only
+    type: Literal["function"] | None = Field(None, exclude_if=is_none)  # there, too
+    function: DeltaFunction
 
 
 class SkippedTool(BaseModel):

@@ -3,11 +3,14 @@
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from model_runtime.errors import ModelError, RequestError
 from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.text.chat_template import RESERVED, ChatTemplate
+from tests.tokens import byte_tokenizer_fast
+from tests.tool_templates import TOOL_TEMPLATES
 
 # In the manner of those that come with instruction-tuned models.
 TEMPLATE = """{%- for message in messages -%}
@@ -47,6 +50,100 @@ def test_the_tokenizers_own_template_is_used(tokenizer: Any) -> None:
     )
     assert expected.endswith("<think>")
     assert chat.render(MESSAGES, variables={"thinking": True}) == expected
+
+
+# What a template may use beside Jinja itself, and where its environment shows.
+FEATURES = {
+    "blocks": "{% for m in messages %}\n    {% if m.role %}\n  {{ m.role }}\n{% endif %}\n"
+    "{% endfor %}",
+    "loops": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}"
+    "{% break %}{% endfor %}",
+    "JSON": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ messages[0] | "
+    "tojson(true, separators=(',', ':'), sort_keys=true) }}{{ '<é>' | tojson }}",
+    "functions": "{% set n = namespace(a=1, self=2) %}{% set n.a = n.a + 1 %}{{ n.a }}{{ n.self }}"
+    "{{ dict(a=1).a }}{{ dict.fromkeys('ab', 1) }}{{ strftime_now('%Y') }}{{ range(3) | list }}",
+    "scopes": "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}"
+    "{% generation -%}\n b {%- endgeneration %}",
+    "macros": "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{{ twice(messages[0].content) }}",
+    "names": "{{ bos_token }}{{ eos_token }}{{ tools is none }}{{ documents is none }}"
+    "{{ missing is defined }}{{ messages[0].missing is defined }}",
+    "values": "{{ messages }}{{ messages[1] }}{{ add_generation_prompt }}",
+}
+ODD_MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "<é> & \ud800 \N{GRINNING FACE} \x00", "name": None},
+    {"role": "assistant", "content": "a", "reasoning": "b", "number": 1e-7, "big": 10**30},
+    {"role": "assistant", "content": "a", "thinking": "c", "reasoning_content": None},
+    {"role": "user", "content": "", "nested": {"a": [1, None, True, {"b": float("inf")}]}},
+]
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_template_reads_what_it_reads_in_transformers(tokenizer: Any, name: str) -> None:
+    """Messages have nulls, several names for their reasoning, and a half of a character."""
+    chat = ChatTemplate(tokenizer, FEATURES[name])
+    for options in ({"add_generation_prompt": True}, {"add_generation_prompt": False}):
+        expected = tokenizer.apply_chat_template(
+            ODD_MESSAGES, chat_template=FEATURES[name], tokenize=False, **options
+        )
+        assert chat.render(ODD_MESSAGES, **options) == expected
+
+
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_calls_are_written_as_in_transformers(name: str) -> None:
+    """Templates in the manner of known families write tools, calls and results."""
+    fast, text = byte_tokenizer_fast(), TOOL_TEMPLATES[name][0]
+    function = {"name": "f", "arguments": {"a": "é", "b": [1, 2.5]}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hello."},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "3", "tool_call_id": "call00000", "name": "f"},
+        {"role": "assistant", "content": " It is three. "},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    for chat, continues in ((messages[:1], False), (messages[:3], False), (messages, True)):
+        options: dict[str, Any] = {
+            "add_generation_prompt": not continues, "continue_final_message": continues,
+        }  # fmt: skip
+        template = ChatTemplate(fast, text)
+        try:
+            expected = fast.apply_chat_template(
+                chat, chat_template=text, tools=tools, tokenize=False, **options
+            )
+        except TemplateError as error:
+            with pytest.raises(RequestError, match=f"refuses them: {error}"):
+                template.render(chat, tools=tools, **options)
+        else:
+            assert template.render(chat, tools=tools, **options) == expected
+
+
+@pytest.mark.parametrize("content", ["a", " a ", "a\n", "<the prompt ends here>"])
+@pytest.mark.parametrize(
+    "written", ["{{ m.content }}", "{{ m.content | trim }}|", "{{ m.content }} "]
+)
+def test_a_continued_message_ends_as_in_transformers(
+    tokenizer: Any, content: str, written: str
+) -> None:
+    """The spaces at its end stay, unless the template strips messages."""
+    messages = [{"role": "user", "content": "b"}, {"role": "assistant", "content": content}]
+    text = "{% for m in messages %}<" + written + ">{% endfor %}"
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    expected = tokenizer.apply_chat_template(
+        messages, chat_template=text, tokenize=False, **options
+    )
+    assert ChatTemplate(tokenizer, text).render(messages, **options) == expected
+
+
+def test_a_message_that_a_template_leaves_out_is_not_continued(tokenizer: Any) -> None:
+    """The error names the field."""
+    for text in ("{{ messages[0].content }}", "{{ messages[1].content | upper }}"):
+        messages = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a"}]
+        with pytest.raises(RequestError, match="writes the last message as it is") as raised:
+            ChatTemplate(tokenizer, text).render(messages, continue_final_message=True)
+        assert raised.value.param == "continue_final_message"
 
 
 def test_another_template_replaces_the_tokenizers(tokenizer: Any) -> None:

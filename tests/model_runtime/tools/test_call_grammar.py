@@ -17,9 +17,10 @@ from model_runtime.text.grammar import Grammar
 from model_runtime.text.grammar_trial import matcher_of, problem_of
 from model_runtime.text.tokenizer import Tokenizer
 from model_runtime.text.whitespace import ONE_SPACE
-from model_runtime.tools.answer_reader import AnswerReader, Event, ReadingPlan, TextDelta
+from model_runtime.tools.answer_reader import AnswerReader, ReadingPlan, TextDelta
 from model_runtime.tools.argument_schema import arguments_schema
 from model_runtime.tools.call_grammar import AnswerGrammar, Mode, Thinking
+from model_runtime.tools.call_stream import whole_calls
 from model_runtime.tools.find_format import ChatFormats, find_formats
 from model_runtime.tools.tool_format import ReasoningFormat, Tool, ToolCall
 from tests.tokens import byte_tokenizer_fast
@@ -42,6 +43,7 @@ WEATHER = Tool(
 )
 CLOCK = Tool("get_weather_now", None, None)
 TOOLS = (WEATHER, CLOCK)
+MAX_CALLS = 3
 
 
 @cache
@@ -106,15 +108,26 @@ def accepts(grammar: Grammar, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
 
 
-def read(plan: ReadingPlan, text: str) -> list[Event]:
-    """The parts of an answer that has ended."""
-    reader = AnswerReader(plan)
-    return [*reader.feed(text), *reader.finish(is_cut=False)]
+def read(name: str, tools: Sequence[Tool], text: str) -> list[ToolCall]:
+    """The calls of an answer that has ended, and that is nothing else.
+
+    Read as they are written, a character at a time, they are those that are read when whole.
+    """
+    plan = ReadingPlan(formats(name).tools, {tool.name: tool for tool in tools})
+    whole, held = AnswerReader(plan), AnswerReader(replace(plan, is_held=True))
+    events = [*whole.feed(text), *whole.finish(is_cut=False)]
+    pieces = [event for char in text for event in held.feed(char)]
+    pieces += held.finish(is_cut=False)
+    assert not [each for each in (*events, *pieces) if isinstance(each, TextDelta)], text
+    assert whole_calls(pieces) == whole_calls(events), text
+    assert (held.num_calls, held.num_repeated) == (whole.num_calls, whole.num_repeated)
+    assert whole.num_calls + whole.num_repeated <= MAX_CALLS
+    return whole_calls(events)
 
 
 def asked_of(name: str, **changes: Any) -> AnswerGrammar:
     """A grammar of calls in a template's format."""
-    asked = AnswerGrammar(Mode.CALLS, ONE_SPACE, formats(name).tools, TOOLS)
+    asked = AnswerGrammar(Mode.CALLS, ONE_SPACE, formats(name).tools, TOOLS, MAX_CALLS)
     return replace(asked, **changes)
 
 
@@ -123,14 +136,11 @@ def test_every_sampled_call_is_valid(name: str) -> None:
     """In each format; several calls where the format has several."""
     found = formats(name)
     grammar = compiled(asked_of(name), dict(found.special))
-    plan = ReadingPlan(found.tools, {tool.name: tool for tool in TOOLS})
     counts = set()
     for seed in range(10):
         text = sampled(grammar, seed)
         assert text is not None
-        events = read(plan, text)
-        calls = [each for each in events if isinstance(each, ToolCall)]
-        assert calls == events, text
+        calls = read(name, TOOLS, text)
         for call in calls:
             tool = next(each for each in TOOLS if each.name == call.name)
             assert jsonschema_rs.is_valid(arguments_schema(tool), dict(call.arguments)), text
@@ -145,8 +155,8 @@ def test_text_is_free_until_a_call_begins(name: str) -> None:
     found = formats(name)
     assert found.tools is not None
     grammar = compiled(asked_of(name, mode=Mode.TEXT_AND_CALLS), dict(found.special))
-    one = compiled(asked_of(name, mode=Mode.TEXT_AND_CALLS, is_parallel=False), dict(found.special))
-    call = sampled(compiled(asked_of(name, is_parallel=False), dict(found.special)), 3)
+    one = compiled(asked_of(name, mode=Mode.TEXT_AND_CALLS, max_calls=1), dict(found.special))
+    call = sampled(compiled(asked_of(name, max_calls=1), dict(found.special)), 3)
     assert call is not None
     for text in ("", "Just words, größer.\n", call):
         assert accepts(grammar, text), text
@@ -154,9 +164,32 @@ def test_text_is_free_until_a_call_begins(name: str) -> None:
     broken = call.replace("get_weather", "get_whether", 1)
     assert not accepts(grammar, broken)
     if found.tools.marker:
-        assert accepts(grammar, f"Let me see. {call} And {call} so.")
+        assert accepts(grammar, f"Let me see. {call}")
         assert accepts(one, f"Let me see. {call}")
         assert not accepts(one, f"{call} and")
+
+
+@pytest.mark.parametrize("mode", [Mode.CALLS, Mode.TEXT_AND_CALLS])
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_an_answer_has_so_many_calls(name: str, mode: Mode) -> None:
+    """The answer ends behind the last one, and text between calls changes nothing."""
+    found = formats(name).tools
+    assert found is not None
+    grammar = compiled(asked_of(name, mode=mode), dict(formats(name).special))
+    call = sampled(compiled(asked_of(name, max_calls=1), dict(formats(name).special)), 3)
+    assert call is not None
+    inner = call.removeprefix(found.head).removesuffix(found.tail)
+    if found.between is not None:
+        for num in (1, MAX_CALLS, MAX_CALLS + 1):
+            text = found.head + found.between.join([inner] * num) + found.tail
+            assert accepts(grammar, text) == (num <= MAX_CALLS), text
+    is_apart = found.close and found.marker in (found.between or "")
+    if mode is Mode.TEXT_AND_CALLS and is_apart:
+        assert accepts(grammar, f"See. {call} And {call} so.")
+        assert accepts(grammar, f"See. {call} And {call} so. {call}")
+        assert not accepts(grammar, f"See. {call} And {call} so. {call}.")
+    elif mode is Mode.TEXT_AND_CALLS and found.marker:
+        assert not accepts(grammar, f"See. {call} And")
 
 
 def test_a_tool_that_is_not_strict_takes_any_object() -> None:
@@ -260,12 +293,11 @@ def test_arguments_of_any_schema_validate(schemas: list[Any], name: str, seed: i
     text = sampled(grammar, seed)
     if text is None:
         return
-    events = read(ReadingPlan(found.tools, {tool.name: tool for tool in tools}), text)
-    assert events
-    for event in events:
-        assert isinstance(event, ToolCall), text
-        schema = schemas[int(event.name[1:])]
-        assert jsonschema_rs.is_valid(schema, dict(event.arguments)), text
+    calls = read(name, tools, text)
+    assert calls
+    for call in calls:
+        schema = schemas[int(call.name[1:])]
+        assert jsonschema_rs.is_valid(schema, dict(call.arguments)), text
 
 
 def test_plain_schemas_are_closed() -> None:
@@ -274,4 +306,3 @@ def test_plain_schemas_are_closed() -> None:
     wide = Tool("wide", None, {"properties": {}, "patternProperties": {"^a": {}}})
     assert "additionalProperties" not in arguments_schema(wide)
     assert arguments_schema(Tool("none", None, None))["properties"] == {}
-    assert not [each for each in read(ReadingPlan(), "a") if not isinstance(each, TextDelta)]

@@ -14,6 +14,7 @@ from model_runtime.tools.answer_reader import (
     ReasoningDelta,
     TextDelta,
 )
+from model_runtime.tools.call_stream import CallEnd, CallPiece, CallStart
 from model_runtime.tools.tool_format import (
     GENERIC,
     KNOWN_FORMATS,
@@ -23,6 +24,7 @@ from model_runtime.tools.tool_format import (
     ToolFormat,
 )
 
+Part = Event | ToolCall
 THINK = ReasoningFormat("<think>", "</think>")
 SCHEMA = {
     "type": "object",
@@ -48,7 +50,8 @@ def written(found: ToolFormat, *calls: ToolCall) -> str:
                 for key, value in call.arguments.items()
             )
         if found.shape == "python":
-            return ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
+            pairs = call.arguments.items()
+            return ", ".join(f"{key}={json.dumps(value)}" for key, value in pairs)
         return json.dumps(call.arguments)
 
     bodies = [call.name + found.middle + arguments(call) for call in calls]
@@ -63,21 +66,28 @@ def read(plan: ReadingPlan, pieces: Sequence[str], *, is_cut: bool = False) -> A
     return reader
 
 
-def events_of(plan: ReadingPlan, *pieces: str, is_cut: bool = False) -> list[Event]:
-    """The events of the pieces, neighbours of one kind joined."""
-    found: list[Event] = read(plan, pieces, is_cut=is_cut).found  # type: ignore[attr-defined]
+def events_of(plan: ReadingPlan, *pieces: str, is_cut: bool = False) -> list[Part]:
+    """The events of the pieces, neighbours of one kind joined, and whole calls as such."""
+    found: list[Part] = read(plan, pieces, is_cut=is_cut).found  # type: ignore[attr-defined]
     return found
 
 
-def joined(events: Sequence[Event]) -> list[Event]:
-    """The events with neighbours of one kind joined."""
-    found: list[Event] = []
+def joined(events: Sequence[Event]) -> list[Part]:
+    """The events with neighbours of one kind joined, and whole calls as such."""
+    found: list[Part] = []
     for event in events:
         last = found[-1] if found else None
-        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
-            found[-1] = TextDelta(last.text + event.text)
-        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            found[-1] = ReasoningDelta(last.text + event.text)
+        if isinstance(event, CallEnd):
+            start, piece = found.pop(-2), found.pop(-1)
+            assert isinstance(start, CallStart), events
+            assert isinstance(piece, CallPiece), events
+            found.append(ToolCall(start.name, json.loads(piece.text)))
+            assert piece.text == json.dumps(json.loads(piece.text), ensure_ascii=False)
+            continue
+        for kind in (TextDelta, ReasoningDelta, CallPiece):
+            if isinstance(event, kind) and isinstance(last, kind):
+                found[-1] = kind(last.text + event.text)
+                break
         else:
             found.append(event)
     return found
@@ -91,27 +101,87 @@ def plan_of(found: ToolFormat, **more: object) -> ReadingPlan:
 FORMATS = [*KNOWN_FORMATS.values(), NAMED, FENCED]
 
 
+@pytest.mark.parametrize("is_held", [False, True])
 @pytest.mark.parametrize("found", FORMATS, ids=lambda each: each.name)
-def test_calls_are_read_wherever_their_text_is_cut(found: ToolFormat) -> None:
+def test_calls_are_read_wherever_their_text_is_cut(found: ToolFormat, *, is_held: bool) -> None:
     """One call and two calls, cut at each character, and one character at a time."""
     cases = [[PARIS]] if found.between is None else [[PARIS], [PARIS, ROME]]
+    plan = plan_of(found, is_held=is_held)
     for calls in cases:
         text = written(found, *calls)
-        assert events_of(plan_of(found), text) == calls
-        assert events_of(plan_of(found), *text) == calls
+        assert events_of(plan, text) == calls
+        assert events_of(plan, *text) == calls
         for at in range(len(text)):
-            assert events_of(plan_of(found), text[:at], text[at:]) == calls, text[:at]
+            assert events_of(plan, text[:at], text[at:]) == calls, text[:at]
 
 
 @pytest.mark.parametrize("found", FORMATS, ids=lambda each: each.name)
-def test_a_cut_call_is_text_and_is_counted(found: ToolFormat) -> None:
-    """At every length the text comes back whole, unless the call is already complete."""
-    text = written(found, PARIS)
+def test_held_arguments_come_as_they_are_written(found: ToolFormat) -> None:
+    """The name comes before the arguments, and nothing of them waits for the call's end.
+
+    Arguments between tags come one by one.
+    """
+    reader, seen = AnswerReader(plan_of(found, is_held=True)), list[Event]()
+    before_city = written(found, PARIS).partition("Paris")[0]
+    seen += reader.feed(before_city)
+    assert seen[0] == CallStart("look")
+    seen += reader.feed("Par")
+    told = "".join(each.text for each in seen if isinstance(each, CallPiece))
+    assert told == ("" if found.shape == "tagged" else '{"city": "Par')
+    seen += reader.feed(written(found, PARIS)[len(before_city) + 3 :].partition("days")[0])
+    told = "".join(each.text for each in seen if isinstance(each, CallPiece))
+    assert told == '{"city": "Paris"'
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("found", FORMATS, ids=lambda each: each.name)
+def test_a_cut_call_has_its_arguments_up_to_there(found: ToolFormat, *, is_held: bool) -> None:
+    """Once its arguments have begun; before, the text comes back whole."""
+    text, whole = written(found, PARIS), json.dumps(PARIS.arguments)
+    begun_at = len(found.head + "look" + found.middle)
     for length in range(1, len(text)):
-        reader = read(plan_of(found), text[:length], is_cut=True)
-        events: list[Event] = reader.found  # type: ignore[attr-defined]
-        assert events in ([TextDelta(text[:length])], [PARIS]), text[:length]
-        assert events != [PARIS] or not found.close
+        reader = read(plan_of(found, is_held=is_held), text[:length], is_cut=True)
+        events: list[Part] = reader.found  # type: ignore[attr-defined]
+        if length <= begun_at:
+            assert events in ([TextDelta(text[:length])], [CallStart("look")]), text[:length]
+        elif events != [PARIS]:
+            start, *pieces = events
+            assert start == CallStart("look"), text[:length]
+            told = "".join(each.text for each in pieces if isinstance(each, CallPiece))
+            assert whole.startswith(told), text[:length]
+        if events != [TextDelta(text[:length])] or reader.num_cut:
+            assert (reader.num_calls, reader.num_cut) == ((1, 0) if events == [PARIS] else (0, 1))
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize(
+    "found", [each for each in FORMATS if each.between], ids=lambda each: each.name
+)
+def test_a_cut_call_leaves_no_text_beside_a_whole_one(found: ToolFormat, *, is_held: bool) -> None:
+    """Neither markers nor half a name, at every length."""
+    text, first = written(found, PARIS, ROME), written(found, PARIS)
+    for length in range(len(first), len(text)):
+        for pieces in ([text[:length]], [*text[:length]]):
+            events = events_of(plan_of(found, is_held=is_held), *pieces, is_cut=True)
+            assert events[0] == PARIS, text[:length]
+            assert not [each for each in events if isinstance(each, TextDelta)], text[:length]
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize(
+    "found", [each for each in FORMATS if each.between], ids=lambda each: each.name
+)
+def test_an_equal_call_is_left_out(found: ToolFormat, *, is_held: bool) -> None:
+    """A call that begins like an earlier one is not, and a cut call is if it may be equal."""
+    almost = ToolCall("look", {"city": "Paris", "days": 31})
+    text = written(found, PARIS, PARIS, almost, ROME, ROME, PARIS)
+    plan = plan_of(found, is_held=is_held)
+    for pieces in ([text], [*text]):
+        reader = read(plan, pieces)
+        assert reader.found == [PARIS, almost, ROME]  # type: ignore[attr-defined]
+        assert (reader.num_calls, reader.num_repeated) == (3, 3)
+    twice = written(found, PARIS, PARIS)
+    assert events_of(plan, *twice[: twice.rindex("days")], is_cut=True) == [PARIS]
 
 
 @pytest.mark.parametrize(
@@ -236,20 +306,21 @@ ALPHABET = st.lists(
 @given(
     parts=ALPHABET,
     found=st.sampled_from(FORMATS),
-    begins=st.booleans(),
-    is_cut=st.booleans(),
+    flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     data=st.data(),
 )
 def test_any_text_is_read_alike_however_it_is_cut(
-    parts: list[str], found: ToolFormat, *, begins: bool, is_cut: bool, data: st.DataObject
+    parts: list[str], found: ToolFormat, flags: tuple[bool, bool, bool], data: st.DataObject
 ) -> None:
     """Nothing raises, and the parts of the whole are the parts of the pieces."""
-    plan = plan_of(found, reasoning=THINK, begins_in_reasoning=begins)
+    begins, is_cut, is_held = flags
+    plan = plan_of(found, reasoning=THINK, begins_in_reasoning=begins, is_held=is_held)
     text = "".join(parts)
     whole = events_of(plan, text, is_cut=is_cut)
     assert events_of(plan, *text, is_cut=is_cut) == whole
     at = data.draw(st.integers(0, len(text)))
     assert events_of(plan, text[:at], text[at:], is_cut=is_cut) == whole
-    if not any(isinstance(each, ToolCall | ReasoningDelta) for each in whole) and not begins:
+    parts_of_others = ToolCall | CallStart | ReasoningDelta
+    if not any(isinstance(each, parts_of_others) for each in whole) and not begins:
         kept = "".join(each.text for each in whole if isinstance(each, TextDelta))
         assert kept == text or "<think>" in text

@@ -1,5 +1,6 @@
 """/v1/chat/completions over a real socket, through openai's own client."""
 
+import concurrent.futures
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,8 @@ from tests.processes import Server, running_server, without_replicas
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}# {{ message.role }}: {{ message.content }}\n"
     "{% endfor %}{% if shout %}# LOUD\n{% endif %}{% if add_generation_prompt %}# assistant:"
-    "{% endif %}"
+    "{% endif %}{% if 'BOOM' in messages[0].content %}{% for i in range(99999) %}"
+    "{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
 )
 MESSAGES: list[Any] = [
     {"role": "system", "content": "Only Python."},
@@ -33,6 +35,7 @@ def templated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     arguments = ["--allowed-chat-template-kwargs", "shout,whisper", "--answer-reserve-tokens", "64"]
     arguments += ["--rope-scaling", '{"rope_type": "yarn", "factor": 8}']
+    arguments += ["--chat-template-seconds", "0.25"]
     with running_server(str(folder), *arguments) as running:
         yield running
 
@@ -325,3 +328,23 @@ def test_values_that_change_nothing_are_accepted(chatty: openai.OpenAI) -> None:
         user="somebody",
         **GREEDY,
     )
+
+
+def test_a_template_that_loops_on_a_message_ends_that_chat_only(templated: Server) -> None:
+    """Seven such chats once held every thread that tokenises, for ever."""
+
+    def post(path: str, **body: Any) -> httpx.Response:
+        return httpx.post(f"{templated.url}{path}", json=body, timeout=120)
+
+    boom = {"model": "chatty", "messages": [{"role": "user", "content": "BOOM"}]}
+    chat = "/v1/chat/completions"
+    with concurrent.futures.ThreadPoolExecutor(9) as pool:
+        paths = ["/tokenize", "/v1/messages/count_tokens", *[chat] * 5]
+        hostile = [pool.submit(post, path, **boom) for path in paths]
+        others = [pool.submit(post, chat, messages=MESSAGES, max_tokens=2)]
+        others += [pool.submit(post, "/v1/completions", prompt="import os", max_tokens=2)]
+    assert [each.result().status_code for each in others] == [200, 200]
+    for refused in [each.result() for each in hostile]:
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "messages")
+        assert "template takes more than 0.25 seconds of processor time (" in error["message"]

@@ -19,16 +19,20 @@ from tests.processes import REPLICAS, Server, run_here, running_server
 FILE = """
 deployments:
   - name: demo
+    exact_rope_factors: [1.3]
   - name: demo-static-8x
     rope_scaling: {rope_type: yarn, factor: 8.0}
     rope_policy: fixed
     max_rope_factor: 2
+  - name: demo-static-1.3x
+    rope_scaling: {rope_type: yarn, factor: 1.3}
+    rope_policy: fixed
 """
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The embedded model under two names."""
+    """The embedded model under two names, and a third one with an odd factor."""
     path = tmp_path_factory.mktemp("config") / "ropewalk.yaml"
     path.write_text(FILE)
     with running_server("--config", str(path)) as running:
@@ -54,9 +58,9 @@ def short_prompts(server: Server) -> list[list[int]]:
     return [ids[at : at + 200] for at in range(1, 1801, 200)]
 
 
-def prompt_logprobs(server: Server, model: str, prompt: list[int]) -> list[float]:
+def prompt_logprobs(server: Server, model: str, prompt: list[int], **more: Any) -> list[float]:
     """The logprob of every token of the prompt but the first."""
-    answer = post(server, model, prompt=prompt, max_tokens=0, echo=True, logprobs=0)
+    answer = post(server, model, prompt=prompt, max_tokens=0, echo=True, logprobs=0, **more)
     found: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"][1:]
     return found
 
@@ -75,12 +79,47 @@ def running(server: Server) -> float:
 def test_both_are_listed_and_say_what_they_apply(two: Server) -> None:
     """The `rope` object of an answer states the type, the factor and the policy."""
     listed = httpx.get(f"{two.url}/v1/models").json()["data"]
-    assert [each["id"] for each in listed] == ["demo", "demo-static-8x"]
+    assert [each["id"] for each in listed] == ["demo", "demo-static-8x", "demo-static-1.3x"]
     assert "deployment       demo-static-8x" in two.banner
     pinned = post(two, "demo", prompt="a", max_tokens=1)["choices"][0]["rope"]
     static = post(two, "demo-static-8x", prompt="a", max_tokens=1)["choices"][0]["rope"]
     assert (pinned["rope_type"], pinned["factor"], pinned["policy"]) == ("default", 1.0, "pinned")
     assert (static["rope_type"], static["factor"], static["policy"]) == ("yarn", 8.0, "fixed")
+
+
+@pytest.mark.parametrize("num_tokens", [100, 300])
+def test_an_exact_factor_is_that_of_the_table_at_every_length(two: Server, num_tokens: int) -> None:
+    """Without `exact` it is raised to a tier; with it, the bits are those of a static table."""
+    prompt = [*short_prompts(two)[0], *short_prompts(two)[1]][:num_tokens]
+    raised = post(two, "demo", prompt=prompt, max_tokens=1, rope={"factor": 1.3})
+    assert raised["choices"][0]["rope"]["factor"] == 2
+    exact = {"factor": 1.3, "exact": True}
+    told = post(two, "demo", prompt=prompt, max_tokens=1, rope=exact)["choices"][0]["rope"]
+    assert (told["factor"], told["requested_factor"], told["exact"]) == (1.3, 1.3, True)
+    again = post(two, "demo", prompt=prompt, max_tokens=1, rope=told)["choices"][0]["rope"]
+    assert again == told
+    found = prompt_logprobs(two, "demo", prompt, rope=exact)
+    assert found == prompt_logprobs(two, "demo-static-1.3x", prompt)
+    assert found != prompt_logprobs(two, "demo", prompt, rope={"factor": 1.3})
+
+
+@pytest.mark.parametrize(
+    ("rope", "num_tokens", "param", "message"),
+    [
+        ({"factor": 1.4, "exact": True}, 10, "rope.factor", "one of 1, 1.3, 2, 4, 8 with `exact`"),
+        ({"exact": True}, 10, "rope.exact", "needs `factor`"),
+        ({"factor": 1.3, "exact": True}, 340, "prompt", "(the requested factor 1.3)"),
+    ],
+)
+def test_an_exact_factor_that_is_no_table_is_refused(
+    two: Server, rope: dict[str, Any], num_tokens: int, param: str, message: str
+) -> None:
+    """The refusal lists the factors that there are; a table serves no more than it reaches."""
+    body = {"model": "demo", "prompt": [5] * num_tokens, "max_tokens": 1, "rope": rope}
+    answer = httpx.post(f"{two.url}/v1/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert message in error["message"], error
 
 
 @pytest.mark.parametrize("model", ["demo", "demo-static-8x"])
@@ -202,4 +241,6 @@ def test_an_unknown_name_is_told_which_are_served(two: Server) -> None:
     """The error of an unknown name has the status 404 and lists the served names."""
     answer = httpx.post(f"{two.url}/v1/completions", json={"model": "x", "prompt": "a"})
     assert answer.status_code == 404
-    assert answer.json()["error"]["message"].endswith("Served: demo, demo-static-8x.")
+    assert answer.json()["error"]["message"].endswith(
+        "Served: demo, demo-static-8x, demo-static-1.3x."
+    )

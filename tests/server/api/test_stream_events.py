@@ -299,7 +299,7 @@ def test_outputs_without_an_event_are_silence() -> None:
     async def check(keep_alive_s: float) -> list[bytes]:
         answer, engine = answer_of("chat", keep_alive_s=keep_alive_s)
         answer.listener = lambda index, output: None
-        answer.piece = lambda index, output: None  # type: ignore[method-assign]
+        answer.pieces = lambda index, output: []  # type: ignore[method-assign]
         at([0.02 * number for number in range(1, 26)], lambda: engine.give(held))
         at([0.55], lambda: engine.give(end()))
         sent = [piece async for piece in answer.events()]

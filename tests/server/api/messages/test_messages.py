@@ -98,9 +98,25 @@ def test_an_answer_has_thinking_text_and_a_call() -> None:
         "message_delta",
         "message_stop",
     ]
+    pieces = [event.delta for event in events if event.type == "content_block_delta"]
+    pieces = [delta.partial_json for delta in pieces if delta.type == "input_json_delta"]
+    assert len(pieces) > 5
+    assert "".join(pieces) == '{"city": "Paris"}'
     starts = [event.index for event in events if event.type == "content_block_start"]
     stops = [event.index for event in events if event.type == "content_block_stop"]
     assert starts == stops == [0, 1, 2]
+
+
+def test_a_cut_call_has_its_input_up_to_there() -> None:
+    """The client reads the pieces of a stream as the server reads the whole."""
+    said = CALL.replace("\n", "").replace("Paris", "Pà, rís")
+    with saying(said) as server:
+        for length in range(len('<tool_call>{"name": "look", "arguments": {'), len(said), 3):
+            whole = create(server, tools=[LOOK], max_tokens=length)
+            final = stream(server, tools=[LOOK], max_tokens=length)[1]
+            assert told(whole) == told(final), length
+            assert whole.stop_reason == final.stop_reason == "max_tokens"
+            assert [block.type for block in whole.content] == ["tool_use"]
 
 
 def test_a_loop_of_a_call_its_result_and_the_end() -> None:

@@ -117,6 +117,11 @@ def test_a_stream_tells_the_same_piece_by_piece() -> None:
         pieces = [event.delta for event in events if event.type == f"response.{kind}.delta"]
         assert len(pieces) > 2
         assert "".join(pieces) == text
+    pieces = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(pieces) > 5
+    (end,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert "".join(event.delta for event in pieces) == end.arguments == '{"city": "Paris"}'
+    assert end.name == "look"
     done = [event.item.id for event in events if event.type == "response.output_item.done"]
     assert done == [item.id for item in last.output]
 
@@ -131,6 +136,19 @@ def test_an_answer_that_max_output_tokens_cuts_is_incomplete() -> None:
         assert found.status == "incomplete"
         assert found.incomplete_details.reason == "max_output_tokens"
         assert told(found) == [("message", "incomplete", "A long")]
+
+
+def test_a_cut_call_is_incomplete_with_its_arguments_up_to_there() -> None:
+    """Streamed or not, and a whole call before it is complete."""
+    with saying(CALL + CALL.replace("Paris", "Paros")) as server:
+        whole = create(server, tools=[LOOK], max_output_tokens=2 * len(CALL) - 16)
+        last = stream(server, tools=[LOOK], max_output_tokens=2 * len(CALL) - 16)[-1]
+    assert last.type == "response.incomplete"
+    for found in (whole, last.response):
+        assert told(found) == [
+            ("function_call", "completed", "look", '{"city": "Paris"}'),
+            ("function_call", "incomplete", "look", '{"city": "Paro'),
+        ]
 
 
 def test_an_empty_answer_is_an_empty_message() -> None:

@@ -87,6 +87,10 @@ class Scripted:
         """The chunks of openai's client."""
         return asyncio.run(self._ask({**body, "stream": True}))
 
+    def helped(self, **body: Any) -> list[Any]:
+        """The events of the stream helper of openai's client."""
+        return asyncio.run(self._ask({**body, "helped": True}))
+
     def post(self, path: str, body: Any) -> httpx.Response:
         """The answer to a body that no client would send."""
         return asyncio.run(self._post(path, body))
@@ -108,6 +112,9 @@ class Scripted:
             base_url="http://scripted/v1", api_key="none", max_retries=0, http_client=self.http()
         )
         async with client:
+            if given.pop("helped", False):
+                async with client.chat.completions.stream(**given) as running:
+                    return [event async for event in running]
             found = await client.chat.completions.create(**given)
             return [chunk async for chunk in found] if given.get("stream") else found
 

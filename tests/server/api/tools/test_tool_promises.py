@@ -45,9 +45,10 @@ def streamed(client: openai.OpenAI, **changes: Any) -> tuple[Any, ...]:
     for chunk in client.chat.completions.create(**{**ASKED, **changes}, stream=True):
         choice = chunk.choices[0]
         text += choice.delta.content or ""
-        calls += [
-            (each.function.name, each.function.arguments) for each in choice.delta.tool_calls or ()
-        ]
+        for each in choice.delta.tool_calls or ():
+            if each.function.name:
+                calls.append((each.function.name, ""))
+            calls[-1] = calls[-1][0], calls[-1][1] + each.function.arguments
         reason = choice.finish_reason or reason
     return (reason, text or None, calls)
 

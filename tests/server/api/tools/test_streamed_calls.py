@@ -1,0 +1,98 @@
+"""Calls piece by piece, cut calls, and the most calls of an answer, through openai's client."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.api.tools.scripted import saying
+from tests.server.api.tools.test_tool_calls import (
+    BOTH,
+    CALL,
+    CLOCK,
+    LOOK,
+    accumulated,
+    calls_of,
+    outcomes,
+    tool,
+)
+
+
+def calls_of_whole(message: Any) -> list[tuple[str, Any]]:
+    """Names and arguments without the call that is cut."""
+    return [
+        (call.function.name, json.loads(call.function.arguments))
+        for call in message.tool_calls
+        if call.function.arguments.endswith("}")
+    ]
+
+
+@pytest.mark.parametrize("strict", [None, False])
+def test_no_half_of_a_call_is_text_beside_a_whole_one(*, strict: bool | None) -> None:
+    """At every length that max_tokens may have, with a grammar and without."""
+    tools = [tool(strict=strict), tool("clock", strict=strict, zone={"type": "integer"})]
+    ends = (len("Let me see.\n" + CALL), len(BOTH))
+    with saying(BOTH) as server:
+        for length in range(*ends, 5):
+            message = server.ask(tools=tools, max_tokens=length).choices[0].message
+            assert message.content == "Let me see.", length
+            assert calls_of_whole(message)[0] == ("look", {"city": "Paris"})
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_an_answer_has_at_most_max_parallel_tool_calls(choice: str) -> None:
+    """A model that never stops is stopped, and an equal call is not repeated."""
+    zones = [CALL.replace("Paris", f"P{at}") for at in range(5)]
+    asked = {"tools": [LOOK], "tool_choice": choice, "max_tokens": 1200}
+    with saying("\n".join(zones), max_parallel_tool_calls=3) as server:
+        found = server.ask(**asked)
+        chunks = server.stream(**asked)
+    assert [each[1]["city"] for each in calls_of(found.choices[0].message)] == ["P0", "P1", "P2"]
+    assert found.choices[0].finish_reason == "tool_calls"
+    assert found.usage.completion_tokens == len("\n".join(zones[:3]))
+    assert len(accumulated(chunks)[1]) == 3
+    with saying("\n".join([CALL] * 30)) as server:
+        before = outcomes(server)
+        found = server.ask(**asked)
+        assert outcomes(server)["repeated"] - before["repeated"] == 15
+    assert calls_of(found.choices[0].message) == [("look", {"city": "Paris"})]
+    assert found.usage.completion_tokens == len("\n".join([CALL] * 16))
+
+
+def test_a_stream_of_calls_is_told_as_openai_tells_it() -> None:
+    """First the role, then the id and name, the arguments as they come, and an empty delta."""
+    with saying(CALL) as server:
+        chunks = server.stream(tools=[LOOK])
+    told = [
+        (chunk.choices[0].delta.model_dump(exclude_unset=True), chunk.choices[0].finish_reason)
+        for chunk in chunks
+    ]
+    assert told[0] == ({"role": "assistant"}, None)
+    begun = told[1][0]["tool_calls"][0]
+    assert begun == {
+        "index": 0,
+        "id": begun["id"],
+        "type": "function",
+        "function": {"name": "look", "arguments": ""},
+    }
+    pieces = [each[0]["tool_calls"][0] for each in told[2:-1]]
+    assert all(each.keys() == {"index", "function"} for each in pieces)
+    assert [each["function"]["arguments"] for each in pieces] == [
+        "{", '"city": ', '"', *"Paris", '"', "}",
+    ]  # fmt: skip
+    assert told[-1] == ({}, "tool_calls")
+
+
+def test_openais_stream_helper_tells_the_end_of_each_call() -> None:
+    """Its events carry the pieces, then the parsed arguments."""
+    with saying(BOTH) as server:
+        events = server.helped(tools=[tool(strict=True), CLOCK])
+        whole = server.ask(tools=[tool(strict=True), CLOCK]).choices[0].message
+    done = [each for each in events if each.type == "tool_calls.function.arguments.done"]
+    assert [(each.name, each.arguments) for each in done] == [
+        (each.function.name, each.function.arguments) for each in whole.tool_calls
+    ]
+    assert done[0].parsed_arguments == {"city": "Paris"}
+    deltas = [each for each in events if each.type == "tool_calls.function.arguments.delta"]
+    assert "".join(each.arguments_delta for each in deltas) == '{"city": "Paris"}{"zone": 2}'
+    assert len(deltas) > 10
