@@ -41,7 +41,7 @@ from tests.server.test_metrics import value
 pytestmark = pytest.mark.alone
 
 _WORKERS = 3
-_LEAST_HEALTH_S = 0.005  # below it, three times the idle median is noise of two shared cores
+_LEAST_HEALTH_S = 0.05  # a busy neighbour may have a turn of both processors
 
 
 @dataclass
@@ -124,9 +124,9 @@ def test_hostile_bytes_are_answered_briefly_and_leave_nothing(attacked: Server) 
     assert busy_s <= max(3 * idle_s, _LEAST_HEALTH_S)
     assert wait_until_idle(attacked) == dict.fromkeys(wait_until_idle(attacked), 0.0)
     assert greedy(attacked) == before
-    said = "".join(attacked.log[first_line:])
-    assert "level='error'" not in said, said[-5000:]
-    assert "never retrieved" not in said
+    said = attacked.log[first_line:]
+    errors = [line for line in said if "level='error'" in line or "never retrieved" in line]
+    assert not errors, "".join(errors[:5])
 
 
 @pytest.mark.parametrize(

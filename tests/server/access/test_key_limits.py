@@ -138,8 +138,9 @@ def test_no_more_run_or_wait_than_the_bounds_say(limited: Server) -> None:
 
     seen, answers = asyncio.run(case())
     assert {answer.status_code for answer in answers} == {200, 429}
-    assert max(running for running, _ in seen) == MAX_RUNNING
-    assert MAX_QUEUED / 2 < max(waiting for _, waiting in seen) <= MAX_QUEUED
+    # A loaded machine reads the gauges seldom, so it may miss the most of a moment.
+    assert 0 < max(running for running, _ in seen) <= MAX_RUNNING
+    assert 0 < max(waiting for _, waiting in seen) <= MAX_QUEUED
 
 
 def test_a_waiting_client_that_leaves_is_forgotten(limited: Server) -> None:
