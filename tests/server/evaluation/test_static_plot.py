@@ -48,7 +48,7 @@ def report(*variants: Variant) -> LengthReport:
 
 
 def numbers(picture: Path) -> dict[str, list[float]]:
-    """What the picture says of itself."""
+    """The numbers that the picture has in its description."""
     with Image.open(picture) as image:
         found: dict[str, list[float]] = json.loads(image.text["Description"])
     return found
