@@ -1,35 +1,44 @@
 # Ropewalk as an image: `make image`, then docs/deploy.md.
 #
 # BASE_IMAGE needs Python 3.11 or later with venv, and groupadd and useradd. A GPU needs no other
-# base: torch's own wheels bring CUDA's libraries, the host brings the driver. TORCH_INDEX, when
-# set, is one more wheel index to look in (for instance one that carries CPU builds of torch).
+# base: torch's own wheels bring CUDA's libraries, the host brings the driver. Every package is
+# installed by the hashes in locks/. TORCH_INDEX, when set, is the wheel index that torch comes from
+# (for instance one that carries CPU builds); TORCH_SHA256 is the hash of its wheel there.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 # The wheel, from the sources.
 FROM ${BASE_IMAGE} AS wheel
-# What `ropewalk --version` tells; the builder is given no clone.
-ARG SOURCE_COMMIT=
 WORKDIR /src
+COPY locks/build.lock locks/
+RUN python3 -m venv /opt/build \
+    && /opt/build/bin/pip install --no-cache-dir --require-hashes --requirement locks/build.lock
 COPY pyproject.toml setup.py README.md LICENSE ropewalk.py ./
 COPY rope/ rope/
 COPY model_runtime/ model_runtime/
 COPY server/ server/
-RUN python3 -m venv /opt/build \
-    && /opt/build/bin/pip wheel --no-deps --wheel-dir /dist .
+# What `ropewalk --version` tells; the builder is given no clone.
+ARG SOURCE_COMMIT=
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
 
 # The environment. What is installed before the wheel changes only when a dependency does, so a
 # change of our own code does not fetch torch again.
 FROM ${BASE_IMAGE} AS environment
 ARG TORCH_INDEX=
-# Extras of pyproject.toml, with commas between them: `ray` for --replicas.
+ARG TORCH_SHA256=
+# Extras of pyproject.toml, with commas between them: `ray` for --replicas, `otel` for --traces.
 ARG EXTRAS=
 WORKDIR /src
-COPY pyproject.toml requirements.lock ./
-RUN EXTRAS=${EXTRAS} python3 -c "import os, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; names = filter(None, os.environ['EXTRAS'].split(',')); print(*project['dependencies'], *(each for name in names for each in project['optional-dependencies'][name]), sep='\n')" > dependencies.txt
+COPY locks/ locks/
 RUN python3 -m venv /opt/ropewalk \
-    && /opt/ropewalk/bin/pip install --no-cache-dir \
-        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
-        --constraint requirements.lock --requirement dependencies.txt
+    && set -- --requirement locks/runtime.lock \
+    && for extra in $(echo "$EXTRAS" | tr , ' '); do set -- "$@" --requirement "locks/$extra.lock"; done \
+    && if [ -z "$TORCH_INDEX" ]; then set -- "$@" --requirement locks/torch.lock; fi \
+    && /opt/ropewalk/bin/pip install --no-cache-dir --require-hashes "$@"
+# Another index has another file of torch, so the lock cannot know its hash.
+RUN if [ -n "$TORCH_INDEX" ]; then \
+        echo "$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' locks/torch.lock)${TORCH_SHA256:+ --hash=sha256:$TORCH_SHA256}" > torch.txt \
+        && /opt/ropewalk/bin/pip install --no-cache-dir --no-deps --index-url "$TORCH_INDEX" --requirement torch.txt; \
+    fi
 COPY --from=wheel /dist/ /dist/
 RUN /opt/ropewalk/bin/pip install --no-cache-dir --no-index --no-deps /dist/*.whl \
     && /opt/ropewalk/bin/pip check

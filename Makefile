@@ -17,7 +17,7 @@ DESCRIBE := git describe --always --dirty --abbrev=12 --exclude='*'
 # The folder that gpu-bench-model writes to.
 GPU_OUT ?= build
 
-.PHONY: setup serve test test-full test-real test-ray test-arm check fix fuzz soak train gpu-check gpu-bench gpu-bench-model image clean
+.PHONY: setup serve test test-full test-real test-ray test-arm check fix fuzz soak train gpu-check gpu-bench gpu-bench-model lock image clean
 
 setup: .venv/installed
 
@@ -106,8 +106,14 @@ fix: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The versions stay those of requirements.lock; tests/locks.py.
+lock: setup  ## the hashes of what the image installs, into locks/
+	test -x build/uv/bin/uv || ($(PYTHON) -m venv build/uv && build/uv/bin/pip install --quiet 'uv>=0.5')
+	$(BIN)/python -m tests.locks build/uv/bin/uv
+
 image:  ## the container image `ropewalk`; docs/deploy.md
 	docker build $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) \
+		$(if $(TORCH_SHA256),--build-arg TORCH_SHA256=$(TORCH_SHA256)) \
 		--build-arg SOURCE_COMMIT="$$($(DESCRIBE) 2>/dev/null)" --tag ropewalk .
 
 clean:

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from server import errors
 from server.access.access_log import CLIENT_CLOSED_REQUEST, AccessLog, Logged, Routes
 from server.access.key_ring import KeyRing
+from server.access.open_request import SpanSource
 from server.access.opener import RequestOpener
 from server.access.refusals import ClientDisconnectedError
 from server.api.chat import chat_router
@@ -50,6 +51,7 @@ class AccessPolicy:
     open_metrics: bool = False
     has_playground: bool = False
     access_log: Logged | None = None  # the requests that have a line; None: no request
+    spans: SpanSource | None = None  # None: no traces
     allowed_origins: Sequence[str] = ()
     head: HeadRules = field(default_factory=HeadRules)
     body: BodyLimits = field(default_factory=BodyLimits)
@@ -109,13 +111,14 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
 
 
 def _opener(gate: AccessPolicy, routers: Sequence[APIRouter]) -> RequestOpener | None:
-    """Return what opens requests for keys and the log, or None if there are neither."""
-    if gate.key_ring is None and gate.access_log is None:
+    """Return what opens requests for keys, log and traces, or None if there are none of them."""
+    if gate.key_ring is None and gate.access_log is None and gate.spans is None:
         return None
     methods: dict[str, set[str]] = {}
     for router in routers:
         for route in router.routes:
             if isinstance(route, Route):
                 methods.setdefault(route.path, set()).update(route.methods or ())
-    log = None if gate.access_log is None else AccessLog(gate.access_log, Routes.of(methods))
-    return RequestOpener(log, has_keys=gate.key_ring is not None)
+    known = Routes.of(methods)
+    log = None if gate.access_log is None else AccessLog(gate.access_log, known)
+    return RequestOpener(log, gate.spans, known, has_keys=gate.key_ring is not None)

@@ -1,34 +1,84 @@
-"""The format of the log, the same for every command: a line of keys and values on standard error.
+"""The format of the log, the same for every command: one line an event on standard error.
 
 This module does not import torch, nor the libraries whose own lines it brings into the format.
 """
 
 import logging
+import os
 import sys
-from typing import Any
+from collections.abc import MutableMapping
+from typing import Any, Literal
 
 import structlog
 
-_LIBRARIES = ("uvicorn", "transformers")
+LogFormat = Literal["console", "json", "logfmt"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+# These add handlers of their own. The lines of all other libraries reach the root.
+_LIBRARIES = ("uvicorn", "transformers", "huggingface_hub")
+_ORDER = ["timestamp", "level", "event"]
 
 
-def log_to_stderr() -> None:
+def log_to_stderr(log_format: LogFormat = "logfmt", level: LogLevel = "info") -> None:
     """Configure the log of this process, with the lines of the libraries that log by themselves.
 
-    A command may replace the stream (structlog's `logger_factory`) and keeps the format.
+    Libraries tell their warnings and errors; at the level debug, those of `_LIBRARIES` tell more. A
+    command may replace the stream (structlog's `logger_factory`) and keeps the format.
     """
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
+            *_renderers(log_format),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[level.upper()]
+        ),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+    if level == "debug":
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "debug")  # it sets its level at its import
+    logging.captureWarnings(True)  # noqa: FBT003  # its only argument
+    root = logging.getLogger()
+    if not any(isinstance(each, _ToOurLog) for each in root.handlers):
+        root.addHandler(_ToOurLog())
     for name in _LIBRARIES:
         _route(name)
+
+
+def _renderers(log_format: LogFormat) -> list[structlog.typing.Processor]:
+    """Return what makes a line of an event."""
+    if log_format == "console":
+        plain = structlog.dev.plain_traceback  # in full, as in the other formats
+        is_terminal = sys.stderr.isatty()
+        return [
+            structlog.dev.ConsoleRenderer(
+                colors=is_terminal, repr_native_str=True, exception_formatter=plain
+            )
+        ]
+    if log_format == "json":
+        return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    return [
+        structlog.processors.format_exc_info,
+        _escape_controls,
+        structlog.processors.LogfmtRenderer(key_order=_ORDER, bool_as_flag=False),
+    ]
+
+
+def _escape_controls(
+    _: object, __: str, facts: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    """Escape what could end a line or steer a terminal; line feeds are the renderer's own part."""
+    for name, value in facts.items():
+        if value is None or isinstance(value, int | float):
+            continue
+        text = str(value)
+        if not text.isprintable():
+            text = "".join(
+                each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text
+            )
+        facts[name] = text
+    return facts
 
 
 class _ToOurLog(logging.Handler):

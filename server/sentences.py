@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import click
 
@@ -14,23 +15,61 @@ from server.settings.load import TRACEBACK_VARIABLE, SettingsError
 USAGE_ERROR, DIED = 2, 1
 
 
+class Teller:
+    """Prints a command's lines on standard error, as text or as JSON objects of the log."""
+
+    def __init__(self) -> None:
+        """Print text."""
+        self._log: Any = None
+
+    def use_json(self, log: Any) -> None:
+        """Write events to a logger of structlog from now on."""
+        self._log = log
+
+    def say(self, line: str) -> None:
+        """Print a line of information."""
+        if self._log is None:
+            click.echo(line, err=True)
+        else:
+            self._log.info("start", message=line)
+
+    def ready(self, version: str, banner: str, url: str) -> None:
+        """Print what is served where."""
+        if self._log is None:
+            self.say(f"ropewalk {version}\n{banner}\n  listening on     {url}")
+        else:
+            lines = [line.strip() for line in banner.splitlines()]
+            self._log.info("ready", version=version, url=url, banner=lines)
+
+    def fail(self, line: str) -> None:
+        """Print a sentence about what ends the command."""
+        if self._log is None:
+            click.echo(f"ropewalk: {line}", err=True)
+        else:
+            self._log.error("refused", message=line)
+
+
 @contextmanager
-def sentences() -> Iterator[None]:
+def sentences() -> Iterator[Teller]:
     """End the command with code 2 and a line for each mistake if something cannot be served.
 
     An unexpected error is also printed as a sentence, and ends it with code 1. If
-    ROPEWALK_TRACEBACK is set, both are followed by the traceback.
+    ROPEWALK_TRACEBACK is set, both are followed by the traceback. The block may change how the
+    yielded teller prints.
     """
+    teller = Teller()
     try:
-        yield
+        yield teller
     except click.exceptions.ClickException:
         raise
     except Exception as error:  # noqa: BLE001  # an error in the program itself
         lines, code = told(error)
         for line in lines:
-            click.echo(f"ropewalk: {line}", err=True)
-        if not _tell_traceback() and code == DIED:
-            click.echo(f"ropewalk: set {TRACEBACK_VARIABLE}=1 to see where it came from", err=True)
+            teller.fail(line)
+        if os.environ.get(TRACEBACK_VARIABLE):
+            teller.say(traceback.format_exc())
+        elif code == DIED:
+            teller.fail(f"set {TRACEBACK_VARIABLE}=1 to see where it came from")
         sys.exit(code)
 
 
@@ -40,11 +79,3 @@ def told(error: Exception) -> tuple[list[str], int]:
         return str(error).splitlines(), USAGE_ERROR
     first_line = str(error).strip().partition("\n")[0]
     return [f"unexpected {type(error).__name__}: {first_line}"], DIED
-
-
-def _tell_traceback() -> bool:
-    """Print the traceback of the error being handled, if the operator has enabled that."""
-    is_asked = bool(os.environ.get(TRACEBACK_VARIABLE))
-    if is_asked:
-        click.echo(traceback.format_exc(), err=True)
-    return is_asked

@@ -17,7 +17,7 @@ from server.settings.flags import SettingsCommand, given, with_flags
 from server.settings.load import ServeSettings, load_settings
 from server.settings.sections import SECTIONS
 from server.startup.early_answers import EarlyAnswers
-from server.startup.gate import key_table_of
+from server.startup.gate import check_traces, key_table_of
 from server.startup.hangups import Hangups
 from server.startup.listener import bound_socket, tls_context, url_of
 from server.startup.progress import LoadingProgress
@@ -37,27 +37,30 @@ def serve(**flags: Any) -> None:
     variable, named in brackets, and a key of the YAML file. For MODEL they are ROPEWALK_MODEL and
     `model`. A flag overrides the variable, and a variable overrides the file.
     """
-    with sentences():
+    with sentences() as teller:
         stated = given(flags)
         settings = load_settings(stated)
+        if settings.log_format == "json":
+            teller.use_json(_json_log(settings))
         # Errors of both are reported before anything is imported.
         keys, tls = key_table_of(settings), tls_context(settings)
+        check_traces(settings)
         with bound_socket(settings) as listener, _ended_by_signals():
-            hangups = Hangups(lambda line: click.echo(line, err=True))
+            hangups = Hangups(teller.say)
             url = url_of(settings, listener)
-            progress = LoadingProgress(lambda line: click.echo(line, err=True))
+            progress = LoadingProgress(teller.say)
             answers = EarlyAnswers(listener, progress, settings, tls)
             answers.start()
-            click.echo(f"loading; {url} answers 503 until the model has passed its check", err=True)
+            teller.say(f"loading; {url} answers 503 until the model has passed its check")
 
             def on_ready(banner: str) -> None:
-                click.echo(f"ropewalk {version_and_commit()}\n{banner}", err=True)
-                click.echo(f"  listening on     {url}", err=True)
+                teller.ready(version_and_commit(), banner, url)
 
             if settings.replicas is not None:
                 from server.ray.command import serve_on_ray  # noqa: PLC0415  # an extra
 
-                serve_on_ray(settings, keys, listener, answers.hand_over, on_ready)
+                hand_over = answers.hand_over
+                serve_on_ray(settings, keys, listener, hand_over, on_ready, say=teller.say)
                 return
             try:
                 server = _loaded(settings, keys, progress, on_ready)
@@ -90,7 +93,7 @@ def _loaded(
         try:
             from server.log_lines import log_to_stderr  # noqa: PLC0415
 
-            log_to_stderr()
+            log_to_stderr(settings.log_format, settings.log_level)
             from server.startup.dry_run import refuse_ahead  # noqa: PLC0415
 
             refuse_ahead(settings, progress.enter)
@@ -103,6 +106,16 @@ def _loaded(
 
     threading.Thread(target=load, name="loader", daemon=True).start()
     return found.result()
+
+
+def _json_log(settings: ServeSettings) -> Any:
+    """Return a logger of JSON objects; the other formats import none before the port answers."""
+    import structlog  # noqa: PLC0415
+
+    from server.log_lines import log_to_stderr  # noqa: PLC0415
+
+    log_to_stderr(settings.log_format, settings.log_level)
+    return structlog.get_logger(__name__)
 
 
 @contextmanager

@@ -37,6 +37,7 @@ class Block:
         """The text, for this machine: another port, and the embedded model for anybody's own."""
         text = self.text.replace("http://127.0.0.1:8000", url)
         text = text.replace("/models/my-llama", str(EMBEDDED_MODEL))
+        text = text.replace(".venv/bin/ropewalk", "ropewalk")
         if self.serves:
             text = re.sub(r"ROPEWALK_PORT=\d+", "ROPEWALK_PORT=0", text)
             if "ROPEWALK_PORT" not in text:

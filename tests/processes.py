@@ -17,6 +17,7 @@ from server.cli import ropewalk
 
 _START_S = 120
 _STOP_S = 30
+_LISTENING = re.compile(r'(?:listening on\s+|"url": ")(https?://[^\s"]+)')  # text, or JSON
 # With it every server of the tests has this many replicas on Ray Serve (make test-ray).
 REPLICAS = os.environ.get("TEST_REPLICAS")
 # For slow tests, or with a server of their own: replicas take half a minute to start.
@@ -79,7 +80,7 @@ def running_server(*arguments: str, module: str = "server") -> Iterator[Server]:
     try:
         for line in process.stderr:
             lines.append(line)
-            found = re.search(r"listening on\s+(https?://\S+)", line)
+            found = _LISTENING.search(line)
             if found or time.monotonic() > deadline:
                 break
         assert found, "".join(lines)

@@ -30,6 +30,8 @@ def test_the_named_requirements_are_those_of_the_extras() -> None:
     assert f"pip install '{extras['plot'][0]}'" == INSTALL_MATPLOTLIB
     command = (ROOT / "server/ray/command.py").read_text()
     assert f"pip install '{extras['ray'][0]}'" in command
+    exporter, sdk = extras["otel"]
+    assert f"'{exporter}' '{sdk}'" in (ROOT / "server/startup/gate.py").read_text()
 
 
 def test_the_newest_release_of_the_changelog_is_the_version() -> None:

@@ -12,12 +12,16 @@ import sys
 import threading
 from collections.abc import Callable
 
+import structlog
+
 from model_runtime.child_process import command_of
 from model_runtime.parallel.wire import Kind, Link
 
 _DIED = 1  # exit code, as of an engine that died
 _END_S = 2.0  # for followers to end by themselves
 _HANDLING_S = 5.0  # for a load that fails because a follower has ended
+
+_log = structlog.get_logger(__name__)
 
 
 class Followers:
@@ -138,6 +142,6 @@ class Followers:
     def _end_process(self, fault: str) -> None:
         """End this process, unless the load that now fails closes the followers."""
         if not self._is_closing.wait(_HANDLING_S):
-            sys.stderr.write(f"tensor parallelism: {fault}\n")
+            _log.error("follower_lost", problem=fault)
             sys.stderr.flush()
             os._exit(_DIED)

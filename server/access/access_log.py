@@ -46,6 +46,20 @@ class Routes:
         )
 
 
+def facts_of(scope: Scope, opened: OpenRequest, routes: Routes) -> dict[str, Any]:
+    """Return what the log and the traces tell of any request that has ended."""
+    template = getattr(scope.get("route"), "path", None)  # set by the router
+    path, allowance = scope["path"], opened.allowance
+    return {
+        "request_id": scope.get("state", {}).get("request_id"),
+        "key": None if allowance is None else allowance.name,
+        "method": scope["method"] if scope["method"] in _METHODS else _OTHER,
+        "route": template or (path if path in routes.fixed else _OTHER),
+        "status": opened.status,
+        "aborted": opened.is_aborted or opened.status == CLIENT_CLOSED_REQUEST,
+    }
+
+
 class AccessLog:
     """Writes the lines of the requests that it was asked for."""
 
@@ -62,20 +76,11 @@ class AccessLog:
 
     def write(self, scope: Scope, opened: OpenRequest) -> None:
         """Write the line of a request that has ended."""
-        template = getattr(scope.get("route"), "path", None)  # set by the router
-        path = scope["path"]
-        tier, allowance = opened.tier, opened.allowance
-        facts: dict[str, Any] = {
-            "request_id": scope.get("state", {}).get("request_id"),
-            "key": None if allowance is None else allowance.name,
-            "method": scope["method"] if scope["method"] in _METHODS else _OTHER,
-            "route": template or (path if path in self._routes.fixed else _OTHER),
-            "status": opened.status,
-            "aborted": opened.is_aborted or opened.status == CLIENT_CLOSED_REQUEST,
-            "seconds": round(opened.seconds, 4),
-        }
-        trace_id = trace_id_of(Headers(scope=scope).get("traceparent", ""))
-        if trace_id is not None:
+        tier = opened.tier
+        facts = {**facts_of(scope, opened, self._routes), "seconds": round(opened.seconds, 4)}
+        if opened.spans is not None:
+            facts["trace_id"] = opened.spans.trace_id
+        elif trace_id := trace_id_of(Headers(scope=scope).get("traceparent", "")):
             facts["trace_id"] = trace_id
         if opened.deployment is not None:
             facts["deployment"] = opened.deployment

@@ -1,6 +1,7 @@
 """Metrics of the engine that also tell each open request how its answers ended."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ class _Watched:
     loop: asyncio.AbstractEventLoop
     counts_prompt: bool  # the first answer to a prompt counts its cached tokens
     num_cached_tokens: int = 0
+    queue_s: float | None = None
     first_token_s: float | None = None
 
 
@@ -53,8 +55,10 @@ class AnswerWatch(Metrics):
         """Record a request that left the queue."""
         super().started(request, num_cached_tokens, queue_seconds)
         watched = self._watched.get(request.request_id)
-        if watched is not None and watched.counts_prompt:
-            watched.num_cached_tokens = num_cached_tokens
+        if watched is not None:
+            watched.queue_s = queue_seconds
+            if watched.counts_prompt:
+                watched.num_cached_tokens = num_cached_tokens
 
     def first_token(self, request: Request, seconds: float, prefill_seconds: float) -> None:
         """Record the first token of a request."""
@@ -73,9 +77,13 @@ class AnswerWatch(Metrics):
             ended = EndedAnswer(
                 tier,
                 reason,
+                len(request.prompt_ids),
                 num_generated,
                 watched.num_cached_tokens,
+                watched.queue_s,
                 watched.first_token_s,
                 tier.is_beyond(request.positions_with(num_generated)),
+                seconds,
+                time.monotonic(),
             )
             self._put(watched.loop, partial(watched.opened.answer_ended, ended))

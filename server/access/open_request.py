@@ -1,16 +1,16 @@
 """The facts about one HTTP request while it is served, for its key and for the access log.
 
 A route does not hand its HTTP request down to the service, so the open request is kept in a context
-variable. It is set only if keys are configured or the log is on.
+variable. It is set only if keys are configured, or the log or the traces are on.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from model_runtime.request import FinishReason
 from rope import Tier
@@ -24,10 +24,36 @@ class EndedAnswer(NamedTuple):
 
     tier: Tier
     reason: FinishReason
+    num_prompt_tokens: int
     num_generated: int
     num_cached_tokens: int  # of its prompt; 0 if another answer counts them
+    queue_s: float | None  # from arrival to the first step; None: it never started
     first_token_s: float | None  # since arrival; None: no token
     is_beyond: bool  # whether it has more positions than its table is made for
+    seconds: float  # since arrival
+    ended_at: float  # time.monotonic()
+
+
+class RequestSpans(Protocol):
+    """The spans of one request, for a collector of traces."""
+
+    trace_id: str
+
+    def answer_ended(self, ended: EndedAnswer) -> None:
+        """Tell the times of one answer."""
+
+    def request_ended(self, opened: "OpenRequest", facts: Mapping[str, str | bool | None]) -> None:
+        """Tell what was asked and answered, when nothing of it runs any more."""
+
+
+class SpanSource(Protocol):
+    """The beginning of the spans of each request, and the end of all."""
+
+    def begin(self, scope: Scope) -> RequestSpans:
+        """Begin the spans of a request that has arrived."""
+
+    def stop(self) -> None:
+        """Send what is left, within a few seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +62,7 @@ class OpenRequest:
 
     receive: Receive
     on_closed: Callable[["OpenRequest"], None]  # when answered, and when its answers have ended
+    spans: RequestSpans | None = None
     allowance: Allowance | None = None  # of its key
     deployment: str | None = None
     tier: Tier | None = None  # the longest of its answers
@@ -58,6 +85,8 @@ class OpenRequest:
 
     def answer_ended(self, ended: EndedAnswer) -> None:
         """Note the end of one answer."""
+        if self.spans is not None:
+            self.spans.answer_ended(ended)
         self.num_open -= 1
         self.num_generated += ended.num_generated
         self.num_cached_tokens += ended.num_cached_tokens

@@ -23,6 +23,7 @@ from server.evaluation.plan import LengthOptions, LengthPlan, make_plan
 from server.evaluation.plot import plot
 from server.evaluation.predictions import pair_up, write_predictions
 from server.evaluation.report import LengthReport, LengthRow, as_csv, as_json, make_row
+from server.evaluation.static_plot import plot_static
 from server.evaluation.subject import Subject, load_subject, native_of
 from server.evaluation.table import table
 from server.evaluation.tasks.qa import QuestionSet
@@ -99,6 +100,7 @@ def write_files(report: LengthReport, folder: Path) -> None:
     if can_plot():
         with writing(folder):
             plot(report, folder)
+            plot_static(report, folder)
 
 
 def _measure_missing(

@@ -40,7 +40,7 @@ class ApiReplica:
         listener: str | None,
     ) -> None:
         """Wait for an engine, and serve. `listener`: where the command lends its socket."""
-        log_to_stderr()
+        log_to_stderr(settings.log_format, settings.log_level)
         # Another handle: one that was sent here keeps the transport of the process that made it.
         application = serve.get_replica_context().app_name
         engines = await asyncio.to_thread(

@@ -10,8 +10,6 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-import click
-
 from server.access.keys import KeyTable
 from server.replicas.listener import ListenerLender
 from server.sentences import DIED
@@ -35,10 +33,13 @@ def serve_on_ray(
     listener: socket.socket,
     hand_over: Callable[[], None],
     on_ready: Callable[[str], None],
+    *,
+    say: Callable[[str], None],
 ) -> None:
     """Serve until a signal ends it.
 
-    `hand_over` is called before the API takes the listening socket, and `on_ready` with the banner.
+    `hand_over` is called before the API takes the listening socket, `on_ready` with the banner, and
+    `say` with what happens meanwhile.
     Raises SettingsError if Ray is missing, or if the cluster or the model cannot be had.
     """
     is_own = settings.ray_address is None
@@ -53,7 +54,7 @@ def serve_on_ray(
         ) from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     _connect(settings)
-    signals = _Signals()  # after Ray has set its own
+    signals = _Signals(say)  # after Ray has set its own
     lender = ListenerLender(listener, hand_over)
     # Others may serve on a cluster that was joined.
     name = _OWN_APPLICATION
@@ -72,7 +73,8 @@ def serve_on_ray(
 class _Signals:
     """SIGTERM and SIGINT: the first one drains, a second one ends the process at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
         self.came = threading.Event()
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, self._note)
@@ -81,11 +83,11 @@ class _Signals:
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.came.is_set():
             os._exit(DIED)
-        click.echo(f"{signal.Signals(number).name}: requests that run may end", err=True)
+        self.say(f"{signal.Signals(number).name}: requests that run may end")
         self.came.set()
 
     def _refuse(self, *_: object) -> None:
-        click.echo("SIGHUP: replicas do not read settings again, restart the server", err=True)
+        self.say("SIGHUP: replicas do not read settings again, restart the server")
 
 
 def _connect(settings: ServeSettings) -> None:
@@ -129,7 +131,7 @@ def _serve(application: "_Application", on_ready: Callable[[str], None], signals
                 on_ready(application.banner())
                 is_ready = True
         except Exception as error:  # noqa: BLE001  # Ray's controller may be busy, or be replaced
-            click.echo(f"the state of the replicas is unknown: {error}", err=True)
+            signals.say(f"the state of the replicas is unknown: {error}")
             continue
         if state.status == "DEPLOY_FAILED":
             raise SettingsError(f"the replicas did not start: {_why(state)}")

@@ -74,7 +74,7 @@ class EngineReplica:
 
     async def __init__(self, settings: ServeSettings) -> None:  # type: ignore[misc]  # Ray awaits it
         """Load the model and start its engine. Raises ModelError or SettingsError."""
-        log_to_stderr()
+        log_to_stderr(settings.log_format, settings.log_level)
         bound_memory()
         self._settings = settings
         self._answers: set[SentAnswer] = set()

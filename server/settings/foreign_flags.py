@@ -18,6 +18,7 @@ _SAME: Mapping[str, tuple[str, ...]] = {
     "page_size": ("--block-size",),
     "enforce_eager": ("--disable-cuda-graph",),
     "tensor_parallel_size": ("--tp-size", "--tp", "-tp"),
+    "log_level": ("--uvicorn-log-level",),
     "ssl_certfile": ("--ssl-cert-file",),
     "ssl_keyfile": ("--ssl-key-file",),
 }
@@ -112,6 +113,10 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
     ),
     "The log has a line for each request; --access-log chooses which.": (
         *("--enable-log-requests", "--log-requests"),
+    ),
+    "--log-level debug tells more.": ("--verbose", "--log-verbosity"),
+    "--traces sends spans; OTEL_EXPORTER_OTLP_ENDPOINT and the other OTEL_* variables say where.": (
+        *("--otlp-traces-endpoint", "--collect-detailed-traces", "--enable-trace"),
     ),
     "Numbers are at /metrics, always and not in the log.": (
         *("--disable-log-stats", "--enable-metrics", "--metrics"),

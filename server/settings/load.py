@@ -28,6 +28,7 @@ from server.settings.request_sections import (
     GrammarSettings,
     HttpSettings,
     LimitSettings,
+    LogSettings,
 )
 from server.settings.sections import (
     CacheSettings,
@@ -52,6 +53,7 @@ class ServeSettings(
     ParallelSettings,
     HttpSettings,
     AccessSettings,
+    LogSettings,
     LimitSettings,
     GrammarSettings,
     ReplicaSettings,

@@ -124,6 +124,29 @@ class AccessSettings(Section):
     )
 
 
+class LogSettings(Section):
+    """Log and traces"""  # noqa: D400  # a heading
+
+    log_format: Literal["logfmt", "json", "console"] = setting(
+        "logfmt",
+        "Format of the log on standard error: logfmt, json (every line is an object, the first "
+        "ones too) or console (for people at a terminal).",
+        unit="name",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info",
+        "Least level of a line: debug, info, warning or error. Lines of the access log are info. "
+        "At debug, uvicorn and transformers tell more than warnings.",
+        unit="name",
+    )
+    traces: bool = setting(
+        default=False,
+        text="Send OpenTelemetry spans of requests, as the OTEL_* variables say. Needs the extra "
+        "otel.",
+        unit="switch",
+    )
+
+
 class LimitSettings(Section):
     """Limits"""  # noqa: D400  # a heading
 

@@ -23,6 +23,7 @@ from server.settings.request_sections import (
     GrammarSettings,
     HttpSettings,
     LimitSettings,
+    LogSettings,
 )
 
 
@@ -321,6 +322,7 @@ SECTIONS: tuple[type[Section], ...] = (
     ParallelSettings,
     HttpSettings,
     AccessSettings,
+    LogSettings,
     LimitSettings,
     GrammarSettings,
     ReplicaSettings,

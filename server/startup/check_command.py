@@ -5,7 +5,7 @@ import click
 from server.sentences import sentences
 from server.settings.flags import SettingsCommand
 from server.settings.load import load_settings
-from server.startup.gate import key_table_of
+from server.startup.gate import check_traces, key_table_of
 from server.startup.listener import address_of, tls_context
 
 
@@ -22,6 +22,7 @@ def check(file: str) -> None:
         settings = load_settings({"config": file})
         # As in `serve`: the files of keys and certificates, and the address.
         key_table_of(settings), tls_context(settings), address_of(settings)
+        check_traces(settings)
         # Imported here, so that a wrong key does not wait for it.
         from server.log_lines import log_to_stderr  # noqa: PLC0415
         from server.startup.dry_run import outlook_lines, outlook_of  # noqa: PLC0415

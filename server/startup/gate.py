@@ -1,5 +1,6 @@
 """The access policy built from the settings: API keys, key file, origins and body limits."""
 
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from server.access.keys import (
     key_under_two_names,
     named_key,
 )
+from server.access.span_exporters import MissingExporterError, span_exporters
 from server.page.page_files import has_playground
 from server.settings.config_file import why_unreadable
 from server.settings.load import ServeSettings, SettingsError
@@ -24,6 +26,7 @@ from server.settings.problems import shown
 
 if TYPE_CHECKING:
     from server.access.key_ring import KeyRing
+    from server.access.open_request import SpanSource
     from server.app import AccessPolicy
 
 
@@ -84,6 +87,30 @@ def _in_file(path: Path) -> list[tuple[str, str]]:
     return found
 
 
+def check_traces(settings: ServeSettings) -> None:
+    """Raise SettingsError if traces are asked for and cannot be sent; nothing is imported."""
+    if not settings.traces:
+        return
+    try:
+        version("opentelemetry-sdk")
+        span_exporters()
+    except PackageNotFoundError as error:
+        raise SettingsError(
+            "traces needs OpenTelemetry: pip install "
+            "'opentelemetry-exporter-otlp-proto-http>=1.30' 'opentelemetry-sdk>=1.30'"
+        ) from error
+    except MissingExporterError as error:
+        raise SettingsError(f"traces: {error}") from error
+
+
+def _spans_of(settings: ServeSettings) -> "SpanSource | None":
+    if not settings.traces:
+        return None
+    from server.access.spans import Tracing  # noqa: PLC0415  # an extra
+
+    return Tracing()
+
+
 def access_policy_of(
     settings: ServeSettings, ring: "KeyRing | None", *, has_own_port: bool = True
 ) -> "AccessPolicy":
@@ -107,6 +134,7 @@ def access_policy_of(
         key_ring=ring,
         open_metrics=settings.open_metrics,
         has_playground=has_playground(settings),
+        spans=_spans_of(settings),
         access_log=None if settings.access_log == "off" else settings.access_log,
         allowed_origins=settings.allowed_origins,
         head=HeadRules(settings.max_headers, hosts),

@@ -64,6 +64,7 @@ class GracefulServer(uvicorn.Server):
         """Configure uvicorn. Raises SettingsError if the TLS files cannot be loaded."""
         self.door = AvailabilityGate(create_app(service, policy))
         super().__init__(_uvicorn_config(settings, self.door))
+        self._spans = policy.spans
         self.has_died = False  # the engine ended by itself, or a second signal came
         self._settings = settings
         self._on_ready = on_ready
@@ -105,6 +106,8 @@ class GracefulServer(uvicorn.Server):
         """Close the connections, then stop the engine and log how long the end took."""
         await super().shutdown(sockets)
         self.stop_engine()
+        if self._spans is not None:
+            self._spans.stop()
         if self._signalled_s is not None:
             seconds = round(time.monotonic() - self._signalled_s, 2)
             _log.info("ended", after_s=seconds, unfinished=self._num_unfinished)
@@ -150,7 +153,7 @@ def _uvicorn_config(settings: ServeSettings, door: AvailabilityGate) -> uvicorn.
         ws="none",
         http=limited_protocol(limits),
         log_config=None,  # its lines have the format of ours (server/log_lines.py)
-        log_level="warning",
+        log_level=settings.log_level if settings.log_level in ("debug", "error") else "warning",
         access_log=False,
         timeout_graceful_shutdown=int(_FAREWELL_S),
         h11_max_incomplete_event_size=settings.max_header_bytes,

@@ -149,7 +149,12 @@ def make_service(
     factory = MetricFactory()
     output_queue = OutputQueue()
     ring = KeyRing(keys, KeyMetrics(factory)) if keys is not None and keys.keys else None
-    is_watched = ring is not None or settings.access_log != "off" or watch is not AnswerWatch
+    is_watched = (
+        ring is not None
+        or settings.access_log != "off"
+        or settings.traces
+        or watch is not AnswerWatch
+    )
     metrics = metrics_of(factory, served.plan, output_queue.put if is_watched else None, watch)
     deployments = served.plan.deployments
     return Service(

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import zipfile
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from server.settings.load import ServeSettings
 from tests.docker.dockerfile import Ignored, expand, parse
@@ -21,6 +23,7 @@ from tests.docker.image_steps import Image, build
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCKERFILE = parse((ROOT / "Dockerfile").read_text())
 _START_S, _STOP_S = 180, 40
+_COMMIT = "0123456789ab"
 # The steps install torch into a fresh environment: under a minute from a local index.
 pytestmark = pytest.mark.timeout(900)
 
@@ -28,9 +31,15 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def image() -> Iterator[Image]:
     """The last stage, built; its folder is readable for the image's user, unlike pytest's own."""
-    build_args = {"TORCH_INDEX": os.environ.get("TORCH_INDEX", "")}
     with tempfile.TemporaryDirectory(prefix="ropewalk-image-") as folder:
         Path(folder).chmod(0o755)
+        index = os.environ.get("TORCH_INDEX", "")
+        if not index and torch.version.cuda is None and sys.platform == "linux":
+            # This machine's torch is of another index, which pip's own configuration names.
+            empty = Path(folder, "index")
+            empty.mkdir()
+            index = empty.as_uri()
+        build_args = {"TORCH_INDEX": index, "SOURCE_COMMIT": _COMMIT}
         yield build(DOCKERFILE, ROOT, Path(folder), build_args)
 
 
@@ -93,6 +102,14 @@ def test_it_is_the_wheel_that_runs(image: Image) -> None:
         assert files
         assert {str(path.relative_to(ROOT)) for path in files} <= packed
     assert not any(name.startswith("tests/") for name in packed)
+
+
+@pytest.mark.long
+def test_the_image_knows_its_commit(image: Image) -> None:
+    """The builder is given the commit, because it has no clone."""
+    status, output = image.run([*image.entrypoint, "--version"])
+    assert status == 0, output
+    assert output.endswith(f" (commit {_COMMIT})\n")
 
 
 @pytest.mark.long

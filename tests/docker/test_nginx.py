@@ -203,7 +203,7 @@ def test_a_server_that_is_drained_loses_no_request(balanced: Balanced, tmp_path:
         clients = [pool.submit(load.send) for _ in range(4)]
         wait_until(lambda: load.num_answered >= 16, "under load")
         os.kill(ending.pid, signal.SIGTERM)
-        wait_until(lambda: any("event='ended'" in line for line in ending.log), "ended", LIMIT_S)
+        wait_until(lambda: any("event=ended" in line for line in ending.log), "ended", LIMIT_S)
         so_far = load.num_answered
         wait_until(lambda: load.num_answered >= so_far + 16, "served by the other")
         load.stop.set()

@@ -1,11 +1,13 @@
 """Every command logs in one format."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.processes import run_to_end
+from tests.server.access.log_reader import fields_of
 
 
 def test_eval_logs_in_the_format_of_serve(tmp_path: Path) -> None:
@@ -16,7 +18,7 @@ def test_eval_logs_in_the_format_of_serve(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     lines = ended.stderr.splitlines()
-    starts = [re.match(r"timestamp='\S+' level='info' event='(\w+)' ", line) for line in lines]
+    starts = [re.match(r"timestamp=\S+ level=info event=(\w+) ", line) for line in lines]
     events = [found[1] for found in starts if found]
     assert events == ["loading_weights", "load_progress", "self_check"]
     assert "timestamp=" not in ended.stdout
@@ -49,8 +51,80 @@ def test_lines_of_libraries_have_the_format_of_ours() -> None:
     )
     told = [re.sub("^timestamp=\\S+ ", "", line) for line in ended.stderr.splitlines()]
     assert told[0] == (
-        "level='warning' event='library_message' logger='transformers.some' message='is 1'"
+        'level=warning event=library_message logger=transformers.some message="is 1"'
     )
-    assert "level='error' event='library_message' logger='uvicorn.error' message='f" in told[1]
+    assert "level=error event=library_message logger=uvicorn.error message=failed" in told[1]
     assert "ValueError: broken" in told[1]
     assert len(told) == 2
+
+
+_HOSTILE_LINES = r"""
+import sys
+from server.log_lines import log_to_stderr
+log_to_stderr(*sys.argv[1:])
+import logging, structlog, warnings
+log = structlog.get_logger("x")
+log.debug("least")
+text = 'a "b" c\\d=e\nlevel=error event=forged'
+log.info("hostile", text=text, escape="\x1b]0;pwned\x07", tab="\t", none=None, flag=True,
+         number=1.5, empty="", unicode="\u00e9\u2028", path="C:\\new")
+warnings.warn("of Python")
+logging.getLogger("asyncio").error("of another library")
+try:
+    raise ValueError("first\nsecond")
+except ValueError:
+    log.exception("failed")
+"""
+
+
+def lines_of(*arguments: str) -> list[str]:
+    """The log of hostile values in a format and from a level on."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _HOSTILE_LINES, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout == ""
+    assert "\x1b" not in ended.stderr
+    assert "\x07" not in ended.stderr
+    return ended.stderr.splitlines()
+
+
+def test_logfmt_holds_any_value_in_one_line() -> None:
+    """A value cannot forge a field or a line, and steers no terminal."""
+    hostile, warning, other, failed = map(fields_of, lines_of())
+    assert list(hostile)[:3] == ["timestamp", "level", "event"]
+    assert hostile["text"] == 'a "b" c\\d=e\nlevel=error event=forged'
+    assert hostile["escape"] == "\\x1b]0;pwned\\x07"
+    assert (hostile["event"], hostile["flag"], hostile["number"]) == ("hostile", True, 1.5)
+    assert (hostile["none"], hostile["unicode"]) == (None, "\u00e9\\u2028")
+    assert hostile["path"] == "C:\\new"
+    assert warning["logger"] == "py.warnings"
+    assert "UserWarning: of Python" in warning["message"]
+    assert other["message"] == "of another library"
+    assert failed["exception"].endswith("ValueError: first\nsecond")
+
+
+def test_json_holds_any_value_in_one_line() -> None:
+    """Each line is an object, with the values as they are."""
+    hostile, _, other, failed = map(json.loads, lines_of("json"))
+    assert hostile["text"] == 'a "b" c\\d=e\nlevel=error event=forged'
+    assert (hostile["escape"], hostile["tab"]) == ("\x1b]0;pwned\x07", "\t")
+    assert (hostile["none"], hostile["flag"], hostile["number"]) == (None, True, 1.5)
+    assert (other["level"], other["logger"]) == ("error", "asyncio")
+    assert failed["exception"].endswith("ValueError: first\nsecond")
+
+
+def test_the_console_has_no_colours_in_a_file() -> None:
+    """The traceback shows no values of variables, which may be a client's text."""
+    lines = lines_of("console")
+    assert "hostile" in lines[0]
+    assert "ValueError: first" in "\n".join(lines)
+    assert "\u2502" not in "\n".join(lines)
+
+
+def test_a_level_leaves_out_lower_ones() -> None:
+    """The four levels have all, all but one, and so on."""
+    found = [len(lines_of("json", level)) for level in ("debug", "info", "warning", "error")]
+    assert found == [5, 4, 3, 2]

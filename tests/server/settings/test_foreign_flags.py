@@ -24,7 +24,7 @@ BY_HABIT = (
     *("--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser"),
     *("--disable-log-requests", "--scheduling-policy", "--enable-lora", "--hf-overrides"),
     *("--seed", "--generation-config", "--root-path", "--rope-theta", "--swap-space"),
-    "--speculative-config",
+    *("--speculative-config", "--uvicorn-log-level", "--otlp-traces-endpoint"),
 )
 
 

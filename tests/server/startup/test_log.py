@@ -67,8 +67,8 @@ def test_the_log_holds_neither_prompts_nor_keys_nor_salts(breakable: Server) -> 
     assert wait_for(lambda: any("out of chalk" in line for line in breakable.log))
     log = "".join(breakable.log[first:])
     # Else it would prove nothing: each request has its line, the failure its traceback.
-    assert log.count('"POST /v1/completions HTTP/1.1" 200') == 4
-    assert log.count('"POST /v1/completions HTTP/1.1" 4') == 10
+    assert log.count(r"\"POST /v1/completions HTTP/1.1\" 200") == 4
+    assert log.count(r"\"POST /v1/completions HTTP/1.1\" 4") == 10
     assert "step_failed" in log
     assert "Traceback" in log
     for secret in (KEY, PROMPT, SALT):

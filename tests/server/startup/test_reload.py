@@ -41,7 +41,7 @@ class Reloading:
         (self.folder / "a.yaml").write_text(self.head() + settings)
         first = len(self.server.log)
         os.kill(self.server.pid, signal.SIGHUP)
-        ends = ("event='reloaded'", "event='reload_refused'")
+        ends = ("event=reloaded", "event=reload_refused")
         assert wait_for(lambda: any(end in "".join(self.server.log[first:]) for end in ends))
         return "".join(line for line in self.server.log[first:] if "reload" in line)
 
@@ -76,7 +76,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reloading]:
 def reloading(started: Reloading) -> Reloading:
     """The server with its first settings in force again."""
     (started.folder / "keys").write_text(KEYS)
-    assert "event='reloaded'" in started.hang_up(TWO)
+    assert "event=reloaded" in started.hang_up(TWO)
     return started
 
 
@@ -98,8 +98,8 @@ def test_running_requests_end_on_the_deployment_they_began_with(reloading: Reloa
     assert wait_for(lambda: "ropewalk_requests_running 4.0" in num_running())
     told = reloading.hang_up(OTHER)
     assert "ropewalk_requests_running 4.0" in num_running(), "the reload came in the middle"
-    assert "added='turned'" in told
-    assert "removed='static'" in told
+    assert "added=turned" in told
+    assert "removed=static" in told
     assert reloading.post(model="static").json()["error"]["code"] == "model_not_found"
     turned = reloading.post(model="turned").json()["choices"][0]["rope"]
     assert (turned["rope_type"], turned["factor"]) == ("ntk", 8.0)
@@ -124,7 +124,7 @@ def test_no_request_fails_under_a_load_with_reloads(reloading: Reloading) -> Non
         thread.start()
     try:
         for number in range(8):
-            assert "event='reloaded'" in reloading.hang_up(OTHER if number % 2 == 0 else TWO)
+            assert "event=reloaded" in reloading.hang_up(OTHER if number % 2 == 0 else TWO)
             assert wait_for(lambda: len(statuses) > 3 * number, limit_s=60)  # noqa: B023
     finally:
         is_over.set()
@@ -154,11 +154,11 @@ def test_a_bad_file_is_refused_as_at_start_and_changes_nothing(
     """The other, good part of the file does not come into force either."""
     (reloading.folder / "keys").write_text("alice:other\nbob:secret-b\n")
     told = reloading.hang_up(settings)
-    assert "event='reload_refused'" in told
+    assert "event=reload_refused" in told
     assert problem in told
     assert reloading.post(model="static").status_code == 200
     assert reloading.post(key="other").status_code == 401
-    assert "event='reloaded'" in reloading.hang_up(TWO)
+    assert "event=reloaded" in reloading.hang_up(TWO)
     assert reloading.post(key="other").status_code == 200
     assert reloading.post().status_code == 401
 
@@ -166,8 +166,8 @@ def test_a_bad_file_is_refused_as_at_start_and_changes_nothing(
 def test_settings_that_cannot_change_are_named(reloading: Reloading) -> None:
     """Settings that can change are in force all the same."""
     told = reloading.hang_up(f"{OTHER}dtype: bfloat16\nmax_num_seqs: 4\n")
-    assert "event='reload_ignored' settings='dtype, max_num_seqs'" in told
-    assert "added='turned'" in told
+    assert 'event=reload_ignored settings="dtype, max_num_seqs"' in told
+    assert "added=turned" in told
     assert "reload_ignored" not in reloading.hang_up(TWO)
 
 

@@ -1,0 +1,95 @@
+"""The image's locks: complete, with hashes, of the tested versions, without developers' tools."""
+
+import re
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.docker.dockerfile import parse
+from tests.locks import EXTRAS, FOLDER, PROJECT, entries
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = {path.stem: entries(path.read_text()) for path in sorted(FOLDER.iterdir())}
+SERVED = {**LOCKS["runtime"], **LOCKS["torch"]}
+_TESTED = {
+    str(canonicalize_name(name)): version
+    for name, _, version in (
+        line.partition("==") for line in (ROOT / "requirements.lock").read_text().splitlines()
+    )
+    if version
+}
+
+
+def needed(requirements: list[str]) -> Iterator[str]:
+    """The names of all packages that requirements need here, by the installed metadata."""
+    left, seen = [(Requirement(each), "") for each in requirements], set()
+    while left:
+        requirement, extra = left.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        for wanted in ("", *requirement.extras):
+            if (name, wanted) not in seen:
+                seen.add((name, wanted))
+                inner = distribution(requirement.name).requires or []
+                left += [(Requirement(each), wanted) for each in inner]
+    yield from sorted({name for name, _ in seen})
+
+
+def test_there_is_a_lock_for_each_part_and_each_extra() -> None:
+    """The developers' tools are in none."""
+    assert set(LOCKS) == {"build", "runtime", "torch", *EXTRAS}
+    tools = {canonicalize_name(Requirement(each).name) for each in _extra("dev")}
+    own = {canonicalize_name(Requirement(each).name) for name in EXTRAS for each in _extra(name)}
+    for name in ("runtime", "torch", "ray", "otel"):
+        assert not set(LOCKS[name]) & (tools - own - {"triton"}), name
+    assert {"pytest", "mypy", "openai"} <= tools - own
+
+
+def test_the_locks_hold_all_that_a_server_needs() -> None:
+    """The installed packages' own metadata says what that is."""
+    found = set(needed(PROJECT["project"]["dependencies"]))
+    assert {"torch", "fastapi", "starlette", "h11"} <= found
+    assert found <= set(SERVED)
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_package_has_hashes_and_the_tested_version(name: str) -> None:
+    """A package that the tested set lacks is of another platform, or of CUDA."""
+    text = (FOLDER / f"{name}.lock").read_text()
+    assert len(LOCKS[name]) == len(re.findall(r"^[a-z]", text, re.MULTILINE)) > 0
+    for package, entry in LOCKS[name].items():
+        version = re.match(r"\S+==([^\s;]+)", entry)
+        assert version is not None
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}\b", entry), package
+        assert _TESTED.get(canonicalize_name(package), version[1]) == version[1], package
+
+
+def test_no_package_is_in_two_locks_of_an_image() -> None:
+    """The extras lie beside what is always installed."""
+    assert not set(LOCKS["runtime"]) & set(LOCKS["torch"])
+    for name in EXTRAS:
+        assert not set(LOCKS[name]) & set(SERVED), name
+
+
+def test_the_image_installs_nothing_from_an_index_without_hashes() -> None:
+    """Only torch may come from an index that the lock does not know, and then alone."""
+    steps = [each.text for each in parse((ROOT / "Dockerfile").read_text()).all("RUN")]
+    commands = [each for step in steps for each in re.findall(r"pip (?:install|wheel) [^&]*", step)]
+    assert len(commands) == 5
+    for command in commands:
+        is_local = "--no-index" in command or "pip wheel" in command
+        is_torch = "--no-deps --index-url" in command and "torch.txt" in command
+        assert "--require-hashes" in command or is_local or is_torch, command
+    (wheel,) = (each for each in commands if each.startswith("pip wheel"))
+    assert "--no-build-isolation --" in wheel
+    assert "--no-deps" in wheel
+
+
+def _extra(name: str) -> list[str]:
+    found: list[str] = PROJECT["project"]["optional-dependencies"][name]
+    return found

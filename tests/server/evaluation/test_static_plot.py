@@ -1,0 +1,143 @@
+"""static.png: its numbers, its percentage, and the picture of the README."""
+
+import json
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from server.evaluation.cells import WindowScore
+from server.evaluation.plan import Variant
+from server.evaluation.report import LengthReport, make_row
+from server.evaluation.static_plot import added_cost, plot_static
+from tests.doc_commands import blocks
+
+ROOT = Path(__file__).resolve().parents[3]
+LENS = (128, 256, 512)
+NONE, FIXED, PINNED = Variant("none", None), Variant("yarn", "fixed"), Variant("yarn", "pinned")
+# nats a token of two windows of 10 and 20 tokens, at each length
+NATS = {
+    NONE: ((2.0, 3.0), (2.0, 2.6), (4.0, 6.0)),
+    FIXED: ((2.3, 3.1), (2.2, 2.7), (2.2, 2.5)),
+    PINNED: ((2.0, 3.0), (2.0, 2.6), (2.0, 2.5)),
+    Variant("ntk", "fixed"): ((2.1, 3.0), (2.1, 2.6), (3.0, 4.0)),
+    Variant("ntk", "pinned"): ((2.0, 3.0), (2.0, 2.6), (3.0, 4.0)),
+}
+
+
+def report(*variants: Variant) -> LengthReport:
+    """A report of these variants, as if it had been measured."""
+    rows = []
+    for variant in variants:
+        for context_len, nats in zip(LENS, NATS[variant], strict=True):
+            windows: list[Any] = [
+                WindowScore("x", each * tokens, tokens, 4 * tokens)
+                for each, tokens in zip(nats, (10, 20), strict=True)
+            ]
+            rows.append(make_row(variant, context_len, 8.0, {"perplexity": windows}, {}))
+    plan = SimpleNamespace(native_len=256, context_lens=LENS, variants=variants)
+    made: Any = SimpleNamespace(plan=plan, rows=rows, model="m")
+    made.of = lambda variant: [row for row in rows if row.variant == variant]
+    return made
+
+
+def numbers(picture: Path) -> dict[str, list[float]]:
+    """The numbers that the picture has in its description."""
+    with Image.open(picture) as image:
+        found: dict[str, list[float]] = json.loads(image.text["Description"])
+    return found
+
+
+def test_the_lines_are_the_perplexities_of_the_best_method(tmp_path: Path) -> None:
+    """Perplexity is exp of the mean of nats a token; YaRN's is the lowest at the longest length."""
+    plot_static(report(*NATS), tmp_path)
+    found = numbers(tmp_path / "static.png")
+    assert found["context_lens"] == list(LENS)
+    for name, variant in (("none", NONE), ("fixed", FIXED), ("pinned", PINNED)):
+        assert found[name] == pytest.approx(np.exp(np.mean(NATS[variant], axis=1)))
+
+
+def test_values_above_the_panel_and_the_cost_at_l_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a scale that shows a fifth, a line that is ten times as high leaves the panel."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    plot_static(report(NONE, FIXED, PINNED), tmp_path)
+    (axes,) = figures[0].axes
+    texts = [each.get_text() for each in axes.texts]
+    cost = 100 * math.expm1((0.2 + 0.1) / 2)
+    assert any(each.startswith(f"{cost:+.0f} % (95 %: ") for each in texts)
+    assert [each for each in texts if "\N{UPWARDS ARROW}" in each] == [
+        f"{math.exp(5):.0f} \N{UPWARDS ARROW}"
+    ]
+
+
+def test_the_cost_compares_windows_in_pairs() -> None:
+    """The windows differ by a nat, and their differences by a tenth."""
+    made = report(FIXED, PINNED)
+    ratio = added_cost(made.of(FIXED)[1], made.of(PINNED)[1])
+    differences = np.array([0.2, 0.1])
+    reach = 1.959964 * differences.std(ddof=1) / math.sqrt(2)
+    expected = np.exp([differences.mean(), differences.mean() - reach, differences.mean() + reach])
+    assert [ratio.value, ratio.low, ratio.high] == pytest.approx(list(expected))
+
+
+@pytest.mark.parametrize("variants", [(NONE, PINNED), (FIXED, PINNED)])
+def test_without_all_three_lines_there_is_no_picture(
+    tmp_path: Path, variants: tuple[Variant, ...]
+) -> None:
+    """The rest of the run is written as before."""
+    plot_static(report(*variants), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_picture_of_the_readme_has_the_numbers_of_its_pages() -> None:
+    """It is not older than the table that was measured by the same command without needles."""
+    found = numbers(ROOT / "docs/images/static-scaling.png")
+    table = (ROOT / "docs/long-context.md").read_text().partition("Perplexity, by context")[2]
+    for name, row in (("none", "none"), ("fixed", "yarn fixed"), ("pinned", "yarn pinned")):
+        cells = re.search(rf"^\| {row} \| (.*) \|$", table, re.MULTILINE)
+        assert cells is not None
+        shown = [float(each.replace(",", "")) for each in cells[1].split(" | ")]
+        assert shown == pytest.approx(found[name], rel=2e-3)
+    readme = (ROOT / "README.md").read_text()
+    at = found["context_lens"].index(256)
+    assert f"{100 * (found['fixed'][at] / found['pinned'][at] - 1):.0f} % higher at 256" in readme
+    assert f"perplexity is {found['none'][2]:.0f} at twice" in readme
+    assert f"and {found['none'][-1]:,.0f} at eight times" in readme
+
+
+def test_the_numbers_beside_other_servers_are_those_of_the_results() -> None:
+    """The README's table is a part of the one that says how it was measured."""
+    readme = (ROOT / "README.md").read_text()
+    results = (ROOT / "benchmarks/results.md").read_text()
+    of_small = results.partition("## Machine B")[2].partition("### `small`, bf16")[0]
+    rows = re.findall(r"^\| (.*) \| (.* / .*) \| (.* / .*) \|$", readme, re.MULTILINE)[1:]
+    assert len(rows) == 4
+    cell = re.compile(r"([\d.]+) (?:s )?/ ([\d.]+) .*\*\*([\d.]+) times")
+    measured = [
+        tuple(map(float, each))
+        for each in re.findall(r"([\d.]+) / ([\d.]+) = \*\*([\d.]+)\*\*", of_small)
+    ]
+    for _, *cells in rows:
+        for each in cells:
+            told = cell.match(each)
+            assert told is not None, each
+            near = pytest.approx(tuple(map(float, told.groups())), rel=0.05)
+            assert any(found == near for found in measured), each
+
+
+def test_the_readme_names_the_command_before_any_other() -> None:
+    """The path of the command is the one that `make setup` makes."""
+    first = next(each for each in blocks("bash") if each.page == "README.md")
+    assert first.text.startswith(".venv/bin/ropewalk eval --methods none,yarn --queries 0 ")
+    readme = (ROOT / "README.md").read_text()
+    assert readme.index("PATH=$PWD/.venv/bin:$PATH") < readme.index("\nropewalk ")
+    assert readme.index("A tier is a length and the table") < readme.index("tiers")
