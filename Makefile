@@ -37,15 +37,15 @@ check: setup
 	$(BIN)/mypy
 
 PYTEST := $(BIN)/python -m pytest
-# The tests that another processor could break, in two minutes; ISA=avx2 runs the whole suite.
-OLDER_PART := tests/model_runtime/cpu_kernels tests/promises/test_any_processor.py \
-	$(addprefix tests/model_runtime/layers/test_,packed_product.py fused_decoder.py)
+# The tests that another processor could break, in a minute; ISA=avx2 runs the whole suite.
+OLDER_PART := tests/promises/test_any_processor.py tests/model_runtime/layers/test_packed_product.py \
+	$(addprefix tests/model_runtime/cpu_kernels/test_,simd.py attention_block.py)
 
 # Two at a time, a thread each: threads of two tests on the same cores wait for each other.
 test: check  ## formatter, linter, types, and the suite; ISA=avx2: as an older processor
 	$(AS_OLDER) $(BIN)/python -m tests.warm_kernels
 	OMP_NUM_THREADS=1 $(AS_OLDER) $(PYTEST) -n 2 --dist loadfile --durations=25 -m "not alone and not ray and not long"
-	$(AS_OLDER) $(PYTEST) --durations=10 -m alone
+	$(AS_OLDER) $(PYTEST) --durations=10 -m "alone and not long"
 	$(if $(ISA),,OMP_NUM_THREADS=1 $(BIN)/python -m tests.processors --if-newer avx2 \
 		$(PYTEST) -n 2 --dist loadfile $(OLDER_PART))
 
