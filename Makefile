@@ -58,7 +58,7 @@ test-real: setup  ## real checkpoints, one of the parts of `make test-full`
 	$(BIN)/python -m tests.full real
 
 # Full length: REPLICA_ROUNDS=10 REPLICA_SOAK_SECONDS=600 REPLICA_KILL_SECONDS=60
-test-ray: setup  ## replicas on a real Ray cluster, and the API's tests against two of them
+test-ray: setup  ## replicas on a real Ray cluster, and files of the API's tests against two of them
 	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[dev,ray]'
 	OMP_NUM_THREADS=1 $(PYTEST) --durations=10 tests/server/ray
 	TEST_REPLICAS=2 OMP_NUM_THREADS=1 $(PYTEST) -m "not alone and not real" tests/server/api
