@@ -8,6 +8,7 @@ from pydantic import Field
 from model_runtime.request import MAX_LOGPROBS
 from server.api.fields.logprob_schema import Logprobs, PromptLogprobs
 from server.api.fields.rope_schema import INT64, RopeAnswer
+from server.api.fields.timing_schema import TimingsAnswer
 from server.api.generation_schema import (
     MAX_N,
     NEUTRAL,
@@ -126,4 +127,5 @@ class CompletionResponse(Body):
     model: str
     choices: list[Choice]
     usage: Usage | None = None
+    timings: TimingsAnswer | None = Field(None, exclude_if=is_none)
     prompt_progress: PromptProgressAnswer | None = Field(None, exclude_if=is_none)

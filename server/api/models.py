@@ -73,6 +73,7 @@ def model_router(service: Service) -> APIRouter:
                 allowed_rope_types=sorted(deployment.tiers),
                 allowed_positions=sorted(deployment.positions) or None,
                 max_rope_factor=deployment.max_rope_factor,
+                aliases=service.aliases_of(deployment.name) or None,
                 answer_reserve_tokens=deployment.reserve.num_tokens,
                 tool_format=None if formats.tools is None else formats.tools.name,
                 reasoning=None if formats.reasoning is None else formats.reasoning.open,

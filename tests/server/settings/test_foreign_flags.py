@@ -22,7 +22,7 @@ BY_HABIT = (
     *("--model", "--model-path", "-m", "-c", "--ctx-size", "--context-length", "-tp"),
     *("--quantization", "--kv-cache-dtype", "--enable-prefix-caching", "--enable-chunked-prefill"),
     *("--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser"),
-    *("--disable-log-requests", "--scheduling-policy", "--enable-lora", "--hf-overrides"),
+    *("--disable-log-requests", "--schedule-policy", "--enable-lora", "--hf-overrides"),
     *("--seed", "--generation-config", "--root-path", "--rope-theta", "--swap-space"),
     *("--speculative-config", "--uvicorn-log-level", "--otlp-traces-endpoint"),
 )
@@ -137,7 +137,7 @@ def test_other_words_for_number_types_are_read(
     [
         ("--max-modl-len", " Did you mean `--max-model-len`?"),
         ("--served-name", " Did you mean `--served-model-name`?"),
-        ("--model-dirs", ""),
+        ("--folder-of-weights", ""),
         ("--wibble", ""),
     ],
 )
