@@ -20,7 +20,7 @@ from server.api.generation_schema import (
 from server.api.strict_body import Body, FirstMistakes, is_none
 
 _MAX_PROMPTS = 1024
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's default
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), FirstMistakes]
 
 
@@ -65,7 +65,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def asked_max_tokens(self) -> int:
         """Return the requested limit, or OpenAI's default of 16."""
-        return _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def num_answers(self) -> int:
