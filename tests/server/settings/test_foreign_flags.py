@@ -113,6 +113,10 @@ def test_several_served_names_are_not_taken_for_a_model(names: tuple[str, ...]) 
     """The second name was searched on the hub."""
     told = refusal("--served-model-name", "a", *names, "--port", "1")
     assert told.startswith(f"served_model_name: takes one name, got '{' '.join(['a', *names])}'.")
+    aliases = told.partition("--model-aliases '")[2].partition("'")[0]
+    flags = ("--served-model-name", "a", "--model-aliases", aliases)
+    settings = load_settings(given(*flags))
+    assert settings.model_aliases == {each: "a" for each in names if "/" not in each}
 
 
 def test_a_model_may_stand_behind_its_served_name() -> None:
