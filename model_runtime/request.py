@@ -63,6 +63,8 @@ class Request:
     grammar: "Grammar | None" = None  # the grammar of its answer
     shown_ids: frozenset[int] = frozenset()  # special tokens that its text contains
     prediction_ids: tuple[int, ...] = ()  # the answer that the client expects; for drafts only
+    priority: int = 0  # a lower number starts earlier, and is preempted later
+    wants_timings: bool = False  # report the times of its parts with each output
 
     @property
     def num_positions(self) -> int:
@@ -93,6 +95,13 @@ class PromptProgress:
     seconds: float  # since the request left the queue
 
 
+class Timings(NamedTuple):
+    """The times of a request's parts so far, in seconds."""
+
+    prefill_s: float  # from its first step to its first token
+    decode_s: float  # from its first token to its newest
+
+
 class Output(NamedTuple):
     """The output of one step for a request. A NamedTuple is faster to create per token."""
 
@@ -114,6 +123,7 @@ class Output(NamedTuple):
     error: str | None = None  # for the log and the client, with FinishReason.ERROR or REFUSED
     # With the finish_reason: tokens of drafts that were chosen, and those that were not.
     drafts: tuple[int, int] = (0, 0)
+    timings: Timings | None = None  # if requested
 
 
 OnOutput = Callable[[Output], None]  # called on the engine's thread; must not block

@@ -29,7 +29,7 @@ from server.middleware.http_metrics import HttpMetricsMiddleware
 from server.openapi import describe
 from server.page.page_files import page_files
 from server.playground.routes import playground_router, stats_router
-from server.reference.page import HEADERS, render
+from server.reference.page import HEADERS, address_of, render
 from server.version import own_version
 
 _ROUTERS = (
@@ -80,11 +80,13 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
         app.include_router(router)
 
     @app.get("/docs", include_in_schema=False)
-    def docs() -> Response:  # not async: rendering runs off the event loop
+    def docs(asked: Request) -> Response:  # not async: rendering runs off the event loop
+        host = asked.headers.get("host", "")
         page = render(
             app.openapi(),
             next(iter(service.deployments)),
             open_without_key,
+            address_of(asked.url.scheme, host, asked.scope.get("root_path", "")),
         )
         return HTMLResponse(page, headers=HEADERS)
 

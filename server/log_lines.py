@@ -74,10 +74,9 @@ def _escape_controls(
             continue
         text = str(value)
         if not text.isprintable():
-            text = "".join(
+            facts[name] = "".join(
                 each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text
             )
-        facts[name] = text
     return facts
 
 

@@ -42,13 +42,13 @@ _LIMITS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "literal_error": lambda limit: "must be " + limit["expected"].replace("'", ""),
     "string_pattern_mismatch": lambda limit: f"must match the pattern {limit['pattern']}",
     "string_too_long": lambda limit: (
-        f"must have at most {_count(limit['max_length'], 'character')}"
+        f"must have at most {counted(limit['max_length'], 'character')}"
     ),
     "string_too_short": lambda limit: (
-        f"must have at least {_count(limit['min_length'], 'character')}"
+        f"must have at least {counted(limit['min_length'], 'character')}"
     ),
-    "too_long": lambda limit: f"must have at most {_count(limit['max_length'], 'item')}",
-    "too_short": lambda limit: f"must have at least {_count(limit['min_length'], 'item')}",
+    "too_long": lambda limit: f"must have at most {counted(limit['max_length'], 'item')}",
+    "too_short": lambda limit: f"must have at least {counted(limit['min_length'], 'item')}",
 }
 
 
@@ -81,7 +81,8 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f" Did you mean `{close[0]}`?" if close else ""
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, which has an s unless the number is 1."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -61,6 +62,20 @@ def run_to_end(
         check=False,
         env={**os.environ, **(env or {})},
     )
+
+
+def children_of(pid: int, module: str) -> list[int]:
+    """The processes that a process has started for a module of ours."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            arguments = stat.with_name("cmdline").read_text().split("\0")
+        except OSError:  # it has ended
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z" and module in arguments:
+            found.append(int(stat.parent.name))
+    return found
 
 
 @contextmanager

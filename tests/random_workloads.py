@@ -54,7 +54,7 @@ def workload(checkpoint: Checkpoint, seed: int) -> Workload:
                 ({"logprobs": 2}, {"repetition_penalty": 1.5}, {"prompt_logprobs": 1})
             )
         asked = request(deployments[chance.choice(POLICIES)], prompt, **sampling)
-        asked = replace(asked, request_id=f"r{number}")
+        asked = replace(asked, request_id=f"r{number}", priority=number % 3 - 1)
         made.arrivals.setdefault(chance.choice((0, 0, chance.randrange(60))), []).append(asked)
         if chance.random() < 0.2:
             made.aborts.setdefault(chance.randrange(80), []).append(asked.request_id)

@@ -33,6 +33,7 @@ class SseServer:
     answer: Callable[[int], Script | tuple[int, str]]  # the request's number -> stream or refusal
     tokens: list[int] | None = None  # of POST /tokenize; None: there is no such route
     models: str = '{"data": [{"id": "fake", "max_model_len": 4096}]}'
+    metrics: Callable[[int], str] = lambda _: ""  # the requests so far -> GET /metrics
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -67,8 +68,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing."""
 
     def do_GET(self) -> None:
-        """Answer with the list of models."""
-        self._send(200, self.server_state.models)
+        """Answer with the list of models, or with the metrics."""
+        state = self.server_state
+        is_metrics = self.path == "/metrics"
+        self._send(200, state.metrics(len(state.bodies)) if is_metrics else state.models)
 
     def do_POST(self) -> None:
         """Answer with tokens, a stream, or a count."""

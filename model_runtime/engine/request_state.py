@@ -9,7 +9,7 @@ import structlog
 from model_runtime.batch import PageRow
 from model_runtime.engine.observer import Observer
 from model_runtime.engine.output_processor import Answer
-from model_runtime.request import FinishReason, OnOutput, Output, Request
+from model_runtime.request import FinishReason, OnOutput, Output, Request, Timings
 from model_runtime.runner.bad_words import barred_after, has_longer_words
 from model_runtime.runner.penalties import SeenTokens, has_penalty
 from model_runtime.runner.ranked_draw import cuts
@@ -70,7 +70,10 @@ class RequestState:
         answer = Answer(request, tokenizer, eos_token_ids)
         if constraint is None and request.grammar is not None:
             constraint = request.grammar.begin(answer.end_ids)
-        return cls(TokenSequence(request), answer, on_output, constraint)
+        state = cls(TokenSequence(request), answer, on_output, constraint)
+        if request.wants_timings:
+            state.on_output = _Timed(state, on_output)
+        return state
 
     def add_token(self, token_id: int) -> None:
         """Append a token to the answer."""
@@ -99,6 +102,24 @@ class RequestState:
             answer_ids = sequence.token_ids[sequence.num_prompt_tokens :]
             self._row.barred = barred_after(sequence.request.sampling, answer_ids)
         return self._row
+
+
+class _Timed:
+    """A listener that hears of the times with each output."""
+
+    def __init__(self, state: RequestState, on_output: OnOutput) -> None:
+        self._state = state
+        self._on_output = on_output
+        self._first_token: float | None = None
+
+    def __call__(self, output: Output) -> None:
+        state, now = self._state, time.monotonic()
+        newest = now if state.last_token is None else state.last_token
+        if self._first_token is None and output.token_ids:
+            self._first_token = newest
+        first = newest if self._first_token is None else self._first_token
+        started = first if state.started is None else state.started
+        self._on_output(output._replace(timings=Timings(first - started, newest - first)))
 
 
 class RequestStates:

@@ -153,8 +153,14 @@ def plain_template(folder: Path) -> tuple[str | None] | None:
         from model_runtime.gguf.tokenizer import read_tokenizer  # noqa: PLC0415
 
         return (read_tokenizer(read_gguf(folder)).chat_template,)
+    found = written_template(folder)
+    return found if found is not None and _is_tokenizer(folder / "tokenizer.json") else None
+
+
+def written_template(folder: Path) -> tuple[str | None] | None:
+    """Return what `plain_template` does of a folder, without a look at its tokenizer.json."""
     config = read_object(folder / "tokenizer_config.json")
-    if config is None or "auto_map" in config or not _is_tokenizer(folder / "tokenizer.json"):
+    if config is None or "auto_map" in config:
         return None
     if (folder / "additional_chat_templates").exists():
         return None

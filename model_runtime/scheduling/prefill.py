@@ -1,7 +1,8 @@
 """Plan the prefill of a step: which waiting sequences start, and which prompt tokens are computed.
 
-The prompts with the fewest uncomputed tokens go first, so a short prompt does not wait for a long
-one. A quarter of the budget is reserved for the oldest prompt, so the longest prompt completes.
+Among prompts of one priority, those with the fewest uncomputed tokens go first, so a short prompt
+does not wait for a long one. A quarter of the budget is reserved for the oldest prompt of the first
+priority, so the longest prompt completes.
 """
 
 from model_runtime.scheduling.sequence import Sequence
@@ -12,7 +13,7 @@ _RESERVED_FOR_OLDEST = 0.25  # of a step's prefill, even if shorter prompts wait
 
 
 def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
-    """Start waiting sequences in order of arrival, until one does not fit the free pages.
+    """Start waiting sequences in the order of their ranks, until one does not fit the free pages.
 
     Returns True if only the end of another sequence can let one more start.
     """
@@ -53,8 +54,9 @@ def plan_prefill(step: StepBuilder, max_tokens: int, max_logit_rows: int) -> Non
     if not prompts:
         return
     oldest, *others = prompts
-    others.sort(key=lambda sequence: (sequence.num_uncomputed, sequence.arrival))
-    shorter = (each.num_uncomputed for each in others)
+    first_priority = oldest.request.priority
+    others.sort(key=lambda each: (each.request.priority, each.num_uncomputed, each.arrival))
+    shorter = (each.num_uncomputed for each in others if each.request.priority == first_priority)
     needed_by_shorter = sum(each for each in shorter if each < oldest.num_uncomputed)
     for_others = min(needed_by_shorter, int(max_tokens * (1 - _RESERVED_FOR_OLDEST)))
     tokens_left, rows_left = max_tokens, max_logit_rows

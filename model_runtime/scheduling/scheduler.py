@@ -3,10 +3,11 @@
 Decodes go first, one token each (`decode.py`). The rest of the token budget goes to prefill in
 chunks (`prefill.py`).
 
-Pages are allocated as they are needed. If none are left, the running sequence that arrived last is
-preempted, so a sequence that arrived earlier can continue (`step_builder.py`). The preempted
-sequence returns to its old place in the queue and is computed again later. The oldest sequence is
-therefore never preempted, and a request that fits the cache alone always finishes.
+Sequences are ranked by priority (a lower number is earlier), then by arrival. Pages are allocated
+as they are needed. If none are left, the running sequence of the last rank is preempted, so an
+earlier one can continue (`step_builder.py`). The preempted sequence returns to its old place in the
+queue and is computed again later. The first sequence is therefore never preempted. A request that
+fits the cache alone always finishes, unless requests of an earlier priority come without end.
 """
 
 from model_runtime.config import EngineConfig
@@ -25,7 +26,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._queues = Queues()
-        self.waiting = self._queues.waiting  # both in order of arrival
+        self.waiting = self._queues.waiting  # both by priority, then by arrival
         self.running = self._queues.running
         self.pages = SequencePages(
             config.num_pages, config.page_size, config.max_num_batched_tokens
@@ -43,7 +44,7 @@ class Scheduler:
         """Queue a sequence that fits the cache alone (checked at admission)."""
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
-        self.waiting.append(sequence)
+        self._queues.add(sequence)
         self._is_full = False
 
     def schedule(

@@ -39,6 +39,11 @@ class Sequence:
         self.num_scored = max(0, self.request.sampling.prompt_logprobs_from - 1)
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """Return its place among all sequences: by priority, then by arrival."""
+        return self.request.priority, self.arrival
+
+    @property
     def num_generated(self) -> int:
         """Return the number of answer tokens so far."""
         return len(self.token_ids) - self.num_prompt_tokens

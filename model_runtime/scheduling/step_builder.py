@@ -1,4 +1,4 @@
-"""One step while it is planned. Chunks are added to it, and later arrivals are preempted for it."""
+"""One step while it is planned. Chunks are added to it, and late sequences are preempted for it."""
 
 import bisect
 from dataclasses import dataclass, field
@@ -10,21 +10,25 @@ from model_runtime.scheduling.step_plan import Chunk, StepPlan
 
 @dataclass(slots=True)
 class Queues:
-    """The sequences that wait and those that run, each in order of arrival."""
+    """The sequences that wait and those that run, each by priority and then by arrival."""
 
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
 
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        bisect.insort(self.waiting, sequence, key=_rank)
+
     def start(self, sequence: Sequence) -> None:
         """Move a waiting sequence to the running ones."""
         self.waiting.remove(sequence)
-        bisect.insort(self.running, sequence, key=_arrival)
+        bisect.insort(self.running, sequence, key=_rank)
         sequence.is_running = True
 
     def stop(self, sequence: Sequence) -> None:
         """Move a running sequence to its old place among the waiting ones."""
         self.running.remove(sequence)
-        bisect.insort(self.waiting, sequence, key=_arrival)
+        bisect.insort(self.waiting, sequence, key=_rank)
         sequence.is_running = False
 
     def remove(self, sequence: Sequence) -> None:
@@ -35,7 +39,7 @@ class Queues:
     def check_integrity(self) -> None:
         """Check the order of both queues. Raises AssertionError."""
         for queue in (self.running, self.waiting):
-            assert queue == sorted(queue, key=_arrival), "a queue is out of order"
+            assert queue == sorted(queue, key=_rank), "a queue is out of order"
         assert all(each.is_running for each in self.running), "a running sequence is not marked"
         assert not any(each.is_running for each in self.waiting), "a waiting sequence is marked"
 
@@ -49,7 +53,7 @@ class StepBuilder:
     plan: StepPlan = field(default_factory=StepPlan)
 
     def add(self, chunk: Chunk) -> bool:
-        """Add a chunk and allocate its pages, preempting later arrivals if needed.
+        """Add a chunk and allocate its pages, preempting the last sequences if needed.
 
         Returns False if the chunk is empty or its own sequence was preempted.
         """
@@ -87,5 +91,5 @@ class StepBuilder:
         return sequence.request.placement.policy == "grow-exact"
 
 
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank

@@ -151,6 +151,7 @@ class _ChatAnswer(ChunkAnswer[ChatRequest]):
                 for index, output in enumerate(outputs)
             ],
             usage=self.usage(),
+            timings=self.timings(),
             prompt_logprobs=self.prompt_logprobs(outputs[0]),
             prompt_token_ids=self.prompt_token_ids(0),
         )
@@ -233,6 +234,7 @@ class _ChatAnswer(ChunkAnswer[ChatRequest]):
             model=self.model,
             choices=list(choices),
             usage=usage,
+            timings=self.timings() if choices else None,
             prompt_progress=progress,
             prompt_token_ids=self.prompt_token_ids(0) if choices else None,
         )

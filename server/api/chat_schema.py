@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 from model_runtime.request import MAX_LOGPROBS
 from server.api.fields.logprob_schema import ChatLogprobs, PromptLogprobs
 from server.api.fields.rope_schema import INT64, RopeAnswer
+from server.api.fields.timing_schema import TimingsAnswer
 from server.api.generation_schema import NEUTRAL, GenerationRequest, PromptProgressAnswer, Usage
 from server.api.strict_body import Body, FirstMistakes, few, given, is_none, only_type, other_kind
 from server.api.tools.tool_schema import (
@@ -308,6 +309,7 @@ class ChatResponse(Body):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    timings: TimingsAnswer | None = Field(None, exclude_if=is_none)
     prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=is_none)
     prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none)
 
@@ -321,5 +323,6 @@ class ChatChunk(Body):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
+    timings: TimingsAnswer | None = Field(None, exclude_if=is_none)
     prompt_progress: PromptProgressAnswer | None = Field(None, exclude_if=is_none)
     prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none)  # in the first event

@@ -8,6 +8,7 @@ from pydantic import Field
 from model_runtime.request import MAX_LOGPROBS
 from server.api.fields.logprob_schema import Logprobs, PromptLogprobs
 from server.api.fields.rope_schema import INT64, RopeAnswer
+from server.api.fields.timing_schema import TimingsAnswer
 from server.api.generation_schema import (
     MAX_N,
     NEUTRAL,
@@ -19,7 +20,7 @@ from server.api.generation_schema import (
 from server.api.strict_body import Body, FirstMistakes, is_none
 
 _MAX_PROMPTS = 1024
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's default
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), FirstMistakes]
 
 
@@ -64,7 +65,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def asked_max_tokens(self) -> int:
         """Return the requested limit, or OpenAI's default of 16."""
-        return _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def num_answers(self) -> int:
@@ -126,4 +127,5 @@ class CompletionResponse(Body):
     model: str
     choices: list[Choice]
     usage: Usage | None = None
+    timings: TimingsAnswer | None = Field(None, exclude_if=is_none)
     prompt_progress: PromptProgressAnswer | None = Field(None, exclude_if=is_none)

@@ -83,6 +83,7 @@ class _CompletionAnswer(ChunkAnswer[CompletionRequest]):
             model=self.model,
             choices=list(choices),
             usage=usage,
+            timings=self.timings() if choices else None,
             prompt_progress=progress,
         )
 

@@ -6,7 +6,7 @@ All generating routes share this module; each one defines its own body formats.
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -15,12 +15,13 @@ from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 
 from model_runtime.errors import EngineStoppedError, RequestError, RopewalkError
-from model_runtime.request import FinishReason, Output
+from model_runtime.request import FinishReason, Output, Timings
 from model_runtime.request import Request as EngineRequest
 from rope import Tier
-from server.access.refusals import ClientDisconnectedError
+from server.api.disconnect import until_disconnect
 from server.api.fields.logprob_schema import PromptLogprob, PromptLogprobs
 from server.api.fields.rope_schema import RopeAnswer
+from server.api.fields.timing_schema import TimingsAnswer
 from server.api.generation_schema import (
     GenerationRequest,
     PromptProgressAnswer,
@@ -60,6 +61,7 @@ class ChoiceState:
     scaling: tuple[Tier | None, int] | None = None
     text_event: TextEvent | None = None
     has_told_prompt: bool = False  # of a body that asks for token ids
+    timings: Timings | None = None  # of a body that asks for them
 
 
 class HttpAnswer(ABC, Generic[BodyT]):
@@ -135,6 +137,16 @@ class HttpAnswer(ABC, Generic[BodyT]):
             return None
         state.has_told_prompt = True
         return list(state.request.prompt_ids)
+
+    def timings(self) -> TimingsAnswer | None:
+        """Return the times of the only answer so far, if the body asks for them."""
+        state = self.choices[0]
+        if state.timings is None:
+            return None
+        num_prompt = len(state.request.prompt_ids)
+        return TimingsAnswer.of(
+            state.timings, state.num_cached_tokens, num_prompt, state.num_generated
+        )
 
     def prompt_logprobs(self, output: Output) -> PromptLogprobs | None:
         """Return the logprobs of the prompt's tokens in vLLM's shape, if the body asks for them."""
@@ -220,6 +232,7 @@ class HttpAnswer(ABC, Generic[BodyT]):
                 raise RequestError(f"`{field}`: {output.error}", param=field)
             state.num_generated += len(output.token_ids)
             state.num_cached_tokens = output.num_cached_tokens
+            state.timings = output.timings
             if output.finish_reason is not None:
                 state.drafts = output.drafts
             if self.listener is not None:
@@ -270,7 +283,7 @@ class ChunkAnswer(HttpAnswer[BodyT]):
                 )
             return state.text_event.with_text(output.text)
         is_alike = self.body.num_logprobs is None and self.listener is None
-        if is_alike and not self.body.return_token_ids:
+        if is_alike and not (self.body.return_token_ids or self.body.timings_per_token):
             # The next event is like this one, except that only the first has a role or an echo.
             state.scaling, state.text_event = scaling, None
         return self._piece_event(index, output)
@@ -292,32 +305,9 @@ async def respond(http: HttpRequest, answer: HttpAnswer[Any]) -> Response:
     if answer.body.stream:
         return EventStream(answer.events(), answer.close)
     try:
-        return await _until_disconnect(http, answer.whole())
+        return await until_disconnect(http, answer.whole())
     finally:
         answer.close()
-
-
-async def _until_disconnect(http: HttpRequest, work: Awaitable[Result]) -> Result:
-    """Return the work's result.
-
-    If the client disconnects, cancel the work and raise ClientDisconnectedError.
-    """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(http))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnectedError
-        return working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _disconnected(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
 
 
 def finish_reason(output: Output) -> str | None:

@@ -86,6 +86,8 @@ class GenerationRequest(AnswerFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
+    timings_per_token: bool | None = None  # llama.cpp's
+    priority: int | None = Field(None, ge=-INT64 - 1, le=INT64)  # vLLM's
     user: str | None = Field(None, max_length=512)
     store: bool | None = None
     # Hints of OpenAI's clients, which change nothing here.
@@ -126,6 +128,8 @@ class GenerationRequest(AnswerFields):
                 yield name, "needs `stream`: true"
         if self.prompt_logprobs is not None and self.stream:
             yield "prompt_logprobs", "cannot be streamed, leave `stream` out"
+        if self.timings_per_token and self.num_prompts * self.num_answers > 1:
+            yield "timings_per_token", "needs one prompt and one answer"
         if self.truncate_prompt_tokens == 0:
             yield "truncate_prompt_tokens", "must be -1 or at least 1. Given: 0"
         yield from super().conflicts()

@@ -46,6 +46,7 @@ class ScalingEntry(Body):
     # Position methods that a request may name.
     allowed_positions: list[str] | None = Field(None, exclude_if=is_none)
     max_rope_factor: float
+    aliases: list[str] | None = Field(None, exclude_if=is_none)  # other names of the deployment
     answer_reserve_tokens: int  # of a chat answer without max_tokens
     tool_format: str | None  # None: requests with tools are refused
     reasoning: str | None  # the marker that opens it; None: none is known

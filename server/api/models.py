@@ -25,7 +25,7 @@ from server.api.tools.chat_turn import ChatTurn, check_variables, prompt_ids, re
 from server.api.tools.tool_schema import call_choice
 
 
-async def _tokens_of(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
+async def tokens_of(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
     """Tokenise a text, or messages as the chat route renders them. Raises RequestError."""
     asked = body.add_special_tokens
     if body.messages is None:
@@ -73,6 +73,7 @@ def model_router(service: Service) -> APIRouter:
                 allowed_rope_types=sorted(deployment.tiers),
                 allowed_positions=sorted(deployment.positions) or None,
                 max_rope_factor=deployment.max_rope_factor,
+                aliases=service.aliases_of(deployment.name) or None,
                 answer_reserve_tokens=deployment.reserve.num_tokens,
                 tool_format=None if formats.tools is None else formats.tools.name,
                 reasoning=None if formats.reasoning is None else formats.reasoning.open,
@@ -90,7 +91,7 @@ def model_router(service: Service) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
         deployment = service.deployment(body.model)
-        tokens = await _tokens_of(service, body)
+        tokens = await tokens_of(service, body)
         return TokenizeResponse(
             count=len(tokens), max_model_len=deployment.max_len, tokens=list(tokens)
         )

@@ -51,6 +51,7 @@ class Service:
     tokenizer: Tokenizer
     native: NativeRope  # the model's own, for deployments that come later
     deployments: dict[str, Deployment]  # the first serves requests that name no model
+    aliases: dict[str, str]  # other names of them, which answers do not tell
     metrics: Metrics
     http_metrics: HttpMetrics
     vocab_size: int
@@ -68,17 +69,26 @@ class Service:
         """Return the deployment of that name. Raises UnknownModelError."""
         if name is None:
             return next(iter(self.deployments.values()))
+        name = self.aliases.get(name, name)
         if name not in self.deployments:
-            served = ", ".join(self.deployments)
+            served = ", ".join((*self.deployments, *self.aliases))
             raise UnknownModelError(
                 f"The model {name[:64]!a} does not exist. Served: {served}.", param="model"
             )
         return self.deployments[name]
 
-    def replace_deployments(self, deployments: Mapping[str, Deployment]) -> None:
-        """Serve other deployments from now on; call it on the event loop."""
+    def aliases_of(self, name: str) -> list[str]:
+        """Return the other names of a deployment."""
+        return [alias for alias, served in self.aliases.items() if served == name]
+
+    def replace_deployments(
+        self, deployments: Mapping[str, Deployment], aliases: Mapping[str, str]
+    ) -> None:
+        """Serve other deployments and aliases from now on; call it on the event loop."""
         self.deployments.clear()
         self.deployments.update(deployments)
+        self.aliases.clear()
+        self.aliases.update(aliases)
 
     @asynccontextmanager
     async def reserve(
@@ -163,6 +173,12 @@ class Service:
             for token_id in ids:
                 if token_id >= self.vocab_size and len(found) < MAX_ERRORS:
                     found[param, str(token_id)] = self._unknown_token(token_id, param)
+        if body.priority and settings.scheduling_policy == "fcfs":
+            found["priority", ""] = RequestError(
+                "`priority` must be 0, because requests start in the order of their arrival "
+                f"(scheduling_policy is fcfs). Given: {body.priority}",
+                param="priority",
+            )
         if found:
             errors = list(found.values())[:MAX_ERRORS]
             raise RequestError("; ".join(map(str, errors)), param=errors[0].param)
@@ -324,6 +340,8 @@ class Reservation:
                 wants_progress=bool(body.return_progress),
                 grammar=grammar,
                 shown_ids=shown_ids,
+                priority=body.priority or 0,
+                wants_timings=bool(body.timings_per_token),
             )
             for seed in body.seeds()
         ]

@@ -36,6 +36,8 @@ def plot(report: Report, path: Path) -> None:
     first.set_ylabel("time to first token (log scale)")
     first.legend(frameon=False, loc="upper left")
     between.set_ylabel("inter-token latency (linear scale)")
+    if report.num_drafted:
+        between.set_title("tokens of one draft arrive together, with gaps of almost 0", fontsize=9)
     between.yaxis.set_major_locator(MaxNLocator(nbins=7, min_n_ticks=4))
     between.yaxis.set_major_formatter(lambda value, _: milliseconds_text(value))
     if gaps:

@@ -51,6 +51,7 @@ class Report:
     prompt_kind: str
     started_at: str  # ISO 8601, UTC
     records: tuple[RequestRecord, ...]
+    num_drafted: int | None  # tokens that the server took from drafts meanwhile; None: unknown
 
     @property
     def num_failed(self) -> int:
@@ -148,6 +149,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "started_at": report.started_at,
         "settings": dataclasses.asdict(report.plan) | {"prompt_kind": report.prompt_kind},
         "num_failed": report.num_failed,
+        "accepted_draft_tokens": report.num_drafted,
         "results": [
             {
                 **dataclasses.asdict(summary),
@@ -214,7 +216,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _remarks(report: Report) -> list[str]:
-    """Return remarks on the numbers: failures by kind, and prompts from the cache."""
+    """Return remarks on the numbers: failures by kind, prompts from the cache, and drafts."""
     found = []
     failures = [each.outcome for each in report.records if isinstance(each.outcome, Failure)]
     for kind, count in Counter(each.kind for each in failures).most_common():
@@ -223,4 +225,9 @@ def _remarks(report: Report) -> list[str]:
     cached = sum(each.cached_tokens for each in report.summaries())
     if cached:
         found.append(f"{cached} prompt tokens came from the server's prefix cache")
+    if report.num_drafted:
+        found.append(
+            f"{report.num_drafted} tokens came from drafts: one step then gives several tokens at "
+            "once, so ITL has gaps of almost 0 beside the time of whole steps"
+        )
     return found

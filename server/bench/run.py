@@ -14,7 +14,7 @@ from server.bench.plan import BenchError, LoadPlan, choose_context_lens, parse_r
 from server.bench.plot import plot
 from server.bench.progress import LoadProgress
 from server.bench.report import Report, as_json, table
-from server.bench.target import find_prompts, find_target
+from server.bench.target import find_prompts, find_target, read_drafted
 from server.study.plotting import PlotError, check_can_plot
 from server.study.progress import printed_progress
 
@@ -111,5 +111,8 @@ async def _measured(options: BenchOptions) -> Report:
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
         with printed_progress("measuring") as progress:
             on_group = LoadProgress(plan, progress)
+            before = await read_drafted(client, target)
             records = await run_load(client, target, make_prompt, plan, on_group)
-    return Report(target, plan, make_prompt.kind, started_at, tuple(records))
+            after = await read_drafted(client, target)
+    drafted = None if before is None or after is None else after - before
+    return Report(target, plan, make_prompt.kind, started_at, tuple(records), drafted)

@@ -1,6 +1,7 @@
 """The measured server: its models, and prompts that it can read."""
 
 import random
+import re
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,13 @@ from server.bench.plan import BenchError
 _NUM_FRESH = 8  # tokens; enough for different beginnings in any two runs
 _NO_SUCH_ROUTE = (404, 405)
 _MAX_MESSAGE = 300  # characters of a server's message that are shown
+
+# Of this server, and of vLLM.
+_DRAFTED = re.compile(
+    r"^(?:ropewalk_draft_tokens_accepted_total|vllm:spec_decode_num_accepted_tokens_total)"
+    r"(?:\{.*\})? ([\d.e+]+)$",
+    re.MULTILINE,
+)
 
 _TEXT = """
 the yard behind the harbour is longer than any street in town and when the wind comes from
@@ -111,6 +119,19 @@ class WordPrompts:
         while len(words) < num_words:
             words += seeded.sample(_WORDS, len(_WORDS))
         return Prompt(" ".join(words[:num_words]), None)
+
+
+async def read_drafted(client: httpx.AsyncClient, target: Target) -> int | None:
+    """Return the tokens of drafts that the server has accepted since its start.
+
+    None: its /metrics do not say, or are not open to this client.
+    """
+    try:
+        answer = await client.get(f"{target.url}/metrics")
+    except httpx.HTTPError:
+        return None
+    found = _DRAFTED.findall(answer.text) if answer.status_code == httpx.codes.OK else []
+    return round(sum(map(float, found))) if found else None
 
 
 def root_of(url: str) -> str:

@@ -9,6 +9,7 @@ from model_runtime.size_text import size_text
 from server.doctor.finding import Finding
 from server.settings.load import ServeSettings, SettingsError
 from server.startup.listener import bound_socket
+from server.wording import counted
 
 _FEATURES = ("avx2", "fma", "avx512f", "avx512vl", "avx512bf16", "amx-bf16", "neon", "bf16")
 _LEAST_KERNEL_BYTES = 20 << 20
@@ -69,9 +70,25 @@ def check_kernel_cache() -> Finding:
             f"NUMBA_CACHE_DIR {wanted} cannot be written, {folder} is used",
             "set NUMBA_CACHE_DIR to a folder that can be written",
         )
-    num_kept = len(list(folder.glob("*.nbc")))
-    state = f"{num_kept} kernels compiled" if num_kept else "empty, the first start compiles"
+    num_kept = sum(1 for each in _kept_folders(folder) for _ in each.glob("*.nbc"))
+    state = "empty, the first start compiles"
+    if num_kept:
+        state = f"{counted(num_kept, 'kernel')} compiled"
     return Finding("ok", "kernel cache", f"{folder}, {state}")
+
+
+def _kept_folders(own: Path) -> list[Path]:
+    """Return the folders of compiled kernels, one for each folder of sources.
+
+    `own` is that of the kernels beside the compiler. Others are below it, or beside it under
+    NUMBA_CACHE_DIR, where numba names a folder after that of its sources.
+    """
+    from model_runtime.cpu_kernels.jit import SOURCES  # noqa: PLC0415
+
+    sources = {path.parent for path in SOURCES}
+    if own.name == "__pycache__":
+        return [each / own.name for each in sources]
+    return [found for each in sources for found in own.parent.glob(f"{each.name}_*")]
 
 
 def check_memory() -> Finding:

@@ -17,6 +17,7 @@ from pathlib import Path
 from model_runtime.size_text import size_text
 from server.doctor.finding import Finding
 from server.torch_build import TorchBuild, has_nvidia_gpu, mismatch
+from server.wording import counted
 
 _AGAIN = "install ropewalk again into a new virtual environment (docs/deploy.md)"
 _NAMED = ("transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "numba")
@@ -130,7 +131,7 @@ def check_device(facts: TorchFacts, device: str) -> Finding:
         there = f"torch finds {len(facts.gpus)} GPUs"
         return Finding("fail", "device", f"device is {device}, and {there}", "use --device cpu")
     if device == "cpu" or not facts.gpus:
-        return Finding("ok", "device", f"cpu, {facts.num_threads} threads")
+        return Finding("ok", "device", f"cpu, {counted(facts.num_threads, 'thread')}")
     if facts.build.hip is not None:
         return Finding(
             "warn",

@@ -22,6 +22,7 @@ _COLOURS = (
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "h", "*", "p", "<")
 _STYLES = {None: ":", "fixed": "--", "pinned": "-"}
 _COLUMNS = 4
+_APART = 0.06  # of a doubling, between the markers of two variants at one length
 
 
 def plot(report: LengthReport, folder: Path) -> None:
@@ -67,31 +68,42 @@ def _lines(
     quantity: str,
     pick: Callable[[LengthRow], Estimate | None],
 ) -> None:
-    """Draw one line per variant, with its 95 % interval as a band if there are few lines."""
+    """Draw one line per variant, with bars for its 95 % intervals if there are few lines.
+
+    Variants stand beside each other at a length, so that equal ones are all seen, and the legend
+    says which are equal everywhere.
+    """
     from matplotlib.figure import Figure  # noqa: PLC0415  # optional, and slow to import
 
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     lens = report.plan.context_lens
-    for variant in report.plan.variants:
-        found = [(row.context_len, pick(row)) for row in report.of(variant)]
-        points = [(length, each) for length, each in found if each is not None]
+    variants = report.plan.variants
+    found = {variant: [pick(row) for row in report.of(variant)] for variant in variants}
+    for number, variant in enumerate(variants):
+        aside = 2 ** (_APART * (number - (len(variants) - 1) / 2))
+        points = [
+            (length * aside, each)
+            for length, each in zip(lens, found[variant], strict=False)
+            if each is not None
+        ]
         at = [*METHODS, *PLACED].index(variant.method)
+        twin = next(each for each in variants if found[each] == found[variant])
         axes.plot(
-            [length for length, _ in points],
+            [x for x, _ in points],
             [each.value for _, each in points],
             color=_COLOURS[at],
             marker=_MARKERS[at],
             linestyle=_STYLES[variant.policy],
-            label=variant.label,
+            label=variant.label if twin is variant else f"{variant.label}\n(equal to {twin.label})",
             markersize=5,
             # Open and filled markers, because dashes are hard to see between two points.
             markerfacecolor="white" if variant.policy == "fixed" else _COLOURS[at],
         )
-        bands = [(x, each.low, each.high) for x, each in points if each.low is not None]
-        if bands and len(report.plan.variants) <= _COLUMNS:
-            x, low, high = zip(*bands, strict=True)
-            axes.fill_between(x, low, high, color=_COLOURS[at], alpha=0.1, linewidth=0)
+        bars = [(x, each.low, each.high) for x, each in points if each.low is not None]
+        if bars and len(variants) <= _COLUMNS:
+            x, low, high = zip(*bars, strict=True)
+            axes.vlines(x, low, high, color=_COLOURS[at], alpha=0.5, linewidth=1.2)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lens, [f"{each:,}" for each in lens])
     if quantity.startswith("perplexity"):
@@ -115,7 +127,9 @@ def _lines(
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, title="method, policy")
+    has_bars = len(variants) <= _COLUMNS
+    heading = "method, policy" + "\n(bars: 95 %)" * has_bars
+    figure.legend(loc="outside right upper", frameon=False, title=heading)
     figure.savefig(path, dpi=150)
 
 
@@ -128,7 +142,7 @@ def _log_numbers(axes: "Axes") -> None:
 
 
 def _heat_map(report: LengthReport, path: Path, lens: str) -> None:
-    """Draw a panel per variant: share of right answers by needle depth and context length."""
+    """Draw a panel per variant: right answers of questions, by needle depth and context length."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     variants = report.plan.variants
@@ -146,23 +160,27 @@ def _heat_map(report: LengthReport, path: Path, lens: str) -> None:
     bar.set_label("right answers")
     figure.supxlabel("context length (tokens)")
     figure.supylabel("depth of the needle\n(0 %: the beginning)", fontsize="medium")
-    figure.suptitle(f"{report.model}, {lens}: retrieval by depth and context length")
+    figure.suptitle(
+        f"{report.model}, {lens}: retrieval by depth and context length\n"
+        "a cell: right answers / questions",
+        fontsize="medium",
+    )
     figure.savefig(path, dpi=150)
 
 
 def _panel(panel: "Axes", report: LengthReport, variant: Variant) -> "AxesImage":
     rows = report.of(variant)
+    by_depth = list(zip(*(row.depth_bins() for row in rows), strict=True))
     shares = [
-        [each.num_right / each.num_queries if each.num_queries else float("nan") for each in bins]
-        for bins in (row.depth_bins() for row in rows)
+        [each.num_right / each.num_queries if each.num_queries else float("nan") for each in line]
+        for line in by_depth
     ]
-    by_depth = [list(depth) for depth in zip(*shares, strict=True)]
-    image = panel.imshow(by_depth, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+    image = panel.imshow(shares, cmap="cividis", vmin=0, vmax=1, aspect="auto")
     for at_depth, line in enumerate(by_depth):
-        for at_len, share in enumerate(line):
-            if share == share:  # noqa: PLR0124  # skip a cell without questions, which is NaN
-                colour = "white" if share < 0.5 else "black"
-                text = f"{100 * share:.0f}"
+        for at_len, cell in enumerate(line):
+            if cell.num_queries:
+                colour = "white" if 2 * cell.num_right < cell.num_queries else "black"
+                text = f"{cell.num_right}/{cell.num_queries}"
                 panel.text(
                     at_len, at_depth, text, ha="center", va="center", color=colour, fontsize=8
                 )

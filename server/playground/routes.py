@@ -1,4 +1,4 @@
-"""The routes of the playground: its files, a hidden value in a long prompt, and /stats."""
+"""The routes of the playground: its files, a hidden value in a long prompt, tiers, and /stats."""
 
 from collections.abc import Awaitable, Callable
 from typing import Annotated
@@ -11,6 +11,7 @@ from server.api.service import Service
 from server.page.page_files import HEADERS, PageFile, page_files
 from server.playground.needle import SHORTEST, NeedleAnswer, NeedleMaker
 from server.playground.stats import Stats, read_stats
+from server.playground.tier import tier_router
 from server.wording import did_you_mean
 
 _PARAMETERS = ("context_len", "depth", "seed", "model")  # of /playground/needle
@@ -56,6 +57,7 @@ def playground_router(service: Service) -> APIRouter:
             longest if context_len is None else context_len, depth, seed
         )
 
+    router.include_router(tier_router(service))
     return router
 
 

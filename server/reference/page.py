@@ -13,15 +13,23 @@ from urllib.parse import quote, urlencode
 from server.reference.schema_words import Schema, example, field_rows, kind, referred_name
 
 _STYLE = """
-:root { color-scheme: light dark; }
-body { font: 1rem/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 60rem; padding: 1rem; }
-h2 { border-top: 1px solid; margin-top: 2.5rem; padding-top: 1rem; }
-table { border-collapse: collapse; display: block; overflow-x: auto; }
+:root { color-scheme: light dark; --back: #fff; --text: #1b1f24; --line: #8c959f; --soft: #eef1f4;
+  --link: #1f5f8b; }
+@media (prefers-color-scheme: dark) { :root { --back: #12161c; --text: #e6edf3; --line: #6b7682;
+  --soft: #1d242d; --link: #6cb6ef; } }
+body { background: var(--back); color: var(--text); font: 1rem/1.5 system-ui, sans-serif;
+  margin: 0 auto; max-width: 60rem; overflow-wrap: anywhere; padding: 1rem; }
+a { color: var(--link); }
+h2 { border-top: 1px solid var(--line); margin-top: 2.5rem; padding-top: 1rem; }
+table { border-collapse: collapse; display: block; overflow-wrap: normal; overflow-x: auto; }
 caption { text-align: left; font-weight: bold; }
-th, td { border: 1px solid; padding: .2rem .5rem; text-align: left; vertical-align: top; }
-pre { border: 1px solid; overflow-x: auto; padding: .5rem; }
+th, td { border: 1px solid var(--line); padding: .2rem .5rem; text-align: left;
+  vertical-align: top; }
+pre { background: var(--soft); border: 1px solid var(--line); overflow-x: auto; padding: .5rem; }
 .skip:not(:focus) { position: absolute; left: -99rem; }
 """
+_ADDRESS = "http://127.0.0.1:8000"
+_HOST = re.compile(r"(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 HEADERS = {
     "Content-Security-Policy": (
@@ -34,10 +42,25 @@ HEADERS = {
 _METHODS = ("get", "post", "put", "patch", "delete")
 
 
-def render(document: Mapping[str, Any], model: str, open_paths: frozenset[str] | None) -> str:
+def address_of(scheme: str, host: str, root_path: str) -> str:
+    """Return the address under which a client asked, or the default one if `host` is no host.
+
+    `host` is the client's header. What is returned needs no quotes in a shell and in HTML.
+    """
+    path = quote(root_path.rstrip("/"))
+    return f"{scheme}://{host}{path}" if _HOST.fullmatch(host) else f"{_ADDRESS}{path}"
+
+
+def render(
+    document: Mapping[str, Any],
+    model: str,
+    open_paths: frozenset[str] | None,
+    address: str = _ADDRESS,
+) -> str:
     """Return the page of an OpenAPI document.
 
     `model` stands for the name in a path. `open_paths` need no API key; None: no path needs one.
+    `address` is that of the server in the examples.
     """
     components = document["components"]["schemas"]
     operations = [
@@ -58,17 +81,17 @@ def render(document: Mapping[str, Any], model: str, open_paths: frozenset[str] |
         f"<title>{escape(title)}: the API</title><style>{_STYLE}</style></head><body>",
         '<a class="skip" href="#operations">Skip to the operations</a>',
         f"<header><h1>{escape(title)}</h1>",
-        "<p>The same as a document for programs: "
-        '<a href="openapi.json">openapi.json</a>. The examples need the variable ',
-        "<code>ROPEWALK</code> with the address of this server, for example ",
-        "<code>http://127.0.0.1:8000</code>",
-        "" if open_paths is None else ", and <code>ROPEWALK_API_KEY</code> with an API key",
-        ".</p></header>",
+        '<p>The same as a document for programs: <a href="openapi.json">openapi.json</a>.',
+        ""
+        if open_paths is None
+        else " The examples need the variable <code>ROPEWALK_API_KEY</code> with an API key.",
+        "</p></header>",
         f'<nav aria-label="Operations"><ul>{links}</ul></nav><main id="operations">',
     ]
     for method, path, operation in operations:
         needs_key = open_paths is not None and path not in open_paths
-        curl = _curl(method, path.replace("{name}", quote(model)), operation, components, needs_key)
+        url = address + path.replace("{name}", quote(model))
+        curl = _curl(method, url, operation, components, needs_key)
         parts += _operation(method, path, operation, curl)
     parts.append('<h2 id="schemas">Schemas</h2>')
     for name, schema in components.items():
@@ -123,7 +146,7 @@ def _table(caption: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]
         + "</tr>"
         for row in rows
     )
-    return f"<table><caption>{escape(caption)}</caption><tr>{head}</tr>{body}</table>"
+    return f'<table tabindex="0"><caption>{escape(caption)}</caption><tr>{head}</tr>{body}</table>'
 
 
 def _linked(words: str) -> str:
@@ -133,7 +156,7 @@ def _linked(words: str) -> str:
 
 def _curl(
     method: str,
-    path: str,
+    url: str,
     operation: Mapping[str, Any],
     components: Mapping[str, Schema],
     needs_key: bool,  # noqa: FBT001  # a private function with one call
@@ -144,7 +167,7 @@ def _curl(
         for each in operation.get("parameters", ())
         if each["in"] == "query" and each.get("required")
     }
-    lines = [f'curl "$ROPEWALK{path}{"?" * bool(query)}{urlencode(query)}"']
+    lines = [f'curl "{url}{"?" * bool(query)}{urlencode(query)}"']
     if needs_key:
         lines.append('--header "Authorization: Bearer $ROPEWALK_API_KEY"')
     if method == "post":

@@ -68,7 +68,7 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
     "Requests always join the running batch.": (
         *("--cont-batching", "-cb", "--no-cont-batching", "-nocb"),
     ),
-    "Requests start in the order of their arrival.": ("--scheduling-policy", "--schedule-policy"),
+    "Set --scheduling-policy to fcfs or priority.": ("--schedule-policy",),
     "A preempted request is computed again, and weights stay on one device.": (
         *("--swap-space", "--cpu-offload-gb"),
     ),

@@ -55,6 +55,12 @@ class ModelSettings(Section):
         unit="name",
         min_length=1,
     )
+    model_aliases: Annotated[dict[str, str] | None, NoDecode, FromJson] = setting(
+        None,
+        'Other names that clients may send, each with the deployment that serves it: {"gpt-4o": '
+        '"my-model"}.',
+        unit="JSON",
+    )
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         other_words(half="float16", float="float32"),
@@ -216,6 +222,12 @@ class CacheSettings(Section):
     page_size: int = setting(64, "Tokens in a page of the KV cache.", unit="tokens", ge=4, le=256)
     max_num_seqs: int = setting(
         32, "Sequences served at the same time.", unit="sequences", ge=1, le=4096
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = setting(
+        "fcfs",
+        "Order in which requests start: fcfs is that of their arrival, priority that of their "
+        "`priority` (a lower number first), then of their arrival.",
+        unit="name",
     )
     enforce_eager: bool = setting(
         default=False,

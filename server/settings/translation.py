@@ -1,5 +1,6 @@
 """Translation of a command line that was written for another server."""
 
+import json
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -90,7 +91,8 @@ def _several_names(args: Sequence[str]) -> Iterator[str]:
         behind.append(each)
     is_model = len(behind) == 1 and ("/" in behind[0] or Path(behind[0]).exists())
     if behind and not is_model:
+        others = json.dumps({each: first for each in behind if "/" not in each})
         yield (
             f"served_model_name: takes one name, got '{' '.join([first, *behind])}'. MODEL stands "
-            "before the flags, and several names are the setting `deployments`."
+            f"before the flags, and other names are --model-aliases '{others}'."
         )

@@ -11,7 +11,7 @@ from model_runtime.loading.low_bits.planned import planned_storage
 from model_runtime.loading.low_bits.sizes import Storage
 from model_runtime.loading.model_config import ModelConfig, read_model_config, read_outline
 from model_runtime.loading.phases import OnPhase, no_phases
-from model_runtime.loading.plain_config import PlainConfig, plain_template
+from model_runtime.loading.plain_config import PlainConfig, plain_template, written_template
 from model_runtime.size_text import size_text
 from model_runtime.text.chat_template import ChatTemplate
 from model_runtime.tools.find_format import find_formats
@@ -71,6 +71,10 @@ def refuse_ahead(settings: ServeSettings, on_phase: OnPhase = no_phases) -> None
     """
     outline = outline_of(settings, on_phase)
     num_ranks = settings.tensor_parallel_size
+    source = Path(outline.source)
+    written = written_template(source) if source.is_dir() else None
+    if written is not None or settings.chat_template is not None:
+        _tried_template(settings, _PlainTemplate(None if written is None else written[0]))
     plan_deployments(settings, outline.native())
     is_sized = settings.kv_cache_gib is not None or settings.kv_cache_tokens is not None
     if is_sized or outline.device.type == "cpu":  # else the size is measured on the GPU
@@ -86,9 +90,7 @@ def outlook_of(settings: ServeSettings) -> Outlook:
     """
     outline = outline_of(settings)
     rank_bytes = _rank_weight_bytes(settings, outline)
-    template = chat_template_of(settings, _templated(settings, outline))
-    # For its refusals only: the special tokens of a plain tokenizer are not known here.
-    find_formats(template, {}, settings.tool_format)
+    template = _tried_template(settings, _templated(settings, outline))
     num_weight_bytes, low_bits = _storage(settings, outline)
     memory = _memory(outline)
     if memory is not None:
@@ -170,6 +172,14 @@ class _Named:
     def get_chat_template(self) -> str | None:
         """Return the template."""
         return self.chat_template
+
+
+def _tried_template(settings: ServeSettings, tokenizer: Templated) -> ChatTemplate:
+    """Return the chat template, after a few conversations. Raises ModelError or SettingsError."""
+    template = chat_template_of(settings, tokenizer)
+    # For its refusals only: the special tokens of a plain tokenizer are not known here.
+    find_formats(template, {}, settings.tool_format)
+    return template
 
 
 def _templated(settings: ServeSettings, outline: ModelConfig) -> Templated:

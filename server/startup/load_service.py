@@ -164,6 +164,7 @@ def make_service(
         tokenizer=tokenizer,
         native=served.native,
         deployments={deployment.name: deployment for deployment in deployments},
+        aliases=dict(settings.model_aliases or {}),
         metrics=metrics,
         http_metrics=HttpMetrics(factory),
         vocab_size=served.vocab_size,

@@ -5,9 +5,13 @@ One thread loads and writes, another one answers and reads. This module imports 
 
 import time
 from collections.abc import Callable
+from typing import Any
+
+from server.wording import counted
 
 _SECONDS_BETWEEN_LINES = 2.0
 _COMPILING = "compiling kernels"
+_KERNELS = "model_runtime.cpu_kernels."
 
 
 class LoadingProgress:
@@ -31,7 +35,7 @@ class LoadingProgress:
         # Only now, because the disk may refuse the last kernel of a phase.
         if self._said and not self._kept_said and self._are_kept():
             self._kept_said = True
-            self._say(f"compiled {self._num_compiled} kernels; later starts reuse them")
+            self._say(f"compiled {counted(self._num_compiled, 'kernel')}; later starts reuse them")
         self._phase, self._phase_began, self._bytes = phase, time.monotonic(), None
 
     def downloaded(self, done: int, total: int) -> None:
@@ -61,15 +65,20 @@ class LoadingProgress:
 
         from model_runtime.cpu_kernels.jit import are_kernels_kept  # noqa: PLC0415
 
+        def is_kernel(data: dict[str, Any]) -> bool:  # numba compiles functions of its own, too
+            return str(data["dispatcher"].py_func.__module__).startswith(_KERNELS)
+
         progress = self
         self.know_kept(are_kernels_kept)
 
         class Watching(event.Listener):  # type: ignore[misc]  # numba has no types
             def on_start(self, event: event.Event) -> None:
-                progress.compiling(event.data["dispatcher"].py_func.__name__)
+                if is_kernel(event.data):
+                    progress.compiling(event.data["dispatcher"].py_func.__name__)
 
-            def on_end(self, event: event.Event) -> None:  # noqa: ARG002
-                progress.compiled()
+            def on_end(self, event: event.Event) -> None:
+                if is_kernel(event.data):
+                    progress.compiled()
 
         event.register("numba:compile", Watching())
 

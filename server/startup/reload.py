@@ -26,7 +26,7 @@ from server.startup.serving_plan import (
 
 # The settings that a reload puts in force. The file of keys is read, too, under an unchanged name.
 RELOADED = frozenset(
-    {"deployments", "served_model_name", "keys", "api_key", "api_key_file"}
+    {"deployments", "served_model_name", "model_aliases", "keys", "api_key", "api_key_file"}
     | set(DeploymentSettings.model_fields)
 )
 
@@ -38,6 +38,7 @@ class _Read:
     """Deployments and keys that were read and checked, and are not in force yet."""
 
     deployments: tuple[Deployment, ...]
+    aliases: Mapping[str, str]
     keys: KeyTable
     ignored: tuple[str, ...]  # settings that differ and cannot change
 
@@ -146,14 +147,14 @@ class Reloader:
             is_on_gpu=service.is_on_gpu,
         )
         check_released_pages(deployments, self._ever_served)
-        return _Read(deployments, keys, tuple(ignored))
+        return _Read(deployments, settings.model_aliases or {}, keys, tuple(ignored))
 
     def _apply(self, read: _Read) -> None:
         """Put everything in force between two requests."""
         service = self._service
         before = dict(service.deployments)
         after = {deployment.name: deployment for deployment in read.deployments}
-        service.replace_deployments(after)
+        service.replace_deployments(after, read.aliases)
         self._ever_served += [each for each in read.deployments if each not in self._ever_served]
         keys = changes_between(KeyTable(), read.keys)
         if service.key_ring is not None:

@@ -4,7 +4,7 @@ Planning needs no weights.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -95,9 +95,20 @@ def plan_deployments(settings: ServeSettings, native: NativeRope) -> tuple[Deplo
             planned.append(_deployment(settings, entry, native))
         except SettingsError as error:
             problems.append(str(error))
+    problems += _problems_of_aliases(settings.model_aliases or {}, settings)
     if problems:
         raise SettingsError("\n".join(problems))
     return tuple(planned)
+
+
+def _problems_of_aliases(aliases: Mapping[str, str], settings: ServeSettings) -> Iterator[str]:
+    """Yield what is wrong with each alias."""
+    names = [entry.name for entry in _entries(settings)]
+    for alias, name in aliases.items():
+        if alias in names:
+            yield f"model_aliases: {alias!a} is a deployment, and cannot be another one's alias"
+        elif name not in names:
+            yield f"model_aliases: {alias!a} must name one of {', '.join(names)}; got {name!a}"
 
 
 def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:

@@ -48,8 +48,11 @@ class Chat:
         """Print the answer to one message, and nothing else. Raises ClientError."""
         if not text.strip():
             raise ClientError("the input is empty")
-        self._stream([{"role": "user", "content": text}], self._rope)
+        answer = StreamedAnswer()
+        self._stream([{"role": "user", "content": text}], self._rope, answer)
         sys.stdout.write("\n")
+        if answer.cut():
+            click.echo(f"ropewalk chat: {answer.cut()}", err=True)
 
     def converse(self) -> None:
         """Read messages and commands until the end of the input."""
@@ -95,13 +98,13 @@ class Chat:
         self,
         turns: list[dict[str, str]],
         rope: dict[str, Any],
-        answer: StreamedAnswer | None = None,
+        answer: StreamedAnswer,
     ) -> None:
         system = [{"role": "system", "content": self._system}] if self._system else []
         body = {"model": self._model, "messages": [*system, *turns], **self._limits}
         if rope:
             body["rope"] = rope
-        for piece in self._connection.stream(body, answer or StreamedAnswer()):
+        for piece in self._connection.stream(body, answer):
             sys.stdout.write(piece)
             sys.stdout.flush()
 

@@ -27,8 +27,15 @@ class StreamedAnswer:
     first_s: float | None = None  # from sending to the first text
     last_s: float | None = None  # to the last text
 
+    def cut(self) -> str:
+        """Return why an answer without a limit of its own was cut, or "" if it was not."""
+        ended_by = self.rope.get("ended_by")
+        if ended_by == "tier":
+            return "ended by tier: --max-tokens N makes room for more"
+        return f"ended by {ended_by}" if ended_by else ""
+
     def summary(self) -> str:
-        """Return one line: tokens, tier, time to the first token, time per token."""
+        """Return one line: tokens, tier, time to the first token, time per token, a cut."""
         num_prompt = self.usage.get("prompt_tokens", 0)
         num_generated = self.usage.get("completion_tokens", 0)
         parts = [f"{num_prompt:,} + {num_generated:,} tokens"]
@@ -39,7 +46,7 @@ class StreamedAnswer:
             if num_generated > 1:
                 each_ms = (self.last_s - self.first_s) / (num_generated - 1) * 1000
                 parts.append(f"{each_ms:.3g} ms/token")
-        return ", ".join(parts)
+        return ", ".join([*parts, *filter(None, [self.cut()])])
 
 
 class Connection:

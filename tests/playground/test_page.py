@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -46,31 +47,20 @@ def test_one_click_compares_scaling_with_none(opened: Watched) -> None:
     assert lost == 3
 
 
-@pytest.mark.parametrize(("text", "tier"), [("a = 1\n", 1), ("word = word + 1\n" * 60, 2)])
-def test_the_bar_says_the_tokens_and_the_tier_before_sending(
-    opened: Watched, server: Server, text: str, tier: float
-) -> None:
-    """They equal the count of /tokenize and the tier of the answer."""
-    count = httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()["count"]
-    opened.page.fill("#max-tokens", "4")
-    opened.page.fill("#prompt", text)
-    expected = f"{count:,} of 2,048 tokens, tier {tier}x yarn"
-    expect(opened.page.locator("#context-text")).to_contain_text(expected[:-5])
-    assert opened.page.locator("#context").get_attribute("aria-valuenow") == str(count)
-    opened.send()
-    assert f"{tier}x" in (opened.page.locator("#answer-a .facts").text_content() or "")
-
-
 def test_stop_ends_the_request(opened: Watched, server: Server) -> None:
     """The engine runs nothing any more."""
     opened.page.fill("#prompt", PROMPT)
     opened.page.fill("#max-tokens", "1500")
+    opened.page.fill("#temperature", "1")  # drafts would make the text of 0 in a fifth of a second
     opened.page.click("#send")
     expect(opened.page.locator("#answer-a .output")).not_to_be_empty(timeout=60_000)
     opened.page.keyboard.press("Escape")
     expect(opened.page.locator("#status")).to_have_text("stopped")
+    deadline = time.monotonic() + 10  # the engine ends it after its step
+    while httpx.get(f"{server.url}/stats").json()["requests_running"]:
+        assert time.monotonic() < deadline
+        opened.page.wait_for_timeout(50)
     expect(opened.page.locator("#load")).to_contain_text("running 0", timeout=10_000)
-    assert httpx.get(f"{server.url}/stats").json()["requests_running"] == 0
 
 
 def test_an_alternative_is_chosen_by_keyboard(opened: Watched) -> None:

@@ -138,7 +138,7 @@ _MANY = """async () => {
                  usage: {prompt_tokens: 9, completion_tokens: 50}};
   const stream = `data: ${JSON.stringify(event)}\\n\\ndata: [DONE]\\n\\n`;
   window.fetch = async () => new Response(stream);
-  const answer = new Answer(document.getElementById("answer-a"), () => {});
+  const answer = new Answer(document.getElementById("answer-a"));
   const sizes = [];
   for (let at = 0; at <= 1000; at += 1) {
     await answer.run({path: "v1/completions", body: {}}, null, null);

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from model_runtime.errors import ModelError
 from model_runtime.loading.model_config import EMBEDDED_MODEL
 from server.settings.load import ServeSettings, SettingsError, load_settings
+from server.startup.dry_run import refuse_ahead
 from server.startup.listener import bound_socket
 from server.startup.load_service import load_service
 from tests.processes import Server, command, run_here, run_to_end
@@ -84,6 +86,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(
         (["--host", "300.1.1.1"], "cannot listen on host 300.1.1.1, port 8000: "),
         (["--rope-tiers", "2,4"], "rope_tiers: must rise strictly from 1, got 2,4"),
         (["./not-there"], "there is no folder ./not-there"),
+        (["--chat-template", "/nowhere.jinja"], "chat_template: cannot read /nowhere.jinja: "),
     ],
 )
 def test_a_setting_that_cannot_be_served_ends_with_a_sentence_and_code_2(
@@ -110,7 +113,7 @@ def test_a_broken_checkpoint_ends_with_a_sentence_and_code_2(tmp_path: Path) -> 
 def test_a_chat_template_without_end_ends_with_a_sentence_and_code_2(
     tmp_path: Path, command: str
 ) -> None:
-    """It comes with the checkpoint, and once the start did not end."""
+    """It comes with the checkpoint, and it is refused before the weights are read."""
     folder, file = tmp_path / "model", tmp_path / "ropewalk.yaml"
     shutil.copytree(EMBEDDED_MODEL, folder)
     inner = "{% for j in range(99999) %}{% endfor %}"
@@ -118,10 +121,12 @@ def test_a_chat_template_without_end_ends_with_a_sentence_and_code_2(
         "{% for i in range(99999) %}" + inner + "{% endfor %}"
     )
     file.write_text(f"model: {folder}\nchat_template_seconds: 0.25\n")
-    given = (
-        ["serve", "--config", str(file)] if command == "serve" else ["config", "check", str(file)]
-    )
-    ended = run_to_end(*given)
+    if command == "serve":
+        with pytest.raises(ModelError, match="on a short conversation"):
+            refuse_ahead(load_settings({"model": str(folder), "chat_template_seconds": "0.25"}))
+        ended = run_to_end("serve", "--config", str(file))
+    else:
+        ended = run_to_end("config", "check", str(file))
     assert ended.returncode == 2
     assert (
         "ropewalk: the chat template takes more than 0.25 seconds of processor time "

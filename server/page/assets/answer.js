@@ -45,13 +45,12 @@ export function difference(one, two) {
 }
 
 export class Answer {
-  /** `onChoose(textBefore, alternative)` is called when an alternative of a token is chosen. */
-  constructor(pane, onChoose) {
+  constructor(pane) {
     this.pane = pane;
+    this.onChoose = null; // (textBefore, alternative), when an alternative of a token is chosen
     this.output = pane.querySelector(".output");
     this.facts = pane.querySelector(".facts");
     this.verdict = pane.querySelector(".verdict");
-    this.onChoose = onChoose;
     this.output.addEventListener("keydown", (event) => this.#key(event));
     this.output.addEventListener("click", (event) => this.#open(event.target.closest(".token")));
     this.clear();
@@ -138,9 +137,12 @@ export class Answer {
     const parts = [];
     if (this.rope) {
       parts.push(`${this.rope.rope_type} ${this.rope.factor}x`);
+      parts.push(this.rope.beyond_trained_length ? "beyond the trained length" : "");
     }
     if (this.usage) {
+      const cached = this.usage.prompt_tokens_details?.cached_tokens;
       parts.push(`${grouped(this.usage.prompt_tokens)} + ${this.usage.completion_tokens} tokens`);
+      parts.push(cached ? `${grouped(cached)} from the cache` : "");
     }
     if (this.firstSeconds !== null) {
       parts.push(`first token ${duration(this.firstSeconds)}`);
@@ -149,9 +151,9 @@ export class Answer {
       parts.push(`${duration(this.tokenSeconds)} a token`);
     }
     if (this.reason) {
-      parts.push(`ended by ${this.reason}`);
+      parts.push(`ended by ${this.rope?.ended_by ?? this.reason}`);
     }
-    this.facts.textContent = parts.join(" · ");
+    this.facts.textContent = parts.filter(Boolean).join(" · ");
   }
 
   /** Says whether the answer has the expected text. */

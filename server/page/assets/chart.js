@@ -9,6 +9,7 @@ const LEFT = 52;
 const RIGHT = 8;
 const TOP = 10;
 const BOTTOM = 34;
+const CHARACTER = 7; // width of a digit in a label, at most
 const MOST_OWN = 200; // requests of this page that are kept as dots
 const WINDOW_MS = 60_000;
 
@@ -92,10 +93,13 @@ function parts(rows, dots) {
     found.push(drawn("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: at, y2: at }));
     found.push(drawn("text", { class: "axis", x: LEFT - 6, y: at + 4, "text-anchor": "end" }, duration(10 ** power)));
   }
-  const every = Math.ceil(rows.length / 6);
+  // The last label ends at the edge, and the others are as far apart as the longest needs.
+  const longest = CHARACTER * Math.max(...rows.map((row) => row.label.length));
+  const every = Math.ceil((1.5 * longest * rows.length) / (WIDTH - LEFT - RIGHT));
+  const last = rows.length - 1;
   rows.forEach((row, index) => {
-    if (index % every === 0) {
-      const anchor = index === rows.length - 1 ? "end" : "middle";
+    if ((last - index) % every === 0) {
+      const anchor = index === last ? "end" : "middle";
       found.push(drawn("text", { class: "axis", x: x(row.upper), y: HEIGHT - 18, "text-anchor": anchor }, row.label));
     }
   });

@@ -2,60 +2,43 @@
 
 import { byId, grouped, make } from "./dom.js";
 
-/** Returns the tiers that a request may have, ascending, as the server lists them. */
-function tiersOf(model) {
-  return model.ropewalk?.tiers ?? [{ max_len: model.max_model_len, factor: 1 }];
+/** Returns the lengths that the bar marks, ascending: L, and the end of each tier. */
+function marksOf(model) {
+  const ends = (model.ropewalk?.tiers ?? []).map((tier) => tier.max_len);
+  const native = Math.min(model.meta?.n_ctx_train ?? model.max_model_len, model.max_model_len);
+  return [...new Set([native, ...ends])].sort((one, other) => one - other);
 }
 
-/**
- * Returns the tier of a request before it is sent, or null if it fits none.
- *
- * A request covers prompt + max_tokens - 1 positions, because the last token is never read back.
- * Without max_tokens, the answer needs the deployment's reserve.
- */
-export function tierFor(model, numPrompt, maxTokens, rope) {
-  const tiers = tiersOf(model);
-  const policy = rope?.policy ?? model.ropewalk?.policy ?? "pinned";
-  const reserve = maxTokens ?? model.ropewalk?.answer_reserve_tokens ?? 1;
-  const grows = policy === "grow" || policy === "grow-exact";
-  const covered = grows ? numPrompt : numPrompt + reserve - 1;
-  const factor = rope?.factor ?? 1;
-  if (policy === "fixed" && rope?.factor === undefined) {
-    const last = tiers[tiers.length - 1];
-    return covered <= last.max_len ? last : null;
+/** Returns a request's tokens and table in words. `told` is the answer of /playground/tier. */
+function worded({ count, max_model_len: longest, rope, problem }) {
+  const tokens = `${grouped(count)} of ${grouped(longest)} tokens`;
+  if (problem !== null) {
+    return `${tokens}. ${problem}`;
   }
-  return tiers.find((tier) => tier.max_len >= covered && tier.factor >= factor) ?? null;
+  const beyond = rope.beyond_trained_length ? ", beyond the trained length" : "";
+  return `${tokens}, tier ${rope.factor}x ${rope.rope_type}${beyond}`;
 }
 
-/** Draws the bar. `numPrompt` is null while it is unknown. */
-export function drawContext(model, numPrompt, maxTokens, rope, numDone = null) {
-  const tiers = tiersOf(model);
-  const longest = tiers[tiers.length - 1].max_len;
-  const bar = byId("context");
+/** Draws the bar. `told` is null while the server counts; `numDone` tokens of the prompt are read. */
+export function drawContext(model, told, maxTokens, numDone) {
+  const longest = model.max_model_len;
   const share = (tokens) => `${Math.min(100, (100 * tokens) / longest)}%`;
-  const prompt = numPrompt ?? 0;
+  const prompt = told?.count ?? 0;
   byId("context-prompt").style.width = share(prompt);
-  byId("context-done").style.width = share(numDone ?? 0);
+  byId("context-done").style.width = share(numDone);
   byId("context-answer").style.left = share(prompt);
-  byId("context-answer").style.width = share(Math.min(maxTokens ?? 0, Math.max(0, longest - prompt)));
-  const tier = numPrompt === null ? null : tierFor(model, prompt, maxTokens, rope);
-  const ticks = tiers.map((each) => {
-    const label = each === tiers[0] ? `L ${grouped(each.max_len)}` : grouped(each.max_len);
-    const tick = make("span", { className: each === tier ? "tick in-force" : "tick" }, label);
-    tick.style.left = share(each.max_len);
+  byId("context-answer").style.width = share(Math.min(maxTokens, Math.max(0, longest - prompt)));
+  const ticks = marksOf(model).map((end) => {
+    const label = end === model.meta?.n_ctx_train ? `L ${grouped(end)}` : grouped(end);
+    const tick = make("span", { className: end === told?.tier_len ? "tick in-force" : "tick" }, label);
+    tick.style.left = share(end);
     return tick;
   });
   byId("context-ticks").replaceChildren(...ticks);
-  let text = "counting tokens";
-  if (numPrompt !== null) {
-    const type = rope?.rope_type ?? tier?.rope_type ?? "";
-    text = tier
-      ? `${grouped(prompt)} of ${grouped(longest)} tokens, tier ${tier.factor}x ${type}`
-      : `${grouped(prompt)} of ${grouped(longest)} tokens, fits no tier`;
-  }
+  const text = told === null ? "counting tokens" : worded(told);
+  const bar = byId("context");
   bar.setAttribute("aria-valuemax", longest);
   bar.setAttribute("aria-valuenow", Math.min(prompt, longest));
   bar.setAttribute("aria-valuetext", text);
   byId("context-text").textContent = text;
-  return tier;
 }

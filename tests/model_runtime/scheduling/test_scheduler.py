@@ -15,12 +15,13 @@ DEPLOYMENT = make_deployment("m", native_rope({"max_position_embeddings": 256, "
 
 
 def sequence(
-    num_prompt_tokens: int, max_tokens: int = 4, salt: str = "", **params: Any
+    num_prompt_tokens: int, max_tokens: int = 4, salt: str = "", priority: int = 0, **params: Any
 ) -> Sequence:
     """A sequence with that many prompt tokens, all alike."""
     sampling = SamplingParams(max_tokens=max_tokens, **params)
     placement = DEPLOYMENT.place(RopeRequest(), num_prompt_tokens, max_tokens)
-    return Sequence(Request("r", tuple([0] * num_prompt_tokens), sampling, placement, salt))
+    prompt_ids = tuple([0] * num_prompt_tokens)
+    return Sequence(Request("r", prompt_ids, sampling, placement, salt, priority=priority))
 
 
 def scheduler(**config: Any) -> Scheduler:
@@ -283,3 +284,47 @@ def test_another_salt_shares_nothing() -> None:
         return each.num_cached_tokens
 
     assert [cached("a"), cached("b"), cached("a", prompt_logprobs=0), cached("a")] == [0, 0, 0, 24]
+
+
+def test_a_lower_priority_number_starts_first_and_is_preempted_last() -> None:
+    """Within a priority the order is that of arrival."""
+    plan = scheduler(max_num_seqs=2)
+    arrived = [sequence(4, salt=str(each), priority=each) for each in (3, 0, -2, 0)]
+    for each in arrived:
+        plan.add(each)
+    computed(plan, plan.schedule())
+    three, zero, minus_two, later_zero = arrived
+    assert plan.running == [minus_two, zero]
+    assert plan.waiting == [later_zero, three]
+    assert plan.preempt_newest() is zero
+    assert plan.waiting == [zero, later_zero, three]
+    plan.check_integrity()
+
+
+def test_prompts_of_a_later_priority_take_only_what_is_left() -> None:
+    """A shorter prompt goes before a longer one only if its priority is not later."""
+    plan = scheduler(max_num_batched_tokens=20)
+    late, long, short = (
+        sequence(length, salt=str(length), priority=priority)
+        for length, priority in ((3, 1), (40, 0), (8, 0))
+    )
+    for each in (late, long, short):
+        plan.add(each)
+    step = plan.schedule()
+    assert {each: chunk.num_tokens for each, chunk in step.chunks.items()} == {long: 12, short: 8}
+
+
+def test_a_late_priority_gives_its_pages_to_an_early_one() -> None:
+    """It runs already, and yet the early one grows on its pages."""
+    plan = scheduler(kv_cache_tokens=48, max_num_batched_tokens=64)
+    late, early = sequence(24, salt="a", priority=1), sequence(16, 20, salt="b")
+    plan.add(late)
+    computed(plan, plan.schedule())
+    plan.add(early)
+    for _ in range(12):
+        computed(plan, plan.schedule())
+        plan.check_integrity()
+        if not late.is_running:
+            break
+    assert early.is_running
+    assert not late.is_running

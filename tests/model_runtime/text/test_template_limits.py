@@ -16,6 +16,7 @@ import pytest
 from model_runtime.errors import ModelError, RequestError, TemplateLimitError
 from model_runtime.text.chat_template import ChatTemplate
 from model_runtime.tools.find_format import find_formats
+from tests.processes import children_of
 from tests.tokens import byte_tokenizer_fast
 
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -102,18 +103,9 @@ def test_many_that_loop_hold_up_no_other() -> None:
     assert {type(each.exception()) for each in hostile} == {TemplateLimitError}
 
 
-def children(parent: int) -> set[int]:
+def children(pid: int) -> set[int]:
     """The template processes of a process."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-            is_ours = b"template_process" in stat.with_name("cmdline").read_bytes()
-        except OSError:  # it has ended
-            continue
-        if int(fields[1]) == parent and fields[0] != "Z" and is_ours:
-            found.add(int(stat.parent.name))
-    return found
+    return set(children_of(pid, "model_runtime.text.template_process"))
 
 
 def kill_all() -> set[int]:

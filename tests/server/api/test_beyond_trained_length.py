@@ -97,7 +97,7 @@ def test_the_log_and_a_counter_have_it(server: Server) -> None:
     before = count()
     assert "beyond_trained_length" not in line(TRAINED - 33)
     assert count() == before
-    assert "beyond_trained_length=True" in line(TRAINED + 33)
+    assert "beyond_trained_length=true" in line(TRAINED + 33)
     assert count() == before + 1
 
 

@@ -32,6 +32,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "echo": False, "skip_special_tokens": True, "spaces_between_special_tokens": True,
     "include_stop_str_in_output": False, "return_tokens_as_token_ids": False, "bad_words": [],
     "return_token_ids": False, "cache_prompt": True, "structured_outputs": {},
+    "priority": 0,
 }  # fmt: skip
 
 

@@ -158,6 +158,33 @@ def test_prompts_from_the_cache_are_remarked_on() -> None:
     assert "96 prompt tokens came from the server's prefix cache" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ropewalk_draft_tokens_accepted_total",
+        'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"}',
+    ],
+)
+def test_tokens_from_drafts_are_explained(name: str) -> None:
+    """They come together, so the gaps between them are almost 0."""
+
+    def metrics(num_requests: int) -> str:
+        return f"# TYPE x counter\n{name} {1.5e3 + 2 * num_requests}\n{name}x 7.0\n"
+
+    with serving(SseServer(lambda _: QUICK, metrics=metrics)) as server:
+        ended, _ = run(server, "--requests", "2")
+    assert json.loads(ended.stdout)["accepted_draft_tokens"] == 4
+    assert "4 tokens came from drafts: one step then gives several tokens at once" in ended.stderr
+
+
+def test_no_word_of_drafts_where_the_server_tells_of_none() -> None:
+    """Its metrics may have no such counter."""
+    with serving(SseServer(lambda _: QUICK)) as server:
+        ended, _ = run(server, "--requests", "1")
+    assert json.loads(ended.stdout)["accepted_draft_tokens"] is None
+    assert "drafts" not in ended.stderr
+
+
 def test_a_server_that_is_not_there_ends_with_code_2() -> None:
     """An invalid URL ends the same way."""
     with socket.socket() as held:

@@ -36,6 +36,7 @@ def report_of(lens: Sequence[int], first_s: float, growth: float, gap_s: float |
         plan=plan,
         target=SimpleNamespace(model="ropewalk-demo"),
         started_at="2026-11-22T00:00:00",
+        num_drafted=None,
     )
 
 

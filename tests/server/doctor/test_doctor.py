@@ -177,6 +177,33 @@ def test_kernels_that_are_not_kept_are_a_warning(
     assert "each start compiles" in check_kernel_cache().text
 
 
+def test_the_kernels_of_every_folder_are_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Under NUMBA_CACHE_DIR each folder of sources has one of its own; other packages' are not."""
+    import numba
+
+    from model_runtime.cpu_kernels.jit import KeptCode, fingerprint
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert "empty, the first start compiles" in check_kernel_cache().text
+    own = Path(KeptCode(fingerprint).cache_path)
+    for folder, number in ((own, 1), (tmp_path / "ranges_1f", 2), (tmp_path / "other_1f", 4)):
+        folder.mkdir(exist_ok=True)
+        for each in range(number):
+            (folder / f"{each}.nbc").touch()
+        if folder == own:
+            assert check_kernel_cache().text.endswith(", 1 kernel compiled")
+    assert check_kernel_cache().text.endswith(", 3 kernels compiled")
+
+
+def test_one_thread_is_one_thread() -> None:
+    """The device's line has the number of threads in good English."""
+    build = TorchBuild("2.13.0", None, None, finds_gpu=False)
+    told = [check_device(TorchFacts(build, (), number), "cpu").text for number in (1, 2)]
+    assert told == ["cpu, 1 thread", "cpu, 2 threads"]
+
+
 def test_a_narrow_processor_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The instruction set is that of the kernels."""
     from model_runtime.cpu_kernels import processor

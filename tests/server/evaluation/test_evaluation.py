@@ -6,22 +6,18 @@ import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM
 
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.loading.model_config import EMBEDDED_MODEL
 from server.evaluation import run as run_module
 from server.evaluation.command import evaluate
-from server.evaluation.plan import LengthOptions, Variant, make_plan
-from server.evaluation.plot import _lines
+from server.evaluation.plan import LengthOptions, make_plan
 from server.evaluation.subject import native_of
 from server.evaluation.texts import choose_windows, make_texts, read_documents
 from server.settings.load import load_settings
@@ -191,27 +187,6 @@ def test_plots_are_pictures(measured: Run) -> None:
     """The evaluation writes three PNG files."""
     for name in ("perplexity", "retrieval", "depth"):
         assert (measured.folder / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_the_trained_length_is_named_above_the_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A line of 100 % would cross the text inside of the panel."""
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    plan = SimpleNamespace(
-        native_len=256, context_lens=(128, 256, 512), variants=[Variant("yarn", "pinned")]
-    )
-    report: Any = SimpleNamespace(plan=plan, of=lambda _: [])
-    _lines(report, tmp_path / "a.png", "one\ntwo", "right answers", lambda row: row.retrieval)
-    (axes,) = figures[0].axes
-    renderer = FigureCanvasAgg(figures[0]).get_renderer()
-    figures[0].draw(renderer)
-    (told,) = axes.texts
-    box = told.get_window_extent(renderer)
-    assert told.get_text() == "trained length"
-    assert box.y0 >= axes.get_window_extent(renderer).y1
-    assert not box.overlaps(axes.title.get_window_extent(renderer))
 
 
 def test_a_second_run_measures_only_what_is_missing(

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from server.middleware.auth import OPEN_PATHS
-from server.reference.page import HEADERS, render
+from server.reference.page import HEADERS, address_of, render
 from server.reference.schema_words import example, field_rows, kind
 from tests.processes import Server, running_server
 
@@ -65,9 +65,12 @@ def test_the_headers_allow_nothing_but_the_style_of_the_page(server: Server, pag
     assert not [name for _, each in tags.found for name in each if name.startswith("on")]
 
 
-def test_no_foreign_address_is_in_the_page(page: str) -> None:
-    """The only address is the example's, which is the reader's own machine."""
-    assert set(re.findall(r"https?://[^\s<\"]+", page)) == {"http://127.0.0.1:8000"}
+def test_no_foreign_address_is_in_the_page(server: Server, page: str) -> None:
+    """The only address is the server's own, as the reader asked for it."""
+    urls = re.findall(r"https?://[^\s<\"]+", page)
+    assert {"/".join(html.unescape(url).split("/")[:3]).rstrip("&quot;") for url in urls} == {
+        server.url
+    }
     assert not re.findall(r"[\"'(]//", page)
     references = [*Tags(page).values("href"), *Tags(page).values("src")]
     assert [each for each in references if not each.startswith("#")] == ["openapi.json"]
@@ -99,7 +102,7 @@ def test_the_page_can_be_read_without_sight_or_mouse(page: str) -> None:
     assert len(tags.of("h1")) == 1
     assert len(tags.of("table")) == len(tags.of("caption"))
     assert {each["scope"] for each in tags.of("th")} == {"col", "row"}
-    assert all(each.get("tabindex") == "0" for each in tags.of("pre"))
+    assert all(each.get("tabindex") == "0" for kind in ("pre", "table") for each in tags.of(kind))
     labels = {each["aria-labelledby"] for each in tags.of("section")}
     assert labels <= set(tags.values("id"))
 
@@ -126,7 +129,7 @@ def test_every_example_is_answered(tmp_path: Path) -> None:
             told = "--silent --show-error --output /dev/null --write-out '%{http_code}'"
             ended = subprocess.run(
                 ["/bin/sh", "-c", f"{each} {told}"],
-                env={"ROPEWALK": guarded.url, "ROPEWALK_API_KEY": "first", "PATH": "/usr/bin:/bin"},
+                env={"ROPEWALK_API_KEY": "first", "PATH": "/usr/bin:/bin"},
                 capture_output=True,
                 text=True,
                 timeout=60,
@@ -161,8 +164,26 @@ def test_names_cannot_leave_their_place() -> None:
     page = render(document, hostile, None)
     assert "<b>" not in page
     curl = curls(page)[0]
-    assert shlex.split(curl) == ["curl", "$ROPEWALK/v1/models/%3Cb%3E%22%24%28x%29%27%26"]
+    assert shlex.split(curl) == [
+        "curl",
+        "http://127.0.0.1:8000/v1/models/%3Cb%3E%22%24%28x%29%27%26",
+    ]
     assert "$(" not in curl
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("models.example:8443", "https://models.example:8443/rope"),
+        ("[::1]:80", "https://[::1]:80/rope"),
+        ('x"; touch /tmp/x; "', "http://127.0.0.1:8000/rope"),
+        ("<b>", "http://127.0.0.1:8000/rope"),
+        ("", "http://127.0.0.1:8000/rope"),
+    ],
+)
+def test_the_address_of_the_examples_is_a_host_or_the_default(host: str, address: str) -> None:
+    """A client's header cannot put a command or markup into the page."""
+    assert address_of("https", host, "/rope/") == address
 
 
 def test_there_is_no_page_that_needs_a_network(server: Server) -> None:

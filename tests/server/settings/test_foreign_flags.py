@@ -22,7 +22,7 @@ BY_HABIT = (
     *("--model", "--model-path", "-m", "-c", "--ctx-size", "--context-length", "-tp"),
     *("--quantization", "--kv-cache-dtype", "--enable-prefix-caching", "--enable-chunked-prefill"),
     *("--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser"),
-    *("--disable-log-requests", "--scheduling-policy", "--enable-lora", "--hf-overrides"),
+    *("--disable-log-requests", "--schedule-policy", "--enable-lora", "--hf-overrides"),
     *("--seed", "--generation-config", "--root-path", "--rope-theta", "--swap-space"),
     *("--speculative-config", "--uvicorn-log-level", "--otlp-traces-endpoint"),
 )
@@ -113,6 +113,10 @@ def test_several_served_names_are_not_taken_for_a_model(names: tuple[str, ...]) 
     """The second name was searched on the hub."""
     told = refusal("--served-model-name", "a", *names, "--port", "1")
     assert told.startswith(f"served_model_name: takes one name, got '{' '.join(['a', *names])}'.")
+    aliases = told.partition("--model-aliases '")[2].partition("'")[0]
+    flags = ("--served-model-name", "a", "--model-aliases", aliases)
+    settings = load_settings(given(*flags))
+    assert settings.model_aliases == {each: "a" for each in names if "/" not in each}
 
 
 def test_a_model_may_stand_behind_its_served_name() -> None:
@@ -137,7 +141,7 @@ def test_other_words_for_number_types_are_read(
     [
         ("--max-modl-len", " Did you mean `--max-model-len`?"),
         ("--served-name", " Did you mean `--served-model-name`?"),
-        ("--model-dirs", ""),
+        ("--folder-of-weights", ""),
         ("--wibble", ""),
     ],
 )

@@ -66,6 +66,13 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "tool_format": "hermes",
         "reasoning": "inline",
         "routing": "round_robin",
+        "exact_rope_factors": [1.3, 3.0],
+        "model_aliases": {"gpt-4o": "a"},
+        "scheduling_policy": "priority",
+        "share_prefixes": True,
+        "log_format": "json",
+        "log_level": "warning",
+        "traces": True,
     }
     field = ServeSettings.model_fields[name]
     is_text = "str" in str(field.annotation) or "Path" in str(field.annotation)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import numba
 import pytest
 
 from server.settings.load import SettingsError, load_settings
@@ -95,6 +96,19 @@ def test_kernels_are_named_while_they_are_compiled() -> None:
     ]
 
 
+def test_only_our_kernels_are_counted() -> None:
+    """numba compiles helpers of its own for them, and other packages may use numba."""
+    progress = LoadingProgress()
+    progress.watch_compiler()
+    foreign, own = (numba.njit(lambda x: x) for _ in range(2))
+    own.py_func.__module__ = "model_runtime.cpu_kernels.attention"
+    foreign(1)
+    assert "kernels_compiled" not in progress.as_json()
+    own(1)
+    own(1.0)
+    assert progress.as_json()["kernels_compiled"] == 2
+
+
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_later_starts_are_promised_only_if_the_kernels_are_kept(*, is_kept: bool) -> None:
     """The promise comes once, after the kernels of a phase."""
@@ -107,7 +121,7 @@ def test_later_starts_are_promised_only_if_the_kernels_are_kept(*, is_kept: bool
     assert not any("later starts" in line for line in said)
     progress.enter("allocating the cache")
     progress.enter("importing")
-    promised = ["compiled 1 kernels; later starts reuse them"] if is_kept else []
+    promised = ["compiled 1 kernel; later starts reuse them"] if is_kept else []
     assert said[2:] == promised
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import Server, run_here
+from tests.processes import Server, children_of, run_here
 from tests.server.startup.test_lifecycle import ENDLESS, LONG, process, stream, wait_until_streaming
 
 pytestmark = pytest.mark.alone
 
 RANKS = ("--tensor-parallel-size", "2", "--threads", "1")
+_FOLLOWER = "model_runtime.parallel.follower"
 _MOST_S = 20.0  # until the other ranks have ended; a loaded machine takes seconds
 REQUESTS = [
     {
@@ -28,19 +29,6 @@ REQUESTS = [
     }
     for number in range(20)
 ]
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that a process has started."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        if int(fields[1]) == pid and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
 
 
 def wait_until_gone(pids: list[int], limit_s: float) -> None:
@@ -73,7 +61,7 @@ def test_two_ranks_answer_as_one_and_end_together(server: Server, tmp_path: Path
             assert found == expected
         else:
             assert banner == "within rounding"
-        (follower,) = children_of(started.process.pid)
+        (follower,) = children_of(started.process.pid, _FOLLOWER)
         lines: list[str] = []
         reading = stream(started.url, ENDLESS, lines)
         wait_until_streaming(lines)
@@ -92,7 +80,7 @@ def test_followers_end_with_the_first_rank(tmp_path: Path) -> None:
     """A killed server leaves no process behind, although its followers were in a step."""
     with process(tmp_path, *RANKS) as started:
         started.wait_for("listening on")
-        followers = children_of(started.process.pid)
+        followers = children_of(started.process.pid, _FOLLOWER)
         assert len(followers) == 1
         lines: list[str] = []
         reading = stream(started.url, ENDLESS, lines)
@@ -107,7 +95,7 @@ def test_a_signal_to_all_ranks_drains(tmp_path: Path) -> None:
     """A service manager signals every process, and the answer under way is still finished."""
     with process(tmp_path, *RANKS) as started:
         started.wait_for("listening on")
-        followers = children_of(started.process.pid)
+        followers = children_of(started.process.pid, _FOLLOWER)
         lines: list[str] = []
         reading = stream(started.url, {**LONG, "max_tokens": 300}, lines)
         wait_until_streaming(lines)

@@ -168,6 +168,21 @@ def test_piped_input_is_one_message(server: Server) -> None:
     assert ran.stdout == answer["choices"][0]["message"]["content"] + "\n"
 
 
+def test_an_answer_that_fills_its_tier_says_so(server: Server) -> None:
+    """On standard error in a pipe, and behind the numbers on a terminal."""
+    body = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["rope"]["ended_by"] == "tier"
+    told = "ended by tier: --max-tokens N makes room for more"
+    ran = _piped(server.url, "hello", "--temperature", "0")
+    assert ran.stdout == answer["choices"][0]["message"]["content"] + "\n"
+    assert ran.stderr == f"ropewalk chat: {told}\n"
+    with terminal("chat", server.url, "--temperature", "0") as shell:
+        shell.until("> ")
+        shell.type("hello")
+        shell.until(rf"ms/token, {told}\n")
+
+
 @pytest.mark.parametrize(
     ("url", "text", "sentence"),
     [

@@ -96,3 +96,14 @@ def test_openais_stream_helper_tells_the_end_of_each_call() -> None:
     deltas = [each for each in events if each.type == "tool_calls.function.arguments.delta"]
     assert "".join(each.arguments_delta for each in deltas) == '{"city": "Paris"}{"zone": 2}'
     assert len(deltas) > 10
+
+
+def test_a_call_that_a_stop_string_cuts_is_no_reason_to_run_it() -> None:
+    """Its arguments are no JSON, and the reason is `stop`, streamed or not."""
+    with saying(CALL) as server:
+        found = server.ask(tools=[LOOK], stop=["ris"]).choices[0]
+        text, calls, reason = accumulated(server.stream(tools=[LOOK], stop=["ris"]))
+    assert (found.finish_reason, reason) == ("stop", "stop")
+    (call,) = found.message.tool_calls
+    assert call.function.arguments == calls[0][2] == '{"city": "Pa'
+    assert (found.message.content, text) == (None, "")

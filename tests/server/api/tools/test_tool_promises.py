@@ -84,3 +84,40 @@ def test_a_rope_of_the_request_is_applied(openai_client: openai.OpenAI, rope: An
     choice = found.choices[0]
     assert choice.message.tool_calls
     assert rope.items() <= {**choice.model_extra["rope"], "factor": 4}.items()  # type: ignore[index]
+
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"maxLength": 8, "title": "Name", "type": "string"},
+        "age": {"maximum": 150, "minimum": 0, "title": "Age", "type": "integer"},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(("strict", "max_tokens"), [(False, 30), (True, 200)])
+def test_structured_output_of_llama_index_finds_its_call(
+    openai_client: openai.OpenAI, *, strict: bool, max_tokens: int
+) -> None:
+    """Even if max_tokens cuts it; with `strict`, the arguments are those of the schema."""
+    function = {"name": "P", "description": "A person.", "parameters": PERSON, "strict": strict}
+    found = openai_client.chat.completions.create(
+        model="ropewalk-demo",
+        messages=[{"role": "user", "content": "Ann is 7."}],
+        tools=[{"type": "function", "function": function}],  # type: ignore[list-item]
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=max_tokens,
+        temperature=0,
+    ).choices[0]
+    assert found.message.content is None
+    (call,) = found.message.tool_calls or ()
+    assert call.type == "function"
+    assert call.function.name == "P"
+    assert found.finish_reason == ("tool_calls" if strict else "length")
+    if strict:
+        assert jsonschema_rs.is_valid(PERSON, json.loads(call.function.arguments))
+    else:
+        assert call.function.arguments.startswith("{")

@@ -1,0 +1,104 @@
+"""The plots of `ropewalk eval`: what is named, what is told apart, and what a cell stands for."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+
+from server.evaluation.cells import RETRIEVAL, QueryScore, Score
+from server.evaluation.plan import Variant
+from server.evaluation.plot import _heat_map, _lines
+from server.evaluation.report import make_row
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, draw: Callable[[], None]) -> Figure:
+    """The figure that would be written."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    draw()
+    return figures[0]
+
+
+def report_of(shares: dict[Variant, list[int]]) -> Any:
+    """A report with made-up numbers of right answers to eight questions, by variant and length."""
+    lens = (128, 256, 512)
+
+    def queries(num_right: int) -> list[Score]:
+        return [QueryScore("print", at / 7, 0, at < num_right, "") for at in range(8)]
+
+    rows = {
+        variant: [
+            make_row(variant, length, 1.0, {RETRIEVAL: queries(num_right)}, {})
+            for length, num_right in zip(lens, numbers, strict=True)
+        ]
+        for variant, numbers in shares.items()
+    }
+    plan = SimpleNamespace(native_len=256, context_lens=lens, variants=list(shares))
+    return SimpleNamespace(plan=plan, of=rows.__getitem__, model="m")
+
+
+def test_the_trained_length_is_named_above_the_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of 100 % would cross the text inside of the panel."""
+    plan = SimpleNamespace(
+        native_len=256, context_lens=(128, 256, 512), variants=[Variant("yarn", "pinned")]
+    )
+    report: Any = SimpleNamespace(plan=plan, of=lambda _: [])
+    figure = drawn(
+        monkeypatch,
+        lambda: _lines(
+            report, tmp_path / "a.png", "one\ntwo", "right answers", lambda row: row.retrieval
+        ),
+    )
+    (axes,) = figure.axes
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    (told,) = axes.texts
+    box = told.get_window_extent(renderer)
+    assert told.get_text() == "trained length"
+    assert box.y0 >= axes.get_window_extent(renderer).y1
+    assert not box.overlaps(axes.title.get_window_extent(renderer))
+
+
+def test_equal_variants_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their markers stand beside each other, the legend says so, and intervals are bars."""
+    fixed, pinned, linear = (
+        Variant("yarn", "fixed"),
+        Variant("yarn", "pinned"),
+        Variant("linear", "fixed"),
+    )
+    report = report_of({fixed: [8, 8, 6], pinned: [8, 8, 6], linear: [8, 1, 0]})
+    figure = drawn(
+        monkeypatch,
+        lambda: _lines(report, tmp_path / "a.png", "t", "right answers", lambda row: row.retrieval),
+    )
+    (axes,) = figure.axes
+    lines = axes.lines[:3]
+    assert [str(line.get_label()) for line in lines] == [
+        "yarn fixed",
+        "yarn pinned\n(equal to yarn fixed)",
+        "linear fixed",
+    ]
+    for at in range(3):
+        places = [axes.transData.transform(line.get_xydata()[at])[0] for line in lines]
+        assert places == sorted(places)
+        assert places[1] - places[0] > 3  # pixels
+    assert not axes.patches
+    bars = [each for each in axes.collections if isinstance(each, LineCollection)]
+    assert [len(each.get_segments()) for each in bars] == [3, 3, 3]
+
+
+def test_a_cell_says_how_many_questions_it_stands_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of eight questions are in each quarter of the depth."""
+    report = report_of({Variant("yarn", "pinned"): [8, 3, 0]})
+    figure = drawn(monkeypatch, lambda: _heat_map(report, tmp_path / "a.png", "trained for 256"))
+    cells = [text.get_text() for text in figure.axes[0].texts]
+    assert cells == [*("2/2", "2/2", "0/2"), *("2/2", "1/2", "0/2"), *("2/2", "0/2", "0/2") * 2]
