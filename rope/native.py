@@ -159,6 +159,8 @@ def _rotary(layer_type: str, block: Mapping[str, Any], config: Mapping[str, Any]
     share = _rotated_share(block, config)
     if _stated_type(block) == _PROPORTIONAL:
         rotary_dim, num_turning = head_dim, int(share * head_dim // 2)
+    elif share > 1:
+        raise RopeConfigError("partial_rotary_factor", f"must be <= 1, got {share:g}")
     else:
         rotary_dim, num_turning = int(head_dim * share), None
     if rotary_dim < 4 or rotary_dim % 2:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from model_runtime.errors import ModelError
+from server.printable import printable, printable_sentence
 from server.settings.load import TRACEBACK_VARIABLE, SettingsError
 
 USAGE_ERROR, DIED = 2, 1
@@ -29,7 +30,7 @@ class Teller:
     def say(self, line: str) -> None:
         """Print a line of information."""
         if self._log is None:
-            click.echo(line, err=True)
+            click.echo(printable(line), err=True)
         else:
             self._log.info("start", message=line)
 
@@ -44,7 +45,7 @@ class Teller:
     def fail(self, line: str) -> None:
         """Print a sentence about what ends the command."""
         if self._log is None:
-            click.echo(f"ropewalk: {line}", err=True)
+            click.echo(f"ropewalk: {printable_sentence(line)}", err=True)
         else:
             self._log.error("refused", message=line)
 
@@ -76,6 +77,6 @@ def sentences() -> Iterator[Teller]:
 def told(error: Exception) -> tuple[list[str], int]:
     """Return the lines that tell an error, and the exit code of a command that it ends."""
     if isinstance(error, ModelError | SettingsError):
-        return str(error).splitlines(), USAGE_ERROR
+        return str(error).split("\n"), USAGE_ERROR
     first_line = str(error).strip().partition("\n")[0]
     return [f"unexpected {type(error).__name__}: {first_line}"], DIED

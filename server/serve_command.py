@@ -15,6 +15,7 @@ from server.access.keys import KeyTable
 from server.sentences import DIED, sentences
 from server.settings.flags import SettingsCommand, given, with_flags
 from server.settings.load import ServeSettings, load_settings
+from server.settings.named_files import chat_template_text
 from server.settings.sections import SECTIONS
 from server.startup.early_answers import EarlyAnswers
 from server.startup.gate import check_traces, key_table_of
@@ -42,8 +43,9 @@ def serve(**flags: Any) -> None:
         settings = load_settings(stated)
         if settings.log_format == "json":
             teller.use_json(_json_log(settings))
-        # Errors of both are reported before anything is imported.
+        # Errors of these files are reported before anything is imported.
         keys, tls = key_table_of(settings), tls_context(settings)
+        chat_template_text(settings)
         check_traces(settings)
         with bound_socket(settings) as listener, _ended_by_signals():
             hangups = Hangups(teller.say)

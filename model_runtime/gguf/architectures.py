@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from model_runtime.errors import ModelError
+from model_runtime.gguf.config_sizes import config_sizes
 from model_runtime.gguf.fields import Fields
 from model_runtime.gguf.file import GgufFile
 from model_runtime.gguf.rope_block import rope_block
@@ -54,29 +55,13 @@ def config_of(file: GgufFile) -> Config:
 
 
 def _common(fields: Fields, kind: Architecture) -> Config:
-    num_heads = fields.integer("attention.head_count")
-    hidden_size, max_len = fields.integer("embedding_length"), fields.integer("context_length")
-    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
-    value_dim = fields.integer("attention.value_length", head_dim)
-    if value_dim != head_dim:
-        raise fields.refuse("attention.value_length", f"must be {head_dim}, got {value_dim}")
     if not fields.boolean("attention.causal", default=True):
         raise fields.refuse("attention.causal", "is false: the model writes no text")
-    num_layers = fields.integer("block_count")
-    if num_layers > len(fields.file.tensors):  # before anything is built for each of them
-        raise fields.refuse(
-            "block_count", f"is {num_layers}, and the file has {len(fields.file.tensors)} tensors"
-        )
+    sizes = config_sizes(fields, kind.model_type)
+    head_dim, max_len = sizes["head_dim"], sizes["max_position_embeddings"]
     epsilon = "layer_norm_epsilon" if kind.epsilon in _LAYER_NORMS else "layer_norm_rms_epsilon"
     config: Config = {
-        "hidden_size": hidden_size,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": fields.integer("attention.head_count_kv", num_heads),
-        "head_dim": head_dim,
-        "num_hidden_layers": num_layers,
-        "intermediate_size": fields.integer("feed_forward_length"),
-        "max_position_embeddings": max_len,
-        "vocab_size": _vocab_size(fields.file),
+        **sizes,
         kind.epsilon: fields.number(f"attention.{epsilon}"),
         "tie_word_embeddings": not fields.has_tensor("output.weight"),
         "rope_parameters": rope_block(fields, head_dim, max_len),
@@ -84,20 +69,6 @@ def _common(fields: Fields, kind: Architecture) -> Config:
         "dtype": _number_type(fields.file),
     }
     return config | _special_tokens(fields.file, config["vocab_size"])
-
-
-def _vocab_size(file: GgufFile) -> int:
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ModelError(f"{file.path} has no tensor token_embd.weight of two dimensions")
-    num_rows = embedding.shape[0]
-    tokens = file.listed("tokenizer.ggml.tokens", str)
-    if tokens is not None and len(tokens) > num_rows:
-        raise ModelError(
-            f"{file.path}: tokenizer.ggml.tokens has {len(tokens)} entries, and token_embd.weight "
-            f"has {num_rows} rows"
-        )
-    return num_rows
 
 
 def _number_type(file: GgufFile) -> str:

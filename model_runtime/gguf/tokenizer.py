@@ -15,6 +15,7 @@ from model_runtime.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _KEY = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # token types
+_TYPES = frozenset(range(7))  # from undefined to byte
 _SPACE = "\u2581"  # sentencepiece's space
 # Tokens that end an answer by their text, as in llama.cpp: many files lack eot_token_id. llama.cpp
 # takes plain tokens of such a text, too, and then Qwen's answers would end at a `</s>` in HTML.
@@ -79,6 +80,12 @@ class _Vocabulary:
             )
         self.tokens: list[str] = tokens
         types = file.listed(f"{_KEY}token_type", int, len(tokens))
+        unknown = set(types or ()) - _TYPES
+        if unknown:
+            raise ModelError(
+                f"{file.path}: {_KEY}token_type must be from {min(_TYPES)} to {max(_TYPES)}, got "
+                f"{min(unknown)}"
+            )
         self.types: list[int] = types or [1] * len(tokens)
 
     def ids(self) -> dict[str, int]:

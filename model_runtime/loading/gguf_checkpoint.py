@@ -20,6 +20,7 @@ from model_runtime.gguf.weights import Weights
 from model_runtime.loading.load_progress import logged_progress
 from model_runtime.loading.low_bits.hold import hold, holders
 from model_runtime.loading.low_bits.sizes import can_hold, format_of_type
+from model_runtime.loading.pretrained import fault_of
 from model_runtime.text.tokenizer import Tokenizer
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -29,7 +30,11 @@ _log = structlog.get_logger(__name__)
 
 def gguf_config(path: Path) -> Any:
     """Return the config of transformers that a file's metadata give. Raises ModelError."""
-    return AutoConfig.for_model(**config_of(read_gguf(path)))
+    values = config_of(read_gguf(path))
+    try:
+        return AutoConfig.for_model(**values)
+    except Exception as error:  # transformers validates it, and raises any type
+        raise fault_of(path, error) from error
 
 
 def load_gguf_model(

@@ -13,7 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model_runtime.loading.plain_config import PlainDevice, PlainNumberType, read_object
+from model_runtime.json_files import read_object
+from model_runtime.loading.plain_config import PlainDevice, PlainNumberType
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,6 @@ torch and transformers are imported where a config cannot be read without them.
 """
 # ruff: noqa: PLC0415
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from model_runtime.config_limits import impossible
 from model_runtime.errors import ModelError
 from model_runtime.gguf.locate import find_gguf
+from model_runtime.json_files import read_json, read_object
 from model_runtime.loading.config_values import refuse_unserved_attention, text_values
 from model_runtime.loading.plain_config import (
     PlainDevice,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_LONGEST_NAME = 255  # of a file, on common systems
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded_model"
 
 
@@ -67,6 +69,9 @@ class ModelConfig:
     def native(self) -> NativeRope:
         """Return its rotary tables. Raises ModelError."""
         values = text_values(self.config)
+        problem = impossible(values)
+        if problem is not None:
+            raise ModelError(f"{self.architecture}: {problem[0]} {problem[1]}")
         refuse_unserved_attention(self.architecture, values)
         try:
             return native_rope(values)
@@ -181,11 +186,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_map_files(index: Path) -> list[str]:
-    """Return the file names that an index of weights lists, sorted. Raises ValueError."""
-    try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index} has no weight_map of names") from error
+    """Return the file names that an index of weights lists, sorted.
+
+    Raises ValueError, or ModelError if it is nested too deeply.
+    """
+    found = (read_object(index) or {}).get("weight_map")
+    names: set[Any] = set(found.values()) if isinstance(found, dict) and found else {None}
+    if not all(isinstance(each, str) and 0 < len(each) <= _LONGEST_NAME for each in names):
+        raise ValueError(f"{index} has no weight_map of names")
+    return sorted(names)
 
 
 def read_outline(
@@ -305,6 +314,9 @@ def _check_files(folder: Path, *, has_weights: bool) -> None:
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise ModelError(f"{folder} has no {name}")
+    for name in ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
+        read_json(folder / name)  # refuses one that is nested too deeply
+    _check_numbers(folder / "config.json")
     if not has_weights:
         return
     weights = sorted(folder.glob("*.safetensors"))
@@ -318,3 +330,13 @@ def _check_files(folder: Path, *, has_weights: bool) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _check_numbers(path: Path) -> None:
+    """Raise ModelError for a number of the config that no model can have."""
+    values = read_object(path) or {}
+    inner = values.get("text_config")
+    for each in (values, inner if isinstance(inner, dict) else {}):
+        found = impossible(each)
+        if found is not None:
+            raise ModelError(f"{path}: {found[0]} {found[1]}")

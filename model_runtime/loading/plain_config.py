@@ -5,7 +5,6 @@ For everything else, the functions return None, and transformers reads the confi
 """
 
 import importlib.util
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from model_runtime.gpu_nodes import GPU_NODES, is_there
+from model_runtime.json_files import read_object
 
 # transformers reads the configs of these types as they are written. The tests compare both ways.
 PLAIN_TYPES = frozenset(
@@ -73,7 +73,7 @@ class PlainConfig:
 
 
 def plain_config(folder: Path) -> PlainConfig | None:
-    """Read a folder's config.json; None if transformers must read it."""
+    """Read a folder's config.json; None if transformers must read it. Raises ModelError."""
     values = read_object(folder / "config.json")
     if values is None or values.get("model_type") not in PLAIN_TYPES:
         return None
@@ -127,6 +127,8 @@ def _rope_block(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
         block = {"rope_theta": values["rope_theta"], **values["rope_scaling"]}
     if not isinstance(block, Mapping) or not {"rope_theta", "rope_type"} <= set(block):
         return None
+    if block["rope_type"] != "default" and "factor" not in block:  # transformers refuses most
+        return None
     return block
 
 
@@ -172,15 +174,6 @@ def written_template(folder: Path) -> tuple[str | None] | None:
     except (OSError, UnicodeDecodeError):
         return None
     return (template,) if template is None or isinstance(template, str) else None
-
-
-def read_object(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object; None if the file is absent or holds something else."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _is_tokenizer(path: Path) -> bool:

@@ -23,13 +23,17 @@ def from_pretrained(
     try:
         return factory.from_pretrained(source, **options)
     except Exception as error:  # transformers raises any type, depending on a file's content
-        first_line, *others = str(error).strip().splitlines() or [""]
-        if first_line.endswith(":") and others:  # the reason stands below
-            first_line = f"{first_line} {others[0].strip()}"
-        if not isinstance(error, OSError | ValueError):
-            first_line = f"{type(error).__name__}: {first_line}"
-        named = described if source is None else source
-        raise ModelError(f"{named}: {first_line}") from error
+        raise fault_of(described if source is None else source, error) from error
+
+
+def fault_of(named: str | Path | None, error: Exception) -> ModelError:
+    """Return an error of transformers about a model as one sentence."""
+    first_line, *others = str(error).strip().splitlines() or [""]
+    if first_line.endswith(":") and others:  # the reason stands below
+        first_line = f"{first_line} {others[0].strip()}"
+    if not isinstance(error, OSError | ValueError):
+        first_line = f"{type(error).__name__}: {first_line}"
+    return ModelError(f"{named}: {first_line}")
 
 
 class _StatedTokenizer:

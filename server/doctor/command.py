@@ -22,6 +22,7 @@ from server.doctor.packages import (
     check_torch,
     read_torch,
 )
+from server.printable import printable
 from server.sentences import sentences
 from server.settings.flags import SettingsCommand, given, with_flags
 from server.settings.load import ServeSettings, load_settings
@@ -56,7 +57,7 @@ def doctor(*, as_json: bool, load: bool, **flags: Any) -> None:
         for each in findings(settings, loads=load):
             found.append(each)
             if not as_json:
-                click.echo(each.line())
+                click.echo(printable(each.line()))
         worst = max((each.status for each in found), key=_RANKS.index)
         if as_json:
             checks = [

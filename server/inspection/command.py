@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from server.log_lines import log_to_stderr
+from server.printable import printable
 from server.sentences import sentences
 from server.settings.flags import SettingsCommand, given, with_flags
 from server.settings.load import SettingsError, load_settings
@@ -78,6 +79,6 @@ def inspect(
         wanted = heads_options(heads, sample_text, sample_tokens)
         options = InspectOptions(memory_gib, wanted, plot_path, as_json)
         report = inspect_model(settings, options)
-        click.echo(report.text)
+        click.echo(printable(report.text))
         if report.problem is not None:
             raise SettingsError(report.problem)

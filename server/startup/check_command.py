@@ -2,9 +2,11 @@
 
 import click
 
+from server.printable import printable
 from server.sentences import sentences
 from server.settings.flags import SettingsCommand
 from server.settings.load import load_settings
+from server.settings.named_files import chat_template_text
 from server.startup.gate import check_traces, key_table_of
 from server.startup.listener import address_of, tls_context
 
@@ -20,12 +22,13 @@ def check(file: str) -> None:
     """
     with sentences():
         settings = load_settings({"config": file})
-        # As in `serve`: the files of keys and certificates, and the address.
-        key_table_of(settings), tls_context(settings), address_of(settings)
+        # As in `serve`: the files that settings name, and the address.
+        key_table_of(settings), tls_context(settings), chat_template_text(settings)
+        address_of(settings)
         check_traces(settings)
         # Imported here, so that a wrong key does not wait for it.
         from server.log_lines import log_to_stderr  # noqa: PLC0415
         from server.startup.dry_run import outlook_lines, outlook_of  # noqa: PLC0415
 
         log_to_stderr()
-        click.echo("\n".join(outlook_lines(settings, outlook_of(settings))))
+        click.echo(printable("\n".join(outlook_lines(settings, outlook_of(settings)))))

@@ -20,8 +20,8 @@ from server.access.keys import (
 )
 from server.access.span_exporters import MissingExporterError, span_exporters
 from server.page.page_files import has_playground
-from server.settings.config_file import why_unreadable
 from server.settings.load import ServeSettings, SettingsError
+from server.settings.named_files import read_named
 from server.settings.problems import shown
 
 if TYPE_CHECKING:
@@ -69,10 +69,7 @@ def key_table_of(settings: ServeSettings) -> KeyTable:
 
 def _in_file(path: Path) -> list[tuple[str, str]]:
     """Return names and keys of a key file, without its comments. Raises SettingsError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"api_key_file: cannot read {path}: {why_unreadable(error)}") from error
+    text = read_named("api_key_file", path)
     found = []
     for number, line in enumerate(map(str.strip, text.split("\n")), start=1):
         if not line or line.startswith("#"):

@@ -17,9 +17,9 @@ from model_runtime.make_deployment import DeploymentOptions, make_deployment
 from model_runtime.size_text import size_text
 from model_runtime.text.chat_template import MAX_TEMPLATE_STOPS, RESERVED, ChatTemplate
 from rope import NativeRope, Profile, RopeConfigError, Tier
-from server.settings.config_file import why_unreadable
 from server.settings.fields import MAX_CONTEXT_BUCKETS
 from server.settings.load import ServeSettings, SettingsError
+from server.settings.named_files import chat_template_text
 from server.settings.sections import DeploymentEntry, DeploymentSettings
 
 EMBEDDED_NAME = "ropewalk-demo"
@@ -199,15 +199,7 @@ def chat_template_of(settings: ServeSettings, tokenizer: Templated) -> ChatTempl
             raise SettingsError(
                 f"allowed_chat_template_kwargs: {name} is the rendering's own, remove it"
             )
-    override = None
-    try:
-        if settings.chat_template is not None:
-            override = settings.chat_template.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(
-            f"chat_template: cannot read {settings.chat_template}: {why_unreadable(error)}"
-        ) from error
-    return tokenizer.chat_template(override, settings.chat_template_seconds)
+    return tokenizer.chat_template(chat_template_text(settings), settings.chat_template_seconds)
 
 
 def memory_text(memory: MemoryProfile) -> str:
