@@ -243,7 +243,7 @@ class GrammarSettings(Section):
         allow_inf_nan=False,
     )
     max_parallel_tool_calls: int = setting(
-        16, "Most tool calls in an answer.", unit="calls", ge=1, le=128
+        8, "Most tool calls in an answer.", unit="calls", ge=1, le=128
     )
     whitespace_pattern: Annotated[str, AfterValidator(checked_whitespace)] = setting(
         ONE_SPACE,

@@ -54,9 +54,9 @@ def test_an_answer_has_at_most_max_parallel_tool_calls(choice: str) -> None:
     with saying("\n".join([CALL] * 30)) as server:
         before = outcomes(server)
         found = server.ask(**asked)
-        assert outcomes(server)["repeated"] - before["repeated"] == 15
+        assert outcomes(server)["repeated"] - before["repeated"] == 7
     assert calls_of(found.choices[0].message) == [("look", {"city": "Paris"})]
-    assert found.usage.completion_tokens == len("\n".join([CALL] * 16))
+    assert found.usage.completion_tokens == len("\n".join([CALL] * 8))
 
 
 def test_a_stream_of_calls_is_told_as_openai_tells_it() -> None:
