@@ -126,7 +126,9 @@ def main() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         ready = partial(_write, str(listener.getsockname()[1]))
-        server = GracefulServer(settings, service, access_policy_of(settings, None), ready)
+        server = GracefulServer(
+            settings, service, access_policy_of(settings, None, service.max_len), ready
+        )
 
         def follow() -> None:
             for plan in _plans():

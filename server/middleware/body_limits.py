@@ -1,26 +1,28 @@
-"""Limits of a body that need no schema: bytes, depth and the time to arrive."""
+"""Limits of a body that need no schema: bytes, depth, values and the time to arrive."""
 
 import asyncio
-import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.envelope import envelope
+from server.middleware.json_shape import JsonShape
+from server.middleware.large_bodies import LARGE, LargeBodies, LargeBody
 
-# Strings are skipped whole, so that a bracket inside one does not count.
-# Possessive, because the regex engine would otherwise store every character for backtracking.
-_STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
-_SMALL = 65536  # bytes; a larger body's depth is counted in a thread
+_LINGER_S = 2.0  # for a client to send the rest of a refused body; a close would reset it before
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of a request's body."""
+    """Limits of a request's body, and of all bodies together."""
 
     max_bytes: int = 8 * 2**20
     max_depth: int = 64
+    max_values: int = 2**20
+    max_total_bytes: int = 256 * 2**20
     timeout_s: float = 60.0  # for the whole body
 
 
@@ -34,85 +36,149 @@ class _RefusedError(Exception):
 
 
 class BodyLimitsMiddleware:
-    """Middleware that reads the body, within limits, before the application receives it."""
+    """Middleware that reads the body, within limits, before the application receives it.
+
+    A large body is in the scope's state as `large_body`, for a route that parses it in a thread.
+    """
 
     def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
         self._app = app
         self._limits = limits
+        self._bodies = LargeBodies(limits.max_total_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        arriving = _Arriving(self._limits, self._bodies)
         try:
-            body = await self._read(receive)
+            if not await self._has_arrived(arriving, Headers(scope=scope), receive):
+                return  # the client disconnected
+            await self._app(scope, arriving.received_again(scope, receive), send)
         except _RefusedError as error:
-            answer = JSONResponse(
-                envelope(str(error), "invalid_request_error", code=error.code),
-                error.status,
-                # Bytes that arrive later would be read as the next request.
-                {"Connection": "close"},
-            )
-            await answer(scope, receive, send)
-            return
-        if body is None:
-            return  # the client disconnected
-        pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+            arriving.release()
+            await _refuse(error, scope, receive, send, is_whole=arriving.is_whole)
+        finally:
+            arriving.release()
 
-        async def receive_again() -> Message:
-            return pending.pop() if pending else await receive()
-
-        await self._app(scope, receive_again, send)
-
-    async def _read(self, receive: Receive) -> bytes | None:
+    async def _has_arrived(self, arriving: "_Arriving", headers: Headers, receive: Receive) -> bool:
+        """Receive the whole body and check it; return False if the client disconnected."""
         limits = self._limits
-        body = bytearray()
+        with suppress(ValueError):  # the protocol has refused a length that is none
+            arriving.check_size(int(headers.get("content-length", "0")))
         try:
             async with asyncio.timeout(limits.timeout_s):
-                while True:
+                while not arriving.is_whole:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return None
-                    body += message.get("body", b"")
-                    if len(body) > limits.max_bytes:
-                        raise _RefusedError(
-                            413,
-                            f"The body must be at most {limits.max_bytes} bytes (max_body_bytes).",
-                            "body_too_large",
-                        )
-                    if not message.get("more_body", False):
-                        break
+                        return False
+                    arriving.append(message)
         except TimeoutError:
             raise _RefusedError(
                 408,
                 f"The body did not arrive within {limits.timeout_s:g} s (body_timeout_seconds).",
                 "body_timeout",
             ) from None
-        whole = bytes(body)
-        is_deep = (
-            is_too_deep(whole, limits.max_depth)
-            if len(whole) <= _SMALL
-            else (await asyncio.to_thread(is_too_deep, whole, limits.max_depth))
-        )
-        if is_deep:
+        await arriving.check_shape()
+        return True
+
+
+class _Arriving:
+    """A body while it arrives."""
+
+    def __init__(self, limits: BodyLimits, bodies: LargeBodies) -> None:
+        self._limits = limits
+        self._bodies = bodies
+        self._small = bytearray()
+        self.large: LargeBody | None = None
+        self.is_whole = False
+
+    def check_size(self, size: int) -> None:
+        """Raise _RefusedError if a body of so many bytes is too large."""
+        if size > self._limits.max_bytes:
+            told = f"The body must be at most {self._limits.max_bytes} bytes (max_body_bytes)."
+            raise _RefusedError(413, told, "body_too_large")
+
+    def append(self, message: Message) -> None:
+        """Add the bytes of a message. Raises _RefusedError."""
+        self.is_whole = not message.get("more_body", False)
+        piece = message.get("body", b"")
+        size = len(self._small) if self.large is None else self.large.size
+        self.check_size(size + len(piece))
+        if self.large is None and size + len(piece) > LARGE:
+            self.large = LargeBody(self._bodies, self._limits.max_bytes)
+            piece = bytes(self._small) + piece
+            self._small.clear()
+        if self.large is None:
+            self._small += piece
+        elif not self.large.append(piece):
             raise _RefusedError(
-                400,
-                f"The body must be nested at most {limits.max_depth} deep (max_json_depth).",
-                "body_too_deep",
+                503,
+                f"The bodies of all requests are more than {self._limits.max_total_bytes} bytes "
+                "(max_total_body_bytes). Send it again later.",
+                "bodies_full",
             )
-        return whole
+
+    async def check_shape(self) -> None:
+        """Raise _RefusedError if the whole body is nested too deep or has too many values."""
+        shape = JsonShape(self._limits.max_depth, self._limits.max_values)
+        if self.large is None:
+            exceeded = shape.exceeds(bytes(self._small), len(self._small))
+        else:
+            exceeded = await self.large.run(shape.exceeds)
+        if exceeded == "depth":
+            told = (
+                f"The body must be nested at most {self._limits.max_depth} deep (max_json_depth)."
+            )
+            raise _RefusedError(400, told, "body_too_deep")
+        if exceeded == "values":
+            told = f"The body must have at most {self._limits.max_values} values (max_json_values)."
+            raise _RefusedError(400, told, "too_many_values")
+
+    def release(self) -> None:
+        """Give the memory of a large body back, whoever still waits for an answer."""
+        if self.large is not None:
+            self.large.release()
+
+    def received_again(self, scope: Scope, receive: Receive) -> Receive:
+        """Return the application's `receive`, which begins with the whole body."""
+        is_pending = True
+        if self.large is not None:
+            scope.setdefault("state", {})["large_body"] = self.large
+
+        async def receive_again() -> Message:
+            nonlocal is_pending
+            if not is_pending:
+                return await receive()
+            is_pending = False
+            body = bytes(self._small) if self.large is None else self.large.content()
+            self._small.clear()
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return receive_again
 
 
-def is_too_deep(body: bytes, most: int) -> bool:
-    """Return whether brackets and braces are nested deeper than `most`."""
-    depth = 0
-    for found in _STRUCTURE.finditer(body):
-        first = found[0][:1]
-        if first in b"[{":
-            depth += 1
-            if depth > most:
-                return True
-        elif first in b"]}":
-            depth -= 1
-    return False
+async def _refuse(
+    error: _RefusedError, scope: Scope, receive: Receive, send: Send, *, is_whole: bool
+) -> None:
+    """Answer, and then drop what still arrives for a while, so that the client gets the answer."""
+    # Bytes that arrive later would be read as the next request.
+    headers = {"Connection": "close"}
+    if error.status == 503:
+        headers["Retry-After"] = "1"
+    kind = "server_error" if error.status == 503 else "invalid_request_error"
+    body = envelope(str(error), kind, code=error.code)
+    answer = JSONResponse(body, error.status, headers)
+    if is_whole:
+        await answer(scope, receive, send)
+        return
+    start = {"type": "http.response.start", "status": error.status, "headers": answer.raw_headers}
+    await send(start)
+    await send({"type": "http.response.body", "body": answer.body, "more_body": True})
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while (message := await receive())["type"] != "http.disconnect":
+                if not message.get("more_body", False):
+                    break
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,24 +1,20 @@
-"""Limits on the number of connections, and on the time to send a request's head.
+"""Limits on a connection: the time of a request's head, of unread bytes, and the chunks of a turn.
 
 uvicorn limits neither the number of idle connections nor the time of a request's head. A client
-could therefore hold every file descriptor without sending a request.
+could therefore hold every file descriptor without sending a request. server/middleware/acceptor.py
+holds the number of connections.
 """
 
 import asyncio
-import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_BODY = (
-    b'{"error": {"message": "All connections are in use.", "type": "server_error", '
-    b'"param": null, "code": "connections_full"}}'
-)
-_REFUSED = (
-    b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\n"
-    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
-)
+_EVENTS_OF_A_TURN = 128  # 3 ms; a chunk is an event, and a read may hold 40,000 chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,84 +26,171 @@ class ConnectionLimits:
     send_timeout_s: float  # for the client to receive what has been sent
 
 
-def limited_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:  # noqa: C901  # a class
-    """Return uvicorn's HTTP/1.1 protocol class with these limits, for uvicorn's configuration."""
+class _Turns:
+    """Callbacks that each run in a turn of the event loop of their own, one after the other."""
 
-    class LimitedProtocol(H11Protocol):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.idle_since = time.monotonic()
-            self._head_timer: asyncio.TimerHandle | None = None
-            self._send_timer: asyncio.TimerHandle | None = None
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
 
-        @property
-        def is_idle(self) -> bool:
-            """Return whether no request is being answered."""
-            return self.cycle is None or self.cycle.response_complete
+    def add(self, callback: Callable[[], None]) -> None:
+        """Run a callback after those that wait already."""
+        self._waiting.append(callback)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._run)
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > limits.max_connections and not self._close_an_idle_one():
-                transport.write(_REFUSED)
-                transport.close()
-                return
+    def _run(self) -> None:
+        callback = self._waiting[0]
+        try:
+            callback()  # it may add itself again
+        finally:
+            self._waiting.popleft()
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._run)
+
+
+@dataclass(slots=True)
+class OpenConnections:
+    """What the connections of one process share."""
+
+    limits: ConnectionLimits
+    # In the order in which they became idle: no request is being answered.
+    idle: dict["LimitedProtocol", None] = field(default_factory=dict)
+    turns: _Turns = field(default_factory=_Turns)
+
+    def became_idle(self, connection: "LimitedProtocol") -> None:
+        """Note that a connection is idle from now on."""
+        self.idle.pop(connection, None)
+        self.idle[connection] = None
+
+    def abort_idle(self, most: int) -> int:
+        """Close up to `most` connections, those that have been idle longest first.
+
+        Their descriptors are free in the next turn of the loop. Returns their number.
+        """
+        longest = [each for each, _ in zip(self.idle, range(most), strict=False)]
+        for each in longest:
+            del self.idle[each]
+            each.transport.abort()
+        return len(longest)
+
+
+class _PatientConnection(h11.Connection):
+    """A connection that gives up to so many events, and then acts as if more bytes were needed."""
+
+    events_left = _EVENTS_OF_A_TURN
+
+    def next_event(self) -> Any:
+        """Return the next event, or NEED_DATA in the midst of data if the turn is over."""
+        if self.events_left <= 0:
+            return h11.NEED_DATA
+        self.events_left -= 1
+        return super().next_event()
+
+
+class LimitedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol within the limits of `shared`."""
+
+    conn: _PatientConnection
+
+    def __init__(self, *args: Any, shared: OpenConnections, **options: Any) -> None:
+        super().__init__(*args, **options)
+        most = self.config.h11_max_incomplete_event_size
+        assert most is not None, "max_header_bytes"
+        self.conn = _PatientConnection(h11.SERVER, most)
+        self.on_lost: Callable[[], None] | None = None
+        self._shared = shared
+        self._has_turn = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to watch a connection that has been accepted."""
+        super().connection_made(transport)
+        self._shared.became_idle(self)
+        self._watch_head()
+
+    def handle_events(self) -> None:
+        """Handle the events of one turn, and let the rest of what has arrived wait for another."""
+        self.conn.events_left = _EVENTS_OF_A_TURN
+        super().handle_events()
+        if self.is_idle:
             self._watch_head()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.is_idle:
-                self._watch_head()
-            else:
-                self._stop_watching()
-
-        def on_response_complete(self) -> None:
-            self.idle_since = time.monotonic()
-            super().on_response_complete()
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            # Closing would wait for unsent bytes; aborting drops them and ends the request.
-            self._send_timer = self.loop.call_later(limits.send_timeout_s, self.transport.abort)
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._stop_send_timer()
-
-        def connection_lost(self, exc: Exception | None) -> None:
+        else:
+            self._shared.idle.pop(self, None)
             self._stop_watching()
-            self._stop_send_timer()
-            super().connection_lost(exc)
+        if self.conn.events_left <= 0:
+            self.transport.pause_reading()
+            if not self._has_turn:
+                self._has_turn = True
+                self._shared.turns.add(self._go_on)
 
-        def _close_an_idle_one(self) -> bool:
-            """Close the connection that has been idle longest; return False if none is idle."""
-            idle = [
-                each
-                for each in self.connections
-                if isinstance(each, LimitedProtocol) and each is not self and each.is_idle
-            ]
-            if idle:
-                longest = min(idle, key=lambda each: each.idle_since)
-                self.connections.discard(longest)
-                longest.transport.abort()
-            return bool(idle)
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no HTTP, unless an answer has begun, and close."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # what the application still sends goes nowhere
+            self.cycle.message_event.set()
+        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
-        def _watch_head(self) -> None:
-            if self._head_timer is None:
-                self._head_timer = self.loop.call_later(limits.head_timeout_s, self._too_slow)
+    def on_response_complete(self) -> None:
+        """Become idle, or go on with a request that has arrived meanwhile."""
+        super().on_response_complete()
+        if self.is_idle and not self.transport.is_closing():
+            self._shared.became_idle(self)
 
-        def _stop_watching(self) -> None:
-            if self._head_timer is not None:
-                self._head_timer.cancel()
-                self._head_timer = None
+    def pause_writing(self) -> None:
+        """Limit the time in which the client reads nothing."""
+        super().pause_writing()
+        # Closing would wait for unsent bytes; aborting drops them and ends the request.
+        seconds = self._shared.limits.send_timeout_s
+        self._send_timer = self.loop.call_later(seconds, self.transport.abort)
 
-        def _stop_send_timer(self) -> None:
-            if self._send_timer is not None:
-                self._send_timer.cancel()
-                self._send_timer = None
+    def resume_writing(self) -> None:
+        """End the limit: the client reads."""
+        super().resume_writing()
+        self._stop_send_timer()
 
-        def _too_slow(self) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection, whose descriptor is closed right after."""
+        self._shared.idle.pop(self, None)
+        self._stop_watching()
+        self._stop_send_timer()
+        super().connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
+
+    def _go_on(self) -> None:
+        """Handle more events, and read again when none is left."""
+        self._has_turn = False
+        if self.transport.is_closing():
+            return
+        self.handle_events()
+        if not self._has_turn and not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def _watch_head(self) -> None:
+        if self._head_timer is None:
+            seconds = self._shared.limits.head_timeout_s
+            self._head_timer = self.loop.call_later(seconds, self._too_slow)
+
+    def _stop_watching(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
             self._head_timer = None
-            if self.is_idle:
-                self.transport.close()
 
-    return LimitedProtocol
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _too_slow(self) -> None:
+        self._head_timer = None
+        if self.is_idle:
+            self.transport.close()

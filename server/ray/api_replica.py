@@ -83,7 +83,9 @@ class ApiReplica:
     async def _serve(self, settings: ServeSettings, service: Service, listener: str | None) -> None:
         self._is_ready = asyncio.Event()
         self._shutdown_s = settings.shutdown_timeout_seconds
-        policy = access_policy_of(settings, service.key_ring, has_own_port=listener is not None)
+        policy = access_policy_of(
+            settings, service.key_ring, service.max_len, has_own_port=listener is not None
+        )
         self._server = GracefulServer(settings, service, policy, self._is_ready.set)
         self._serving: asyncio.Task[None] | None = None
         if listener is None:

@@ -150,8 +150,19 @@ class LogSettings(Section):
 class LimitSettings(Section):
     """Limits"""  # noqa: D400  # a heading
 
-    max_body_bytes: int = setting(
-        8 * 2**20, "Largest request body. Larger bodies get 413.", unit="bytes", ge=1024
+    max_body_bytes: int | None = setting(
+        None,
+        "Largest request body. Larger bodies get 413. Default: 1 MiB, and 64 bytes for each token "
+        "of the longest context.",
+        unit="bytes",
+        ge=1024,
+    )
+    max_total_body_bytes: int | None = setting(
+        None,
+        "Most bytes of all bodies above 32 KiB that arrive or wait to be parsed. Further ones get "
+        "503. Default: 256 MiB, or four of the largest bodies if that is more.",
+        unit="bytes",
+        ge=1024,
     )
     max_header_bytes: int = setting(
         65536,
@@ -164,6 +175,13 @@ class LimitSettings(Section):
     )
     max_json_depth: int = setting(
         64, "Deepest nesting of a JSON body. Deeper bodies get 400.", unit="levels", ge=4, le=500
+    )
+    max_json_values: int | None = setting(
+        None,
+        "Most values in the lists and objects of a JSON body. Bodies with more get 400. Default: "
+        "32,768, and 4 for each token of the longest context.",
+        unit="values",
+        ge=1024,
     )
     max_connections: int = setting(
         1024,

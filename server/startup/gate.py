@@ -28,9 +28,15 @@ if TYPE_CHECKING:
     from server.access.key_ring import KeyRing
     from server.access.open_request import SpanSource
     from server.app import AccessPolicy
+    from server.middleware.body_limits import BodyLimits
 
 
 _MAX_NAMES = 200  # each has series in the metrics
+# A body has room for schemas, biases and many short prompts, and then for the longest context: a
+# token is 4 to 12 bytes of JSON, and at most a handful of values (a message of one word has four).
+_BODY_BYTES, _BODY_BYTES_OF_A_TOKEN = 2**20, 64
+_BODY_VALUES, _BODY_VALUES_OF_A_TOKEN = 32_768, 4
+_ALL_BODIES_BYTES = 256 * 2**20
 
 
 def key_table_of(settings: ServeSettings) -> KeyTable:
@@ -109,15 +115,14 @@ def _spans_of(settings: ServeSettings) -> "SpanSource | None":
 
 
 def access_policy_of(
-    settings: ServeSettings, ring: "KeyRing | None", *, has_own_port: bool = True
+    settings: ServeSettings, ring: "KeyRing | None", max_len: int, *, has_own_port: bool = True
 ) -> "AccessPolicy":
-    """Build the access policy from the settings and the keys in force.
+    """Build the access policy from the settings, the keys in force and the longest context.
 
     `has_own_port`: false if requests come through another process, whose port `host` is not.
     """
     # Imported here, because the keys are read before FastAPI is imported.
     from server.app import AccessPolicy  # noqa: PLC0415
-    from server.middleware.body_limits import BodyLimits  # noqa: PLC0415
     from server.middleware.head_checks import AllowedHosts, HeadRules  # noqa: PLC0415
 
     # Without a key, a web page that reaches the port as its own origin could use the server.
@@ -135,9 +140,23 @@ def access_policy_of(
         access_log=None if settings.access_log == "off" else settings.access_log,
         allowed_origins=settings.allowed_origins,
         head=HeadRules(settings.max_headers, hosts),
-        body=BodyLimits(
-            settings.max_body_bytes,
-            settings.max_json_depth,
-            settings.body_timeout_seconds,
-        ),
+        body=body_limits_of(settings, max_len),
+    )
+
+
+def body_limits_of(settings: ServeSettings, max_len: int) -> "BodyLimits":
+    """Build the limits of bodies; those without a setting follow from the longest context."""
+    from server.middleware.body_limits import BodyLimits  # noqa: PLC0415
+
+    max_bytes = settings.max_body_bytes
+    if max_bytes is None:
+        max_bytes = _BODY_BYTES + _BODY_BYTES_OF_A_TOKEN * max_len
+        if settings.max_total_body_bytes is not None:
+            max_bytes = min(max_bytes, settings.max_total_body_bytes)
+    return BodyLimits(
+        max_bytes,
+        settings.max_json_depth,
+        settings.max_json_values or _BODY_VALUES + _BODY_VALUES_OF_A_TOKEN * max_len,
+        settings.max_total_body_bytes or max(_ALL_BODIES_BYTES, 4 * max_bytes),
+        settings.body_timeout_seconds,
     )

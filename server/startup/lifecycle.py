@@ -8,7 +8,7 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,9 @@ import uvicorn
 from server.access.keys import KeyTable
 from server.api.service import Service
 from server.app import AccessPolicy, create_app
+from server.middleware.acceptor import Acceptor
 from server.middleware.availability import AvailabilityGate
-from server.middleware.connections import ConnectionLimits, limited_protocol
+from server.middleware.connections import ConnectionLimits, LimitedProtocol, OpenConnections
 from server.settings.load import ServeSettings, SettingsError
 from server.startup.gate import access_policy_of
 from server.startup.load_service import load_service
@@ -47,7 +48,7 @@ def loaded_server(
     """
     progress.watch_compiler()
     service, banner = load_service(settings, progress.enter, progress.downloaded, keys)
-    policy = access_policy_of(settings, service.key_ring)
+    policy = access_policy_of(settings, service.key_ring, service.max_len)
     return GracefulServer(settings, service, policy, partial(on_ready, banner))
 
 
@@ -85,12 +86,28 @@ class GracefulServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the engine, accept connections, and say so."""
         self._service.engine.start(self._engine_died, self._service.output_queue.flush)
-        await super().startup(sockets)
+        await super().startup([])  # uvicorn accepts nothing itself
+        self._accept(sockets or [])
         self._loop = asyncio.get_running_loop()
         if self._hangups is not None:
             end = partial(self.handle_exit, signal.SIGHUP, None)
             self._hangups.connect(self._loop, self._reload, end)
         self._on_ready()
+
+    def _accept(self, sockets: Sequence[socket.socket]) -> None:
+        """Accept connections of these sockets."""
+        settings, config = self._settings, self.config
+        limits = ConnectionLimits(
+            settings.max_connections, settings.head_timeout_seconds, settings.send_timeout_seconds
+        )
+        shared = OpenConnections(limits)
+
+        def make_protocol() -> LimitedProtocol:
+            state = self.lifespan.state
+            return LimitedProtocol(config, self.server_state, state, shared=shared)
+
+        acceptors = [Acceptor(each, make_protocol, shared, config.ssl) for each in sockets]
+        self.servers = acceptors  # type: ignore[assignment]  # it closes them, and waits
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Handle a signal: the first one drains, a second one ends the process at once."""
@@ -143,15 +160,12 @@ class GracefulServer(uvicorn.Server):
 
 
 def _uvicorn_config(settings: ServeSettings, door: AvailabilityGate) -> uvicorn.Config:
-    limits = ConnectionLimits(
-        settings.max_connections, settings.head_timeout_seconds, settings.send_timeout_seconds
-    )
     config = uvicorn.Config(
         door,
         lifespan="off",
         loop="asyncio",  # also where an extra has installed another one
         ws="none",
-        http=limited_protocol(limits),
+        http=LimitedProtocol,
         log_config=None,  # its lines have the format of ours (server/log_lines.py)
         log_level=settings.log_level if settings.log_level in ("debug", "error") else "warning",
         access_log=False,

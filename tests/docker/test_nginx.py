@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.settings.load import ServeSettings
+from server.settings.load import ServeSettings, load_settings
+from server.startup.gate import body_limits_of
 from tests.docker.real_nginx import Nginx, binary, free_address, running_nginx
 from tests.docker.real_prometheus import DOCKER, wait_until
 from tests.processes import Server, running_server
@@ -243,4 +244,4 @@ def test_timeouts_are_above_those_of_the_servers() -> None:
     (idle,) = re.findall(r"keepalive_timeout (\d+)s;", text)
     assert int(idle) < 5, "uvicorn's own timeout_keep_alive"
     (size,) = re.findall(r"client_max_body_size (\d+)m;", text)
-    assert int(size) * 2**20 > fields["max_body_bytes"].default
+    assert int(size) * 2**20 > body_limits_of(load_settings({}), 2**20).max_bytes

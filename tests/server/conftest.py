@@ -11,7 +11,8 @@ from tests.server.breakable import KEY, MODULE
 @pytest.fixture(scope="session")
 def attacked() -> Iterator[Server]:
     """A server of very short contexts, so that no hostile request generates for long."""
-    with running_server("--max-model-len", "64", "--kv-cache-tokens", "8192") as running:
+    flags = ("--max-model-len", "64", "--kv-cache-tokens", "8192", "--max-body-bytes", "8388608")
+    with running_server(*flags) as running:
         yield running
 
 

@@ -1,13 +1,16 @@
 """Clients that are slow on purpose do not delay others, and everything is freed afterwards."""
 
+import json
 import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from socket import AF_INET, IPPROTO_TCP, SO_RCVBUF, SOCK_STREAM, SOL_SOCKET, TCP_MAXSEG, socket
+from typing import Any
 
 import httpx
 import pytest
@@ -16,7 +19,7 @@ from server.settings.load import ServeSettings
 from tests.processes import Server, running_server
 from tests.progress import say
 from tests.server.attack import ask_health, greedy, wait_until_idle
-from tests.server.raw_http import address_of, request
+from tests.server.raw_http import address_of, exchange, read_replies, request
 from tests.server.soak_watch import num_descriptors, rss_mib, wait_for
 from tests.server.test_metrics import samples, value
 
@@ -30,6 +33,7 @@ _MOST_GROWTH_MIB = 150
 # Short times, so that the test need not wait long.
 _LIMITS = {
     "max_connections": 200,
+    "max_total_body_bytes": 4 * 2**20,
     "head_timeout_seconds": 1.5,
     "body_timeout_seconds": 1.5,
     "send_timeout_seconds": 1.5,
@@ -39,6 +43,44 @@ _HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: aaaaaaaaaa
 _BODY = request(b'{"prompt": "a"' + b" " * 200 + b"}")
 _STREAM = request(
     b'{"prompt": "a", "max_tokens": 150, "ignore_eos": true, "stream": true, "logprobs": 20}'
+)
+_LARGE = 1_000_000  # bytes of a body, of which one never arrives
+_UNFINISHED = request(b" " * _LARGE)[:-1]
+_BURST = int(os.environ.get("BURST_CONNECTIONS", "2000"))
+_WHOLE: Any = {
+    "content": b'{"prompt": "a", "max_tokens": 1}' + b" " * _LARGE,
+    "headers": {"Content-Type": "application/json"},
+}
+
+
+def _completion(part: str, count: int) -> bytes:
+    return request(f'{{"prompt": [{",".join([part] * count)}]}}'.encode())
+
+
+def _chat(before: str, part: str, count: int, after: str) -> bytes:
+    body = f"{before}{','.join([part] * count)}{after}"
+    return request(body.encode(), "/v1/chat/completions")
+
+
+# Just below 40,960 values, or 1,179,648 bytes: the limits of a context of 2,048 tokens.
+COSTLY: dict[str, Callable[[], bytes]] = {
+    "lists": lambda: _completion("[]", 40_000),
+    "parts": lambda: _chat(
+        '{"messages": [{"role": "user", "content": [',
+        '{"type": "text", "text": "a"}',
+        13_000,
+        "]}]}",
+    ),
+    "messages": lambda: _chat('{"messages": [', '{"role": "user", "content": "a"}', 13_000, "]}"),
+    "keys": lambda: request(
+        b'{"prompt": "a", "logit_bias": {%b}}'
+        % b",".join(b'"%07d": 1' % each for each in range(40_000))
+    ),
+    "chunks": lambda: _CHUNKED + b"1\r\n \r\n" * 60_000 + b"0\r\n\r\n",
+}
+_CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
 )
 _PIPELINED = request(b"", "/openapi.json", method="GET", headers=(), close=False) * 40
 
@@ -175,6 +217,82 @@ def test_more_idle_connections_than_allowed_delay_no_requests(patient: Server) -
         if has("max_connections"):
             assert num_descriptors(patient.pid) <= descriptors + most + 5
     all_is_freed(patient, descriptors)
+
+
+def test_a_burst_of_connections_never_takes_more_descriptors_than_allowed(patient: Server) -> None:
+    """They come faster than any of them is closed, and each sends a part of a head."""
+    address, before, most = address_of(patient.url), num_descriptors(patient.pid), 0
+    probe = request(b"", "/health", method="GET", headers=())
+    with ExitStack() as at_the_end, ThreadPoolExecutor(8) as pool:
+
+        def connect(_: int) -> None:
+            with suppress(OSError):  # it was closed to make room
+                sock = at_the_end.enter_context(socket(AF_INET, SOCK_STREAM))
+                sock.settimeout(20)
+                sock.connect(address)
+                sock.sendall(b"GET /he")
+
+        connecting = [pool.submit(connect, number) for number in range(_BURST)]
+        while not all(each.done() for each in connecting):
+            most = max(most, *(num_descriptors(patient.pid) for _ in range(20)))
+            assert [reply.status for reply in exchange(address, probe)] == [200]
+    say(f"{most - before} of {_BURST} connections at once")
+    assert most <= before + _LIMITS["max_connections"] + 5
+    all_is_freed(patient, before)
+
+
+def test_a_connection_beyond_the_limit_is_told_so_if_none_is_idle(patient: Server) -> None:
+    """Every place has a request whose body is still to come."""
+    descriptors = num_descriptors(patient.pid)
+    with opened(patient, int(_LIMITS["max_connections"])) as socks:
+        for sock in socks:
+            sock.sendall(_BODY[:-1])
+        time.sleep(0.2)  # the last of the heads are read
+        (reply,) = exchange(address_of(patient.url), b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert reply.status == 503
+        assert b'"connections_full"' in reply.body
+        assert "Retry-After: 1" in reply.head
+    all_is_freed(patient, descriptors)
+
+
+def test_bodies_in_arrival_have_a_bound_together_and_leave_no_memory(patient: Server) -> None:
+    """Four of 150 fit. The others are told to come again, and short requests are served."""
+    descriptors, before_mib = num_descriptors(patient.pid), rss_mib(patient.pid)
+    expected = greedy(patient)
+    with opened(patient, 150) as socks:
+        for sock in socks:
+            with suppress(OSError):  # refused while it sends
+                sock.sendall(_UNFINISHED)
+        assert greedy(patient) == expected
+        grown_mib = rss_mib(patient.pid) - before_mib
+        replies = [reply for sock in socks for reply in read_replies(sock, 1, 20)]
+    statuses = Counter(reply.status for reply in replies)
+    say(f"{dict(statuses)}; +{grown_mib:.0f} MiB with {150 * _LARGE / 2**20:.0f} MiB sent")
+    assert 0 < statuses[408] <= 4  # they were taken, and waited for their last byte
+    assert statuses[408] + statuses[503] == 150
+    for reply in replies:
+        if reply.status == 503:
+            assert json.loads(reply.body)["error"]["code"] == "bodies_full"
+            assert "retry-after: 1" in reply.head.lower()
+    assert grown_mib < 110
+    all_is_freed(patient, descriptors)
+    answers = [httpx.post(f"{patient.url}/v1/completions", **_WHOLE) for _ in range(6)]
+    assert {answer.status_code for answer in answers} == {200}, "the room is free again"
+
+
+@pytest.mark.parametrize("kind", ["lists", "parts", "messages", "keys", "chunks"])
+def test_a_costly_body_does_not_hold_the_event_loop(patient: Server, kind: str) -> None:
+    """Each is as large as the limits allow; probes are answered meanwhile."""
+    raw, over = COSTLY[kind](), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask_health, patient.url, 10**6, 0.005, over)
+        time.sleep(0.5)  # the probes have begun
+        (reply,) = exchange(address_of(patient.url), raw, limit_s=60)
+        over.set()
+        health_s = asking.result()
+    say(f"{kind}: {reply.status}, /health at most {max(health_s) * 1000:.0f} ms")
+    assert reply.status == 400
+    assert max(health_s) < 0.2
 
 
 def test_unread_streams_delay_no_requests(patient: Server) -> None:

@@ -13,7 +13,7 @@ from server.middleware.head_checks import AllowedHosts
 from server.settings.load import SettingsError, load_settings
 from server.startup.gate import access_policy_of
 from tests.processes import Server
-from tests.server.raw_http import address_of, connection, read_replies
+from tests.server.raw_http import address_of, connection, exchange, read_replies
 
 _TWO_REQUESTS = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -36,6 +36,17 @@ def test_a_body_of_two_lengths_is_refused_and_nothing_after_it_is_read(
     assert [reply.status for reply in replies] == [400]
     assert b'"ambiguous_length"' in replies[0].body
     assert "connection: close" in replies[0].head.lower()
+
+
+def test_a_refused_head_before_broken_chunks_has_one_answer(attacked: Server) -> None:
+    """The head is refused by the application, and the chunk by the protocol."""
+    first_line = len(attacked.log)
+    raw = (_TWO_REQUESTS % (_LENGTH + b"\r\n" + _CHUNKED)).replace(b"\r\n2\r\n", b"\r\nzz\r\n")
+    for _ in range(3):
+        replies = exchange(address_of(attacked.url), raw, num_replies=2)
+        assert [reply.status for reply in replies] == [400]
+    assert httpx.get(f"{attacked.url}/version").status_code == 200
+    assert not [line for line in attacked.log[first_line:] if "level=error" in line]
 
 
 def test_chunks_without_a_length_are_read(server: Server) -> None:
@@ -113,13 +124,13 @@ def test_hosts_are_checked_where_no_key_protects_or_if_asked(
     """A container listens on all addresses, and a client with a key is no stranger's page."""
     keys = KeyTable((ApiKey(UNNAMED, digest_of("k")),), {})
     ring = KeyRing(keys, KeyMetrics(MetricFactory())) if has_key else None
-    assert (access_policy_of(load_settings(flags), ring).head.hosts is not None) is is_checked
+    assert (access_policy_of(load_settings(flags), ring, 2048).head.hosts is not None) is is_checked
 
 
 def test_another_process_has_the_port_of_ray_serves_proxy() -> None:
     """`host` then says nothing of the port that clients reach."""
     settings = load_settings({})
-    assert access_policy_of(settings, None, has_own_port=False).head.hosts is None
+    assert access_policy_of(settings, None, 2048, has_own_port=False).head.hosts is None
 
 
 @pytest.mark.parametrize("name", ["http://a.example", "a.example:8000", "a.example/", "*.*.a", ""])

@@ -60,6 +60,8 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "allowed_origins": ["https://example.org"],
         "allowed_hosts": ["llm.example.org"],
         "max_body_bytes": 4096,
+        "max_total_body_bytes": 4096,
+        "max_json_values": 4096,
         "max_header_bytes": 4096,
         "max_unread_tokens": 64,
         "whitespace_pattern": "[ ]{0,4}",

@@ -1,0 +1,85 @@
+"""Bodies that are too large to be parsed on the event loop, and the memory of all of them.
+
+Their bytes are in mappings of their own, which go back to the system when they are released. In the
+heap, hundreds of them would leave holes that no other request fills.
+"""
+
+import asyncio
+import gc
+import mmap
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+LARGE = 32768  # bytes; from here on, parsing takes longer than the way to a thread and back
+
+_Result = TypeVar("_Result")
+
+
+def _without_collection(parse: Callable[[bytes], _Result], body: bytes) -> _Result:
+    """Return what `parse` makes of a body.
+
+    Its many new objects would make Python look for garbage among all objects of the process, which
+    holds every thread for 0.1 s, and a parsed body has no cycles.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return parse(body)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class LargeBodies:
+    """The memory of all large bodies of a process, and the thread that parses one at a time."""
+
+    def __init__(self, max_total_bytes: int) -> None:
+        self.max_total_bytes = max_total_bytes
+        self.num_bytes = 0
+        # One thread: more would share one interpreter, and hold more objects at once.
+        self.thread = ThreadPoolExecutor(1, "large-bodies")
+
+
+class LargeBody:
+    """A body that counts in the memory of all from its first byte until it is released."""
+
+    def __init__(self, bodies: LargeBodies, max_bytes: int) -> None:
+        """Map room for a body; pages that it does not fill take no memory."""
+        self._bodies = bodies
+        self._map: mmap.mmap | None = mmap.mmap(-1, max_bytes)
+        self.size = 0
+
+    def append(self, piece: bytes) -> bool:
+        """Add bytes; return False, without adding any, if all bodies would be too large."""
+        assert self._map is not None
+        bodies = self._bodies
+        if bodies.num_bytes + len(piece) > bodies.max_total_bytes:
+            return False
+        bodies.num_bytes += len(piece)
+        self._map[self.size : self.size + len(piece)] = piece
+        self.size += len(piece)
+        return True
+
+    async def run(self, function: Callable[[mmap.mmap, int], _Result]) -> _Result:
+        """Return what a function makes of the mapping and the body's size, in the thread."""
+        assert self._map is not None
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._bodies.thread, function, self._map, self.size)
+
+    async def parsed(self, parse: Callable[[bytes], _Result]) -> _Result:
+        """Return what `parse` makes of the body, in the thread, and release the body."""
+        try:
+            return await self.run(lambda text, size: _without_collection(parse, text[:size]))
+        finally:
+            self.release()
+
+    def content(self) -> bytes:
+        """Return a copy of the body; empty if it has been released."""
+        return b"" if self._map is None else self._map[: self.size]
+
+    def release(self) -> None:
+        """Give the memory back. The mapping goes when the thread no longer reads it either."""
+        if self._map is not None:
+            self._map = None
+            self._bodies.num_bytes -= self.size

@@ -1,0 +1,126 @@
+"""Bodies above 32 KiB are parsed in a thread, have the same answers, and limits of their own."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from server.settings.load import SettingsError, load_settings
+from server.startup.gate import body_limits_of
+from tests.processes import Server
+
+_LONGEST = 2048  # tokens of the embedded model
+_MAX_BYTES = 2**20 + 64 * _LONGEST
+_MAX_VALUES = 32_768 + 4 * _LONGEST
+_JSON = {"Content-Type": "application/json"}
+_PADDING = " " * 40_000
+_ENDS = '"max_tokens": 3, "temperature": 0, "seed": 1}'
+
+
+def post(server: Server, path: str, body: bytes | Iterator[bytes], **headers: str) -> Any:
+    """Send a body to a route."""
+    given = {**_JSON, **headers}
+    return httpx.post(server.url + path, content=body, headers=given, timeout=60)
+
+
+def without_ids(answer: httpx.Response) -> Any:
+    """An answer's status and body, without the parts that always differ."""
+    found = answer.json()
+    found.pop("id", None)
+    found.pop("created", None)
+    return answer.status_code, found
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", '{"prompt": "a",' + _ENDS),
+        ("/v1/completions", '{"prompt": [[1], [2, 3]],' + _ENDS),
+        (
+            "/v1/completions",
+            '{"prompt": [1, "a"], "n": 0, "nn": 1, "rope": {"factor": NaN},' + _ENDS,
+        ),
+        ("/v1/completions", '{"prompt": "a", "prompt": "b",' + _ENDS),
+        ("/v1/completions", '{"prompt": "a"'),
+        ("/v1/completions", "[1, 2]"),
+        ("/v1/completions", '{"prompt": ' + "9" * 5000 + "}"),
+        ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "a"}],' + _ENDS),
+        ("/v1/chat/completions", '{"messages": [{"role": "user"}, {"role": "x"}],' + _ENDS),
+        ("/v1/messages", '{"messages": [{"role": "user", "content": 5}], "max_tokens": 1}'),
+        ("/tokenize", '{"prompt": "a rope"}'),
+        ("/no/such/route", "{}"),
+    ],
+)
+def test_a_large_body_has_the_answer_of_a_small_one(server: Server, path: str, body: str) -> None:
+    """Spaces at the end make it large; values, mistakes and unreadable texts are told alike."""
+    small = post(server, path, body.encode())
+    large = post(server, path, (body + _PADDING).encode())
+    if "not valid JSON" in small.text:  # its character is that of the end
+        assert large.json()["error"]["message"] == "The body is not valid JSON, at character 40014."
+        return
+    assert without_ids(large) == without_ids(small)
+
+
+def test_a_large_body_of_another_type_is_refused_as_a_small_one(server: Server) -> None:
+    """It is not parsed at all."""
+    small, large = (
+        post(server, "/v1/completions", body, **{"Content-Type": "text/plain"})
+        for body in (b'{"prompt": "a"}', b'{"prompt": "a"}' + b" " * 40_000)
+    )
+    assert small.status_code == 400
+    assert large.json() == small.json()
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", "1", '""', '{"type": "text", "text": "a"}'])
+def test_a_body_of_too_many_values_is_refused_before_they_are_made(
+    server: Server, value: str
+) -> None:
+    """The error names the limit, which follows from the longest context."""
+    body = f'{{"prompt": [{",".join([value] * (_MAX_VALUES + 1))}]}}'
+    answer = post(server, "/v1/completions", body[: _MAX_BYTES - 1].encode())
+    if len(body) < _MAX_BYTES or "{" in value:
+        assert answer.status_code == 400
+        assert answer.json()["error"] == {
+            "message": f"The body must have at most {_MAX_VALUES} values (max_json_values).",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "too_many_values",
+        }
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("size", [_MAX_BYTES + 1, 2 * _MAX_BYTES, 20 * _MAX_BYTES])
+def test_a_body_above_the_limit_is_refused_and_the_client_learns_it(
+    server: Server, size: int, *, is_chunked: bool
+) -> None:
+    """The client still sends while the answer comes, which a closed connection would take back."""
+    pieces = iter([b" " * 65_536] * (size // 65_536) + [b" " * (size % 65_536)])
+    answer = post(server, "/v1/completions", pieces if is_chunked else b" " * size)
+    assert answer.status_code == 413
+    error = answer.json()["error"]
+    assert error["code"] == "body_too_large"
+    assert error["message"] == f"The body must be at most {_MAX_BYTES} bytes (max_body_bytes)."
+
+
+def test_the_longest_context_fits_into_a_body_in_the_longest_spelling() -> None:
+    """A character of another script is six bytes if it is escaped; prompts of ids have commas."""
+    for max_len in (16, 2048, 131_072, 2**20):
+        limits = body_limits_of(load_settings({}), max_len)
+        ids = json.dumps({"prompt": [151_000] * max_len})
+        words = json.dumps({"messages": [{"role": "user", "content": "\u6587\u5b57" * max_len}]})
+        assert len(ids) < limits.max_bytes
+        assert len(words) < limits.max_bytes
+        assert max_len < limits.max_values
+        assert limits.max_total_bytes >= 4 * limits.max_bytes
+
+
+def test_limits_that_are_set_do_not_follow_the_context() -> None:
+    """A small total lowers the default of one body; two that contradict each other are refused."""
+    flags = {"max_body_bytes": "2000", "max_json_values": "1025", "max_total_body_bytes": "3000"}
+    limits = body_limits_of(load_settings(flags), 2**20)
+    assert (limits.max_bytes, limits.max_values, limits.max_total_bytes) == (2000, 1025, 3000)
+    assert body_limits_of(load_settings({"max_total_body_bytes": "3000"}), 2048).max_bytes == 3000
+    with pytest.raises(SettingsError, match="max_total_body_bytes must be >= max_body_bytes"):
+        load_settings({"max_body_bytes": "3001", "max_total_body_bytes": "3000"})
