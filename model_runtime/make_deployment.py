@@ -89,9 +89,8 @@ def make_deployment(
         choice = _choose_by_block(native, rope_scaling, options)
     rope_type = choice.method.scaling.rope_type
     own = choice.tiers[rope_type]
-    positions = allowed_position_tiers(
-        options.allowed_positions, placed, native, longest(own), limits
-    )
+    max_len = _max_len(options.max_model_len, own)
+    positions = allowed_position_tiers(options.allowed_positions, placed, native, max_len, limits)
     _check_allowed_types(name, rope_type, options.allowed_rope_types)
     return Deployment(
         name,
@@ -101,7 +100,7 @@ def make_deployment(
         choice.native_len,
         choice.method.native_len,
         _max_factor(name, options.max_rope_factor, own),
-        _max_len(options.max_model_len, own),
+        max_len,
         overridable=not native.carries_scaling,
         reserve=_answer_reserve(options.answer_reserve_tokens, choice.native_len),
         positions=positions,

@@ -125,23 +125,33 @@ def _rerope(given: _Given, when: When) -> PositionChoice:
 def _self_extend(given: _Given, when: When) -> PositionChoice:
     trained = given.native_len
     default = given.in_pages(trained // 4)
+    if default >= trained * 2 // 3:  # a page is so large that it would leave nothing to group
+        default = 1 << int(math.log2(max(1, trained // 4)))
     window = given.tokens("window", default, trained - 1, "the trained length less 1")
     group = given.block.get("group")
     if group is None:
-        # The authors' rule: the largest distance is at most two thirds of L.
-        room = max(1, trained * 2 // 3 - window)
-        needed = max(1, math.ceil((given.ceiling - window) / room))
-        group = 2 ** math.ceil(math.log2(needed))
-        if window % group:
-            raise RopeConfigError(
-                "positions.group",
-                f"is missing, and the one that reaches {given.ceiling} tokens is {group}, which "
-                f"does not divide the window ({window})",
-            )
+        group = _default_group(given, window)
     group = given.tokens("group", group, window, "the window")
     if window % group:
         raise RopeConfigError("positions.group", f"must divide the window ({window}), got {group}")
     return PositionChoice(SelfExtend(window, group), when, uses_logn=False)
+
+
+def _default_group(given: _Given, window: int) -> int:
+    """Return the smallest power of two of the authors' rule, or else a group that divides w.
+
+    By the rule, the largest distance is at most two thirds of L. If no group that divides w and
+    fits the pages is so large, the largest one is returned, and the method reaches less.
+    """
+    room = max(1, given.native_len * 2 // 3 - window)
+    needed = max(1, math.ceil((given.ceiling - window) / room))
+    group = 1 << math.ceil(math.log2(needed))
+    if window % group == 0:
+        return group
+    page = given.page_size
+    dividing = [each for each in range(1, window + 1) if window % each == 0]
+    possible = [each for each in dividing if page % each == 0 or each % page == 0]
+    return next((each for each in possible if each >= needed), possible[-1])
 
 
 def _string(given: _Given, when: When) -> PositionChoice:

@@ -209,3 +209,55 @@ def test_a_deployment_without_allowed_positions_accepts_its_own_and_native() -> 
     assert deployment().positions == {}
     with pytest.raises(RequestError, match="must be absent"):
         deployment().place(asked, 200, 10)
+
+
+METHODS = ("dual_chunk", "rerope", "self_extend", "sinks", "string")
+LENGTHS = (*range(1, 34), 48, 63, 64, 65, 100, 127, 128, 129, 192, 255, 256, 257, 500, 512, 513)
+CHOICES = ("own", "listed", "listed beside yarn")
+
+
+def _with_defaults(choice: str, method: str, native_len: int, page_size: int, length: int) -> Any:
+    """A deployment with a method under its defaults, and a longest context."""
+    native = native_rope({"max_position_embeddings": native_len, "head_dim": 16})
+    given: dict[str, Any] = {"max_model_len": length, "page_size": page_size}
+    if choice == "own":
+        given["rope_scaling"] = {"rope_type": "default", "positions": {"method": method}}
+    elif choice == "listed":
+        own = {"method": "rerope", "when": "always"}
+        given["rope_scaling"] = {"rope_type": "default", "positions": own}
+        given["allowed_positions"] = ["native", "rerope", method]
+    else:
+        given["rope_scaling"] = {"rope_type": "yarn", "factor": 16.0}
+        given["allowed_positions"] = ["native", method]
+    return make_deployment("m", native, DeploymentOptions(**given))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("native_len", [64, 100, 128, 256])
+@pytest.mark.parametrize("page_size", [4, 16, 48, 64, 256])
+def test_defaults_contradict_each_other_at_no_length(
+    choice: str, method: str, native_len: int, page_size: int
+) -> None:
+    """A refusal names the length that the operator has given, and never a default."""
+    for length in (*LENGTHS, 4 * native_len, 16 * native_len):
+        try:
+            made = _with_defaults(choice, method, native_len, page_size, length)
+        except RopeConfigError as error:
+            told = str(error)
+            if "begins beyond the trained length" in told:
+                assert length <= native_len
+            elif "minus local_size" in told:  # no chunk is a multiple of such a page
+                assert page_size > native_len * 5 // 8
+            else:
+                assert told.startswith(f"max_model_len: must be <= what {method} reaches")
+                assert length > native_len
+        else:
+            assert made.max_len == length
+
+
+def test_a_listed_method_follows_the_longest_context() -> None:
+    """The group of 16 L was taken, which does not divide the window."""
+    made = _with_defaults("listed beside yarn", "self_extend", 128, 16, 512)
+    assert made.positions["self_extend"][-1].profile.positions == SelfExtend(32, 16)
+    assert made.positions["self_extend"][-1].ceiling == 512
