@@ -15,6 +15,7 @@ from model_runtime.request import (
     PromptProgress,
     Request,
     SamplingParams,
+    Timings,
     TokenLogprob,
 )
 from model_runtime.text.grammar import GrammarCompiler
@@ -57,6 +58,7 @@ OUTPUTS = st.builds(
     num_rescales=st.integers(0, 2),
     progress=st.none() | st.builds(PromptProgress, NUMBERS, NUMBERS, NUMBERS, st.floats(0, 9)),
     error=st.none() | st.text(max_size=5),
+    timings=st.none() | st.builds(Timings, st.floats(0, 9), st.floats(0, 9)),
 )
 
 
