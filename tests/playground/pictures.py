@@ -1,4 +1,4 @@
-"""`python -m tests.playground.pictures`: the README's screenshots, from a running server.
+"""`python -m tests.playground.pictures`: the screenshots of docs/playground.md, from a server.
 
 It serves the embedded model, sends requests of many lengths, and compares one hidden value with and
 without scaling. The files go to docs/images.
@@ -8,12 +8,13 @@ import shutil
 from pathlib import Path
 
 import httpx
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import Page, expect, sync_playwright
 
 from tests.playground.conftest import ARGUMENTS, watched
 from tests.processes import running_server
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
+_MARGIN = 8  # pixels around a part of the page
 _LENGTHS = (10, 40, 100, 200, 400, 800, 1500, 1900)
 
 
@@ -26,16 +27,34 @@ def main() -> None:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=list(ARGUMENTS)
         )
-        found = watched(browser.new_page(viewport={"width": 1280, "height": 720}))
-        page = found.open(f"{server.url}/playground/")
-        page.fill("#needle-len", "2032")
-        page.click("#needle")
-        expect(page.locator("#status")).to_contain_text("is hidden")
-        found.send()
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        found = watched(page)
+        found.open(f"{server.url}/playground/")
+        while page.locator("#answer-a .verdict").text_content() != "✓ found":  # it may miss one
+            page.click("#needle")
+            expect(page.locator("#status")).to_contain_text("is hidden")
+            found.send()
+        page.evaluate("""() => {
+          const prompt = document.getElementById("prompt");
+          prompt.rows = 7;
+          prompt.scrollTop = prompt.scrollHeight;  // the question
+        }""")
         page.wait_for_timeout(3000)  # for the next answer of /stats
-        page.locator(".work").screenshot(path=IMAGES / "playground-compare.png")
-        page.locator("[aria-label=Latency]").screenshot(path=IMAGES / "playground-chart.png")
+        _shot(page, ".work", "#difference", "playground-compare.png")
+        _shot(page, "[aria-label=Latency]", ".legend", "playground-chart.png")
         browser.close()
+
+
+def _shot(page: Page, part: str, last: str, name: str) -> None:
+    """Write a part of the page, from its top to the end of its element `last`."""
+    whole, end = (page.locator(each).bounding_box() for each in (part, last))
+    assert whole is not None
+    assert end is not None
+    whole["height"] = end["y"] + end["height"] - whole["y"] + 2 * _MARGIN
+    whole["width"] += 2 * _MARGIN
+    whole["x"] -= _MARGIN
+    whole["y"] -= _MARGIN
+    page.screenshot(path=IMAGES / name, clip=whole)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The page in a real browser: what it sends, shows and keeps."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from server.page.page_files import HEADERS, page_files
 from tests.playground.conftest import Watched, watched
 from tests.processes import Server
 
+PAGE = Path(__file__).parents[2] / "docs/playground.md"
 PROMPT = "def add(a, b):\n    return"
 
 
@@ -32,15 +34,20 @@ def test_a_prompt_is_completed(opened: Watched, server: Server) -> None:
 
 
 def test_one_click_compares_scaling_with_none(opened: Watched) -> None:
-    """A value hidden in 2,032 tokens is found under the deployment's yarn, and lost without."""
+    """A value is found under the deployment's yarn and lost without, as docs/playground.md says."""
+    told = re.findall(r"!\[(.*)\]\(images/playground-compare.png\)", PAGE.read_text())[0]
     found = lost = 0
     for _ in range(3):  # a small model may miss one value
         opened.page.fill("#needle-len", "2032")
         opened.page.click("#needle")
         expect(opened.page.locator("#status")).to_contain_text("is hidden")
         opened.send()
-        assert "yarn 8x" in (opened.page.locator("#answer-a .facts").text_content() or "")
-        assert "default 1x" in (opened.page.locator("#answer-b .facts").text_content() or "")
+        bar = opened.page.locator("#context-text").text_content() or ""
+        assert f"The bar says {bar.rpartition(' tokens, ')[2]}." in told
+        for pane, table in (("a", "yarn 8x"), ("b", "default 1x")):
+            facts = opened.page.locator(f"#answer-{pane} .facts").text_content() or ""
+            assert facts.startswith(table)
+            assert f"Answer {pane.upper()}, {table}:" in told
         found += "found" in (opened.page.locator("#answer-a .verdict").text_content() or "")
         lost += "lost" in (opened.page.locator("#answer-b .verdict").text_content() or "")
     assert found >= 2
