@@ -18,7 +18,7 @@ from server.settings.load import ServeSettings, load_settings
 from server.settings.named_files import chat_template_text
 from server.settings.sections import SECTIONS
 from server.startup.early_answers import EarlyAnswers
-from server.startup.gate import check_traces, key_table_of
+from server.startup.gate import check_traces, key_table_of, key_warnings
 from server.startup.hangups import Hangups
 from server.startup.listener import bound_socket, tls_context, url_of
 from server.startup.progress import LoadingProgress
@@ -45,6 +45,8 @@ def serve(**flags: Any) -> None:
             teller.use_json(_json_log(settings))
         # Errors of these files are reported before anything is imported.
         keys, tls = key_table_of(settings), tls_context(settings)
+        for warning in key_warnings(settings, stated):
+            teller.say(warning)
         chat_template_text(settings)
         check_traces(settings)
         with bound_socket(settings) as listener, _ended_by_signals():

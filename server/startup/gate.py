@@ -1,8 +1,10 @@
 """The access policy built from the settings: API keys, key file, origins and body limits."""
 
+import stat
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from server.access.keys import (
     KEY_RULE,
@@ -71,6 +73,25 @@ def key_table_of(settings: ServeSettings) -> KeyTable:
             entry.max_running, entry.max_queued, entry.max_tokens_per_minute
         )
     return KeyTable(tuple(ApiKey(name, digest_of(key)) for name, key in pairs), bounds)
+
+
+def key_warnings(settings: ServeSettings, flags: Mapping[str, Any]) -> list[str]:
+    """Return a line for each place where other users of this machine can read keys.
+
+    `flags`: the settings that were on the command line.
+    """
+    found = []
+    if "api_key" in flags:
+        found.append(
+            "warning: api_key is on the command line, which every user of this machine can read: "
+            "use api_key_file, or the variable ROPEWALK_API_KEY"
+        )
+    path = settings.api_key_file
+    if path is not None and stat.S_IMODE(path.stat().st_mode) & stat.S_IROTH:
+        found.append(
+            f"warning: api_key_file: every user of this machine can read {path}: chmod o-r"
+        )
+    return found
 
 
 def _in_file(path: Path) -> list[tuple[str, str]]:
