@@ -17,7 +17,8 @@ from tests.processes import command
 
 pytestmark = pytest.mark.alone
 
-LONG = {"prompt": [7] * 20, "max_tokens": 1800, "ignore_eos": True, "temperature": 0}
+# Random tokens, because drafts would answer repeated ones within a few probes.
+LONG = {"prompt": [7] * 20, "max_tokens": 1800, "ignore_eos": True, "temperature": 2, "seed": 1}
 ENDLESS = {"prompt": [7] * 20, "max_tokens": 2000, "ignore_eos": True, "n": 16}
 
 
