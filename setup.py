@@ -21,7 +21,7 @@ def _keep_commit(folder: Path) -> None:
     """Write the commit into a copy of the sources, or what an archive of them has kept."""
     name = _VERSION["COMMIT_FILE"]
     kept, copied = _ROOT / "server" / name, folder / "server" / name
-    commit = os.environ.get(_VARIABLE) or _VERSION["commit_of_clone"](_ROOT)
+    commit = _VERSION["commit_of_clone"](_ROOT) or os.environ.get(_VARIABLE)
     if commit:
         copied.write_text(f"{commit}\n", encoding="utf-8")
     elif not kept.is_file():

@@ -88,7 +88,8 @@ class _ToOurLog(logging.Handler):
             facts: dict[str, Any] = {"logger": record.name, "message": record.getMessage()}
             if record.exc_info is not None:
                 facts["exc_info"] = record.exc_info
-            structlog.get_logger(record.name).log(record.levelno, "library_message", **facts)
+            level = max(logging.DEBUG, min(logging.CRITICAL, record.levelno // 10 * 10))
+            structlog.get_logger(record.name).log(level, "library_message", **facts)
         except Exception:  # noqa: BLE001  # as every handler of logging does
             self.handleError(record)
 

@@ -38,7 +38,7 @@ class _Names(NamedTuple):
     mount: str
     limit: str
     used: str
-    cached: tuple[str, ...]  # lines of memory.stat: pages of files, which the system may drop
+    cached: tuple[str, ...]  # lines of memory.stat: pages that the system may drop
 
 
 _VERSION_1 = _Names(
@@ -48,7 +48,10 @@ _VERSION_1 = _Names(
     ("total_inactive_file", "total_active_file"),
 )
 _VERSION_2 = _Names(
-    "sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file")
+    "sys/fs/cgroup",
+    "memory.max",
+    "memory.current",
+    ("inactive_file", "active_file", "slab_reclaimable"),
 )
 
 

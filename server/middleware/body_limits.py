@@ -107,18 +107,23 @@ class _Arriving:
         size = len(self._small) if self.large is None else self.large.size
         self.check_size(size + len(piece))
         if self.large is None and size + len(piece) > LARGE:
-            self.large = LargeBody(self._bodies, self._limits.max_bytes)
+            try:
+                self.large = LargeBody(self._bodies, self._limits.max_bytes)
+            except OSError as error:  # a system that counts mapped memory before it is used
+                raise self._full() from error
             piece = bytes(self._small) + piece
             self._small.clear()
         if self.large is None:
             self._small += piece
         elif not self.large.append(piece):
-            raise _RefusedError(
-                503,
-                f"The bodies of all requests are more than {self._limits.max_total_bytes} bytes "
-                "(max_total_body_bytes). Send it again later.",
-                "bodies_full",
-            )
+            raise self._full()
+
+    def _full(self) -> _RefusedError:
+        told = (
+            f"The bodies of all requests are more than {self._limits.max_total_bytes} bytes "
+            "(max_total_body_bytes). Send it again later."
+        )
+        return _RefusedError(503, told, "bodies_full")
 
     async def check_shape(self) -> None:
         """Raise _RefusedError if the whole body is nested too deep or has too many values."""

@@ -10,6 +10,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.envelope import envelope
 
+# No public name server has addresses for these. A container calls its host by an `.internal` one.
+_LOCAL_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
+_LOCAL_SUFFIXES = (".localhost", ".internal")
 _MAX_SHOWN = 64  # characters of a client's host in the message
 
 
@@ -17,7 +20,7 @@ _MAX_SHOWN = 64  # characters of a client's host in the message
 class AllowedHosts:
     """The host names that requests may have in their Host header.
 
-    Addresses and localhost are always allowed. A web page can reach this server as its own origin
+    Addresses and local names are always allowed. A web page can reach this server as its own origin
     if the page's name resolves to the server's address (DNS rebinding), but then the header holds
     that name.
     """
@@ -30,7 +33,7 @@ class AllowedHosts:
         """Build it from names, of which `*.example.org` stands for the subdomains."""
         lower = [name.lower() for name in names]
         wild = tuple(name[1:] for name in lower if name.startswith("*."))
-        return cls(frozenset(lower) | {"localhost"}, (*wild, ".localhost"))
+        return cls(frozenset(lower) | _LOCAL_NAMES, (*wild, *_LOCAL_SUFFIXES))
 
     def allows(self, host: str) -> bool:
         """Return whether a Host header is allowed; its port does not matter."""

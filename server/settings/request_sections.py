@@ -112,7 +112,7 @@ class AccessSettings(Section):
     allowed_hosts: HostNames = setting(
         (),
         "Host names that requests may have in their Host header, for example llm.example.org or "
-        "*.example.org. Others get 403. Addresses and localhost are always allowed, and * allows "
+        "*.example.org. Others get 403. Addresses and local names are always allowed, and * allows "
         "any. Default: none more if host is a loopback address and there is no key, else any.",
         unit="hosts",
     )
@@ -179,7 +179,7 @@ class LimitSettings(Section):
     max_json_values: int | None = setting(
         None,
         "Most values in the lists and objects of a JSON body. Bodies with more get 400. Default: "
-        "32,768, and 4 for each token of the longest context.",
+        "131,072, and 4 for each token of the longest context.",
         unit="values",
         ge=1024,
     )

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
 
 _MAX_NAMES = 200  # each has series in the metrics
-# A body has room for schemas, biases and many short prompts, and then for the longest context: a
-# token is 4 to 12 bytes of JSON, and at most a handful of values (a message of one word has four).
+# A body has room for schemas, biases and many prompts of token ids, and then for the longest
+# context: a token is 4 to 12 bytes of JSON, and at most a handful of values (a message of one word
+# has four).
 _BODY_BYTES, _BODY_BYTES_OF_A_TOKEN = 2**20, 64
-_BODY_VALUES, _BODY_VALUES_OF_A_TOKEN = 32_768, 4
+_BODY_VALUES, _BODY_VALUES_OF_A_TOKEN = 131_072, 4
 _ALL_BODIES_BYTES = 256 * 2**20
 
 

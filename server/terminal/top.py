@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from server.terminal.connection import ClientError
 from server.terminal.quantile import quantile
 
 _WINDOW_S = 60.0
@@ -18,7 +19,9 @@ class History:
     answers: deque[tuple[float, dict[str, Any]]] = field(default_factory=deque)
 
     def add(self, now: float, stats: dict[str, Any]) -> None:
-        """Keep an answer; `now` is in seconds."""
+        """Keep an answer; `now` is in seconds. Raises ClientError if it has no times by name."""
+        if "models" not in stats[_LATENCIES[0]]:
+            raise ClientError("the server is of an earlier release, which has no times by name")
         self.answers.append((now, stats))
         while len(self.answers) > 2 and self.answers[1][0] <= now - _WINDOW_S:
             self.answers.popleft()

@@ -135,6 +135,7 @@ def test_a_chat_template_without_end_ends_with_a_sentence_and_code_2(
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.long
 def test_an_error_of_a_library_while_a_model_is_loaded_is_a_sentence() -> None:
     """The number type, the device, the reason and another setting are named.
 

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.processes import run_to_end
 from tests.server.access.log_reader import fields_of
 
 
+@pytest.mark.long
 def test_eval_logs_in_the_format_of_serve(tmp_path: Path) -> None:
     """The lines of the load stand on standard error, and none of them on standard output."""
     ended = run_to_end(
@@ -70,6 +73,7 @@ log.info("hostile", text=text, escape="\x1b]0;pwned\x07", tab="\t", none=None, f
          number=1.5, empty="", unicode="\u00e9\u2028", path="C:\\new")
 warnings.warn("of Python")
 logging.getLogger("asyncio").error("of another library")
+logging.getLogger("asyncio").log(35, "of a level of its own")
 try:
     raise ValueError("first\nsecond")
 except ValueError:
@@ -93,7 +97,7 @@ def lines_of(*arguments: str) -> list[str]:
 
 def test_logfmt_holds_any_value_in_one_line() -> None:
     """A value cannot forge a field or a line, and steers no terminal."""
-    hostile, warning, other, failed = map(fields_of, lines_of())
+    hostile, warning, other, odd, failed = map(fields_of, lines_of())
     assert list(hostile)[:3] == ["timestamp", "level", "event"]
     assert hostile["text"] == 'a "b" c\\d=e\nlevel=error event=forged'
     assert hostile["escape"] == "\\x1b]0;pwned\\x07"
@@ -103,12 +107,13 @@ def test_logfmt_holds_any_value_in_one_line() -> None:
     assert warning["logger"] == "py.warnings"
     assert "UserWarning: of Python" in warning["message"]
     assert other["message"] == "of another library"
+    assert (odd["level"], odd["message"]) == ("warning", "of a level of its own")
     assert failed["exception"].endswith("ValueError: first\nsecond")
 
 
 def test_json_holds_any_value_in_one_line() -> None:
     """Each line is an object, with the values as they are."""
-    hostile, _, other, failed = map(json.loads, lines_of("json"))
+    hostile, _, other, _, failed = map(json.loads, lines_of("json"))
     assert hostile["text"] == 'a "b" c\\d=e\nlevel=error event=forged'
     assert (hostile["escape"], hostile["tab"]) == ("\x1b]0;pwned\x07", "\t")
     assert (hostile["none"], hostile["flag"], hostile["number"]) == (None, True, 1.5)
@@ -127,4 +132,4 @@ def test_the_console_has_no_colours_in_a_file() -> None:
 def test_a_level_leaves_out_lower_ones() -> None:
     """The four levels have all, all but one, and so on."""
     found = [len(lines_of("json", level)) for level in ("debug", "info", "warning", "error")]
-    assert found == [5, 4, 3, 2]
+    assert found == [6, 5, 4, 2]

@@ -62,19 +62,19 @@ def _chat(before: str, part: str, count: int, after: str) -> bytes:
     return request(body.encode(), "/v1/chat/completions")
 
 
-# Just below 40,960 values, or 1,179,648 bytes: the limits of a context of 2,048 tokens.
+# Just below 139,264 values, or 1,179,648 bytes: the limits of a context of 2,048 tokens.
 COSTLY: dict[str, Callable[[], bytes]] = {
-    "lists": lambda: _completion("[]", 40_000),
+    "lists": lambda: _completion("[]", 138_000),
     "parts": lambda: _chat(
         '{"messages": [{"role": "user", "content": [',
         '{"type": "text", "text": "a"}',
-        13_000,
+        38_000,
         "]}]}",
     ),
-    "messages": lambda: _chat('{"messages": [', '{"role": "user", "content": "a"}', 13_000, "]}"),
+    "messages": lambda: _chat('{"messages": [', '{"role": "user", "content": "a"}', 33_000, "]}"),
     "keys": lambda: request(
         b'{"prompt": "a", "logit_bias": {%b}}'
-        % b",".join(b'"%07d": 1' % each for each in range(40_000))
+        % b",".join(b'"%07d": 1' % each for each in range(80_000))
     ),
     "chunks": lambda: _CHUNKED + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n",
 }

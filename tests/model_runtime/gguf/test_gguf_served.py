@@ -83,6 +83,7 @@ def expected_texts(encode: Encode) -> list[str]:
     return texts
 
 
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_a_served_file_writes_what_transformers_writes_with_its_weights(
     name: str, tmp_path: Path

@@ -64,6 +64,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_a_model_is_loaded_and_answers_where_numba_does_not_load() -> None:
     """The whole path of a GPU, from the checkpoint to two tokens of an answer."""
     pytest.importorskip("triton", reason="triton is for Linux on x86-64")

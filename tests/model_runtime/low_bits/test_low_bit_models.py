@@ -292,6 +292,7 @@ def test_a_row_outside_the_embedding_is_an_error(token_id: int) -> None:
         gathered(writer.panels, np.array([3, token_id]), torch.float32)
 
 
+@pytest.mark.long
 def test_a_model_of_floats_does_not_import_the_kernels_of_few_bits() -> None:
     """A load and a product, in a new interpreter."""
     code = (

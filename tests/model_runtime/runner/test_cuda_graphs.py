@@ -47,7 +47,7 @@ def profiles_of(deployment: Deployment) -> list[Profile]:
     return [tier.profile for tier in deployment.own_tiers]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
     "checkpoint", [("llama", 1), ("gemma2", 2)], ids=("whole", "windows"), indirect=True
 )

@@ -67,6 +67,7 @@ def test_chunks_and_decodes_equal_a_whole_prompt_on_a_cpu(
         torch.testing.assert_close(got, reference, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_replayed_steps_read_by_the_methods_of_their_tables(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

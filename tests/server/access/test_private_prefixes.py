@@ -79,6 +79,7 @@ def test_the_answers_are_the_same(private: Server) -> None:
     assert len(texts) == 1
 
 
+@pytest.mark.long
 def test_a_setting_shares_prefixes_among_all_names(key_file: Path) -> None:
     """Then a common prefix is computed once. Salts still keep requests apart."""
     flags = ("--api-key-file", str(key_file), "--share-prefixes")

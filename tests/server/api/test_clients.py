@@ -127,6 +127,7 @@ def test_langchain_binds_tools_and_reads_structured_output(server: Server) -> No
     assert isinstance(found, Colour)
 
 
+@pytest.mark.long
 @without_replicas
 def test_lm_evaluation_harness_scores_as_transformers_does(server: Server, tmp_path: Path) -> None:
     """The harness tokenises through the server, and its `hf` model is the reference.

@@ -60,7 +60,10 @@ def test_chunks_without_a_length_are_read(server: Server) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["localhost:8000", "LOCALHOST", "ropewalk.localhost", "127.0.0.1:8000", "10.1.2.3", "[::1]:80"],
+    [
+        *("localhost:8000", "LOCALHOST", "ropewalk.localhost", "127.0.0.1:8000", "10.1.2.3"),
+        *("[::1]:80", "host.docker.internal:8000", "localhost.localdomain", "ip6-localhost"),
+    ],
 )
 def test_addresses_and_localhost_are_answered_on_loopback(server: Server, host: str) -> None:
     """No page of another site can have them as its origin."""

@@ -3,9 +3,12 @@
 import random
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 
+from server.terminal.connection import ClientError
 from server.terminal.quantile import quantile
 from server.terminal.top import History
 from tests.docker.real_prometheus import tool
@@ -58,7 +61,7 @@ def test_no_observation_has_no_quantile() -> None:
     assert quantile(0.5, BOUNDS, [0, 0, 0, 0, 0, 3]) == 10.0
 
 
-def _stats(count: int, *models: str) -> dict[str, object]:
+def _stats(count: int, *models: str) -> dict[str, Any]:
     counts = [[0, 0, count, count, count, count], [0] * 6]
     latency = {"bounds": BOUNDS, "models": {name: {"counts": counts} for name in models}}
     return {
@@ -99,3 +102,11 @@ def test_several_deployments_have_rows_of_their_own() -> None:
     ]
     (row,) = history.table(since_start=False)[3:]
     assert row.split()[:3] == ["<=", "16", "5"]
+
+
+def test_a_server_of_an_earlier_release_is_a_sentence() -> None:
+    """Its /stats has the totals only."""
+    stats = _stats(5, "m")
+    del stats["time_to_first_token_seconds"]["models"]
+    with pytest.raises(ClientError, match="earlier release"):
+        History().add(0.0, stats)
