@@ -134,8 +134,7 @@ class ModelConfig:
         On a CPU each linear is packed. A tied head shares its weight with the embedding, which
         looks up rows and keeps the original, so the head's packed weight is a copy.
         """
-        packs_linears = self.device.type == "cpu"
-        if not (packs_linears and self._text_config.tie_word_embeddings):
+        if self.device.type != "cpu" or not self._text_config.tie_word_embeddings:
             return 0
         return self._number("vocab_size") * self._number("hidden_size") * self.dtype.itemsize
 
@@ -168,9 +167,8 @@ class ModelConfig:
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that transformers loads: a single one, or those that the index names.
 
-    Other files in the folder are ignored.
-
-    Raises ModelError for an index that cannot be read or names a missing file.
+    Other files in the folder are ignored. Raises ModelError for an index that cannot be read or
+    names a missing file.
     """
     index, single = folder / INDEX, folder / SINGLE
     if single.is_file() or not index.is_file():
@@ -195,6 +193,15 @@ def weight_map_files(index: Path) -> list[str]:
     if not all(isinstance(each, str) and 0 < len(each) <= _LONGEST_NAME for each in names):
         raise ValueError(f"{index} has no weight_map of names")
     return sorted(names)
+
+
+def _check_index(folder: Path) -> None:
+    """Raise ModelError for an index of weights in which transformers would find no metadata."""
+    index = folder / INDEX
+    if index.is_file() and not (folder / SINGLE).is_file():
+        found = (read_object(index) or {}).get("metadata")
+        if not isinstance(found, dict):
+            raise ModelError(f"{index}: metadata must be an object, such as {{}}, got {found!r}")
 
 
 def read_outline(
@@ -267,6 +274,7 @@ def _take_scheme(config: Any, source: str | Path, *, has_weights: bool) -> Schem
     stated = getattr(config, "quantization_config", None)
     if stated is None:
         if has_weights:
+            _check_index(Path(source))
             refuse_unstated(weight_files(Path(source)))
         return None
     del config.quantization_config

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -81,7 +80,7 @@ class Follower:
         device = torch.device(values["device"])
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._group = Group(values["rank"], values["size"], Path(values["store"]), device)
+        self._group = Group(values["rank"], values["size"], values["store"], device)
 
     def _load(self, values: Any) -> None:
         self._runner = self._checkpoint = None  # the memory of another model

@@ -27,8 +27,9 @@ _log = structlog.get_logger(__name__)
 class Followers:
     """Rank 0's view of the other processes. `send` is called by one thread at a time."""
 
-    def __init__(self, size: int) -> None:
-        """Start `size` - 1 processes. Raises OSError."""
+    def __init__(self, size: int, store: int) -> None:
+        """Start `size` - 1 processes, which inherit the file `store`. Raises OSError."""
+        self._store = store
         self.fault: str | None = None  # why the first follower ended
         self._links: dict[Link, int] = {}  # -> rank
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -118,7 +119,7 @@ class Followers:
                     *command_of("model_runtime.parallel.follower"),
                     *(str(theirs.fileno()), str(os.getpid())),
                 ],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), self._store],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
             )

@@ -10,7 +10,6 @@ Shapes: R = rows, W = numbers of a row on one rank, N = ranks.
 import os
 import socket
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ class RanksApartError(RopewalkError):
 class Group:
     """The ranks of one model; a process is in one group at a time."""
 
-    def __init__(self, rank: int, size: int, store: Path, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int, store: str, device: torch.device) -> None:
         """Meet the other ranks over the file `store`. Raises RuntimeError if one is missing.
 
         The connections are on the loopback interface. On GPUs the exchange is NCCL's, elsewhere
@@ -43,7 +42,7 @@ class Group:
         is_on_gpu = device.type == "cuda"
         dist.init_process_group(
             "nccl" if is_on_gpu else "gloo",
-            store=dist.FileStore(str(store), size),  # type: ignore[attr-defined]
+            store=dist.FileStore(store, size),  # type: ignore[attr-defined]
             rank=rank,
             world_size=size,
             timeout=_PATIENCE,

@@ -1,10 +1,10 @@
 """Tensor parallelism in the serving process: start the followers, and load the model with them."""
 
-import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -31,7 +31,7 @@ class Ranks:
         self.followers: Followers | None = None
         self._group: Group | None = None
         self._division: ColumnDivision | None = None
-        self._folder: Path | None = None
+        self._store: IO[bytes] | None = None
 
     def load(
         self,
@@ -98,24 +98,35 @@ class Ranks:
             self.followers.close()
         if self._group is not None:
             self._group.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self.followers = self._group = self._folder = None
+        if self._store is not None:
+            self._store.close()
+        self.followers = self._group = self._store = None
 
     def _start(self, device: torch.device) -> None:
         num_threads = torch.get_num_threads()
-        self._folder = Path(tempfile.mkdtemp(prefix="ropewalk-"))
-        store = self._folder / "ranks"
+        self._store, path = _meeting_file()
         try:
-            self.followers = Followers(self.size)
+            self.followers = Followers(self.size, self._store.fileno())
         except OSError as error:
             raise ModelError(f"tensor_parallel_size {self.size}: {error}") from error
         for rank, send in enumerate(self.followers.senders(), start=1):
-            joined = {"rank": rank, "size": self.size, "store": str(store)}
+            joined = {"rank": rank, "size": self.size, "store": path}
             where = {"device": device_of(device, rank), "num_threads": num_threads}
             send(Kind.JOIN, json_bytes({**joined, **where}))
         own = torch.device(device_of(device, 0))
-        self._group = Group(0, self.size, store, own)
+        self._group = Group(0, self.size, path, own)
+
+
+def _meeting_file() -> tuple[IO[bytes], str]:
+    """Return an empty file, and its path in each process that inherits the descriptor.
+
+    On Linux the file is in no folder. The system removes it with the last rank, whatever ends that.
+    """
+    if sys.platform == "linux":
+        file = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
+        return file, f"/proc/self/fd/{file.fileno()}"
+    named = tempfile.NamedTemporaryFile(prefix="ropewalk-")  # noqa: SIM115  # removed when closed
+    return named, named.name
 
 
 def _is_of_others(error: BaseException | None) -> bool:

@@ -118,7 +118,7 @@ def test_only_the_files_that_are_loaded_count(tmp_path: Path) -> None:
     assert read_model_config(folder).num_weight_bytes() == expected
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     index = folder / "model.safetensors.index.json"
-    index.write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    index.write_text('{"metadata": {}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}')
     assert read_model_config(folder).num_weight_bytes() == expected
     index.write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
     with pytest.raises(ModelError, match=r"has no model-00002-of-00002\.safetensors, which its"):

@@ -116,6 +116,21 @@ def test_an_index_names_files(model: Path, tmp_path: Path, names: Any) -> None:
     assert refusal(model, tmp_path).endswith(f"{INDEX} is no index of weights")
 
 
+@pytest.mark.parametrize(
+    ("rest", "got"), [({}, "None"), ({"metadata": None}, "None"), ({"metadata": [3]}, "[3]")]
+)
+def test_an_index_has_metadata(model: Path, tmp_path: Path, rest: dict[str, Any], got: str) -> None:
+    """Without it, transformers raised a KeyError after the imports."""
+    (model / SINGLE).rename(model / "part.safetensors")
+    index = {"weight_map": {"lm_head.weight": "part.safetensors"}}
+    (model / INDEX).write_text(json.dumps(index | rest))
+    told = refusal(model, tmp_path)
+    assert f"{INDEX}: metadata must be an object, such as {{}}, got {got}" in told
+    output, last = run("serve", str(model), "--port", "0", "--device", "cpu")
+    assert last == "code 2 imported []"
+    assert told in output.splitlines()
+
+
 def test_text_of_a_file_is_printed_escaped(model: Path, tmp_path: Path) -> None:
     """A name could else change the title of the terminal, or hide what was said."""
     evil = "\x1b]0;pwned\x07\u202e"

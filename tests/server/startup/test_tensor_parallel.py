@@ -51,8 +51,27 @@ def answers(url: str) -> list[Any]:
         return list(pool.map(ask, REQUESTS))
 
 
-def test_two_ranks_answer_as_one_and_end_together(server: Server, tmp_path: Path) -> None:
-    """Seeded answers are the same; a lost follower ends the process, also while rank 0 waits."""
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of temporary files of the processes that a test starts."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def kept(temporary: Path) -> list[str]:
+    """The names of our own temporary files and folders."""
+    return [each.name for each in temporary.glob("ropewalk-*")]
+
+
+def test_two_ranks_answer_as_one_and_end_together(
+    server: Server, tmp_path: Path, temporary: Path
+) -> None:
+    """Seeded answers are the same; a lost follower ends the process, also while rank 0 waits.
+
+    Nothing lies in a folder meanwhile, so `kill -9` leaves nothing behind.
+    """
     with process(tmp_path, *RANKS) as started:
         started.wait_for("listening on")
         banner = started.wait_for(r"tensor parallel +2 ranks, (.*); a rank holds")[1]
@@ -61,6 +80,7 @@ def test_two_ranks_answer_as_one_and_end_together(server: Server, tmp_path: Path
             assert found == expected
         else:
             assert banner == "within rounding"
+        assert not kept(temporary)
         (follower,) = children_of(started.process.pid, _FOLLOWER)
         lines: list[str] = []
         reading = stream(started.url, ENDLESS, lines)
@@ -73,11 +93,12 @@ def test_two_ranks_answer_as_one_and_end_together(server: Server, tmp_path: Path
         assert lines[-1] == "data: [DONE]"
         assert "The request failed: the engine stopped." in lines[-2]
         assert "engine_died" in started.log()
+        assert not kept(temporary)
 
 
 @pytest.mark.long
-def test_followers_end_with_the_first_rank(tmp_path: Path) -> None:
-    """A killed server leaves no process behind, although its followers were in a step."""
+def test_followers_end_with_the_first_rank(tmp_path: Path, temporary: Path) -> None:
+    """A killed server leaves no process or file behind, although its followers were in a step."""
     with process(tmp_path, *RANKS) as started:
         started.wait_for("listening on")
         followers = children_of(started.process.pid, _FOLLOWER)
@@ -87,6 +108,7 @@ def test_followers_end_with_the_first_rank(tmp_path: Path) -> None:
         wait_until_streaming(lines)
         started.process.kill()
         wait_until_gone(followers, _MOST_S)
+        assert not kept(temporary)
         reading.join(10)
 
 
