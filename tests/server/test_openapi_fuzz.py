@@ -97,6 +97,7 @@ def coverage(operation: Any, session: requests.Session) -> Counter[int]:
     return statuses
 
 
+@pytest.mark.long
 @pytest.mark.timeout(0 if NUM_CASES > 5000 else 300)
 def test_routes_answer_as_the_document_describes(attacked: Server) -> None:
     """Systematic cases come first, then random ones, valid and invalid.

@@ -119,7 +119,7 @@ def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
         assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_on_a_signal_running_requests_finish_and_new_ones_are_refused(
     tmp_path: Path, sig: signal.Signals
