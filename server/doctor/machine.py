@@ -7,6 +7,7 @@ from pathlib import Path
 
 from model_runtime.size_text import size_text
 from server.doctor.finding import Finding
+from server.kernel_folders import kernel_folders, writer_of
 from server.settings.load import ServeSettings, SettingsError
 from server.startup.listener import bound_socket
 from server.wording import counted
@@ -41,7 +42,7 @@ def _num_cores() -> int:
 
 
 def check_kernel_cache() -> Finding:
-    """Check that compiled kernels outlive the process."""
+    """Check that compiled kernels outlive the process, and that only this user can write them."""
     import numba  # noqa: PLC0415
 
     from model_runtime.cpu_kernels.jit import KeptCode, fingerprint  # noqa: PLC0415
@@ -70,25 +71,15 @@ def check_kernel_cache() -> Finding:
             f"NUMBA_CACHE_DIR {wanted} cannot be written, {folder} is used",
             "set NUMBA_CACHE_DIR to a folder that can be written",
         )
-    num_kept = sum(1 for each in _kept_folders(folder) for _ in each.glob("*.nbc"))
+    folders = kernel_folders()
+    writer = next(filter(None, map(writer_of, folders)), None)
+    if writer is not None:
+        return Finding("fail", "kernel cache", writer.text, writer.action)
+    num_kept = sum(1 for each in folders for _ in each.glob("*.nbc"))
     state = "empty, the first start compiles"
     if num_kept:
         state = f"{counted(num_kept, 'kernel')} compiled"
     return Finding("ok", "kernel cache", f"{folder}, {state}")
-
-
-def _kept_folders(own: Path) -> list[Path]:
-    """Return the folders of compiled kernels, one for each folder of sources.
-
-    `own` is that of the kernels beside the compiler. Others are below it, or beside it under
-    NUMBA_CACHE_DIR, where numba names a folder after that of its sources.
-    """
-    from model_runtime.cpu_kernels.jit import SOURCES  # noqa: PLC0415
-
-    sources = {path.parent for path in SOURCES}
-    if own.name == "__pycache__":
-        return [each / own.name for each in sources]
-    return [found for each in sources for found in own.parent.glob(f"{each.name}_*")]
 
 
 def check_memory() -> Finding:

@@ -17,6 +17,7 @@ from model_runtime.loading.low_bits.sizes import refuse_int8
 from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.loading.phases import OnPhase, no_phases
 from rope import NativeRope
+from server.kernel_folders import refuse_shared_kernels
 from server.settings.load import ServeSettings
 
 if TYPE_CHECKING:
@@ -70,8 +71,10 @@ def load_model(
     """Download a hub id, set torch's threads, then load and check the model.
 
     `on_native` gets the config's rotary tables before any weight is read. `ranks`: the processes
-    that hold the model together, if it is more than this one. Raises ModelError.
+    that hold the model together, if it is more than this one. Raises ModelError, or SettingsError
+    for a folder of compiled kernels that other users can write.
     """
+    refuse_shared_kernels()
     if ranks is not None and settings.weights == "int8":
         refuse_int8("cpu", is_divided=True)
     source = find_model(settings, weights=True, on_phase=on_phase, on_bytes=on_bytes).folder
