@@ -15,6 +15,8 @@ import pytest
 
 _MARK = "TESTS_OF_RUN"
 _FOLDER = "TESTS_FOLDER"
+# pytest keeps the folders of its tests, and Ray the logs of its clusters.
+_OTHERS = ("pytest-of-", "ray")
 _ENDING_S = 10.0  # a process that was told to end may need so long on a loaded machine
 
 
@@ -55,9 +57,9 @@ def _remaining() -> list[str]:
 
 
 def _files() -> list[str]:
-    """Return what is left in the folder of the run, besides pytest's own, and remove it."""
+    """Return what is left in the folder of the run, besides others' own, and remove it."""
     folder = Path(os.environ[_FOLDER])
-    left = sorted(each.name for each in folder.iterdir() if not each.name.startswith("pytest-of-"))
+    left = sorted(each.name for each in folder.iterdir() if not each.name.startswith(_OTHERS))
     shutil.rmtree(folder, ignore_errors=True)
     return [f"in the temporary folder: {each}" for each in left]
 
