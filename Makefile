@@ -61,7 +61,7 @@ test-real: setup  ## real checkpoints, one of the parts of `make test-full`
 test-ray: setup  ## replicas on a real Ray cluster, and files of the API's tests against two of them
 	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[dev,ray]'
 	OMP_NUM_THREADS=1 $(PYTEST) --durations=10 tests/server/ray
-	TEST_REPLICAS=2 OMP_NUM_THREADS=1 $(PYTEST) -m "not alone and not real" tests/server/api
+	TEST_REPLICAS=2 OMP_NUM_THREADS=1 $(PYTEST) -m "not alone and not real and not long" tests/server/api
 
 # CONTRIBUTING.md says what it needs, and what was seen.
 test-arm: setup  ## the kernels, the self-check and one completion on an aarch64 that qemu plays
