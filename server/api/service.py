@@ -133,7 +133,12 @@ class Service:
 
     def _word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each word at the start of a text and after a space."""
-        spelt = (each for word in words for each in (word.lstrip(), f" {word.lstrip()}"))
+        # A word of whitespace is itself: " " and "\n" are different words.
+        spelt = (
+            each
+            for word in words
+            for each in ((word.lstrip(), f" {word.lstrip()}") if word.strip() else (word,))
+        )
         encode = partial(self.tokenizer.encode, add_special_tokens=False, param="bad_words")
         return tuple(dict.fromkeys(ids for each in spelt if (ids := tuple(encode(each)))))
 

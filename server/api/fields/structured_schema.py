@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from model_runtime.text.grammar import ANY_OBJECT
 from model_runtime.text.text_rules import choice_rule, regex_rule
 from model_runtime.text.whitespace import ANY, NONE, checked_whitespace
-from server.api.strict_body import Body, FirstMistakes
+from server.api.strict_body import MAX_DEPTH, Body, FirstMistakes, is_too_deep
 
 
 class JsonSchemaField(Body):
@@ -49,8 +49,13 @@ def _parsed_schema(value: Any) -> Any:
         return value
     try:
         schema = json.loads(value)
-    except (ValueError, RecursionError) as error:
+        is_deep = isinstance(schema, dict) and is_too_deep(schema)
+    except RecursionError:
+        is_deep = True
+    except ValueError as error:
         raise ValueError("must be a JSON schema, as an object or as text") from error
+    if is_deep:
+        raise ValueError(f"must be a JSON schema, nested at most {MAX_DEPTH} deep")
     if not isinstance(schema, dict):
         raise ValueError("must be a JSON schema, as an object or as text")  # noqa: TRY004  # pydantic reports a ValueError
     return schema

@@ -154,6 +154,17 @@ def test_a_bad_word_of_one_token_is_the_token_that_a_bias_bars(server: Server, r
     assert text_of(found) == text_of(biased) != text_of(plain)
 
 
+def test_a_bad_word_of_whitespace_is_itself(server: Server) -> None:
+    """The answers equal those with a logit_bias, which differ for a line break and a space."""
+    answers = []
+    for blank in ("\n", " "):
+        (token,) = tokens(server, blank)
+        answers.append(text_of(post(server, "completions", bad_words=[blank])[0]))
+        biased = post(server, "completions", logit_bias={str(token): -100})[0]
+        assert answers[-1] == text_of(biased)
+    assert answers[0] != answers[1]
+
+
 @BOTH
 def test_a_bad_word_of_several_tokens_is_left_out(server: Server, route: str) -> None:
     """The answer is the same up to the token that would complete the word, and others may come."""
