@@ -37,6 +37,17 @@ def said(*messages: Any) -> Any:
     [
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type", "must be function; custom"),
         ({"tools": [function(name="a b")]}, "tools.0.function.name", "must match the pattern"),
+        ({"tools": [F], "guided_regex": "("}, "guided_regex", "`guided_regex`: "),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs",
+            "must have one form at most. Given: 2",
+        ),
+        (
+            {"guided_json": {}, "ignore_eos": True},
+            "ignore_eos",
+            "cannot be true together with `guided_json`",
+        ),
         ({"tools": [F, F]}, "tools", "must have each name once. Given twice: 'f'"),
         ({"tools": [F] * 129}, "tools", "must have at most 128 items. Given: 129"),
         ({"tools": [function(color=1)]}, "tools.0.function.color", "is not a field"),
