@@ -12,6 +12,12 @@ from model_runtime.request import SamplingParams
 BARRED = -1e4
 
 
+def spellings(word: str) -> tuple[str, ...]:
+    """Return a word at the start of a text and after a space; one of whitespace is itself."""
+    start = word.lstrip()
+    return (start, f" {start}") if start else (word,)
+
+
 def single_tokens(params: SamplingParams) -> tuple[int, ...]:
     """Return the words of one token, which are barred at every step."""
     return tuple(word[0] for word in params.bad_words if len(word) == 1)

@@ -5,6 +5,7 @@ does not wait for a long one. A quarter of the budget is reserved for the oldest
 priority, so the longest prompt completes.
 """
 
+from model_runtime.cache.prefix_cache import Key
 from model_runtime.scheduling.sequence import Sequence
 from model_runtime.scheduling.step_builder import StepBuilder
 from model_runtime.scheduling.step_plan import Chunk
@@ -19,19 +20,31 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
     """
     queues, pages = step.queues, step.pages
     are_all_ready = True  # no sequence waits for a page that another one computes
-    in_flight = {key for each in queues.running for key in pages.keys_in_flight(each)}
+    # Pages in computation, and the earliest priority that computes each. A sequence of an earlier
+    # one does not wait, because prompts between the two could keep such a page waiting without end.
+    in_flight: dict[Key | None, int] = {}
+
+    def note(running: Sequence) -> None:
+        priority = running.request.priority
+        for key in pages.keys_in_flight(running):
+            in_flight[key] = min(priority, in_flight.get(key, priority))
+
+    for each in queues.running:
+        note(each)
     for sequence in list(queues.waiting):
         if len(queues.running) >= max_num_seqs:
             return are_all_ready
-        if sequence.waits_for in in_flight:
+        priority = sequence.request.priority
+        if in_flight.get(sequence.waits_for, priority + 1) <= priority:
             are_all_ready = False
             continue
         step.change_tier(sequence)  # if it was preempted just before
         keys = pages.reusable_keys(sequence)
         found = pages.index.match(keys)
-        if len(found) < len(keys) and keys[len(found)] in in_flight:
+        missing = keys[len(found)] if len(found) < len(keys) else None
+        if in_flight.get(missing, priority + 1) <= priority:
             # Another sequence computes this page. The sequence starts when the page can be shared.
-            sequence.waits_for = keys[len(found)]
+            sequence.waits_for = missing
             are_all_ready = False
             continue
         num_new = pages.num_to_hold(sequence) - len(found)
@@ -41,7 +54,7 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
             return are_all_ready  # no later sequence starts before the first that does not fit
         queues.start(sequence)
         pages.reuse_prefix(sequence)
-        in_flight |= set(pages.keys_in_flight(sequence))
+        note(sequence)
     return False
 
 

@@ -1,8 +1,8 @@
 """The processes that compile and render chat templates, for the server's side.
 
 A process is kept warm, because starting one takes 60 ms and a rendering a fraction of one. If all
-are at work, another one is started, up to a number. A template that exceeds its limits costs the
-chat that met it and nobody else: its process ends, and a new one takes its place.
+are at work for a while, another one is started, up to a number. A template that exceeds its limits
+costs the chat that met it and nobody else: its process ends, and a new one takes its place.
 """
 
 import atexit
@@ -35,6 +35,8 @@ from model_runtime.text.template_process import (
 DEFAULT_SECONDS = 2.0  # of processor time; an ordinary chat takes less than a thousandth of it
 _NUM_PROCESSES = 8  # at once; further chats wait
 _NUM_WARM = 2  # kept when there is nothing to do, about 20 MiB each
+# For an idle process before another one is started. Starting one takes longer than most renderings.
+_PATIENCE_S = 0.05
 _END_S = 2.0  # for a process that has closed its end
 _SLOWEST = 10  # seconds of the clock for one of processor time, on a machine with much else to do
 
@@ -158,7 +160,8 @@ class TemplateProcesses:
 
     def __init__(self) -> None:
         self._idle: list[_TemplateProcess] = []  # the last is the one that was used last
-        self._lock = threading.Lock()  # guards the list
+        self._num_taken = 0
+        self._changed = threading.Condition()  # guards both; told of each that is put back
         # Threads of their own: those that wait for a template must not keep others from tokenising.
         self._threads = ThreadPoolExecutor(_NUM_PROCESSES, "template")
 
@@ -186,34 +189,48 @@ class TemplateProcesses:
 
     def close(self) -> None:
         """End the processes that have nothing to do."""
-        with self._lock:
+        with self._changed:
             idle, self._idle = self._idle, []
         for process in idle:
             process.end()
 
     def _taken(self) -> _TemplateProcess:
-        while True:
-            with self._lock:
-                process = self._idle.pop() if self._idle else None
-            if process is None:
-                return _started()
-            if process.is_alive:
-                return process
-            process.end()
+        """Return an idle process, or a new one. Raises TemplateProblemError."""
+        with self._changed:
+            if self._num_taken:
+                self._changed.wait_for(lambda: self._idle or not self._num_taken, _PATIENCE_S)
+            process = self._idle.pop() if self._idle else None
+            self._num_taken += 1
+        try:
+            if process is not None and not process.is_alive:
+                process.end()
+                process = None
+            return process or _started()
+        except BaseException:
+            self._give_back(None)
+            raise
 
     def _put(self, process: _TemplateProcess) -> None:
         """Keep a process warm, or a new one in the place of one that is over."""
+        kept: _TemplateProcess | None = process
         if not process.is_alive:
             process.end()
             try:
-                process = _started()
+                kept = _started()
             except TemplateProblemError:
-                return  # the next chat tries again
-        with self._lock:
-            if len(self._idle) < _NUM_WARM:
+                kept = None  # the next chat tries again
+        self._give_back(kept)
+
+    def _give_back(self, process: _TemplateProcess | None) -> None:
+        """Let another thread go on, with this process if there is one."""
+        with self._changed:
+            self._num_taken -= 1
+            is_kept = process is not None and len(self._idle) < _NUM_WARM
+            if process is not None and is_kept:
                 self._idle.append(process)
-                return
-        process.end()
+            self._changed.notify()
+        if process is not None and not is_kept:
+            process.end()
 
 
 def _started() -> _TemplateProcess:

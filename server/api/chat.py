@@ -23,7 +23,7 @@ from server.api.generation_schema import CompletionTokensDetails, PromptProgress
 from server.api.json_body import JsonBodyRoute
 from server.api.output_queue import Submission
 from server.api.service import Service
-from server.api.tools.chat_turn import ChatTurn, ToolSchemaError, check_variables, prepare
+from server.api.tools.chat_turn import ChatTurn, ToolSchemaError, checked_variables, prepare
 from server.api.tools.choice_reader import (
     ChoiceReader,
     NumberedCall,
@@ -73,14 +73,12 @@ def chat_router(service: Service) -> APIRouter:
 
 def _turn(service: Service, body: ChatRequest) -> ChatTurn:
     """Return what a body asks of the model. Raises RequestError."""
-    variables = body.chat_template_kwargs or {}
-    check_variables(service, variables)
     return ChatTurn(
         messages=[message.for_template() for message in body.messages],
         opens_answer=body.opens_answer,
         continue_final_message=bool(body.continue_final_message),
         add_special_tokens=bool(body.add_special_tokens),
-        variables=variables,
+        variables=checked_variables(service, body.chat_template_kwargs),
         reasoning_effort=body.reasoning_effort,
         tools=[tool.tool() for tool in body.tools or ()],
         choice=call_choice(body.tool_choice),

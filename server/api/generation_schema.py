@@ -135,7 +135,8 @@ class GenerationRequest(AnswerFields):
         yield from super().conflicts()
         asked = self.asked_answer
         if self.ignore_eos and asked is not None:
-            what = "a `response_format` of JSON" if asked.schema is not None else f"`{asked.field}`"
+            is_format = asked.field == "response_format"
+            what = "a `response_format` of JSON" if is_format else f"`{asked.field}`"
             yield "ignore_eos", f"cannot be true together with {what}"
 
     @property
@@ -150,10 +151,11 @@ class GenerationRequest(AnswerFields):
 
     def own_name(self, param: str | None) -> str | None:
         """Return this body's name of a field, which the runtime calls by one name in all bodies."""
+        asked = self.asked_answer
         own_names = {
             "prompt": self.prompt_field,
             "max_tokens": self.max_tokens_field,
-            "response_format": self.schema_field,
+            "response_format": self.schema_field if asked is None else asked.field,
         }
         return own_names.get(param or "", param)
 

@@ -21,7 +21,7 @@ from server.api.model_schema import (
     TokenizerInfo,
 )
 from server.api.service import Service
-from server.api.tools.chat_turn import ChatTurn, check_variables, prompt_ids, render
+from server.api.tools.chat_turn import ChatTurn, checked_variables, prompt_ids, render
 from server.api.tools.tool_schema import call_choice
 
 
@@ -31,15 +31,13 @@ async def tokens_of(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
     if body.messages is None:
         assert body.prompt is not None, "checked by the schema"
         return await service.tokenize(body.prompt, add_special_tokens=asked is not False)
-    variables = body.chat_template_kwargs or {}
-    check_variables(service, variables)
     turn = ChatTurn(
         messages=[message.for_template() for message in body.messages],
         opens_answer=body.opens_answer,
         continue_final_message=bool(body.continue_final_message),
         reasoning_effort=body.reasoning_effort,
         add_special_tokens=bool(asked),
-        variables=variables,
+        variables=checked_variables(service, body.chat_template_kwargs),
         tools=[tool.tool() for tool in body.tools or ()],
         choice=call_choice(body.tool_choice),
     )

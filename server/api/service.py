@@ -22,7 +22,7 @@ from model_runtime.engine.admission import Places
 from model_runtime.engine.client import EngineClient
 from model_runtime.errors import RequestError, RopewalkError, UnknownModelError
 from model_runtime.request import Request, SamplingParams
-from model_runtime.runner.bad_words import BARRED
+from model_runtime.runner.bad_words import BARRED, spellings
 from model_runtime.text.chat_template import ChatTemplate
 from model_runtime.text.grammar import Grammar, GrammarCompiler, Lark
 from model_runtime.text.text_rules import grammar_of_rule
@@ -133,7 +133,7 @@ class Service:
 
     def _word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each word at the start of a text and after a space."""
-        spelt = (each for word in words for each in (word.lstrip(), f" {word.lstrip()}"))
+        spelt = (each for word in words for each in spellings(word))
         encode = partial(self.tokenizer.encode, add_special_tokens=False, param="bad_words")
         return tuple(dict.fromkeys(ids for each in spelt if (ids := tuple(encode(each)))))
 

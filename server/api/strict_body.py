@@ -28,6 +28,7 @@ from server.wording import did_you_mean
 _MAX_NAMES = 10
 _MAX_NAME = 64  # characters of an unknown field's name in the error message
 _OTHER_KIND = "other_kind"
+MAX_DEPTH = 64  # of JSON inside a text, as by default of a body
 
 
 def unusable(param: str, problem: str) -> PydanticCustomError:
@@ -46,6 +47,21 @@ def given(value: Any) -> str:
     return f". Given: {json.dumps(value)}"
 
 
+def is_too_deep(value: Any) -> bool:
+    """Return whether a JSON value is nested more than MAX_DEPTH deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
 def other_kind(param: str, problem: str) -> PydanticCustomError:
     """Build an error of an object of another kind, whose other fields are then not looked at."""
     return _of_field(_OTHER_KIND, param, problem)
@@ -54,9 +70,10 @@ def other_kind(param: str, problem: str) -> PydanticCustomError:
 def only_type(value: Any, served: str, others: str) -> Any:
     """Refuse other types before a field that only they have is reported as unknown.
 
-    A missing type passes. Raises PydanticCustomError with `others`, words for what is refused.
+    A missing type passes, and so does null. Raises PydanticCustomError with `others`, words for
+    what is refused.
     """
-    if isinstance(value, dict) and value.get("type", served) != served:
+    if isinstance(value, dict) and value.get("type") not in (None, served):
         told = f"must be {served}; {others} are not supported"
         raise other_kind("type", told + given(value.get("type")))
     return value

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -10,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from model_runtime.text.grammar import ANY_OBJECT
 from model_runtime.text.text_rules import choice_rule, regex_rule
 from model_runtime.text.whitespace import ANY, NONE, checked_whitespace
-from server.api.strict_body import Body, FirstMistakes
+from server.api.strict_body import MAX_DEPTH, Body, FirstMistakes, is_too_deep
 
 
 class JsonSchemaField(Body):
@@ -49,8 +50,13 @@ def _parsed_schema(value: Any) -> Any:
         return value
     try:
         schema = json.loads(value)
-    except (ValueError, RecursionError) as error:
+        is_deep = isinstance(schema, dict) and is_too_deep(schema)
+    except RecursionError:
+        is_deep = True
+    except ValueError as error:
         raise ValueError("must be a JSON schema, as an object or as text") from error
+    if is_deep:
+        raise ValueError(f"must be a JSON schema, nested at most {MAX_DEPTH} deep")
     if not isinstance(schema, dict):
         raise ValueError("must be a JSON schema, as an object or as text")  # noqa: TRY004  # pydantic reports a ValueError
     return schema
@@ -112,6 +118,9 @@ class StructuredOutputs(Body):
         return NONE if self.disable_any_whitespace else ANY
 
 
+_NO_OUTPUTS = StructuredOutputs()
+
+
 class AnswerFields(Body):
     """The fields that ask for a form of the answer, of which a request has one at most."""
 
@@ -124,8 +133,11 @@ class AnswerFields(Body):
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield a second form, and whitespace without JSON."""
-        asked = list(self._asked())
+        asked = self._forms
         for each in asked[1:]:
+            if each.field == asked[0].field:
+                yield each.field, f"must have one form at most. Given: {len(asked)}"
+                break
             yield each.field, f"and `{asked[0].field}` exclude each other"
         given = self.structured_outputs
         has_whitespace = given is not None and bool(
@@ -137,7 +149,7 @@ class AnswerFields(Body):
     @property
     def asked_answer(self) -> AskedAnswer | None:
         """Return the form of the answer; None: any text is valid."""
-        return next(self._asked(), None)
+        return next(iter(self._forms), None)
 
     @property
     def whitespace_asked(self) -> str | None:
@@ -145,11 +157,15 @@ class AnswerFields(Body):
         given = self.structured_outputs
         return None if given is None else given.whitespace_asked
 
+    @cached_property
+    def _forms(self) -> tuple[AskedAnswer, ...]:
+        """Every form that a field asks for."""
+        return tuple(self._asked())
+
     def _asked(self) -> Iterator[AskedAnswer]:
-        """Yield every form that a field asks for."""
         if self.response_format is not None and self.response_format.schema_asked is not None:
             yield AskedAnswer("response_format", self.response_format.schema_asked)
-        outputs = self.structured_outputs or StructuredOutputs()
+        outputs = self.structured_outputs or _NO_OUTPUTS
         for field, schema, regex, choices in (
             ("structured_outputs", outputs.json_, outputs.regex, outputs.choice),
             ("guided_json", self.guided_json, None, None),

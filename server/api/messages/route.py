@@ -20,7 +20,7 @@ from server.api.messages.message_schema import (
 )
 from server.api.service import Service
 from server.api.tools.call_choice import CallChoice, ChoiceMode
-from server.api.tools.chat_turn import ChatTurn, check_variables, prepare, prompt_ids, render
+from server.api.tools.chat_turn import ChatTurn, checked_variables, prepare, prompt_ids, render
 from server.api.tools.turn_request import TurnRequest, in_words_of
 
 # Our names of fields in errors -> the names that these bodies have for them.
@@ -80,14 +80,12 @@ def messages_router(service: Service) -> APIRouter:
 
 def _turn(service: Service, body: CountTokensRequest) -> ChatTurn:
     """Return what a body asks of the model. Raises RequestError."""
-    variables = body.chat_template_kwargs or {}
-    check_variables(service, variables)
     choice = body.tool_choice
     return ChatTurn(
         messages=messages_for_template(body.system, body.messages),
         opens_answer=not body.continues,
         continue_final_message=body.continues,
-        variables=variables,
+        variables=checked_variables(service, body.chat_template_kwargs),
         reasoning_effort=body.effort,
         tools=[tool.tool() for tool in body.functions],
         choice=_choice(choice),

@@ -12,7 +12,7 @@ from server.api.responses.item_schema import messages_of
 from server.api.responses.response_schema import ResponseBody, ResponsesRequest, ToolChoice
 from server.api.service import Service
 from server.api.tools.call_choice import CallChoice, ChoiceMode
-from server.api.tools.chat_turn import ChatTurn, check_variables, prepare
+from server.api.tools.chat_turn import ChatTurn, checked_variables, prepare
 from server.api.tools.turn_request import TurnRequest, in_words_of
 
 # Our names of fields in errors -> the names that this body has for them.
@@ -59,11 +59,9 @@ def responses_router(service: Service) -> APIRouter:
 
 def _turn(service: Service, body: ResponsesRequest) -> ChatTurn:
     """Return what a body asks of the model. Raises RequestError."""
-    variables = body.chat_template_kwargs or {}
-    check_variables(service, variables)
     return ChatTurn(
         messages=messages_of(body.instructions, body.input),
-        variables=variables,
+        variables=checked_variables(service, body.chat_template_kwargs),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         tools=[tool.tool() for tool in body.functions],
         choice=_choice(body.tool_choice),

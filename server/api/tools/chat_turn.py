@@ -138,10 +138,14 @@ async def render(service: Service, turn: ChatTurn) -> str:
     return await asyncio.wrap_future(rendering)
 
 
-def check_variables(service: Service, variables: Mapping[str, Any]) -> None:
-    """Check that the operator allows each variable and that the template reads it."""
+def checked_variables(service: Service, variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the variables without those that ask nothing of this template.
+
+    Raises RequestError for one that the operator does not allow or that the template does not read.
+    """
     allowed = service.settings.allowed_chat_template_kwargs
-    for name, value in variables.items():
+    used: dict[str, Any] = {}
+    for name, value in (variables or {}).items():
         asks_nothing = value is None or (value is False and name in _SWITCHES)
         if asks_nothing and name not in service.chat_template.variables:
             continue  # clients turn reasoning off for models that have none
@@ -156,6 +160,8 @@ def check_variables(service: Service, variables: Mapping[str, Any]) -> None:
                 f"`chat_template_kwargs.{name}` is not read by this model's chat template",
                 param="chat_template_kwargs",
             )
+        used[name] = value
+    return used
 
 
 def _num_characters(turn: ChatTurn) -> int:
@@ -242,8 +248,9 @@ async def _grammar(
         reasoning=formats.reasoning,
         thinking=thinking,
     )
+    field = "tools" if answer is None else answer.field
     try:
-        return await _compiled(service, asked)
+        return await _compiled(service, asked, field)
     except RequestError as error:
         for tool in tools:
             if _label(tool) in str(error):
@@ -300,7 +307,7 @@ async def _blame(service: Service, asked: AnswerGrammar) -> None:
         if not tool.is_strict:
             continue
         try:
-            await _compiled(service, asked.for_one(tool))
+            await _compiled(service, asked.for_one(tool), "tools")
         except RequestError as error:
             raise _of_tool(tool, error) from error
 
@@ -313,13 +320,13 @@ def _label(tool: Tool) -> str:
     return f'function {tool.name!a}; with "strict": false its arguments may be any object'
 
 
-async def _compiled(service: Service, asked: AnswerGrammar) -> Grammar:
+async def _compiled(service: Service, asked: AnswerGrammar, field: str) -> Grammar:
     special = service.chat_formats.special
     strict = [tool for tool in asked.tools if tool.is_strict]
     lark = Lark(
         asked.lark(special),
         asked.lark({}),
-        "tools" if asked.tools else "response_format",
+        field,
         asked.whitespace,
         tuple((_label(tool), json.dumps(arguments_schema(tool))) for tool in strict),
     )

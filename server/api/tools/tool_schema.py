@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from model_runtime.tools.tool_format import Tool
-from server.api.strict_body import Body, FirstMistakes, given, is_none, only_type, other_kind
+from server.api.strict_body import (
+    MAX_DEPTH,
+    Body,
+    FirstMistakes,
+    given,
+    is_none,
+    is_too_deep,
+    only_type,
+    other_kind,
+)
 from server.api.tools.call_choice import CallChoice, ChoiceMode
 
 MAX_TOOLS = 128  # OpenAI's limit
@@ -130,11 +139,15 @@ _ARGUMENTS = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_not_a_n
 
 
 def problem_of_arguments(field: str, arguments: str) -> Iterator[tuple[str, str]]:
-    """Yield the field of a call's arguments if they are no JSON object."""
+    """Yield the field of a call's arguments if they are no JSON object, or too deep a one."""
     told = ""
     try:
-        if isinstance(_ARGUMENTS.decode(arguments or "{}"), dict):
+        decoded = _ARGUMENTS.decode(arguments or "{}")
+        # The stack that is left where they are decoded again may have less of the stack left.
+        if isinstance(decoded, dict) and not is_too_deep(decoded):
             return
+        if isinstance(decoded, dict):
+            told = f", nested at most {MAX_DEPTH} deep"
     except _TwiceError as error:
         yield field, f"must have each name once. Given twice: {error}"
         return
@@ -143,7 +156,7 @@ def problem_of_arguments(field: str, arguments: str) -> Iterator[tuple[str, str]
         if not isinstance(error, json.JSONDecodeError | _NotANumberError):
             told = ", with numbers of at most 4300 digits"
     except RecursionError:
-        told = ", not so deeply nested"
+        told = f", nested at most {MAX_DEPTH} deep"
     yield field, f"must be a JSON object as text{told}" + given(arguments)
 
 

@@ -314,6 +314,26 @@ def test_prompts_of_a_later_priority_take_only_what_is_left() -> None:
     assert {each: chunk.num_tokens for each, chunk in step.chunks.items()} == {long: 12, short: 8}
 
 
+def test_an_early_priority_does_not_wait_for_a_page_that_a_late_one_computes() -> None:
+    """Prompts between the two could keep the late one from its page without end."""
+    plan = scheduler(kv_cache_tokens=320, max_num_batched_tokens=8)
+    plan.add(sequence(24, salt="shared", priority=9))
+    computed(plan, plan.schedule())
+    early, between, equal = (
+        sequence(24, salt=salt, priority=priority)
+        for salt, priority in (("shared", 0), ("other", 5), ("shared", 9))
+    )
+    for each in (equal, between, early):
+        plan.add(each)
+    for _ in range(3):
+        step = plan.schedule()
+        assert early in step.chunks or early.is_decoding
+        assert not equal.is_running
+        computed(plan, step)
+        plan.check_integrity()
+    assert early.num_generated > 0
+
+
 def test_a_late_priority_gives_its_pages_to_an_early_one() -> None:
     """It runs already, and yet the early one grows on its pages."""
     plan = scheduler(kv_cache_tokens=48, max_num_batched_tokens=64)

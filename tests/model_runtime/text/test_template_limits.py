@@ -7,13 +7,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from model_runtime.errors import ModelError, RequestError, TemplateLimitError
+from model_runtime.text import template_processes
 from model_runtime.text.chat_template import ChatTemplate
 from model_runtime.tools.find_format import find_formats
 from tests.processes import children_of
@@ -131,6 +134,29 @@ def test_a_process_that_was_killed_is_replaced() -> None:
     assert children(os.getpid()).isdisjoint(killed)
 
 
+@contextmanager
+def no_more_processes() -> Iterator[None]:
+    """A machine without room for another process."""
+
+    def none_left(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(subprocess, "Popen", none_left)
+        yield
+
+
+def test_a_burst_of_chats_waits_for_a_process_instead_of_starting_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Starting one takes longer than many renderings."""
+    monkeypatch.setattr(template_processes, "_PATIENCE_S", 60)  # on a machine with much else to do
+    plain = template(PLAIN)
+    with no_more_processes():
+        burst = [plain.submit(HELLO) for _ in range(16)]
+        assert {each.result(timeout=60) for each in burst} == {"Hello."}
+
+
 @needs_proc
 def test_an_interrupt_of_the_group_leaves_the_processes_alone() -> None:
     """Control and C, and the end of a container, reach all; the server still answers chats."""
@@ -174,18 +200,13 @@ def test_the_processes_end_with_the_server() -> None:
 
 
 @needs_proc
-def test_no_process_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_no_crash() -> None:
     """A machine without room for another process refuses the chat in a sentence."""
     plain = template(PLAIN)
     kill_all()
-
-    def none_left(*_: Any, **__: Any) -> None:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(subprocess, "Popen", none_left)
-        with pytest.raises(RequestError, match="failed on them: no process for it can be started"):
-            plain.render(HELLO)
+    refused = pytest.raises(RequestError, match="failed on them: no process for it can be started")
+    with no_more_processes(), refused:
+        plain.render(HELLO)
     assert plain.render(HELLO) == "Hello."
 
 

@@ -37,6 +37,17 @@ def said(*messages: Any) -> Any:
     [
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type", "must be function; custom"),
         ({"tools": [function(name="a b")]}, "tools.0.function.name", "must match the pattern"),
+        ({"tools": [F], "guided_regex": "("}, "guided_regex", "`guided_regex`: "),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs",
+            "must have one form at most. Given: 2",
+        ),
+        (
+            {"guided_json": {}, "ignore_eos": True},
+            "ignore_eos",
+            "cannot be true together with `guided_json`",
+        ),
         ({"tools": [F, F]}, "tools", "must have each name once. Given twice: 'f'"),
         ({"tools": [F] * 129}, "tools", "must have at most 128 items. Given: 129"),
         ({"tools": [function(color=1)]}, "tools.0.function.color", "is not a field"),
@@ -198,6 +209,48 @@ def test_a_refusal_names_the_field(
     error = answer.json()["error"]
     assert told in error["message"]
     assert error["param"] == param
+
+
+def nested(depth: int) -> str:
+    """An object that is so deep, as text."""
+    return '{"a":' * (depth - 1) + "{}" + "}" * (depth - 1)
+
+
+def deep_bodies(depth: int) -> dict[str, Any]:
+    """Large bodies, which a thread validates, by the field whose text is so deep."""
+    text, user = nested(depth), {"role": "user", "content": "a" * 40_000}
+    call = {**CALL, "function": {"name": "f", "arguments": text}}
+    item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": text}
+    result = {"type": "function_call_output", "call_id": "a", "output": "b"}
+    chat, calling = "/v1/chat/completions", {"role": "assistant", "tool_calls": [call]}
+    return {
+        "messages.1.tool_calls.0.function.arguments": (chat, {"messages": [user, calling]}),
+        "guided_json": (chat, {"messages": [user], "guided_json": text}),
+        "input.1.arguments": ("/v1/responses", {"input": [user, item, result]}),
+    }
+
+
+@pytest.mark.parametrize("param", deep_bodies(1))
+@pytest.mark.parametrize("depth", [65, 960])
+def test_a_text_of_json_has_a_limit_of_its_depth(quiet: Scripted, param: str, depth: int) -> None:
+    """A deep one once failed on the event loop, which has less of the stack left than a thread."""
+    answer = quiet.post(*deep_bodies(depth)[param])
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], "nested at most 64 deep" in error["message"]) == (param, True), error
+    at_limit = quiet.post(*deep_bodies(64)[param]).json()["error"]  # of its content, too long
+    assert "nested" not in at_limit["message"]
+
+
+def test_a_type_of_null_is_a_type_left_out(quiet: Scripted) -> None:
+    """Some clients send null for every field that they do not set."""
+    said_by = [
+        said({"role": "assistant", "tool_calls": [{**CALL, **kind}]})
+        for kind in ({}, {"type": None}, {"type": "function"})
+    ]
+    prompts = [quiet.post("/tokenize", each).json() for each in said_by]
+    assert prompts[0]["tokens"]
+    assert prompts[0] == prompts[1] == prompts[2]
 
 
 @pytest.mark.parametrize("name", ["a product", "a doubling", "itself", "no end"])

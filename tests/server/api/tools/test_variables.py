@@ -25,6 +25,18 @@ def test_an_effort_that_no_variable_may_take_is_refused() -> None:
             assert answer.status_code == 200, answer.text
 
 
+def test_null_does_not_replace_a_special_token() -> None:
+    """The variables of the server itself stay as they are."""
+    template = "{{ eos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    nulls = {"chat_template_kwargs": {"eos_token": None, "bos_token": None, "messages": None}}
+    messages = {"messages": BODY["messages"]}
+    with saying("Yes.", template) as server:
+        for path in ("/tokenize", "/v1/messages/count_tokens"):
+            plain, given = (server.post(path, each) for each in (messages, {**messages, **nulls}))
+            assert plain.status_code == 200, plain.text
+            assert given.json() == plain.json()
+
+
 def test_a_name_that_the_template_does_not_read_changes_nothing() -> None:
     """As with OpenAI and vLLM."""
     named = {"messages": [{"role": "user", "content": "a", "name": "b"}]}
