@@ -27,6 +27,7 @@ def begin() -> None:
     os.environ[_MARK] = uuid.uuid4().hex
     # Short, because the path of a socket has at most 107 letters.
     folder = tempfile.mkdtemp(prefix="run-")
+    Path(folder).chmod(0o711)  # the image's user passes through it
     os.environ[_FOLDER] = os.environ["TMPDIR"] = folder
     tempfile.tempdir = None  # read TMPDIR again
 
