@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-_MARK = "TESTS_OF_RUN"
+_MARK = "PYTHON_TESTS_OF_RUN"  # so called because every process inherits PYTHON*
 _FOLDER = "TESTS_FOLDER"
 _ENDING_S = 10.0  # a process that was told to end may need so long on a loaded machine
 
