@@ -4,6 +4,7 @@ A child process imports what its module imports and no more. The kernel enforces
 one call of a library too, and after the server has died.
 """
 
+import os
 import resource
 import signal
 import sys
@@ -15,12 +16,24 @@ _CODE = (
     "import sys, importlib; sys.path.insert(0, sys.argv.pop(1)); "
     "importlib.import_module(sys.argv.pop(1)).main()"
 )
+# What an interpreter may need to start, and to write times and texts.
+_KEPT = frozenset({"PATH", "HOME", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TZ"})
+_KEPT_PREFIXES = ("LC_", "PYTHON")
 _STATM = Path("/proc/self/statm")
 
 
 def command_of(module: str) -> list[str]:
     """Return the command that calls the function `main` of a module in a new interpreter."""
     return [sys.executable, "-P", "-c", _CODE, str(_ROOT), module]
+
+
+def bare_environment() -> dict[str, str]:
+    """Return this process's environment without what a module does not need, such as secrets."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or name.startswith(_KEPT_PREFIXES)
+    }
 
 
 def limit_seconds(seconds: float) -> None:

@@ -14,7 +14,8 @@ _ROOT = Path(__file__).parents[1]
 COMMIT_FILE = "commit.txt"  # beside this file in a wheel and in an archive of the sources
 _DESCRIBE = ("git", "--no-optional-locks", "describe", "--always", "--abbrev=12", "--dirty")
 _NO_TAGS = ("--exclude", "*")  # a tag's name would stand in front of the commit
-_GIT_S = 10
+_GIT_S = 10.0
+_START_S = 1.0  # on a slow file system, a server starts without its commit
 
 
 @cache
@@ -34,7 +35,7 @@ def own_commit() -> str | None:
 
     It ends in `-dirty` if files of a clone differ from the commit.
     """
-    found = commit_of_clone(_ROOT)
+    found = commit_of_clone(_ROOT, _START_S)
     if found is not None:
         return found
     kept = Path(__file__).with_name(COMMIT_FILE)
@@ -46,11 +47,11 @@ def version_and_commit() -> str:
     return f"{own_version()} (commit {own_commit() or 'unknown'})"
 
 
-def commit_of_clone(root: Path) -> str | None:
+def commit_of_clone(root: Path, seconds: float = _GIT_S) -> str | None:
     """Return the commit that is checked out in the clone at `root`.
 
-    Return None if `root` is no clone, or git is missing or refuses to read it. A folder inside of
-    another project's clone is none.
+    Return None if `root` is no clone, or git is missing, refuses to read it, or needs more than
+    `seconds`. A folder inside of another project's clone is none.
     """
     if not (root / ".git").exists():
         return None
@@ -64,7 +65,7 @@ def commit_of_clone(root: Path) -> str | None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=_GIT_S,
+            timeout=seconds,
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-_MARK = "TESTS_OF_RUN"
+_MARK = "PYTHON_TESTS_OF_RUN"  # so called because every process inherits PYTHON*
 _FOLDER = "TESTS_FOLDER"
 # pytest keeps the folders of its tests, and Ray the logs of its clusters.
 _OTHERS = ("pytest-of-", "ray")

@@ -10,7 +10,7 @@ from model_runtime.batch import PageRow
 from model_runtime.engine.observer import Observer
 from model_runtime.engine.output_processor import Answer
 from model_runtime.request import FinishReason, OnOutput, Output, Request, Timings
-from model_runtime.runner.bad_words import barred_after, has_longer_words
+from model_runtime.runner.bad_words import barred_after, num_before
 from model_runtime.runner.penalties import SeenTokens, has_penalty
 from model_runtime.runner.ranked_draw import cuts
 from model_runtime.runner.sampler import GREEDY_BELOW, SamplingRow
@@ -42,15 +42,15 @@ class RequestState:
     runs_ahead: bool = False  # its next token can be sampled before the host knows the last one
     drafter: Drafter | None = None  # None: nothing was proposed yet
     _row: SamplingRow | None = None
-    _has_longer_words: bool = False
+    _num_before: int = 0  # last tokens of the answer that the barred ones depend on
 
     def __post_init__(self) -> None:
         params = self.sequence.request.sampling
         self.is_plain = self.constraint is None and params.logprobs is None
         # On a device, a cut tail may have to be drawn again from all tokens, after a wait.
         may_wait = params.temperature >= GREEDY_BELOW and cuts(params)
-        self._has_longer_words = has_longer_words(params)
-        has_memory = self._has_longer_words or has_penalty(params)
+        self._num_before = num_before(params)
+        has_memory = bool(self._num_before) or has_penalty(params)
         self.is_memoryless = self.is_plain and not has_memory
         self.runs_ahead = self.is_memoryless and not may_wait
 
@@ -98,9 +98,10 @@ class RequestState:
         self._row.num_generated = sequence.num_generated + num_unknown
         if self.constraint is not None:
             self._row.allowed = self.constraint.allowed
-        if self._has_longer_words:
-            answer_ids = sequence.token_ids[sequence.num_prompt_tokens :]
-            self._row.barred = barred_after(sequence.request.sampling, answer_ids)
+        if self._num_before:
+            first = max(sequence.num_prompt_tokens, len(sequence.token_ids) - self._num_before)
+            last_ids = sequence.token_ids[first:]
+            self._row.barred = barred_after(sequence.request.sampling, last_ids)
         return self._row
 
 

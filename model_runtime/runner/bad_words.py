@@ -23,13 +23,16 @@ def single_tokens(params: SamplingParams) -> tuple[int, ...]:
     return tuple(word[0] for word in params.bad_words if len(word) == 1)
 
 
-def has_longer_words(params: SamplingParams) -> bool:
-    """Return whether the barred tokens depend on the answer so far."""
-    return any(len(word) > 1 for word in params.bad_words)
+def num_before(params: SamplingParams) -> int:
+    """Return how many last tokens of the answer so far the barred tokens depend on."""
+    return max(map(len, params.bad_words), default=1) - 1
 
 
 def barred_after(params: SamplingParams, answer_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens that would complete a word of several tokens."""
+    """Return the tokens that would complete a word of several tokens.
+
+    `answer_ids` are the last ones of the answer so far, at least `num_before`.
+    """
     return tuple(
         dict.fromkeys(
             word[-1]

@@ -181,14 +181,22 @@ def _short(text: str) -> bytes:
     return text[:_LONGEST_PROBLEM].encode(*ENCODING)
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """Return the content of the next frame; None at the end."""
+def _answered(server: TemplateServer, stream: BinaryIO, in_use: int | None) -> bytes | None:
+    """Read the next frame under its own limits and return the answer; None at the end."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
     (length,) = LENGTH.unpack(head)
-    content = stream.read(length)
-    return content if len(content) == length else None
+    if in_use is not None:
+        limit_memory(in_use + max_bytes(length))
+    frame = stream.read(length)
+    if len(frame) < length:
+        return None
+    asked = json.loads(frame)
+    limit_seconds(asked["seconds"])
+    answer = server.answer(asked, max_characters(length))
+    limit_seconds(0)
+    return answer
 
 
 def main() -> None:
@@ -198,13 +206,7 @@ def main() -> None:
         signal.signal(ignored, signal.SIG_IGN)
     prepare_limits()
     server, in_use = TemplateServer(), memory_in_use()
-    while (frame := read_frame(sys.stdin.buffer)) is not None:
-        if in_use is not None:
-            limit_memory(in_use + max_bytes(len(frame)))
-        asked = json.loads(frame)
-        limit_seconds(asked["seconds"])
-        answer = server.answer(asked, max_characters(len(frame)))
-        limit_seconds(0)
+    while (answer := _answered(server, sys.stdin.buffer, in_use)) is not None:
         sys.stdout.buffer.write(LENGTH.pack(len(answer)) + answer)
         sys.stdout.buffer.flush()
         if answer == TOO_MUCH_MEMORY:

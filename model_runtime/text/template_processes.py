@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from model_runtime.child_process import command_of
+from model_runtime.child_process import bare_environment, command_of
 from model_runtime.text.template_process import (
     DONE,
     ENCODING,
@@ -64,6 +64,7 @@ class _TemplateProcess:
             try:
                 self._process = subprocess.Popen(  # noqa: S603  # our own module, this interpreter
                     command_of("model_runtime.text.template_process"),
+                    env=bare_environment(),
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=subprocess.DEVNULL,
@@ -196,15 +197,16 @@ class TemplateProcesses:
 
     def _taken(self) -> _TemplateProcess:
         """Return an idle process, or a new one. Raises TemplateProblemError."""
+        process = None
         with self._changed:
-            if self._num_taken:
-                self._changed.wait_for(lambda: self._idle or not self._num_taken, _PATIENCE_S)
-            process = self._idle.pop() if self._idle else None
+            self._changed.wait_for(lambda: self._idle or not self._num_taken, _PATIENCE_S)
+            while self._idle and process is None:
+                process = self._idle.pop()
+                if not process.is_alive:
+                    process.end()
+                    process = None
             self._num_taken += 1
         try:
-            if process is not None and not process.is_alive:
-                process.end()
-                process = None
             return process or _started()
         except BaseException:
             self._give_back(None)

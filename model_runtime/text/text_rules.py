@@ -3,6 +3,8 @@
 import json
 from collections.abc import Sequence
 
+_ENDS = {"/": "/", "\n": "n", "\r": "r"}  # what ends a rule, as written after a backslash
+
 
 def regex_rule(pattern: str) -> str:
     """Return the rule of a text that a regular expression matches as a whole.
@@ -14,9 +16,7 @@ def regex_rule(pattern: str) -> str:
     num_escapes = len(before) - len(before.rstrip("\\"))
     if num_escapes % 2 == 0:
         pattern = before
-    # A slash or a line break would end the rule.
-    written = _escaped(pattern).replace("\n", r"\n").replace("\r", r"\r")
-    return f"/(?:{written})/"
+    return f"/(?:{_escaped(pattern)})/"
 
 
 def choice_rule(choices: Sequence[str]) -> str:
@@ -30,9 +30,10 @@ def grammar_of_rule(rule: str) -> str:
 
 
 def _escaped(pattern: str) -> str:
-    """Return the pattern with a backslash before every slash that has none."""
+    """Return the pattern without a bare slash or a line break, which would end the rule."""
     parts, is_escaped = [], False
     for character in pattern:
-        parts.append("\\/" if character == "/" and not is_escaped else character)
+        backslash = "\\" if character in _ENDS and not is_escaped else ""
+        parts.append(backslash + _ENDS.get(character, character))
         is_escaped = character == "\\" and not is_escaped
     return "".join(parts)

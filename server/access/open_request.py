@@ -10,12 +10,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import structlog
 from starlette.types import Receive, Scope
 
 from model_runtime.request import FinishReason
 from rope import Tier
 from server.access.allowance import Allowance
 
+_log = structlog.get_logger(__name__)
 _current: ContextVar["OpenRequest | None"] = ContextVar("open_request", default=None)
 
 
@@ -85,8 +87,6 @@ class OpenRequest:
 
     def answer_ended(self, ended: EndedAnswer) -> None:
         """Note the end of one answer."""
-        if self.spans is not None:
-            self.spans.answer_ended(ended)
         self.num_open -= 1
         self.num_generated += ended.num_generated
         self.num_cached_tokens += ended.num_cached_tokens
@@ -100,6 +100,11 @@ class OpenRequest:
         if self.allowance is not None:
             self.allowance.charge(0, ended.num_generated)
             self.allowance.leave(1)
+        if self.spans is not None:
+            try:
+                self.spans.answer_ended(ended)
+            except Exception:  # noqa: BLE001  # a trace that is lost costs no request
+                _log.exception("spans_failed")
         if self.status and not self.num_open:
             self.on_closed(self)
 

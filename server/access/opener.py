@@ -2,10 +2,13 @@
 
 from functools import partial
 
+import structlog
 from starlette.types import Receive, Scope
 
 from server.access.access_log import AccessLog, Routes, facts_of
 from server.access.open_request import OpenRequest, SpanSource, open_request
+
+_log = structlog.get_logger(__name__)
 
 
 class RequestOpener:
@@ -38,4 +41,7 @@ class RequestOpener:
         if log is not None:
             log.write(scope, opened)
         if opened.spans is not None:
-            opened.spans.request_ended(opened, facts_of(scope, opened, self._routes))
+            try:
+                opened.spans.request_ended(opened, facts_of(scope, opened, self._routes))
+            except Exception:  # noqa: BLE001  # a trace that is lost costs no request
+                _log.exception("spans_failed")

@@ -26,6 +26,7 @@ HELLO = [{"role": "user", "content": "Hello."}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 SECONDS = 0.2
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
 # A template, and what its refusal says.
 WHEN_RENDERED = {
     "a loop": (LOOP, r"takes more than 0.2 seconds of processor time \(chat_template_seconds\)"),
@@ -84,6 +85,25 @@ def test_a_long_chat_has_more_room() -> None:
     assert template(doubled, 30).render([{"role": "user", "content": text}]) == f"{text}!{text}"
 
 
+def test_a_long_chat_after_a_short_one_has_room_before_it_is_read() -> None:
+    """Its content alone is more than the limit of the short one."""
+    short = template("{{ messages | length }}", 30)
+    long = [{"role": "user", "content": "x" * 100 * 2**20}]
+    assert [short.render(each) for each in (HELLO, long, HELLO)] == ["1"] * 3
+
+
+@needs_proc
+def test_the_processes_inherit_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their purpose is code that nobody has read."""
+    monkeypatch.setenv("ROPEWALK_API_KEY", "secret-a")
+    kill_all()
+    assert template(PLAIN).render(HELLO) == "Hello."
+    for each in children(os.getpid()):
+        environment = Path(f"/proc/{each}/environ").read_bytes()
+        assert b"PATH=" in environment
+        assert b"secret-a" not in environment
+
+
 def test_values_of_a_subclass_are_plain_in_a_template() -> None:
     """They have no methods that the sandbox does not know."""
 
@@ -119,9 +139,6 @@ def kill_all() -> set[int]:
     while children(os.getpid()) & killed:
         time.sleep(0.01)
     return killed
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
 
 
 @needs_proc

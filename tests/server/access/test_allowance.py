@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 
+from model_runtime.deployment import RopeRequest
 from model_runtime.errors import RequestError
+from model_runtime.make_deployment import make_deployment
+from model_runtime.request import FinishReason
+from rope import native_rope
 from server.access.allowance import Allowance
 from server.access.key_metrics import KeyMetrics, Outcome
 from server.access.keys import KeyBounds
+from server.access.open_request import EndedAnswer, OpenRequest
 from server.access.refusals import ClientDisconnectedError, KeyLimitError
 from server.metrics import MetricFactory
 
@@ -178,3 +183,38 @@ def test_other_bounds_hold_from_now_on() -> None:
         assert made.held == (9, 0)
 
     run(case())
+
+
+class BrokenSpans:
+    """Spans that fail."""
+
+    trace_id = "0"
+
+    def answer_ended(self, _ended: EndedAnswer) -> None:
+        """Fail."""
+        raise RuntimeError("a full disk")
+
+    def request_ended(self, *_: Any) -> None:
+        """Fail."""
+        raise RuntimeError("a full disk")
+
+
+def test_a_trace_that_fails_gives_the_place_back() -> None:
+    """A failure of the traces would otherwise hold a key's bound for good."""
+    case, closed = Case(max_running=1), list[OpenRequest]()
+    native = native_rope({"max_position_embeddings": 64, "head_dim": 8})
+    tier = make_deployment("m", native).place(RopeRequest(), 3, 2).tier
+
+    async def serve() -> None:
+        await (await case.entering())
+        opened = OpenRequest(stays, closed.append, BrokenSpans(), case.allowance)
+        opened.submitted(1, 3)
+        ended = EndedAnswer(
+            tier, FinishReason.STOP, 3, 2, 0, 0.1, 0.2, is_beyond=False, seconds=0.3, ended_at=1.0
+        )
+        opened.answer_ended(ended)
+        opened.answered(200, 0.3)
+        assert case.held == (0, 0)
+        assert closed == [opened]
+
+    run(serve())

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from server.api.chat_schema import ChatRequest
 from tests.schemas import HOSTILE
 from tests.server.api.tools.scripted import Scripted, saying
 
@@ -240,6 +241,18 @@ def test_a_text_of_json_has_a_limit_of_its_depth(quiet: Scripted, param: str, de
     assert (error["param"], "nested at most 64 deep" in error["message"]) == (param, True), error
     at_limit = quiet.post(*deep_bodies(64)[param]).json()["error"]  # of its content, too long
     assert "nested" not in at_limit["message"]
+
+
+@pytest.mark.parametrize("field", ["guided_json", "structured_outputs", "response_format"])
+def test_an_error_of_a_running_answer_names_the_field_that_asked(field: str) -> None:
+    """The engine knows the schema, and not the field that it came from."""
+    values = {
+        "guided_json": {"type": "object"},
+        "structured_outputs": {"json": {"type": "object"}},
+        "response_format": {"type": "json_object"},
+    }
+    body = ChatRequest.model_validate({**said(), field: values[field]})
+    assert body.own_name("response_format") == field
 
 
 def test_a_type_of_null_is_a_type_left_out(quiet: Scripted) -> None:
