@@ -59,7 +59,7 @@ def plan_of(outline: ModelConfig, size: int, *, trust_remote_code: bool = False)
         first_line = str(error).strip().partition("\n")[0]
         raise ModelError(f"{name}: {type(error).__name__}: {first_line}") from error
     for problem in _problems(outline, model, size):
-        raise ModelError(f"tensor_parallel_size {size}: {name} {problem}; 1 is served")
+        raise ModelError(f"tensor_parallel_size {size}: {name} {problem}")
     parts = dict(_parts(model))
     return Plan(size, parts, _num_rank_parameters(model, parts, size))
 

@@ -110,7 +110,10 @@ def _measure_missing(
     missing = [cell for cell in grid.cells if record.get(cell.key(subject.digest)) is None]
     num_found = len(grid.cells) - len(missing)
     if num_found:
-        progress.log(f"{num_found} of {len(grid.cells)} cells are in {_RECORD_FILE}")
+        progress.log(
+            f"{num_found} of {len(grid.cells)} cells are those of {_RECORD_FILE} and are not "
+            "measured again (--no-resume measures them)"
+        )
     progress.begin(sum(cell.num_tokens for cell in missing))
     for number, cell in enumerate(missing, start=1):
         began = time.monotonic()

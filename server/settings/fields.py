@@ -62,6 +62,13 @@ def _split(value: Any) -> Any:
     return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
 
 
+def _not_empty(value: Any) -> Any:
+    """Refuse an empty text: a variable that is unset where it is used would open the server."""
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("must hold a key, leave it out for a server without keys")
+    return value
+
+
 def _from_json(value: Any) -> Any:
     if not isinstance(value, str):
         return value
@@ -127,6 +134,7 @@ Numbers = Annotated[
 ]
 Integers = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_split), AfterValidator(_rising)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Keys = Annotated[Names, BeforeValidator(_not_empty)]
 HostNames = Annotated[Names, AfterValidator(_host_names)]
 Device = Annotated[str, AfterValidator(_device)]
 # Around the whole union: inside of it pydantic-settings reads a variable by its own json.loads.

@@ -14,6 +14,7 @@ from server.settings.fields import (
     FromJson,
     HostNames,
     Integers,
+    Keys,
     Names,
     OffIsAWord,
     Section,
@@ -63,7 +64,7 @@ class KeyEntry(Section):
 class AccessSettings(Section):
     """Access"""  # noqa: D400  # a heading
 
-    api_key: Names = setting(
+    api_key: Keys = setting(
         (),
         "Keys that requests may present as `Authorization: Bearer KEY`. Without a key the "
         "server answers every client that reaches the port.",

@@ -284,7 +284,12 @@ def _config(
     capacity = config.num_pages * config.page_size
     _refuse_shortage(settings, facts, capacity * facts.token_bytes)
     if capacity == 0:
-        raise SettingsError(f"the KV cache holds no page of {config.page_size} tokens, enlarge it")
+        given = "kv_cache_tokens" if settings.kv_cache_tokens is not None else "kv_cache_gib"
+        stated = getattr(settings, given)
+        raise SettingsError(
+            f"{given}: must hold at least one page of {config.page_size} tokens (page_size)"
+            + ("" if stated is None else f", got {stated:g}")
+        )
     longest = max(each.max_len for each in _fitting(settings, deployments, capacity))
     return replace(config, max_model_len=longest), memory
 

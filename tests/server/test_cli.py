@@ -68,7 +68,10 @@ def test_banner_says_what_an_operator_needs(server: Server) -> None:
             },
             r"sinks needs 1016 tokens for any length: 260 that it keeps, 500 of .* four pages",
         ),
-        ({"kv_cache_tokens": "15"}, "the KV cache holds no page of 64 tokens"),
+        (
+            {"kv_cache_tokens": "15"},
+            "kv_cache_tokens: must hold at least one page of 64 tokens",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused(

@@ -210,7 +210,7 @@ def test_a_second_run_measures_only_what_is_missing(
     assert ended.exit_code == 0, ended.output
     lost = [json.loads(lines[at]) for at in (4, -1)]
     assert again == [(each["kind"], each["context_len"]) for each in lost]
-    assert f"{len(lines) - 2} of {len(lines)} cells are in results.jsonl" in ended.stderr
+    assert f"{len(lines) - 2} of {len(lines)} cells are those of results.jsonl" in ended.stderr
     assert (folder / "results.csv").read_text() == (measured.folder / "results.csv").read_text()
     again.clear()
     # Another seed is another measurement, and both stay in the file.

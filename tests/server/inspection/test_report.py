@@ -179,7 +179,7 @@ def test_config_check_names_deployments_tiers_context_and_memory(tmp_path: Path)
         ("chat_template: ./none.jinja", "chat_template: cannot read none.jinja: No such file"),
         ("allowed_chat_template_kwargs: [messages]", "messages is the rendering's own"),
         ("model: ./none", "there is no folder ./none"),
-        ("kv_cache_tokens: 3", "the KV cache holds no page"),
+        ("kv_cache_tokens: 3", "must hold at least one page"),
         (
             "deployments: [{name: a}, {name: b, rope_tiers: [2, 4]}]",
             "deployments: b: rope_tiers: must rise strictly from 1, got 2,4",

@@ -311,3 +311,13 @@ def test_a_key_given_twice_in_a_variable_is_refused(
     monkeypatch.setenv(f"ROPEWALK_{name}", text)
     with pytest.raises(SettingsError, match="must have each key once"):
         load_settings({})
+
+
+@pytest.mark.parametrize("given", ["", " "])
+def test_an_empty_key_does_not_open_the_server(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--api-key "$KEY"` is empty if the variable is not set."""
+    with pytest.raises(SettingsError, match="api_key: must hold a key"):
+        load_settings({"api_key": given})
+    monkeypatch.setenv("ROPEWALK_API_KEY", given)
+    with pytest.raises(SettingsError, match="API_KEY"):
+        load_settings({})
