@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -28,6 +29,8 @@ def from_pretrained(
 
 def fault_of(named: str | Path | None, error: Exception) -> ModelError:
     """Return an error of transformers about a model as one sentence."""
+    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        error = ValueError(str(error.__cause__))  # names the field, its type and its value
     first_line, *others = str(error).strip().splitlines() or [""]
     if first_line.endswith(":") and others:  # the reason stands below
         first_line = f"{first_line} {others[0].strip()}"

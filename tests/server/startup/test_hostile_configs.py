@@ -35,6 +35,7 @@ ABSURD: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 0}, "head_dim must be from 1"),
     ({"hidden_size": 0}, "hidden_size must be from 1"),
     ({"hidden_size": -256}, "hidden_size must be from 1"),
+    ({"hidden_size": None}, ": Field 'hidden_size' expected int, got NoneType"),
     ({"intermediate_size": 0}, "intermediate_size must be from 1"),
     ({"vocab_size": -1}, "vocab_size must be from 1"),
     ({"vocab_size": 0}, "vocab_size must be from 1"),
