@@ -1,4 +1,4 @@
-"""What a wheel and an archive of the sources keep: the commit that they are made from.
+"""Keep the commit in a wheel and in an archive of the sources.
 
 Everything else about the package is in pyproject.toml.
 """

@@ -16,7 +16,7 @@ _CODE = (
     "import sys, importlib; sys.path.insert(0, sys.argv.pop(1)); "
     "importlib.import_module(sys.argv.pop(1)).main()"
 )
-# What an interpreter may need to start, and to write times and texts.
+# Variables that an interpreter may need to start, and to write times and texts.
 _KEPT = frozenset({"PATH", "HOME", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TZ"})
 _KEPT_PREFIXES = ("LC_", "PYTHON")
 _STATM = Path("/proc/self/statm")

@@ -1,6 +1,6 @@
 """Compile and render chat templates in a process with limits; `template_processes.py` starts it.
 
-A checkpoint's template is a program that nobody has read. Jinja's sandbox keeps it from Python, and
+A checkpoint's template is an unchecked program. Jinja's sandbox keeps it from Python, and
 not from time and memory: a loop, or a constant that Jinja folds while it compiles, takes all there
 is. In this process the kernel ends a template that exceeds its time, and refuses it more memory.
 

@@ -2,7 +2,7 @@
 
 A process is kept warm, because starting one takes 60 ms and a rendering a fraction of one. If all
 are at work for a while, another one is started, up to a number. A template that exceeds its limits
-costs the chat that met it and nobody else: its process ends, and a new one takes its place.
+costs the chat that met it only: its process ends, and a new one takes its place.
 """
 
 import atexit

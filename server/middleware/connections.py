@@ -50,7 +50,7 @@ class _Turns:
 
 @dataclass(slots=True)
 class OpenConnections:
-    """What the connections of one process share."""
+    """The state that the connections of one process share."""
 
     limits: ConnectionLimits
     # In the order in which they became idle: no request is being answered.

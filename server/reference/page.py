@@ -45,7 +45,7 @@ _METHODS = ("get", "post", "put", "patch", "delete")
 def address_of(scheme: str, host: str, root_path: str) -> str:
     """Return the address under which a client asked, or the default one if `host` is no host.
 
-    `host` is the client's header. What is returned needs no quotes in a shell and in HTML.
+    `host` is the client's header. The result needs no quotes in a shell and in HTML.
     """
     path = quote(root_path.rstrip("/"))
     return f"{scheme}://{host}{path}" if _HOST.fullmatch(host) else f"{_ADDRESS}{path}"

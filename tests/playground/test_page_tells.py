@@ -1,4 +1,4 @@
-"""What the page tells: the tier before sending, an end by the tier, times of one answer alone."""
+"""The page tells the tier before sending, an end by the tier, times of one answer alone."""
 
 import httpx
 import pytest

@@ -94,7 +94,7 @@ def test_a_request_has_a_span_and_so_has_each_of_its_phases(
         "ropewalk.aborted": False,
         "ropewalk.beyond_trained_length": False,
         "ropewalk.context_len": 340,
-        "ropewalk.cached_tokens": 0,
+        "ropewalk.cached_tokens": answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"],
         "gen_ai.request.model": "ropewalk-demo",
         "gen_ai.usage.input_tokens": 300,
         "gen_ai.usage.output_tokens": 40,

@@ -1,6 +1,7 @@
 """Every command logs in one format."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -50,7 +51,12 @@ logging.getLogger("uvicorn.error").info("not told")
 def test_lines_of_libraries_have_the_format_of_ours() -> None:
     """The libraries are not imported for it, and add no handler of their own."""
     ended = subprocess.run(
-        [sys.executable, "-c", _LIBRARY_LINES], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _LIBRARY_LINES],
+        capture_output=True,
+        text=True,
+        check=True,
+        # With CI, transformers hands its lines to other loggers, too.
+        env={name: value for name, value in os.environ.items() if name != "CI"},
     )
     told = [re.sub("^timestamp=\\S+ ", "", line) for line in ended.stderr.splitlines()]
     assert told[0] == (

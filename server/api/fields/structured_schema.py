@@ -76,7 +76,7 @@ Choices = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class AskedAnswer:
-    """What a request asks of the text of its answer."""
+    """The form that a request asks of its answer's text."""
 
     field: str  # that asks for it
     schema: Mapping[str, Any] | None = None  # of JSON that the text has to be

@@ -52,7 +52,7 @@ def test_the_tokenizers_own_template_is_used(tokenizer: Any) -> None:
     assert chat.render(MESSAGES, variables={"thinking": True}) == expected
 
 
-# What a template may use beside Jinja itself, and where its environment shows.
+# Features beside Jinja itself, and places where the environment shows.
 FEATURES = {
     "blocks": "{% for m in messages %}\n    {% if m.role %}\n  {{ m.role }}\n{% endif %}\n"
     "{% endfor %}",

@@ -143,7 +143,7 @@ def kill_all() -> set[int]:
 
 @needs_proc
 def test_a_process_that_was_killed_is_replaced() -> None:
-    """Whoever killed it, for example the kernel when memory ran out."""
+    """The kernel may kill it, for example when memory runs out."""
     plain = template(PLAIN)
     killed = kill_all()
     assert killed
