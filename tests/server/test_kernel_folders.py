@@ -13,12 +13,16 @@ import numba
 import pytest
 from numba.core.dispatcher import Dispatcher
 
+from model_runtime.cpu_kernels import attention, elementwise
 from model_runtime.cpu_kernels.jit import KeptCode
 from model_runtime.cpu_kernels.low_bits.formats import panels_text
+from model_runtime.cpu_kernels.ranges import attention as attention_of_ranges
 from server.kernel_folders import kernel_folders, refuse_shared_kernels, writer_of
 from server.settings.load import SettingsError
 from tests.processes import run_to_end
 
+# These are imported before any test: a kernel takes its folder when its module is imported.
+MODULES = (attention, elementwise, attention_of_ranges)
 OTHER = "or set NUMBA_CACHE_DIR to a folder that only this user can write"
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
 
@@ -50,12 +54,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 def kernels() -> list[Any]:
     """The kernels of three modules."""
-    from model_runtime.cpu_kernels import attention, elementwise
-    from model_runtime.cpu_kernels.ranges import attention as of_ranges
-
-    values = [
-        value for each in (attention, elementwise, of_ranges) for value in vars(each).values()
-    ]
+    values = [value for each in MODULES for value in vars(each).values()]
     return [each for each in values if isinstance(each, Dispatcher)]
 
 
