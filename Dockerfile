@@ -16,11 +16,11 @@ COPY pyproject.toml setup.py README.md LICENSE ropewalk.py ./
 COPY rope/ rope/
 COPY model_runtime/ model_runtime/
 COPY server/ server/
-# What `ropewalk --version` tells; the builder is given no clone.
+# The commit that `ropewalk --version` tells; the builder is given no clone.
 ARG SOURCE_COMMIT=
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
 
-# The environment. What is installed before the wheel changes only when a dependency does, so a
+# The environment. Packages installed before the wheel change only when a dependency does, so a
 # change of our own code does not fetch torch again.
 FROM ${BASE_IMAGE} AS environment
 ARG TORCH_INDEX=

@@ -271,13 +271,13 @@ def _prefill(cache: Cache, matrix: float) -> Iterator[dict[str, Any]]:
     type=click.Path(path_type=Path, dir_okay=False),
     help="Each measurement is added to it as a line of JSON.",
 )
-@click.option("--commit", default="unknown", help="What is measured; told above the tables.")
+@click.option("--commit", default="unknown", help="The measured commit; told above the tables.")
 @click.option(
     "--parts",
     "named",
     default="decode,prefill",
     show_default=True,
-    help="Of decode, prefill, positions, and tuning, which tries other warps, stages and cuts.",
+    help="Some of decode, prefill, positions and tuning (other warps, stages and cuts).",
 )
 @click.option("--tiny", is_flag=True, help="Sizes for Triton's interpreter: numbers mean nothing.")
 def main(path: Path | None, commit: str, named: str, *, tiny: bool) -> None:

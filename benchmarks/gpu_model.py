@@ -84,7 +84,7 @@ def measure(
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("build"),
     show_default=True,
-    help="Where gpu_model.jsonl (added to), gpu_model.md and pictures go.",
+    help="Folder of gpu_model.jsonl (added to), gpu_model.md and pictures.",
 )
 @click.option(
     "--parts",
@@ -100,7 +100,7 @@ def measure(
     show_default=True,
     help="No new measurement begins after so long.",
 )
-@click.option("--commit", default="unknown", help="What is measured; told above the tables.")
+@click.option("--commit", default="unknown", help="The measured commit; told above the tables.")
 @click.option("--tiny", is_flag=True, help="Sizes for a CPU: numbers mean nothing.")
 def main(folder: Path, named: str, seconds: float, commit: str, *, tiny: bool) -> None:
     """Measure a model of random weights on the GPU; write rows, a report and plots.

@@ -160,7 +160,7 @@ def load(folder: str, dtype: str) -> Generating:
     type=click.Choice(list(_DTYPES)),
     default="float32",
     show_default=True,
-    help="Of weights and cache.",
+    help="Number type of weights and cache.",
 )
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--port", type=click.IntRange(min=1), default=8000, show_default=True)

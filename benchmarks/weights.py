@@ -132,7 +132,12 @@ def roofline(loaded: dict[str, Loaded], rounds: int) -> None:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
 @click.option("--ways", default=None, help=f"Of {', '.join((*_WAYS, *_MADE))}.")
-@click.option("--rounds", default=30, show_default=True, help="Of a decode step; prompts: a tenth.")
+@click.option(
+    "--rounds",
+    default=30,
+    show_default=True,
+    help="Rounds of a decode step; a prompt has a tenth of them.",
+)
 @click.option("--roofline", "is_roofline", is_flag=True, help="One step beside reading its bytes.")
 @torch.inference_mode()
 def main(model: Path, ways: str | None, rounds: int, *, is_roofline: bool) -> None:

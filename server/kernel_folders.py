@@ -1,4 +1,4 @@
-"""Whether other users could change the machine code that numba keeps for the CPU kernels.
+"""Check that no other user can change the machine code that numba keeps for the CPU kernels.
 
 numba reads it by pickle, which runs code. A folder that others may write lets them run theirs.
 """
@@ -51,9 +51,9 @@ def kernel_folders() -> list[Path]:
 
 
 def writer_of(folder: Path) -> Writer | None:
-    """Return who could change kernels in a folder, beside those who may; None if nobody could.
+    """Return a user or group that could change kernels in a folder; None if none could.
 
-    Root may, and so may the owner of the sources, whose code runs anyway.
+    Root and the owner of the sources may change them: their code runs anyway.
     """
     folder = folder.resolve()
     sources = Path(__file__).resolve().parent
@@ -111,7 +111,7 @@ def _user_name(user_id: int) -> str:
 
 
 def _group_of_others(group_id: int, owner: int) -> str | None:
-    """Return the name of a group in which somebody else may be; None for a private one.
+    """Return the name of a group that may have other members; None for a private one.
 
     A private group has the name of the owner and no other member, as most Linux systems make one
     for each user. Root's group passes, and one without a name, which only containers have.

@@ -14,7 +14,7 @@ import structlog
 LogFormat = Literal["console", "json", "logfmt"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-# These add handlers of their own. The lines of all other libraries reach the root.
+# These keep their lines from the root. The lines of all other libraries reach it.
 _LIBRARIES = ("uvicorn", "transformers", "huggingface_hub")
 _ORDER = ["timestamp", "level", "event"]
 
@@ -95,16 +95,27 @@ class _ToOurLog(logging.Handler):
 
 
 class _RoutedLogger(logging.Logger):
-    """A logger whose library cannot add a handler of its own, as transformers does at import."""
+    """A logger whose lines reach the root alone, whatever its library sets at its import.
+
+    transformers adds a handler, and sets `propagate` to False, or to True with CI in the
+    environment.
+    """
+
+    @property
+    def propagate(self) -> bool:
+        """True: the root's handler is the one that writes."""
+        return True
+
+    @propagate.setter
+    def propagate(self, value: bool) -> None:
+        """Ignore the value."""
 
     def addHandler(self, hdlr: logging.Handler) -> None:
-        """Add our handler and no other."""
-        if isinstance(hdlr, _ToOurLog):
-            super().addHandler(hdlr)
+        """Add no handler, because it would write a line twice."""
 
 
 def _route(name: str) -> None:
-    """Make our handler the only one of a library, imported or not."""
+    """Let the lines of a library, imported or not, reach the root alone."""
     before = logging.getLoggerClass()
     logging.setLoggerClass(_RoutedLogger)
     try:
@@ -112,5 +123,4 @@ def _route(name: str) -> None:
     finally:
         logging.setLoggerClass(before)
     logger.handlers.clear()
-    logger.addHandler(_ToOurLog())
-    logger.propagate = False
+    logger.propagate = True

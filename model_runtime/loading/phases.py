@@ -1,4 +1,4 @@
-"""The phases of a load, told to whoever waits for it."""
+"""The phases of a load, told to the caller as they begin."""
 
 from collections.abc import Callable
 

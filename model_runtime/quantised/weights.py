@@ -32,7 +32,7 @@ def open_weights(
     """Give what transformers takes for the tensors of a checkpoint that was not quantised.
 
     Dequantised weights have the number type `dtype`. Other tensors are slices of the files. All
-    are computed by whoever indexes them, so experts that transformers joins are not held twice.
+    are computed when they are indexed, so experts that transformers joins are not held twice.
     """
     with ExitStack() as opened:
         files = {path: opened.enter_context(safe_open(path, framework="pt")) for path in paths}

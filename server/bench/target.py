@@ -16,7 +16,7 @@ _NUM_FRESH = 8  # tokens; enough for different beginnings in any two runs
 _NO_SUCH_ROUTE = (404, 405)
 _MAX_MESSAGE = 300  # characters of a server's message that are shown
 
-# Of this server, and of vLLM.
+# The counter of this server, or the one of vLLM.
 _DRAFTED = re.compile(
     r"^(?:ropewalk_draft_tokens_accepted_total|vllm:spec_decode_num_accepted_tokens_total)"
     r"(?:\{.*\})? ([\d.e+]+)$",

@@ -142,7 +142,7 @@ class _Arriving:
             raise _RefusedError(400, told, "too_many_values")
 
     def release(self) -> None:
-        """Give the memory of a large body back, whoever still waits for an answer."""
+        """Give the memory of a large body back; a refused one has no further use."""
         if self.large is not None:
             self.large.release()
 

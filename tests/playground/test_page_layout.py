@@ -19,7 +19,7 @@ def small(opened: Watched) -> Watched:
 
 
 def test_prompt_settings_and_chart_are_in_the_first_view(small: Watched) -> None:
-    """Nobody has to scroll for the chart, and the form has columns."""
+    """The chart is seen without scrolling, and the form has columns."""
     for part in ("#send", "#compare-with", "#chart", ".legend"):
         box = small.page.locator(part).bounding_box()
         assert box is not None

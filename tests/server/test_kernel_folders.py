@@ -66,7 +66,7 @@ def refusal() -> str:
 
 
 def test_numba_takes_the_folders_that_are_checked() -> None:
-    """Functions of each folder of sources say where their code would be."""
+    """The functions of each folder of sources have their code in one of these folders."""
     taken = {Path(each._cache.cache_path) for each in kernels()}
     taken.add(Path(KeptCode(panels_text).cache_path))
     assert taken == set(kernel_folders())
@@ -86,7 +86,7 @@ def test_what_every_user_can_write_is_refused(folder: Path, where: str) -> None:
 
 
 def test_a_sticky_folder_protects_what_is_below_it_only(folder: Path) -> None:
-    """Nobody can replace another user's folder in /tmp, but all can add files to it."""
+    """In /tmp, another user's folder cannot be replaced, but files can be added to /tmp itself."""
     folder.parent.chmod(0o1777)
     refuse_shared_kernels()
     folder.chmod(0o1777)
@@ -96,7 +96,7 @@ def test_a_sticky_folder_protects_what_is_below_it_only(folder: Path) -> None:
 @is_root
 @pytest.mark.parametrize("where", ["folder", "above", "file"])
 def test_what_belongs_to_another_user_is_refused(folder: Path, where: str) -> None:
-    """An owner can write whatever the mode says."""
+    """An owner can change the mode, so the mode does not protect the file."""
     (folder / "kernel.nbc").touch()
     path = {"folder": folder, "above": folder.parent, "file": folder / "kernel.nbc"}[where]
     os.chown(path, 54_321, 0)
@@ -105,7 +105,7 @@ def test_what_belongs_to_another_user_is_refused(folder: Path, where: str) -> No
 
 
 def test_root_may_own_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root can do all of it anyway."""
+    """Root can change the code of every process anyway."""
     owner = folder.stat().st_uid
     monkeypatch.setattr("os.geteuid", lambda: owner + 1)
     monkeypatch.setattr("server.kernel_folders._ROOT_ID", owner)
@@ -114,7 +114,7 @@ def test_root_may_own_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @is_root
 def test_a_group_of_others_may_not_write(folder: Path) -> None:
-    """Root's group and one without a name have no other members."""
+    """Root's group and a group without a name may write, because they have no other members."""
     shared = next(each for each in grp.getgrall() if each.gr_gid)
     folder.chmod(0o2775)
     for group in (0, 54_321):
@@ -146,7 +146,7 @@ def test_a_private_group_has_no_other_member(folder: Path, monkeypatch: pytest.M
 
 
 def test_a_volume_of_root_may_be_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An emptyDir of Kubernetes is; the folders that numba makes in it are the user's."""
+    """An emptyDir of Kubernetes is open. The folders that numba makes in it are the user's."""
     folder.parent.chmod(0o777)
     monkeypatch.setattr("server.kernel_folders._ROOT_ID", folder.stat().st_uid)
     monkeypatch.setattr(Path, "is_mount", lambda path: path == folder.parent)

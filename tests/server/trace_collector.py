@@ -28,7 +28,7 @@ class Seen:
 
 @dataclass
 class Collector:
-    """What has arrived so far."""
+    """The spans that have arrived so far."""
 
     url: str
     spans: list[Seen] = field(default_factory=list)

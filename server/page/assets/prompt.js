@@ -1,4 +1,4 @@
-/** What the page says about a prompt before it is sent: its tokens, its table, and its code. */
+/** Text about a prompt before it is sent: its tokens, its table, and its code. */
 
 import { hasKey, postJson, rootUrl } from "./api.js";
 import { drawContext } from "./context_bar.js";

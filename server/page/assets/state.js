@@ -1,4 +1,4 @@
-/** What the page knows, and what may be pressed now. */
+/** State of the page, and the buttons that may be pressed now. */
 
 import { Answer } from "./answer.js";
 import { byId } from "./dom.js";

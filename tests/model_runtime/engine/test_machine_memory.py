@@ -44,7 +44,7 @@ def machine(root: Path, version: int, own: str, groups: dict[str, Group]) -> Mac
 
 
 def test_without_control_groups_the_kernel_says_what_is_available(tmp_path: Path) -> None:
-    """Pages of files count as free, and swap is told apart."""
+    """Pages of files count as free memory, and free swap is a number of its own."""
     assert machine(tmp_path, 2, "/", {}) == MachineMemory(64 * GIB, 40 * GIB, 8 * GIB)
 
 

@@ -94,7 +94,7 @@ def test_a_long_chat_after_a_short_one_has_room_before_it_is_read() -> None:
 
 @needs_proc
 def test_the_processes_inherit_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their purpose is code that nobody has read."""
+    """A checkpoint's template is code of strangers, so the environment holds no key."""
     monkeypatch.setenv("ROPEWALK_API_KEY", "secret-a")
     kill_all()
     assert template(PLAIN).render(HELLO) == "Hello."

@@ -42,7 +42,7 @@ def num_cached(server: Server, key: str, prompt: list[int], **body: object) -> i
 
 
 def new_prompt() -> list[int]:
-    """Two pages and a half that nobody has asked."""
+    """A prompt of two pages and a half that no other request has."""
     return [next(_firsts)] * (2 * _PAGE + 20)
 
 

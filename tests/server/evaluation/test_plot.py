@@ -1,4 +1,4 @@
-"""The plots of `ropewalk eval`: what is named, what is told apart, and what a cell stands for."""
+"""The plots of `ropewalk eval`: names, lines that can be distinguished, and the text of a cell."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -98,7 +98,7 @@ def test_a_silent_engine_gives_an_empty_message_after_the_limit() -> None:
     run_at_once(test())
 
 
-def test_an_outbox_that_nobody_reads_keeps_its_bound_and_ends_its_reader() -> None:
+def test_an_outbox_without_a_reader_keeps_its_bound_and_ends_its_reader() -> None:
     """All that was not read is dropped, and yet every run hears of its end."""
 
     async def test() -> None:

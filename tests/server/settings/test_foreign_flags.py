@@ -29,7 +29,7 @@ BY_HABIT = (
 
 
 def given(*args: str) -> dict[str, object]:
-    """What `serve` is given on its command line."""
+    """The settings that `serve` reads from its command line."""
     context = serve.make_context("serve", list(args))
     return {name: value for name, value in context.params.items() if value is not None}
 

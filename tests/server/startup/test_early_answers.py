@@ -171,7 +171,7 @@ def test_no_client_is_refused_when_the_server_takes_over() -> None:
         idle = socket.create_connection(("127.0.0.1", port), timeout=20)
         time.sleep(0.1)
         answers.hand_over()
-        time.sleep(0.3)  # connections wait for whoever accepts next
+        time.sleep(0.3)  # connections wait until the next process accepts
         server = threading.Thread(target=_serve, args=(listener, is_over))
         server.start()
         time.sleep(0.3)
