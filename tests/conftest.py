@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.text.template_processes import template_processes
-from tests import leftovers, sampling
+from tests import leftovers, preloaded, sampling
 from tests.device_faults import end_if_the_device_failed
 from tests.engines import EngineFactory, tiny_checkpoint
 from tests.processes import Server, running_server
@@ -44,6 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> It
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Look for processes and folders that outlive the tests, once the workers have ended."""
     template_processes().close()  # of this process, which keeps them warm as a server would
+    preloaded.close()
     leftovers.end(session)
 
 

@@ -6,15 +6,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import Popen
+from tempfile import TemporaryFile
 
 import pytest
 from click.testing import CliRunner
 
 from server.cli import ropewalk
+from tests import preloaded
+from tests.preloaded import Fork
 
 _START_S = 120
 _STOP_S = 90  # a Ray cluster on a loaded machine needs a minute
@@ -53,15 +57,32 @@ def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
 def run_to_end(
     *arguments: str, env: dict[str, str] | None = None, module: str = "server"
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command that ends by itself in a process of its own."""
-    return subprocess.run(
-        command(*arguments, module=module),
-        capture_output=True,
-        text=True,
-        timeout=_START_S,
-        check=False,
-        env={**os.environ, **(env or {})},
-    )
+    """Run a command that ends by itself in a process of its own.
+
+    It is a fork (`tests.preloaded`), unless a variable is set that a library reads when it is
+    imported.
+    """
+    env = env or {}
+    if not all(name.startswith("ROPEWALK_") for name in env):
+        return subprocess.run(
+            command(*arguments, module=module),
+            capture_output=True,
+            text=True,
+            timeout=_START_S,
+            check=False,
+            env={**os.environ, **env},
+        )
+    with TemporaryFile("w+") as stdout, TemporaryFile("w+") as stderr:
+        fork = preloaded.parent().fork(
+            module, arguments, stdout=stdout.fileno(), stderr=stderr.fileno(), env=env
+        )
+        try:
+            code = fork.wait(_START_S)
+        finally:
+            fork.kill()
+        stdout.seek(0)
+        stderr.seek(0)
+        return subprocess.CompletedProcess(arguments, code, stdout.read(), stderr.read())
 
 
 def children_of(pid: int, module: str) -> list[int]:
@@ -78,22 +99,30 @@ def children_of(pid: int, module: str) -> list[int]:
     return found
 
 
+def _start(arguments: Sequence[str], module: str, stderr: int) -> Popen[bytes] | Fork:
+    """Start `serve`. Ray starts processes that need an interpreter of their own."""
+    flags = ("serve", "--port", "0", *arguments)
+    if "--replicas" in flags:
+        return Popen(command(*flags, module=module), stderr=stderr)
+    return preloaded.parent().fork(module, flags, stdout=1, stderr=stderr)
+
+
 @contextmanager
 def running_server(*arguments: str, module: str = "server") -> Iterator[Server]:
-    """Serve until the block ends."""
+    """Serve until the block ends; the start is a fork (`tests.preloaded`)."""
     if REPLICAS is not None and module == "server":
         arguments = ("--replicas", REPLICAS, *arguments)
-    process = subprocess.Popen(
-        command("serve", "--port", "0", *arguments, module=module),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
+    reads, writes = os.pipe()
+    try:
+        process = _start(arguments, module, writes)
+    finally:
+        os.close(writes)
     lines: list[str] = []
     reader = None
     deadline = time.monotonic() + _START_S
+    stderr = open(reads)  # noqa: PTH123, SIM115  # a file descriptor, closed below
     try:
-        for line in process.stderr:
+        for line in stderr:
             lines.append(line)
             found = _LISTENING.search(line)
             if found or time.monotonic() > deadline:
@@ -101,7 +130,7 @@ def running_server(*arguments: str, module: str = "server") -> Iterator[Server]:
         assert found, "".join(lines)
         banner = "".join(lines)
         # Read on, or the pipe is full after a thousand warnings and the server waits for us.
-        reader = threading.Thread(target=lines.extend, args=(process.stderr,))
+        reader = threading.Thread(target=lines.extend, args=(stderr,))
         reader.start()
         yield Server(found[1], banner, process.pid, lines)
     finally:
@@ -113,4 +142,4 @@ def running_server(*arguments: str, module: str = "server") -> Iterator[Server]:
             process.wait()
         if reader is not None:
             reader.join()
-        process.stderr.close()
+        stderr.close()
