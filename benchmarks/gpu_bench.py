@@ -55,7 +55,6 @@ class Bench:
         return random_model(sizes.shape, sizes.native_len, sizes.dtype, self.device)
 
     def twin(self) -> LlamaForCausalLM:
-        """Build another model over the same weights."""
         return twin(self.theirs, self.sizes.shape, self.sizes.native_len)
 
     @cached_property
@@ -69,7 +68,6 @@ class Bench:
         return deployment_of(self.checkpoint, self.sizes)
 
     def has_time(self, seconds: float = 0.0) -> bool:
-        """Return whether more than `seconds` are left before the deadline."""
         return time.monotonic() + seconds < self.end
 
     def engine(
@@ -90,5 +88,4 @@ class Bench:
 
 
 def left_out(what: str, why: str) -> Row:
-    """Build the row of a measurement that was left out."""
     return {"part": "left_out", "what": what, "why": why}

@@ -118,12 +118,10 @@ class _Parts(Observer):
         self.num_drafted = self.num_accepted = 0
 
     def speculated(self, num_drafted: int, num_accepted: int) -> None:
-        """See Observer."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
 
     def timed(self, seconds: Mapping[Part, float]) -> None:
-        """See Observer."""
         self.last = {str(name): value for name, value in seconds.items()}
 
 

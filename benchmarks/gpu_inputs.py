@@ -94,7 +94,6 @@ TINY = Sizes(
 
 
 def _num_pages(sequences: Sequence[tuple[int, int]]) -> int:
-    """Return the pages of a batch, from (context, sequences)."""
     return sum(-(-context // PAGE_SIZE) * count for context, count in sequences)
 
 
@@ -141,7 +140,6 @@ class Cache:
         return torch.randperm(self.num_pages).tolist()
 
     def _num_copies(self, sequences: Sequence[tuple[int, int]]) -> int:
-        """Return how many copies of a batch fill `least_bytes`."""
         batch_bytes = _num_pages(sequences) * PAGE_SIZE * self.sizes.token_bytes
         return max(1, -(-self.sizes.least_bytes // batch_bytes))
 
@@ -168,7 +166,6 @@ class Cache:
         return batches
 
     def chunk_batch(self, first: int, num_tokens: int) -> Batch:
-        """Build a batch with successive tokens of one prompt."""
         pages = self._shuffled[: -(-(first + num_tokens) // PAGE_SIZE)]
         span = Span([0] * num_tokens, first, pages, self.table_id, range(0))
         return build_batch([span], PAGE_SIZE, self.device)

@@ -85,13 +85,11 @@ def _nothing(_: LlamaForCausalLM) -> None:
 
 
 def _joined(model: LlamaForCausalLM) -> None:
-    """Join products and replace norms only."""
     join(model, shared_inputs(model))
     replace_norms(model)
 
 
 def _fused(model: LlamaForCausalLM) -> None:
-    """Do what loading does for a GPU."""
     use_fewer_kernels(model, shared_inputs(model))
 
 

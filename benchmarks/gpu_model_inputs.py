@@ -71,12 +71,10 @@ class ModelSizes:
 
     @property
     def longest(self) -> int:
-        """Return the number of positions of the longest tier."""
         return round(self.native_len * self.factor)
 
     @property
     def layer_weights(self) -> int:
-        """Return the number of weights in the matrices of all layers."""
         shape = self.shape
         heads = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * shape.hidden
         return shape.layers * (heads + 3 * shape.hidden * shape.intermediate)
@@ -278,5 +276,4 @@ class Prompts:
         return self._random.randrange(max(1, limit))
 
     def of(self, num_tokens: int, count: int = 1) -> Sequence[list[int]]:
-        """Draw `count` new prompts of `num_tokens` tokens."""
         return [self._random.choices(self._ids, k=num_tokens) for _ in range(count)]

@@ -205,7 +205,6 @@ def _median_row(members: Sequence[Row]) -> Row:
 
 
 def first_tokens(rows: Sequence[Row]) -> list[Row]:
-    """Return the median times to the first token, by context."""
     found = _medians(_of(rows, "first_token"), ("context",))
     return sorted(found, key=lambda row: int(row["context"]))
 

@@ -74,7 +74,6 @@ class RotatedStep:
         return self.read.attend(layer_idx, self._turned(call))
 
     def write(self, layer_idx: int, call: AttentionCall) -> None:
-        """Rotate the keys and write them."""
         self.read.write(layer_idx, self._turned(call))
 
     def _turned(self, call: AttentionCall) -> AttentionCall:

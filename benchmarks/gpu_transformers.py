@@ -129,7 +129,6 @@ class Batching:
         return chosen
 
     def close(self) -> None:
-        """See Contender."""
         self._model.destroy_cached_continuous_batching_manager()
         free_memory()
 

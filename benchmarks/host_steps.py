@@ -65,7 +65,6 @@ class _ReadyLogits(nn.Module):
         self._logits_RV[:, tokenizer.encode("abcdefghijklmnopqrstuvwxyz")] += 20
 
     def forward(self, *, logits_to_keep: Tensor, **_: Any) -> Any:
-        """Return as many rows as requested."""
         return SimpleNamespace(logits=self._logits_RV[None, : len(logits_to_keep)])
 
 
@@ -123,7 +122,6 @@ class _Watched(Metrics):
         self.parts: list[Mapping[Any, float]] = []
 
     def timed(self, seconds: Mapping[Any, float]) -> None:
-        """Keep the times of one step."""
         super().timed(seconds)
         self.parts.append(dict(seconds))
 

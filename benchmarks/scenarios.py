@@ -71,7 +71,6 @@ class OneByOne:
 
     @property
     def longest(self) -> int:
-        """See Scenario."""
         return self.prompt_len + self.output_len
 
     async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
@@ -100,17 +99,14 @@ class AtOnce:
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """See Scenario."""
         return (self.metric,)
 
     @property
     def longest(self) -> int:
-        """See Scenario."""
         return self.prefix_len + self.own_len + self.output_len
 
     @property
     def concurrency(self) -> int:
-        """See Scenario."""
         return self.num_requests
 
     async def run(self, sender: Sender, prompts: Prompts) -> Outcome:
@@ -143,17 +139,14 @@ class Mixed:
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """See Scenario."""
         return (SHORT_FIRST_TOKEN, LONG_FIRST_TOKEN, LONG_WHOLE)
 
     @property
     def longest(self) -> int:
-        """See Scenario."""
         return self.long_len + self.output_len
 
     @property
     def concurrency(self) -> int:
-        """See Scenario."""
         return self.num_short + 1
 
     async def run(self, sender: Sender, prompts: Prompts) -> Outcome:

@@ -51,22 +51,18 @@ class StandIn:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the thread should wait for a request."""
         if not self._live:
             self._has_begun = False
         return not self._has_begun and len(self._live) < self.plan.num_streams
 
     def add(self, state: RequestState) -> None:
-        """Begin a stream."""
         self._live[state.sequence.request.request_id] = _Stream(state)
 
     def abort(self, request_id: str) -> None:
-        """End a stream."""
         if request_id in self._live:
             self._end(self._live[request_id], Output(finish_reason=FinishReason.ABORT))
 
     def fail_all(self, error: str) -> None:
-        """End every stream with an error."""
         for stream in list(self._live.values()):
             self._end(stream, Output(finish_reason=FinishReason.ERROR, error=error))
 

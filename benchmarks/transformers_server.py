@@ -80,7 +80,6 @@ class Generating:
 
     @property
     def max_model_len(self) -> int:
-        """Return the longest context in tokens."""
         return int(self._model.config.max_position_embeddings)
 
     async def texts(self, prompt: list[int], num_output: int) -> AsyncGenerator[str, None]:
@@ -148,7 +147,6 @@ def _event(fields: dict[str, Any]) -> str:
 
 
 def load(folder: str, dtype: str) -> Generating:
-    """Load the model with transformers' default attention and cache."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[dtype]).eval()
     return Generating(model, AutoTokenizer.from_pretrained(folder))
 

@@ -63,11 +63,9 @@ class Loaded:
         return Span(token_ids, first, pages, self.table_id, range(num_tokens - 1, num_tokens))
 
     def decode(self, num_sequences: int) -> None:
-        """Compute one token of each sequence."""
         self.runner.run([self.span(1, _CONTEXT, each) for each in range(num_sequences)])
 
     def prefill(self) -> None:
-        """Compute a prompt in chunks."""
         for first in range(0, _PROMPT, _CHUNK):
             self.runner.run([self.span(_CHUNK, first, 0)])
 

@@ -26,7 +26,6 @@ class Rotary:
 
     @property
     def num_rotating(self) -> int:
-        """Return the number of pairs that rotate."""
         return self.num_pairs if self.num_turning is None else self.num_turning
 
     def tokens_per_radian_P(self) -> "Tensor":

@@ -18,5 +18,4 @@ class Linear:
         return Frequencies(1.0 / rotary.tokens_per_radian_P() / self.factor, 1.0)
 
     def at(self, ceiling: int, native_len: int) -> Self:
-        """Return this method with factor = ceiling / L."""
         return replace(self, factor=factor_at(self.factor, ceiling, native_len))

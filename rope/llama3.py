@@ -40,6 +40,5 @@ class Llama3:
         return Frequencies(torch.where(between_P, blended_P, scaled_P), 1.0)
 
     def at(self, ceiling: int, native_len: int) -> Self:
-        """Return this method with factor = ceiling / L."""
         factor = factor_at(self.factor, ceiling, native_len)
         return replace(self, factor=factor, original_max_position_embeddings=native_len)

@@ -52,12 +52,10 @@ class NativeRope:
 
     @property
     def rotary(self) -> Rotary:
-        """Return the rotary part of a head on the layers that deployments scale."""
         return self.tables[self.scaled_layer_type].rotary
 
     @property
     def carries_scaling(self) -> bool:
-        """Return whether the checkpoint was trained with a scaled table."""
         return not isinstance(self.method.scaling, Unscaled)
 
 

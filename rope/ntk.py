@@ -37,7 +37,6 @@ class NTK:
         return _with_base(rotary, base)
 
     def at(self, ceiling: int, native_len: int) -> Self:
-        """Return this method with factor = ceiling / L."""
         return replace(self, factor=factor_at(self.factor, ceiling, native_len))
 
 

@@ -32,7 +32,6 @@ class Profile:
 
     @property
     def native(self) -> "Profile":
-        """Return the profile without positions and log-n."""
         return Profile(self.scaling)
 
     @property
@@ -59,7 +58,6 @@ class Tier:
 
 
 def longest(tiers: Sequence[Tier]) -> int:
-    """Return the number of tokens that the last tier covers."""
     return tiers[-1].ceiling
 
 

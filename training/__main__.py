@@ -92,7 +92,6 @@ def main(run: Path, threads: int, *, compiled: bool, **learning: Any) -> None:
 
 
 def _of(kind: Callable[..., Options], learning: dict[str, Any]) -> Options:
-    """Build `kind` from the options that are its fields."""
     names = {each.name for each in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in learning.items() if name in names})
 

@@ -70,7 +70,6 @@ class Pieces:
         return Piece(tokens, [Kind.IGNORED] * len(tokens))
 
     def question(self, needle: Needle) -> Piece:
-        """Encode the line of the question, with the answer."""
         line = needle.question + needle.value + needle.form.after
         tokens = self._tokenizer.encode(line).ids
         return Piece(tokens, _kinds(len(tokens), len(tokens) - VALUE_DIGITS - 1, VALUE_DIGITS))
@@ -82,7 +81,6 @@ class Pieces:
         return Piece(tokens, _kinds(len(tokens), len(tokens) - VALUE_DIGITS - 1, VALUE_DIGITS + 1))
 
     def turn(self) -> Piece:
-        """Encode the mark before a user's text."""
         return Piece(self._tokenizer.encode(USER).ids, [Kind.IGNORED])
 
 

@@ -44,7 +44,6 @@ class Schedule:
 
     @property
     def all_steps(self) -> int:
-        """Return the number of steps, polishing included."""
         return self.steps + self.polish_steps
 
     def rate(self, step: int) -> float:

@@ -32,7 +32,6 @@ class Corpus:
 
     @property
     def num_tokens(self) -> dict[str, int]:
-        """Return the number of tokens by part."""
         parts = {"library": self.library, "tests": self.tests, "held out": self.held_out}
         return {name: sum(len(each) for each in documents) for name, documents in parts.items()}
 

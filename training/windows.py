@@ -100,7 +100,6 @@ class Windows:
         return Piece(tokens, window.kinds[: self._len] + [Kind.IGNORED] * missing)
 
     def natural(self, rng: random.Random) -> Piece:
-        """Draw a stretch of one document."""
         return _joined([_BOS, _text(self._code(rng, self._len - 1))])
 
     def needles(self, rng: random.Random) -> Piece:

@@ -34,7 +34,6 @@ class DualChunk(PositionMethod):
 
     @property
     def key_maps(self) -> tuple[KeyMap, ...]:
-        """Return the key maps, which are the same."""
         return (KeyMap(modulus=self.chunk),) * 3
 
     @property

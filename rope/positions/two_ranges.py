@@ -43,7 +43,6 @@ class ReRope(PositionMethod):
         return self.window
 
     def ranges(self, positions_T: "Tensor") -> tuple[Range, ...]:
-        """Return the far range and the near one."""
         return _two_ranges(positions_T, self.window, self.window)
 
     def reach(self, native_len: int) -> int | None:  # noqa: ARG002
@@ -65,7 +64,6 @@ class SelfExtend(PositionMethod):
 
     @property
     def key_maps(self) -> tuple[KeyMap, ...]:
-        """Return the key maps of far and near keys."""
         return KeyMap(divisor=self.group), NATIVE_KEYS
 
     @property
@@ -74,12 +72,10 @@ class SelfExtend(PositionMethod):
         return self.window
 
     def ranges(self, positions_T: "Tensor") -> tuple[Range, ...]:
-        """Return the far range and the near one."""
         shift = self.window - self.window // self.group
         return _two_ranges(positions_T, self.window, positions_T // self.group + shift)
 
     def reach(self, native_len: int) -> int | None:
-        """Return (L - w) G + w."""
         return (native_len - self.window) * self.group + self.window
 
 
@@ -98,7 +94,6 @@ class Shifted(PositionMethod):
 
     @property
     def key_maps(self) -> tuple[KeyMap, ...]:
-        """Return the key maps: both are native."""
         return NATIVE_KEYS, NATIVE_KEYS
 
     @property
@@ -108,15 +103,12 @@ class Shifted(PositionMethod):
 
     @property
     def attention_factor(self) -> float:
-        """Return the factor of cos and sin."""
         return self.factor
 
     def ranges(self, positions_T: "Tensor") -> tuple[Range, ...]:
-        """Return the far range and the near one."""
         return _two_ranges(positions_T, self.shift, positions_T - (self.shift - self.window))
 
     def reach(self, native_len: int) -> int | None:
-        """Return L + S - W."""
         return native_len + self.shift - self.window
 
 
@@ -134,17 +126,14 @@ class Sinks(PositionMethod):
 
     @property
     def key_maps(self) -> tuple[KeyMap, ...]:
-        """Return the key maps: both are native."""
         return NATIVE_KEYS, NATIVE_KEYS
 
     @property
     def num_native(self) -> int:
-        """Return s + r."""
         return self.sinks + self.window
 
     @property
     def kept(self) -> tuple[int, int] | None:
-        """Return s and r."""
         return self.sinks, self.window
 
     def ranges(self, positions_T: "Tensor") -> tuple[Range, ...]:
