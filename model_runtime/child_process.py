@@ -49,7 +49,6 @@ def memory_in_use() -> int | None:
 
 
 def limit_memory(max_bytes: int) -> None:
-    """Let allocations fail if this process has more than `max_bytes` for its data."""
     # Not RLIMIT_AS: malloc reserves 128 MiB of addresses per thread, which use no memory.
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, hard))

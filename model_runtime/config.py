@@ -42,7 +42,6 @@ class SamplingLimits:
 
 
 def too_many(param: str, most: int, unit: str, given: int) -> RequestError:
-    """Build the error of a field with more than its limit."""
     return RequestError(f"`{param}` must be at most {most} {unit}. Given: {given}", param=param)
 
 

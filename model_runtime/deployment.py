@@ -207,7 +207,6 @@ class Deployment:
         )
 
     def type_of(self, asked: RopeRequest) -> str:
-        """Return the method that a request asks for, or the deployment's own."""
         return asked.rope_type or self.rope_type
 
     def _tiers(self, asked: RopeRequest) -> tuple[Tier, ...]:

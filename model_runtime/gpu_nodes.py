@@ -8,5 +8,4 @@ GPU_NODES = (*NVIDIA_NODES, "/dev/kfd")  # AMD's
 
 
 def is_there(nodes: tuple[str, ...]) -> bool:
-    """Return whether one of the nodes exists."""
     return any(Path(node).exists() for node in nodes)

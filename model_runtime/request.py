@@ -68,7 +68,6 @@ class Request:
 
     @property
     def num_positions(self) -> int:
-        """Return the number of positions it needs."""
         return self.positions_with(self.sampling.max_tokens)
 
     def positions_with(self, num_generated: int) -> int:

@@ -211,7 +211,6 @@ def _numbers(contexts: Contexts, cut: Cut) -> NDArray[np.int32]:
 def _tile_of(
     index_N: NDArray[np.int64], period_N: NDArray[np.int64] | None, tile: int
 ) -> NDArray[np.int64]:
-    """Return the tile that has the key of an index."""
     if period_N is None:
         return index_N // tile
     return index_N // period_N * -(-period_N // tile) + index_N % period_N // tile

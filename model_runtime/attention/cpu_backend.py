@@ -56,7 +56,6 @@ class CpuAttention:
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
     ) -> None:
-        """Write the step's keys and values to the pages and offsets in the batch."""
         key_TC, value_TC = (each.flatten(1).contiguous() for each in (key_TKD, value_TKV))
         pages = PageArrays(as_numpy(keys_NKDO), as_numpy(values_NKOV))
         write_kv(as_numpy(key_TC), 0, as_numpy(value_TC), 0, *self.destinations, *pages)

@@ -27,11 +27,9 @@ class RangedSequences:
     plain: tuple[Any, ...]  # the fields of RangeArrays
 
     def items(self, items_W3: Ints) -> Ints:
-        """Return the work items of sequences that read ranges."""
         return items_W3[self.is_ranged_S[items_W3[:, 0]]]
 
     def others(self, items_W3: Ints) -> Ints:
-        """Return the work items of the other sequences."""
         return items_W3[~self.is_ranged_S[items_W3[:, 0]]]
 
     def kernel(self, keys_NKDO: Numbers) -> Any:

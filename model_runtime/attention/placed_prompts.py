@@ -58,7 +58,6 @@ class PlacedPrompts:
         self._groups: dict[tuple[int, int], list[PlacedGroup]] = {}
 
     def __len__(self) -> int:
-        """Return the number of prompts."""
         return len(self._places)
 
     @cached_property

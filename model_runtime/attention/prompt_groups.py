@@ -113,7 +113,6 @@ class Prompts:
         self._groups: dict[tuple[int, int], list[PromptGroup]] = {}
 
     def __len__(self) -> int:
-        """Return the number of prompts."""
         return len(self._places)
 
     @cached_property
@@ -188,7 +187,6 @@ def rows_of(parts: Iterable[Part]) -> Ints:
 
 
 def positions_of(parts: Iterable[Part]) -> Ints:
-    """Return the absolute positions of the parts' tokens."""
     return np.concatenate([np.arange(part.num_tokens) + part.first_position for part in parts])
 
 

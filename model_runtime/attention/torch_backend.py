@@ -31,7 +31,6 @@ class TorchAttention:
     def write(
         self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
     ) -> None:
-        """Write the step's keys and values to the pages and offsets in the batch."""
         page_T, offset_T = self._batch.page_T, self._batch.offset_T
         keys_NKDO[page_T, :, :, offset_T] = key_TKD
         values_NKOV[page_T, :, offset_T] = value_TKV

@@ -48,7 +48,6 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Return the memory of all keys and values."""
         return sum(each.nbytes for pair in self._pages.values() for each in pair)
 
     @cached_property

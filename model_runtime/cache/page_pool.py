@@ -27,7 +27,6 @@ class PagePool:
 
     @property
     def num_used(self) -> int:
-        """Return the number of pages that sequences hold."""
         return self.num_pages - self.num_available
 
     @property

@@ -85,7 +85,6 @@ class PrefixIndex:
             self._key_of[page] = key
 
     def holds(self, page: int) -> bool:
-        """Return whether a page is in the index."""
         return page in self._key_of
 
     def forget(self, page: int) -> None:
@@ -93,7 +92,6 @@ class PrefixIndex:
         del self._page_of[self._key_of.pop(page)]
 
     def clear(self) -> None:
-        """Remove all pages."""
         self._page_of.clear()
         self._key_of.clear()
 

@@ -183,12 +183,10 @@ class RopeTables:
 
     @property
     def num_tables(self) -> int:
-        """Return the number of tables that are filled."""
         return len(self._ids)
 
     @property
     def profiles(self) -> tuple[Profile, ...]:
-        """Return the profiles whose tables are filled, in the order of their ids."""
         return tuple(self._ids)
 
     @property

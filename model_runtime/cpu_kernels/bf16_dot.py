@@ -40,12 +40,10 @@ def _multiplied(builder: Any, sums: Any, factors: Any, numbers: Any) -> Any:
 
 
 def _loaded(builder: Any, address: Any) -> Any:
-    """Emit a load of sixteen pairs."""
     return builder.load(builder.bitcast(address, _PAIRS.as_pointer()), align=2)
 
 
 def _broadcast(builder: Any, address: Any) -> Any:
-    """Emit a load of one pair, broadcast to all lanes."""
     pair = builder.load(builder.bitcast(address, _INT.as_pointer()), align=2)
     first = builder.insert_element(ir.Constant(_PAIRS, ir.Undefined), pair, _INT(0))
     return builder.shuffle_vector(first, first, ir.Constant(_PAIRS, [0] * WIDTH))

@@ -76,7 +76,6 @@ def _operation(emit: Callable[..., Any], *, arguments: int, returns: Any = LANES
 
 
 def emit_constant(number: float) -> Any:
-    """Return a constant with the same number in every lane."""
     return ir.Constant(_LANES, [number] * WIDTH)
 
 
@@ -85,7 +84,6 @@ def _constant_int(number: int) -> Any:
 
 
 def _called(builder: Any, name: str, returns: Any, *values: Any) -> Any:
-    """Emit a call of one of LLVM's own functions."""
     kind = ir.FunctionType(returns, [value.type for value in values])
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, values)
@@ -99,7 +97,6 @@ def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def emit_broadcast(builder: Any, number: Any) -> Any:
-    """Broadcast a number to every lane."""
     first = builder.insert_element(ir.Constant(_LANES, ir.Undefined), number, ir.Constant(_INT, 0))
     zeros = ir.Constant(_INT_LANES, [0] * WIDTH)
     return builder.shuffle_vector(first, ir.Constant(_LANES, ir.Undefined), zeros)
@@ -202,7 +199,6 @@ def emit_store(builder: Any, array: Any, pointer: Any, lanes: Any) -> None:
 
 
 def address_of(context: Any, builder: Any, array: Any, memory: Any, at: Any) -> Any:
-    """Emit the address of an array's element `at`."""
     struct = context.make_array(array)(context, builder, memory)
     return builder.gep(struct.data, [at])
 

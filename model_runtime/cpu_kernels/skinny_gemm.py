@@ -171,7 +171,6 @@ def _multiplier(add: Any, step: int) -> Any:
 
 @jit()
 def as_they_are(x_RK: Numbers) -> Numbers:
-    """Return the rows themselves."""
     return x_RK
 
 
@@ -225,7 +224,6 @@ class Panels:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the panels."""
         return self.packed_Q.nbytes + self.low_bit_bytes
 
     @property

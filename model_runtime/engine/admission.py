@@ -34,16 +34,13 @@ class AdmissionQueue:
 
     @property
     def is_open(self) -> bool:
-        """Return whether requests can be submitted."""
         return self._is_open
 
     def open(self) -> None:
-        """Accept requests from now on."""
         with self._lock:
             self._is_open = True
 
     def close(self) -> None:
-        """Accept no request from now on."""
         with self._lock:
             self._is_open = False
 

@@ -55,12 +55,10 @@ class Engine:
 
     @property
     def config(self) -> EngineConfig:
-        """Return the engine's limits."""
         return self._config
 
     @property
     def is_running(self) -> bool:
-        """Return whether requests can be submitted."""
         return self._admission.is_open
 
     @property
@@ -70,7 +68,6 @@ class Engine:
 
     @property
     def seconds_since_step(self) -> float:
-        """Return the duration of the current step so far; 0 while the engine is idle."""
         return 0.0 if self._is_resting else time.monotonic() - self._last_step
 
     def start(
@@ -121,7 +118,6 @@ class Engine:
         return self._admission.reserve(num)
 
     def submit(self, request: Request, on_output: OnOutput) -> None:
-        """Queue one request; see `submit_all`."""
         self.submit_all([(request, on_output)])
 
     def submit_all(
@@ -153,7 +149,6 @@ class Engine:
         )
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its pages; no effect if it has already ended."""
         self._commands.put(lambda: self._core.abort(request_id))
 
     def generate(self, requests: Sequence[Request]) -> list[list[Output]]:

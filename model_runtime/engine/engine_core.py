@@ -71,26 +71,21 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no request is waiting or running, and no step is launched."""
         return not self._requests and self._in_flight is None
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Return the number of prompt tokens of the requests that wait."""
         return sum(each.num_prompt_tokens for each in self.scheduler.waiting)
 
     def add(self, state: RequestState) -> None:
-        """Queue a request."""
         self._requests.add(state)
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its pages; no effect if it has already ended."""
         state = self._requests.get(request_id)
         if state is not None:
             self._requests.deliver(state, Output(finish_reason=FinishReason.ABORT))
 
     def fail_all(self, error: str) -> None:
-        """End every request with an error."""
         for state in self._requests.all():
             self._requests.fail(state, error)
 

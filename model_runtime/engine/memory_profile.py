@@ -79,7 +79,6 @@ class CudaMeter:
         self._device = device
 
     def reset(self) -> None:
-        """As in Meter."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)

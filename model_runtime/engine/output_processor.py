@@ -106,7 +106,6 @@ class Answer:
         return tuple(taken)
 
     def _take_held(self) -> tuple[TokenLogprob, ...]:
-        """Return all held logprobs."""
         taken = tuple(logprob for _, logprob in self._held)
         self._held.clear()
         return taken

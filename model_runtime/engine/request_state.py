@@ -76,7 +76,6 @@ class RequestState:
         return state
 
     def add_token(self, token_id: int) -> None:
-        """Append a token to the answer."""
         self.sequence.token_ids.append(token_id)
         if self._row is not None and self._row.seen is not None:
             self._row.seen.add(token_id)
@@ -145,16 +144,13 @@ class RequestStates:
         return list(self._live.values())
 
     def add(self, state: RequestState) -> None:
-        """Queue a request."""
         self._live[state.sequence.request.request_id] = state
         self._scheduler.add(state.sequence)
 
     def get(self, request_id: str) -> RequestState | None:
-        """Return a live request; None if it has ended."""
         return self._live.get(request_id)
 
     def is_live(self, state: RequestState) -> bool:
-        """Return whether the request is still live."""
         return self._live.get(state.sequence.request.request_id) is state
 
     def of(self, sequence: TokenSequence) -> RequestState:
@@ -188,7 +184,6 @@ class RequestStates:
         )
 
     def fail(self, state: RequestState, error: str) -> None:
-        """End a request with an error."""
         self.deliver(state, Output(finish_reason=FinishReason.ERROR, error=error))
 
     def note_start(self, state: RequestState, now: float) -> None:

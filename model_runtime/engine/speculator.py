@@ -59,7 +59,6 @@ class Speculator:
 
     @property
     def has_drafts(self) -> bool:
-        """Return whether the step has a draft."""
         return bool(self._drafted)
 
     def add_drafts(self, plan: StepPlan, requests: RequestStates) -> None:

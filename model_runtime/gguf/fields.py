@@ -18,11 +18,9 @@ class Fields:
         self._read = {self._prefix + key for key in _WITHOUT_EFFECT}
 
     def has(self, key: str) -> bool:
-        """Return whether the file states a key."""
         return self._prefix + key in self.file.metadata
 
     def has_tensor(self, name: str) -> bool:
-        """Return whether the file has a tensor."""
         return name in self.file.tensors
 
     def value(self, key: str) -> Any:
@@ -30,7 +28,6 @@ class Fields:
         return self.file.metadata.get(self._noted(key))
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Return an integer >= `minimum`."""
         return self.file.integer(self._noted(key), default, minimum=minimum)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -38,11 +35,9 @@ class Fields:
         return self.file.number(self._noted(key), default)
 
     def boolean(self, key: str, *, default: bool) -> bool:
-        """Return true or false."""
         return self.file.boolean(self._noted(key), default=default)
 
     def refuse(self, key: str, problem: str) -> ModelError:
-        """Return the error about a key."""
         return ModelError(f"{self.file.path}: {self._prefix}{key} {problem}")
 
     def check_all_read(self) -> None:

@@ -48,7 +48,6 @@ class TensorInfo:
 
     @property
     def num_rows(self) -> int:
-        """Return the product of all dimensions but the last."""
         return math.prod(self.shape[:-1])
 
 
@@ -63,7 +62,6 @@ class GgufFile:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all parts."""
         return sum(path.stat().st_size for path in self.paths)
 
     @property
@@ -120,7 +118,6 @@ def _found(value: Any) -> str:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a file begins as a GGUF file."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 

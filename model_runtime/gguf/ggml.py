@@ -33,7 +33,6 @@ def block_of(name: str) -> tuple[int, int]:
 
 
 def dequantised(rows: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
-    """Return rows of bytes as rows of float32."""
     kind = GGMLQuantizationType[name]
     return dequantize(np.ascontiguousarray(rows), kind)
 

@@ -17,7 +17,6 @@ _SAMPLING = {
 
 
 def num_parameters(file: GgufFile) -> int:
-    """Return the number of weights."""
     infos = file.tensors.items()
     return sum(math.prod(info.shape) for name, info in infos if name not in ROPE_TENSORS)
 

@@ -74,7 +74,6 @@ def read_blocks(info: TensorInfo, row_order: Values | None = None) -> Iterator[t
 
 
 def _are_finite(factors: Values) -> bool:
-    """Return whether all weights with these factors are finite."""
     if factors.dtype == np.uint8:
         return int(factors.max(initial=0)) <= _MOST_EXPONENT
     return bool(np.isfinite(factors).all())

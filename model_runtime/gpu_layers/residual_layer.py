@@ -61,7 +61,6 @@ class ResidualLayer(Replacement):
 
     @property
     def first_norm(self) -> GpuRmsNorm:
-        """Return the norm before the attention."""
         norm: GpuRmsNorm = self.get_submodule(self._form[0])  # type: ignore[assignment]
         return norm
 

@@ -45,7 +45,6 @@ class GpuRmsNorm(nn.Module):
         return self._sum
 
     def forget(self) -> None:
-        """Free a kept result."""
         self._sum = self._norm = None
 
 

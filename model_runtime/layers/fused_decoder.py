@@ -74,7 +74,6 @@ class Kind(NamedTuple):
 
     @property
     def heads(self) -> Heads:
-        """Return the heads as the kernel takes them."""
         plan = self.plan
         dims = (plan.num_key_heads, plan.key_dim, plan.value_dim)
         return Heads(self.num_heads, *dims, self.num_head_norms > 0)
@@ -244,6 +243,5 @@ def _cpu(step: PagedStep) -> CpuAttention:
 
 
 def restore(model: nn.Module) -> None:
-    """Give the model its own forward back."""
     if isinstance(vars(model).get("forward"), DecoderLayers):
         del model.forward

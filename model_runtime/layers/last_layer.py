@@ -113,14 +113,12 @@ def prune(model: nn.Module, plans: Mapping[int, LayerPlan]) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    """Restore the last layer's own forward."""
     for layer in model.modules():
         if isinstance(vars(layer).get("forward"), _TwoCalls):
             del layer.forward
 
 
 def pruned_layer(model: nn.Module) -> int | None:
-    """Return the index of the pruned layer; None if there is none."""
     forwards = (vars(layer).get("forward") for layer in model.modules())
     return next((each.layer_idx for each in forwards if isinstance(each, _TwoCalls)), None)
 

@@ -46,7 +46,6 @@ class TorchRmsNorm(nn.Module):
 
 
 def torch_candidates(weight: nn.Parameter, eps: float) -> Iterator[tuple[nn.Module, IsEqual]]:
-    """Yield torch's norm over this weight, with its comparison."""
     yield TorchRmsNorm(weight, eps), equal_by_scale(ROUNDING, weight.detach().float())
 
 

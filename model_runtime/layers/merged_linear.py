@@ -66,7 +66,6 @@ class MergedPart(nn.Module):
 
     @property
     def product(self) -> Product:
-        """Return the product of all linears of the group."""
         return self._shared.product
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,7 +118,6 @@ def can_join(modules: Sequence[nn.Module]) -> bool:
 
 
 def plain_product(linears: Sequence[nn.Linear]) -> Product:
-    """Return torch's product of the merged linear."""
     weight, bias = merged_weight(linears)
     return lambda x: nn.functional.linear(x, weight, bias)
 

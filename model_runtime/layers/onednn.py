@@ -21,7 +21,6 @@ _PACKED_FOR_ROWS = {torch.float32: 4096, torch.bfloat16: 8}
 
 
 def is_available() -> bool:
-    """Return whether this build of torch has the packed products."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return has_onednn and hasattr(_OPS, "_reorder_linear_weight")
 

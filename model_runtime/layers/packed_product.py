@@ -110,7 +110,6 @@ class Workshop:
         return self._tried[shape]
 
     def block_outputs(self, num_outputs: int, num_inputs: int) -> int:
-        """Return the outputs of each block of a weight of this shape."""
         return block_outputs(num_outputs, num_inputs, self._scratch_bytes)
 
     def scratch(self, num_outputs: int, num_inputs: int) -> OneDnnWeight:
@@ -125,7 +124,6 @@ class _Untried(Workshop):
     """A workshop whose products are not tried when they are laid out."""
 
     def tried(self, product: "PackedProduct", shape: tuple[int | bool | torch.dtype, ...]) -> Tried:
-        """Return that nothing is known."""
         del product, shape
         return Tried((), None)
 

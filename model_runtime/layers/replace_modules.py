@@ -33,6 +33,5 @@ def swap_modules(model: nn.Module, other: Callable[[nn.Module], nn.Module | None
 
 
 def activation_classes() -> tuple[type[nn.Module], ...]:
-    """Return the classes of transformers' activation functions."""
     entries: list[Any] = list(ACT2CLS.values())
     return tuple(entry[0] if isinstance(entry, tuple) else entry for entry in entries)

@@ -38,7 +38,6 @@ def spare_rotation(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def restore_rotation(layers: Iterable[nn.Module]) -> None:
-    """Restore the layers' forward of their class."""
     for layer in layers:
         del layer.forward
 

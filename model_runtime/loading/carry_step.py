@@ -24,7 +24,6 @@ class _Running:
         self._step: Step | None = None
 
     def begin(self, model: nn.Module, arguments: Any, named: dict[str, Any]) -> None:  # noqa: ARG002
-        """Note the step of a forward that begins."""
         self._step = named.get(STEP)
 
     def end(self, *_: object) -> None:
@@ -37,7 +36,6 @@ class _Running:
         arguments: Any,
         named: dict[str, Any],
     ) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments of a call of attention with the step."""
         return arguments, {STEP: self._step, **named}
 
 

@@ -61,7 +61,6 @@ class LoggedProgress(transformers_logging.EmptyTqdm):  # type: ignore[misc]
             self._tell()
 
     def close(self) -> None:
-        """Log the last line, once."""
         if not self._is_closed:
             self._is_closed = True
             self._tell()

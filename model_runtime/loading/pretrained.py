@@ -71,7 +71,6 @@ def generation_defaults(source: str | Path, config: Any) -> dict[str, Any]:
 
 
 def end_token_ids(generation: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the end tokens of generation_config and of the tokenizer."""
     declared = generation.get("eos_token_id")
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(each for each in (*ids, tokenizer.eos_token_id) if each is not None)

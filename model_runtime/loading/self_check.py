@@ -110,7 +110,6 @@ class PagedPrompts:
         return Span(token_ids, first, self._pages[in_second_pages], table_id, rows)
 
     def long(self, first: int, end: int, logit_rows: Sequence[int] | None = None) -> Span:
-        """Return a piece of the long prompt, from position `first` to before `end`."""
         return self.span(self.original.long_ids[first:end], first, logit_rows=logit_rows)
 
     def run(self, spans: Sequence[Span]) -> Tensor:

@@ -41,19 +41,16 @@ class Follower:
 
     @property
     def group(self) -> Group:
-        """Return the group that rank 0 has named."""
         assert self._group is not None
         return self._group
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Return the model that rank 0 has named."""
         assert self._checkpoint is not None
         return self._checkpoint
 
     @property
     def runner(self) -> ModelRunner:
-        """Return the runner that rank 0 has described."""
         assert self._runner is not None
         return self._runner
 

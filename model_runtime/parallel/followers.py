@@ -47,7 +47,6 @@ class Followers:
 
     @property
     def pids(self) -> list[int]:
-        """Return the followers' process ids, by rank."""
         return [process.pid for process in self._processes.values()]
 
     def on_loss(self, call: Callable[[str], None]) -> None:
@@ -67,7 +66,6 @@ class Followers:
             link.send(kind, content)
 
     def senders(self) -> list[Callable[[Kind, bytes], None]]:
-        """Return the function that sends to each follower, by rank."""
         return [link.send for link in self._links]
 
     def close(self) -> None:

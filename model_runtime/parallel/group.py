@@ -80,5 +80,4 @@ class Group:
         dist.broadcast(x, 0)
 
     def close(self) -> None:
-        """Leave the group."""
         dist.destroy_process_group()

@@ -113,7 +113,6 @@ def _head_problems(outline: ModelConfig, num_heads: int, size: int) -> Iterator[
 
 
 def _styles(model: Any) -> dict[str, str]:
-    """Return the plan of transformers: pattern of module names -> style."""
     return dict(getattr(model, "tp_plan", None) or {})
 
 

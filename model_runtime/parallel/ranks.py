@@ -72,7 +72,6 @@ class Ranks:
 
     @property
     def plan(self) -> Plan:
-        """Return the plan of the loaded model."""
         assert self._division is not None
         return self._division.plan
 

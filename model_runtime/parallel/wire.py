@@ -53,7 +53,6 @@ class Link:
         self._end = end
 
     def fileno(self) -> int:
-        """Return the descriptor, for a selector."""
         return self._end.fileno()
 
     def send(self, kind: Kind, content: bytes) -> None:
@@ -108,7 +107,6 @@ class Link:
 
 
 def json_bytes(values: Any) -> bytes:
-    """Return values as JSON."""
     return json.dumps(values).encode()
 
 
@@ -150,7 +148,6 @@ def profile_values(profile: Profile) -> dict[str, Any]:
 
 
 def profile_of(values: dict[str, Any]) -> Profile:
-    """Return the profile of `profile_values`."""
     scaling: Scaling = _part_of(values["scaling"])
     positions = values["positions"]
     return Profile(scaling, values["logn_len"], None if positions is None else _part_of(positions))

@@ -24,7 +24,6 @@ _PROBE_LEN = 3  # tokens; layers' outputs are discarded, so only their own proje
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return the config of the language model inside."""
     config: Any = model.config
     return config.get_text_config()
 
@@ -44,7 +43,6 @@ class _Probe:
 
 
 def are_equal(call: AttentionCall, other: AttentionCall) -> bool:
-    """Return whether two calls have the same queries and keys, to the bit."""
     return torch.equal(call.query_1HTD, other.query_1HTD) and torch.equal(
         call.key_1KTD, other.key_1KTD
     )

@@ -54,7 +54,6 @@ class Inventory:
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of the model's parameters."""
         shapes = [each.shape for each in self.quantised]
         shapes += [each.shape for each in self.plain]
         return sum(math.prod(shape) for shape in shapes)
@@ -150,7 +149,6 @@ class _Parts:
 
     @property
     def module(self) -> str:
-        """Return the module's name."""
         return self.values.name.rpartition(".")[0]
 
     def find(self, role: str, name: str, kinds: Sequence[str]) -> StoredTensor | None:
@@ -203,7 +201,6 @@ class _Parts:
             )
 
     def numbers(self, tensor: StoredTensor) -> Any:
-        """Return the values of a small tensor, as an array."""
         return self._files[tensor.path].get_tensor(tensor.name)
 
     def check_order(self, name: str, num_columns: int, num_groups: int) -> None:
@@ -227,7 +224,6 @@ class _Parts:
             )
 
     def weight(self, name: str, shape: Shape, grid: Grid) -> QuantisedWeight:
-        """Return the weight of all tensors noted."""
         return QuantisedWeight(name, shape, self.group, grid, self._found)
 
 

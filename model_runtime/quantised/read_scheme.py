@@ -42,7 +42,6 @@ class _Fields:
         return default if value is None else value
 
     def inner(self, name: str) -> "_Fields":
-        """Return the fields of an object within this one."""
         return _Fields(self._values.get(name), self._where, f"{self.place}.{name}")
 
     def one_of(self, name: str, accepted: Sequence[Any], default: Any = None) -> Any:

@@ -140,7 +140,6 @@ class DecodeGraphs:
         return len(self._recorded)
 
     def takes(self, spans: Sequence[Span]) -> bool:
-        """Return whether a captured size fits the step and every span is a decode."""
         return len(spans) <= self._sizes[-1] and all(
             len(span.token_ids) == len(span.logit_rows) == 1 for span in spans
         )

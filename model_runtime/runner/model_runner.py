@@ -60,7 +60,6 @@ class ModelRunner:
         self._host_buffers = HostBuffers()
 
     def table_id(self, profile: Profile) -> int:
-        """Return the id of the rotation table for sequences of this profile."""
         return self._tables.id_of(profile)
 
     @property
@@ -198,5 +197,4 @@ class ModelRunner:
         return step, small.logit_rows_R
 
     def _step(self, batch: Batch) -> WritingStep:
-        """Return the step for the attention calls in a forward over a batch."""
         return PagedStep(batch, self._store, self._tables, self._plans, self._backend)

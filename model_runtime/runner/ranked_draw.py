@@ -29,7 +29,6 @@ _NO_LIMIT = torch.iinfo(torch.int64).max
 
 
 def cuts(params: SamplingParams) -> bool:
-    """Return whether top_k, top_p or min_p may drop a token."""
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 

@@ -35,6 +35,5 @@ def _is_at_max_tokens(sequence: Sequence) -> bool:
 
 
 def _changes_tier(sequence: Sequence) -> bool:
-    """Return whether the tier changes with the token that is being computed."""
     num_tokens = len(sequence.token_ids) + 1
     return sequence.request.placement.tier_covering(num_tokens) != sequence.tier

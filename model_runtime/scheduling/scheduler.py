@@ -37,7 +37,6 @@ class Scheduler:
 
     @property
     def num_decodes(self) -> int:
-        """Return the number of running sequences that are decoding."""
         return [sequence.is_decoding for sequence in self.running].count(True)
 
     def add(self, sequence: Sequence) -> None:
@@ -105,7 +104,6 @@ class Scheduler:
         return newest
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence from its queue and release its pages."""
         self._queues.remove(sequence)
         self.pages.release(sequence)
         self._is_full = False

@@ -45,7 +45,6 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        """Return the number of answer tokens so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -55,7 +54,6 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Return the number of tokens that no forward has computed yet."""
         return len(self.token_ids) - self.num_computed
 
     @property

@@ -20,7 +20,6 @@ class SequencePages:
         self._detained: list[list[int]] | None = None  # None: pages are released at once
 
     def num_needed(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return the number of pages that the sequence lacks for its first `num_tokens` tokens."""
         return max(0, -(-num_tokens // self.page_size) - len(sequence.pages))
 
     def num_to_hold(self, sequence: Sequence) -> int:
@@ -83,7 +82,6 @@ class SequencePages:
         self._detained = []
 
     def release_detained(self) -> None:
-        """Release the detained pages, and detain no more."""
         detained, self._detained = self._detained, None
         for pages in detained or ():
             self.pool.release(pages)

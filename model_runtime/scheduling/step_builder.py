@@ -16,23 +16,19 @@ class Queues:
     running: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence."""
         bisect.insort(self.waiting, sequence, key=_rank)
 
     def start(self, sequence: Sequence) -> None:
-        """Move a waiting sequence to the running ones."""
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=_rank)
         sequence.is_running = True
 
     def stop(self, sequence: Sequence) -> None:
-        """Move a running sequence to its old place among the waiting ones."""
         self.running.remove(sequence)
         bisect.insort(self.waiting, sequence, key=_rank)
         sequence.is_running = False
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended."""
         (self.running if sequence.is_running else self.waiting).remove(sequence)
         sequence.is_running = False
 

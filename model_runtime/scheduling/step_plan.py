@@ -57,7 +57,6 @@ class Chunk(NamedTuple):
 
     @property
     def num_scored_rows(self) -> int:
-        """Return the number of logit rows that scoring its tokens takes."""
         return len(self.logit_rows) if self.is_scored else 0
 
 

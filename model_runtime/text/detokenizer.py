@@ -32,7 +32,6 @@ class Detokenizer:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether a stop string has ended the text."""
         return self.stop_string is not None
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:

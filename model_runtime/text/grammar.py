@@ -43,7 +43,6 @@ class Grammar:
 
     @property
     def field(self) -> str:
-        """Return the field of the request that it comes from."""
         return field_of(self.source)
 
     def begin(self, end_ids: frozenset[int]) -> "Constraint":
@@ -141,7 +140,6 @@ Source = tuple[str, str] | Lark  # text of a schema and its whitespace, or a Lar
 
 
 def field_of(source: Source) -> str:
-    """Return the field of a request that a grammar comes from."""
     return source.field if isinstance(source, Lark) else "response_format"
 
 
@@ -197,11 +195,9 @@ class GrammarCompiler:
 
     @property
     def max_bytes(self) -> int:
-        """Return the most bytes of a schema."""
         return self._max_bytes
 
     def whitespace_of(self, asked: str | None) -> str:
-        """Return the whitespace pattern of a request; None: the compiler's own."""
         return self._whitespace if asked is None else asked
 
     def compile(self, text: str, whitespace: str | None = None) -> Future[Grammar]:

@@ -86,7 +86,6 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
-        """Return a dictionary with one value for all keys."""
         return dict.fromkeys(keys, value)
 
 

@@ -75,7 +75,6 @@ class _TemplateProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether it can be asked."""
         return self._process.poll() is None
 
     def ask(self, asked: Mapping[str, Any], seconds: float) -> str:
@@ -136,7 +135,6 @@ class _TemplateProcess:
         )
 
     def end(self) -> int:
-        """End it and return its exit code."""
         self._socket.close()
         self._process.kill()
         return self._process.wait()

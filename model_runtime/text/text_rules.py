@@ -20,12 +20,10 @@ def regex_rule(pattern: str) -> str:
 
 
 def choice_rule(choices: Sequence[str]) -> str:
-    """Return the rule of a text that is one of some choices."""
     return " | ".join(json.dumps(each, ensure_ascii=False) for each in choices)
 
 
 def grammar_of_rule(rule: str) -> str:
-    """Return a grammar whose whole text is one rule."""
     return f"%llguidance {{}}\nstart: {rule}\n"
 
 

@@ -38,7 +38,6 @@ class Tokenizer:
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of an added token; None if the text is no such token."""
         added = self._tokenizer.added_tokens_decoder
         return next((each for each, token in added.items() if token.content == text), None)
 
@@ -63,7 +62,6 @@ class Tokenizer:
         return tuple(whole[: starts[0]]) if starts else ()
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of some tokens, by default without special tokens."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -112,7 +110,6 @@ class Tokenizer:
         return ChatTemplate(self._tokenizer, override, seconds)
 
     def stream(self) -> "TokenStream":
-        """Return a decoder that takes one token at a time."""
         return TokenStream(self._backend)
 
 

@@ -74,7 +74,6 @@ class AnswerReader:
 
     @property
     def is_reasoning(self) -> bool:
-        """Return whether the next text is reasoning."""
         return self._state is _State.REASONING
 
     def feed(self, text: str) -> list[Event]:

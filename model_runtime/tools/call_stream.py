@@ -71,7 +71,6 @@ class CallStream:
 
     @property
     def is_inside_a_call(self) -> bool:
-        """Return whether a call has begun and is not whole."""
         return self._arguments is not None
 
     def feed(self, text: str) -> list[CallEvent]:

@@ -134,7 +134,6 @@ def _tagged_calls(_: ToolFormat, text: str, tools: Mapping[str, Tool]) -> Calls:
 
 
 def schema_of(parameters: Mapping[str, Any], name: str) -> Any:
-    """Return the schema of one argument; None if there is none."""
     properties = parameters.get("properties")
     return properties.get(name) if isinstance(properties, Mapping) else None
 

@@ -51,7 +51,6 @@ class Format(NamedTuple):
 
     @property
     def factor_bytes(self) -> int:
-        """Return the size of a factor."""
         return 1 if self.has_powers else _HALF_BYTES
 
     @property
@@ -81,7 +80,6 @@ class Format(NamedTuple):
 
     @property
     def upper_bits(self) -> int:
-        """Return the number of bits of q above the lower ones."""
         return self.bits - self.lower_bits
 
     @property
@@ -91,17 +89,14 @@ class Format(NamedTuple):
 
     @property
     def upper_bytes(self) -> int:
-        """Return the size of a group's upper bits."""
         return PANEL * self.upper_word_bytes
 
     @property
     def group_bytes(self) -> int:
-        """Return the size of a group."""
         return self.scale_bytes + self.upper_bytes + PANEL * self.group * self.lower_bits // 8
 
     @property
     def block_bytes(self) -> int:
-        """Return the size of a block of 64 outputs."""
         return self.head_bytes + self.block // self.group * self.group_bytes
 
     def num_bytes(self, num_outputs: int, num_inputs: int) -> int:

@@ -29,7 +29,6 @@ _HALF = 126 << 23  # 0.5, whose last bit is 2^-24, the unit of small float16 val
 
 
 def constant_ints(number: int) -> Any:
-    """Return an integer in every lane."""
     return ir.Constant(_INTS, [number] * WIDTH)
 
 
@@ -61,7 +60,6 @@ def emit_words(builder: Any, address: Any, num_bytes: int = 4) -> Any:
 
 
 def emit_numbers(builder: Any, address: Any) -> Any:
-    """Emit a load of float32 numbers."""
     return _loaded(builder, address, _FLOATS)
 
 
@@ -75,7 +73,6 @@ def emit_powers(builder: Any, address: Any) -> Any:
 
 
 def _moved(builder: Any, words: Any, first: int, to: int) -> Any:
-    """Emit words with bit `first` moved to bit `to`."""
     if first > to:
         return builder.lshr(words, constant_ints(first - to))
     return builder.shl(words, constant_ints(to - first)) if first < to else words
@@ -100,7 +97,6 @@ def emit_joined(builder: Any, parts: Sequence[tuple[Any, int, int]], to: int) ->
 
 
 def emit_floats(builder: Any, ints: Any) -> Any:
-    """Emit the conversion of small integers."""
     return builder.sitofp(ints, _FLOATS)
 
 

@@ -44,7 +44,6 @@ class LowBitPanels:
 
     @property
     def panel_bytes(self) -> int:
-        """Return the size of one panel."""
         return self.num_inputs // self.kind.block * self.kind.block_bytes
 
     def table(self) -> NDArray[np.int64]:

@@ -42,7 +42,6 @@ class LowBitWorkshop(Workshop):
         self.kernels = LowBits(formats, linears[0].weight.dtype)
 
     def product(self, linears: Sequence[LowBitLinear]) -> "LowBitProduct":
-        """Lay out the product of linears with one input."""
         return LowBitProduct(linears, self)
 
 

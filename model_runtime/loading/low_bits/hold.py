@@ -51,7 +51,6 @@ def hold(model: Any, panels: Mapping[str, "LowBitPanels"]) -> None:
 
 
 def quantisable(model: Any) -> list[str]:
-    """Return the names of the weights that can be quantised to int8."""
     found = holders(model).items()
     return [name for name, each in found if can_quantise(name, tuple(each.weight.shape))]
 

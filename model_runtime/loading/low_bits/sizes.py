@@ -45,7 +45,6 @@ def can_hold(name: str, shape: tuple[int, ...], kind: Format) -> bool:
 
 
 def can_quantise(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a weight of a linear or an embedding is quantised to int8."""
     return can_hold(name, shape, INT8) and shape[0] >= _FEWEST_OUTPUTS
 
 
@@ -83,7 +82,6 @@ class Storage:
             self.outputs[key] = self.outputs.get(key, 0) + shape[0]
 
     def add_float_outputs(self, name: str, shape: tuple[int, ...]) -> None:
-        """Count the outputs of a linear that stays float."""
         if len(shape) == 2 and _product(name) != name:
             key = _product(name), shape[1]
             self.float_outputs[key] = self.float_outputs.get(key, 0) + shape[0]
@@ -99,7 +97,6 @@ class Storage:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all weights and of the scratch memory."""
         return sum(self.by_format.values()) + self.float_bytes + self.scratch_bytes
 
     @property
