@@ -27,7 +27,6 @@ class LazyGroup(click.Group):
         self.entries = entries
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, sorted."""
         return sorted({*super().list_commands(ctx), *self.entries})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -39,7 +38,6 @@ class LazyGroup(click.Group):
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, self._help(ctx, name)) for name in self.list_commands(ctx)])
 

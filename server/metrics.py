@@ -62,13 +62,11 @@ class MetricFactory:
         return Counter(name, text, labels, registry=self.registry)
 
     def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-        """Create a metric with the current value of a number."""
         return Gauge(name, text, labels, registry=self.registry)
 
     def histogram(
         self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]
     ) -> Histogram:
-        """Create a histogram, which counts observations by upper bound."""
         return Histogram(name, text, labels, buckets=tuple(bounds), registry=self.registry)
 
     def by_context(
@@ -252,7 +250,6 @@ class Metrics(Observer):
             self._rejected.labels(reason)
 
     def collect(self) -> Iterable[Metric]:
-        """Return all series as the registry holds them now."""
         return self._registry.collect()
 
     def render(self) -> bytes:
@@ -276,15 +273,12 @@ class Metrics(Observer):
         self._queue.observe(request.placement.deployment, len(request.prompt_ids), queue_seconds)
 
     def preempted(self, request: Request) -> None:  # noqa: ARG002
-        """Record a request that lost its pages."""
         self._preemptions.inc()
 
     def nan_aborted(self, request: Request) -> None:  # noqa: ARG002
-        """Record a request that the model answered with NaN or Inf."""
         self._nan_aborts.inc()
 
     def rescaled(self, request: Request) -> None:
-        """Record a request that moved to a higher tier."""
         self._rescales.labels(request.placement.deployment, request.placement.policy).inc()
 
     def first_token(self, request: Request, seconds: float, prefill_seconds: float) -> None:
@@ -295,7 +289,6 @@ class Metrics(Observer):
         self._prefill.observe(model_name, prompt_len, prefill_seconds)
 
     def next_token(self, request: Request, context_len: int, seconds: float) -> None:
-        """Record a further token of a request."""
         self._num_generated += 1
         self.next_tokens.observe(request.placement.deployment, context_len, seconds)
 
@@ -313,7 +306,6 @@ class Metrics(Observer):
             self._end_to_end.observe(model_name, final_len, seconds)
 
     def speculated(self, num_drafted: int, num_accepted: int) -> None:
-        """Record a draft."""
         self._draft_tokens.inc(num_drafted)
         self._accepted_tokens.inc(num_accepted)
 
@@ -326,7 +318,6 @@ class Metrics(Observer):
         self._kv_usage.set(num_used_pages / self._num_pages)
 
     def timed(self, seconds: Mapping[Part, float]) -> None:
-        """Record the times of a step's parts, in seconds."""
         self._steps.inc()
         for part, taken in seconds.items():
             self._parts[part].inc(taken)

@@ -20,7 +20,6 @@ class Teller:
     """Prints a command's lines on standard error, as text or as JSON objects of the log."""
 
     def __init__(self) -> None:
-        """Print text."""
         self._log: Any = None
 
     def use_json(self, log: Any) -> None:

@@ -18,7 +18,6 @@ class TorchBuild:
     finds_gpu: bool
 
     def kind(self) -> str:
-        """Return the devices that it was built for."""
         if self.cuda is not None:
             return f"CUDA {self.cuda}"
         return "the CPU only" if self.hip is None else f"ROCm {self.hip}"

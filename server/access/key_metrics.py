@@ -29,11 +29,9 @@ class KeyCounters:
     waiting: Gauge
 
     def asked(self, outcome: Outcome) -> None:
-        """Count a request."""
         self.requests[outcome].inc()
 
     def used(self, num_prompt_tokens: int, num_generated: int) -> None:
-        """Count tokens."""
         self.prompt_tokens.inc(num_prompt_tokens)
         self.generated_tokens.inc(num_generated)
 

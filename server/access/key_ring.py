@@ -18,7 +18,6 @@ class KeyRing:
 
     @property
     def table(self) -> KeyTable:
-        """Return the keys in force."""
         return self._table
 
     def replace(self, table: KeyTable) -> None:

@@ -45,7 +45,6 @@ class KeyTable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names, each once, in the order of the keys."""
         return tuple(dict.fromkeys(key.name for key in self.keys))
 
 
@@ -80,12 +79,10 @@ def _rules_by_name(table: KeyTable) -> dict[str, tuple[frozenset[bytes], KeyBoun
 
 
 def digest_of(key: str) -> bytes:
-    """Return the digest under which a key is held and compared."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def is_name(text: str) -> bool:
-    """Return whether a text can be the name of a key."""
     return _NAME.fullmatch(text) is not None
 
 

@@ -80,7 +80,6 @@ class OpenRequest:
     is_submitted: bool = False
 
     def submitted(self, num: int, num_prompt_tokens: int) -> None:
-        """Note that the engine has the request's answers."""
         self.num_open, self.num_prompt_tokens, self.is_submitted = num, num_prompt_tokens, True
         if self.allowance is not None:
             self.allowance.charge(num_prompt_tokens, 0)
@@ -126,7 +125,6 @@ def current_request() -> OpenRequest | None:
 
 
 def key_name() -> str:
-    """Return the name of the current request's API key; empty without one."""
     opened = _current.get()
     return "" if opened is None or opened.allowance is None else opened.allowance.name
 

@@ -47,7 +47,6 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        """Return the content as one text."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
@@ -115,7 +114,6 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """Return the content as one text."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "\n".join(part.text for part in self.content)
@@ -248,12 +246,10 @@ class ChatRequest(GenerationRequest):
 
     @property
     def max_tokens_field(self) -> str:
-        """Return the name under which the request has the limit."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return the number of alternatives per token."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

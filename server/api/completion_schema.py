@@ -74,17 +74,14 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompts(self) -> int:
-        """Return the number of prompts, 1 if there is no list."""
         return len(self.prompts())
 
     @property
     def answers_field(self) -> str:
-        """Return the name of the field that sets the number of candidates."""
         return "n" if self.best_of is None else "best_of"
 
     @property
     def picks_best(self) -> bool:
-        """Return whether more answers are computed than returned."""
         return self.num_answers > (self.n or 1)
 
     @property
@@ -94,12 +91,10 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Return the larger of the number that is asked for and that of an echoed prompt."""
         asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
         return max((each for each in asked if each is not None), default=None)
 
     def prompts(self) -> list[str | list[int]]:
-        """Return one or several prompts as a list."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)

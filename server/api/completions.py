@@ -66,7 +66,6 @@ class _CompletionAnswer(ChunkAnswer[CompletionRequest]):
         return self.event_body(choices, usage=self.usage())
 
     def piece(self, index: int, output: Output) -> Choice:
-        """Build one choice's next piece."""
         return self._choice(index, output)
 
     def event_body(

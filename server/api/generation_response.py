@@ -85,11 +85,9 @@ class HttpAnswer(ABC, Generic[BodyT]):
         """Return the events of one output of one choice."""
 
     def first_events(self) -> bytes:
-        """Return the beginning of a stream."""
         return OPENING
 
     def silent_event(self) -> bytes:
-        """Return what keeps a silent stream open."""
         return KEEP_ALIVE
 
     @abstractmethod
@@ -97,17 +95,14 @@ class HttpAnswer(ABC, Generic[BodyT]):
         """Return the events of a failure after the first byte."""
 
     def last_events(self) -> bytes:
-        """Return the events after the last output."""
         return b""
 
     @property
     def request_id(self) -> str:
-        """Return the answer's id, which is that of the first choice."""
         return self.choices[0].request.request_id
 
     @property
     def model(self) -> str:
-        """Return the served name."""
         return self.choices[0].request.placement.deployment
 
     def close(self) -> None:
@@ -127,7 +122,6 @@ class HttpAnswer(ABC, Generic[BodyT]):
         return RopeAnswer.of(placement, tier, output.num_rescales, num_positions, ended_by)
 
     def token_ids(self, output: Output) -> list[int] | None:
-        """Return the generated tokens of an output if the body asks for them."""
         return list(output.token_ids) if self.body.return_token_ids else None
 
     def prompt_token_ids(self, index: int) -> list[int] | None:
@@ -258,11 +252,9 @@ class ChunkAnswer(HttpAnswer[BodyT]):
         """Build an event with these choices, or with none."""
 
     def error_events(self, error: RopewalkError) -> bytes:
-        """Return an event with the error, and the end."""
         return event(error_body(error)) + DONE
 
     def last_events(self) -> bytes:
-        """Return the token counts if the body asks for them, and the end."""
         counts = event(self.event_body([], usage=self.usage())) if self.body.includes_usage else b""
         return counts + DONE
 

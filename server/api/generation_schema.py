@@ -146,7 +146,6 @@ class GenerationRequest(AnswerFields):
 
     @property
     def max_tokens_field(self) -> str:
-        """Return the name under which the request has the limit."""
         return "max_tokens"
 
     def own_name(self, param: str | None) -> str | None:
@@ -166,17 +165,14 @@ class GenerationRequest(AnswerFields):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Return the same number for the prompt's tokens."""
         return self.prompt_logprobs
 
     @property
     def shows_special(self) -> bool:
-        """Return whether the text of an answer has its special tokens."""
         return self.skip_special_tokens is False
 
     @property
     def num_prompts(self) -> int:
-        """Return the number of prompts in the request."""
         return 1
 
     @property
@@ -186,21 +182,17 @@ class GenerationRequest(AnswerFields):
 
     @property
     def num_stop_strings(self) -> int:
-        """Return the number of stop strings, 1 if there is no list."""
         return 1 if isinstance(self.stop, str) else len(self.stop or ())
 
     @property
     def answers_field(self) -> str:
-        """Return the name of the field with that number."""
         return "n"
 
     @property
     def includes_usage(self) -> bool:
-        """Return whether a stream ends with an event of token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def logit_bias_pairs(self) -> tuple[tuple[int, float], ...]:
-        """Return pairs of token id and the number added to its logit."""
         return tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
 
     def sampling(self, defaults: Mapping[str, float], extra_stop: Sequence[str]) -> SamplingParams:
@@ -234,7 +226,6 @@ class GenerationRequest(AnswerFields):
         )
 
     def seeds(self) -> list[int]:
-        """Return a seed for each answer to a prompt; without `seed` they are random."""
         if self.seed is None:
             return [secrets.randbits(63) for _ in range(self.num_answers)]
         return [self.seed + copy for copy in range(self.num_answers)]

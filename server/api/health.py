@@ -16,7 +16,6 @@ def health_router(service: Service) -> APIRouter:
     router = APIRouter()
 
     def problem() -> str | None:
-        """Return the reason that the process cannot serve, or None."""
         return problem_of(service.engine, service.settings.stall_seconds)
 
     def not_ready() -> str | None:

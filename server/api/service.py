@@ -78,7 +78,6 @@ class Service:
         return self.deployments[name]
 
     def aliases_of(self, name: str) -> list[str]:
-        """Return the other names of a deployment."""
         return [alias for alias, served in self.aliases.items() if served == name]
 
     def replace_deployments(
@@ -278,7 +277,6 @@ class Reservation:
 
     @property
     def _rope(self) -> RopeRequest:
-        """Return the scaling that the request asks for."""
         return RopeRequest() if self.body.rope is None else self.body.rope.request()
 
     def _predicted(self, token_ids: Sequence[int]) -> tuple[int, ...]:

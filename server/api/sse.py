@@ -30,7 +30,6 @@ def json_bytes(body: BaseModel | dict[str, Any]) -> bytes:
 
 
 def event(body: BaseModel | dict[str, Any], name: str | None = None) -> bytes:
-    """Format one event, with the name of its kind if it has one."""
     head = b"" if name is None else b"event: %b\n" % name.encode()
     return b"%bdata: %b\n\n" % (head, json_bytes(body))
 

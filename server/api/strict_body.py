@@ -173,7 +173,6 @@ def _not_served(values: tuple[Any, ...], value: Any) -> str:
 def _joined(
     title: str, error: ValidationError | None, problems: list[tuple[str, str]]
 ) -> ValidationError:
-    """Return an error with pydantic's problems and our own."""
     lines = [] if error is None else _details(error)
     lines += [InitErrorDetails(type=unusable(*each), input=None) for each in problems]
     return ValidationError.from_exception_data(title, lines)
@@ -253,5 +252,4 @@ def _is_refused(value: Mapping[str, Any], handler: ValidatorFunctionWrapHandler)
 
 
 def is_none(value: object) -> bool:
-    """Return whether a field has no value and is left out of the body."""
     return value is None

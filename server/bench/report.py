@@ -59,11 +59,9 @@ class Report:
         return sum(isinstance(record.outcome, Failure) for record in self.records)
 
     def of_length(self, context_len: int) -> list[RequestRecord]:
-        """Return the requests of one length, in the order of sending."""
         return [each for each in self.records if each.group.context_len == context_len]
 
     def summaries(self) -> list[LengthSummary]:
-        """Return one summary per length, shortest first."""
         return [summarise(each, self.of_length(each)) for each in self.plan.context_lens]
 
 

@@ -46,11 +46,9 @@ class Form:
     in_words: bool = False  # keys are `amber tower` instead of PORT_4821
 
     def define(self, key: str, value: str) -> str:
-        """Return the line to insert into the text."""
         return self.definition.format(k=key, v=value)
 
     def ask(self, key: str) -> str:
-        """Return the text to complete with the value."""
         return self.question.format(k=key)
 
 
@@ -79,12 +77,10 @@ class Needle:
 
     @property
     def definition(self) -> str:
-        """Return the line to hide."""
         return self.form.define(self.key, self.value)
 
     @property
     def question(self) -> str:
-        """Return the end of the prompt."""
         return self.form.ask(self.key)
 
 

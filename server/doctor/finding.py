@@ -21,7 +21,6 @@ class Finding:
     exit_code: int = USAGE_ERROR  # of `serve`, if it fails for the same reason
 
     def line(self) -> str:
-        """Return status, name, finding and action as one line."""
         action = f"; {self.action}" if self.action else ""
         return " ".join(f"{self.status:<5} {self.name:<{_WIDTH}} {self.text}{action}".splitlines())
 

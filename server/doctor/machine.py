@@ -35,7 +35,6 @@ def check_processor() -> Finding:
 
 
 def _num_cores() -> int:
-    """Return the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

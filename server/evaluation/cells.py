@@ -88,7 +88,6 @@ class LengthCell:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens in all prompts."""
         return sum(len(task.prompt_ids) for task in self.tasks)
 
     @property

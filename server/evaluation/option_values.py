@@ -24,7 +24,6 @@ class Refusal(click.ClickException):
     exit_code = 2
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print each line after the name of the command."""
         for line in self.message.splitlines():
             click.echo(f"ropewalk eval: {line}", file=file, err=True)
 
@@ -59,7 +58,6 @@ class ComparisonOption(click.Option):
 
 
 def _comparison(ctx: click.Context) -> Comparison:
-    """Return the comparison by the flags that are parsed before the others."""
     if ctx.params["policies"]:
         return Comparison.POLICIES
     return Comparison.TASKS if ctx.params["tasks"] else Comparison.LENGTHS

@@ -70,7 +70,6 @@ class LengthOptions:
 
     @property
     def qa_paths(self) -> dict[str, Path]:
-        """Return the file of each task that has one."""
         paths = {"qa_1": self.squad, "qa_2": self.hotpotqa}
         return {task: path for task, path in paths.items() if path is not None}
 
@@ -100,7 +99,6 @@ class LengthPlan:
 
     @property
     def factor(self) -> float:
-        """Return the factor for the longest context: longest / L, min 1."""
         return max(1.0, self.longest / self.native_len)
 
     @property

@@ -50,7 +50,6 @@ class LengthRow:
 
     @property
     def target_tokens(self) -> int:
-        """Return the target tokens of all windows."""
         return sum(each.target_tokens for each in self.windows)
 
     @property
@@ -60,7 +59,6 @@ class LengthRow:
 
     @property
     def num_right(self) -> int:
-        """Return the number of questions answered correctly."""
         return sum(each.is_right for each in self.queries)
 
     def task_score(self, task: str) -> Estimate | None:

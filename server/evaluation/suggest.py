@@ -22,12 +22,10 @@ class Candidate:
 
     @property
     def mean_nats(self) -> float | None:
-        """Return the mean over all windows, or None without windows."""
         return math.fsum(self.nats) / len(self.nats) if self.nats else None
 
     @property
     def share(self) -> float:
-        """Return the share of right answers, or 0 without questions."""
         return self.num_right / self.num_queries if self.num_queries else 0.0
 
     def numbers(self) -> str:

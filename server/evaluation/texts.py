@@ -31,11 +31,9 @@ class Texts:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens in all sources."""
         return sum(len(each.token_ids) for each in self.sources)
 
     def words(self) -> list[str]:
-        """Return the words of all sources in a row."""
         return [word for each in self.sources for word in each.text.split()]
 
 

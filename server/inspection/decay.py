@@ -40,7 +40,6 @@ class DeploymentTables:
         return bounds
 
     def named(self) -> dict[str, Frequencies]:
-        """Return all tables by the headings of their columns."""
         return {"unscaled": self.unscaled, **self.tiers, **self.others}
 
 
@@ -106,7 +105,6 @@ def distances_of(deployment: Deployment) -> tuple[int, ...]:
 
 
 def decay_bounds(tables: DeploymentTables, distances: tuple[int, ...]) -> DecayBounds:
-    """Return one number for each table and distance."""
     return DecayBounds(
         distances, {name: tuple(tables.bounds(name, distances)) for name in tables.named()}
     )

@@ -58,7 +58,6 @@ class OpenConnections:
     turns: _Turns = field(default_factory=_Turns)
 
     def became_idle(self, connection: "LimitedProtocol") -> None:
-        """Note that a connection is idle from now on."""
         self.idle.pop(connection, None)
         self.idle[connection] = None
 
@@ -105,11 +104,9 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to watch a connection that has been accepted."""
         super().connection_made(transport)
         self._shared.became_idle(self)
         self._watch_head()

@@ -68,7 +68,6 @@ class HeadChecksMiddleware:
         self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
         answer = self._refusal(scope) if scope["type"] == "http" else None
         await (answer or self._app)(scope, receive, send)
 

@@ -60,7 +60,6 @@ class CrossingCell:
         return f"{self.method} {self.policy}, crossings: {self.num_crossings}, group {self.group}"
 
     def in_words(self) -> dict[str, Any]:
-        """Return a description for readers of the record."""
         names = ("method", "policy", "num_crossings", "group")
         return {name: getattr(self, name) for name in names}
 

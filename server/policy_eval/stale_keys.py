@@ -63,7 +63,6 @@ class StaleKeyStep:
         return self.read.attend(layer_idx, self._rotated(layer_idx, call))
 
     def write(self, layer_idx: int, call: AttentionCall) -> None:
-        """Rotate the keys and write them."""
         self.read.write(layer_idx, self._rotated(layer_idx, call))
 
     def _rotated(self, layer_idx: int, call: AttentionCall) -> AttentionCall:

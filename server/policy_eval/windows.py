@@ -78,7 +78,6 @@ class CrossingWindow:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of prompt, forced and generated tokens."""
         return len(self.prompt_ids) + len(self.forced_ids) + self.num_answer_tokens
 
 

@@ -100,7 +100,6 @@ class ApiReplica:
         return self._server.door
 
     async def banner(self) -> str:
-        """Return the banner of the engines' model."""
         return self._banner
 
     async def drain(self) -> None:

@@ -173,13 +173,11 @@ class _Application:
         )
 
     def state(self) -> Any:
-        """Return Ray Serve's description of it."""
         from ray import serve  # noqa: PLC0415
 
         return serve.status().applications[self._name]
 
     def banner(self) -> str:
-        """Return the banner of the model."""
         return str(self._api().banner.remote().result(timeout_s=_ANSWER_S))
 
     def drain(self) -> None:

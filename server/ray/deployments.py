@@ -115,5 +115,4 @@ def _environment(variables: dict[str, str]) -> dict[str, dict[str, str]]:
 
 
 def api_handle(application_name: str) -> DeploymentHandle:
-    """Return the handle of the API of a running application."""
     return serve.get_deployment_handle("Api", application_name)

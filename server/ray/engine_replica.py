@@ -94,7 +94,6 @@ class EngineReplica:
         self._grammars = GrammarCompiler(loaded.checkpoint.tokenizer)
 
     async def describe(self) -> ServedModel:
-        """Return the facts about the model that the API needs."""
         return self._served
 
     async def generate(

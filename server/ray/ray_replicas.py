@@ -55,12 +55,10 @@ class RayReplicas:
 
     @property
     def num_ready(self) -> int:
-        """Return the number of replicas that take requests."""
         return len(self._routes.choice.replicas)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Return the number of prompt tokens that wait for prefill on all replicas."""
         choice = self._routes.choice
         return sum(choice.load(replica)[0] for replica in choice.replicas)
 
@@ -205,7 +203,6 @@ class _Run:
             channel.add(self.number, self)
 
     def leave(self) -> None:
-        """Take outputs from no channel."""
         if self._channel is not None:
             self._channel.remove(self.number)
             self._channel = None
@@ -236,13 +233,11 @@ class _Run:
             self.ended.set_result(None)
 
     def lose(self, error: ReplicaLostError) -> None:
-        """End, because the replica is lost."""
         if error.replica is not None and error.reason == "silent":
             self._routes.fell_silent(error.replica)
         self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """End with an error."""
         if not self.ended.done():
             self.ended.set_exception(error)
 

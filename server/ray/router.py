@@ -14,7 +14,6 @@ class CostRouter(RequestRouter):
     """Routes `generate` by cost in tokens, and calls that name a replica to that one."""
 
     def initialize_state(self, **settings: Any) -> None:
-        """Take `routing` and `decode_weight` of the settings."""
         routes.ROUTES.configure(ReplicaChoice(settings["routing"], settings["decode_weight"]))
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -52,7 +51,6 @@ class CostRouter(RequestRouter):
         replica_id: ReplicaID,
         result: _Result,  # noqa: ARG002
     ) -> None:
-        """Note the replica that accepted a request."""
         request_id = pending_request.kwargs.get("request_id")
         if request_id is not None:
             routes.ROUTES.routed(request_id, replica_id.unique_id)

@@ -35,7 +35,6 @@ class FieldRow:
 
 
 def referred_name(schema: Schema) -> str | None:
-    """Return the name of the component that a schema refers to."""
     return str(schema["$ref"]).removeprefix(_PREFIX) if "$ref" in schema else None
 
 

@@ -56,7 +56,6 @@ class OutputChannel:
 
     @property
     def num_receivers(self) -> int:
-        """Return the number of requests that wait for outputs."""
         return len(self._receivers)
 
     def add(self, run: int, receiver: Receiver) -> None:
@@ -64,11 +63,9 @@ class OutputChannel:
         self._receivers[run] = receiver
 
     def remove(self, run: int) -> None:
-        """Ignore the outputs of a run; no effect if it is unknown."""
         self._receivers.pop(run, None)
 
     def close(self) -> None:
-        """Read no longer."""
         self.is_open = False
         self._reading.cancel()
 

@@ -66,7 +66,6 @@ class ReplicaChoice:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """Return the ids of the replicas, in the order of their arrival."""
         return tuple(self._replicas)
 
     @property
@@ -98,7 +97,6 @@ class ReplicaChoice:
         return (known.num_queued_tokens, known.num_running) if known else (0, 0)
 
     def num_remembered(self, replica: str) -> int:
-        """Return the number of pages that are remembered of a replica; 0 if it is unknown."""
         known = self._replicas.get(replica)
         return len(known.memory) if known else 0
 

@@ -36,7 +36,6 @@ class DeliveredAnswer:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens delivered."""
         return len(self._token_ids)
 
     def begin_again(self) -> None:

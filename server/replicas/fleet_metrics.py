@@ -69,11 +69,9 @@ class ReplicaCounts:
             self._continued.labels(outcome)
 
     def lost(self, reason: str, *, has_begun: bool) -> None:
-        """Count a request that lost its replica."""
         self._lost.labels(reason, "continuation" if has_begun else "retry").inc()
 
     def continued(self, outcome: str) -> None:
-        """Count the end of such a request."""
         self._continued.labels(outcome).inc()
 
 
@@ -211,7 +209,6 @@ class FleetMetrics(AnswerWatch):
         return await self._collect_pages()
 
     def render(self) -> bytes:
-        """Return the page that Prometheus scrapes."""
         registry = CollectorRegistry()
         registry.register(_Fixed(list(self.collect())))
         return generate_latest(registry)

@@ -80,7 +80,6 @@ class Outboxes:
     """The outboxes of an engine, one for each API process."""
 
     def __init__(self, most: int) -> None:
-        """Take the bound of each."""
         self._most = most
         self._outboxes: dict[str, Outbox] = {}
         self._num_users: dict[str, int] = {}

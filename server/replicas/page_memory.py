@@ -17,7 +17,6 @@ class PageMemory:
         self._keys: dict[Key, None] = {}  # in order of last use, oldest first
 
     def __len__(self) -> int:
-        """Return the number of pages remembered."""
         return len(self._keys)
 
     def match(self, keys: Sequence[Key]) -> int:

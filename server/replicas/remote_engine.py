@@ -121,17 +121,14 @@ class RemoteEngine:
 
     @property
     def config(self) -> EngineConfig:
-        """Return the limits of each replica."""
         return self._config
 
     @property
     def is_running(self) -> bool:
-        """Return whether this process accepts requests."""
         return self._admission.is_open
 
     @property
     def is_ready(self) -> bool:
-        """Return whether a replica is ready."""
         return self._admission.is_open and self._replicas.num_ready > 0
 
     @property
@@ -149,7 +146,6 @@ class RemoteEngine:
         self._admission.open()
 
     def stop(self, timeout_s: float = 30.0) -> None:  # noqa: ARG002  # nothing is waited for
-        """End every request with an error."""
         self._admission.close()
         for task in list(self._tasks.values()):
             task.get_loop().call_soon_threadsafe(task.cancel)
@@ -186,7 +182,6 @@ class RemoteEngine:
         self._admission.submit(len(requests), num_prompt_tokens, places, start)
 
     def abort(self, request_id: str) -> None:
-        """End a request on its replica; no effect if it has already ended."""
         task = self._tasks.get(request_id)
         if task is not None:
             task.cancel()

@@ -86,7 +86,6 @@ class Routes:
         self._num_predicted[request_id] = self.choice.routed(request_id, asked.pages, replica)
 
     def replica_of(self, request_id: str) -> str | None:
-        """Return the replica that has a request, or None before there is one."""
         return self._replica_of.get(request_id)
 
     def fell_silent(self, replica: str) -> None:
@@ -94,7 +93,6 @@ class Routes:
         self._silent[replica] = time.monotonic() + self._silence_lasts_s
 
     def heard(self, replica: str | None) -> None:
-        """Note that a replica has sent something."""
         if replica is not None:
             self._silent.pop(replica, None)
 

@@ -32,7 +32,6 @@ class Watchdog:
         threading.Thread(target=self._beat, name="watchdog", daemon=True).start()
 
     def end(self) -> None:
-        """Watch no longer."""
         self._is_over.set()
 
     def _beat(self) -> None:

@@ -33,7 +33,6 @@ class SentRequest:
 
     @classmethod
     def of(cls, request: Request, waited_s: float) -> "SentRequest":
-        """Build what can be sent of a request."""
         source = None if request.grammar is None else request.grammar.source
         return cls(replace(request, grammar=None), source, waited_s)
 

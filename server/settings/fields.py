@@ -25,7 +25,6 @@ def setting(default: Any, text: str, *, unit: str = "", **limits: Any) -> Any:
 
 
 def unit_of(field: Any) -> str:
-    """Return the unit of a declared setting."""
     return str((field.json_schema_extra or {}).get("unit", ""))
 
 

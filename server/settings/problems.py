@@ -24,7 +24,6 @@ _NO_VALUE_TO_SHOW = {"missing", "extra_forbidden"}  # pydantic's input is then s
 
 
 def variable_of(name: str) -> str:
-    """Return the environment variable of a setting."""
     return f"{ENV_PREFIX}{name.upper()}"
 
 
@@ -37,26 +36,22 @@ class Sources:
     path: object  # of the file, or None
 
     def value(self, name: str) -> Any:
-        """Return a setting's value as it was given."""
         if name in self.flags:
             return self.flags[name]
         return os.environ.get(variable_of(name), self.in_file.get(name))
 
     def origin(self, name: str) -> str:
-        """Return the source of a setting's value in words."""
         if name in self.flags:
             return "the command line"
         return variable_of(name) if variable_of(name) in os.environ else str(self.path)
 
 
 def unknown_setting(name: str, place: object, known: Collection[str]) -> str:
-    """Return the sentence about a name that is no setting."""
     hint = did_you_mean(name, known) or " `ropewalk serve --help` lists the settings."
     return f"{name} in {place} is not a setting of ropewalk.{hint}"
 
 
 def value_problems(error: ValidationError, sources: Sources) -> list[str]:
-    """Return a sentence per problem that pydantic found."""
     return [_sentence(each, sources) for each in error.errors(include_url=False)]
 
 

@@ -62,7 +62,6 @@ def _may_ask(deployment: Deployment) -> str:
 
 
 def _reserve(deployment: Deployment) -> str:
-    """Describe the reserve of an answer without max_tokens."""
     reserve = deployment.reserve
     share = ", and a quarter of what the next tier would leave" if reserve.has_share else ""
     return f"{reserve.num_tokens} tokens{share}, for a chat without max_tokens"

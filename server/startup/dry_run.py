@@ -170,7 +170,6 @@ class _Named:
     chat_template: str | None
 
     def get_chat_template(self) -> str | None:
-        """Return the template."""
         return self.chat_template
 
 

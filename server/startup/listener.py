@@ -62,7 +62,6 @@ def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
 
 
 def url_of(settings: ServeSettings, listener: socket.socket) -> str:
-    """Return the address that clients use."""
     host, port = listener.getsockname()[:2]
     scheme = "http" if settings.ssl_certfile is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -39,7 +39,6 @@ class LoadingProgress:
         self._phase, self._phase_began, self._bytes = phase, time.monotonic(), None
 
     def downloaded(self, done: int, total: int) -> None:
-        """Note how many bytes of a download are here."""
         self._bytes = (done, total)
 
     def compiling(self, kernel: str) -> None:
@@ -83,7 +82,6 @@ class LoadingProgress:
         event.register("numba:compile", Watching())
 
     def know_kept(self, are_kept: Callable[[], bool]) -> None:
-        """Set the source of whether compiled kernels are kept for later starts."""
         self._are_kept = are_kept
 
     def as_json(self) -> dict[str, object]:

@@ -60,7 +60,6 @@ class ServingPlan:
 
     @property
     def rank_cache_bytes(self) -> int:
-        """Return the size of one rank's part of the cache in bytes."""
         return self.cache_bytes // self.num_ranks
 
     @property
@@ -70,7 +69,6 @@ class ServingPlan:
 
     @property
     def cache_bytes(self) -> int:
-        """Return the size of the cache in bytes."""
         return self.capacity * self.token_bytes
 
 
@@ -183,7 +181,6 @@ def num_profiles(deployments: Iterable[Deployment]) -> int:
 
 
 def _all_tiers(deployment: Deployment) -> Iterator[Tier]:
-    """Yield every tier that requests may have."""
     further = (*deployment.positions.values(), *deployment.exact.values())
     for tiers in (*deployment.tiers.values(), *further):
         yield from tiers

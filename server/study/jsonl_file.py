@@ -13,7 +13,6 @@ class LineFile:
         self._path = path
 
     def add(self, value: Any) -> None:
-        """Append one line."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(value) + "\n")
 

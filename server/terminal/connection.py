@@ -69,7 +69,6 @@ class Connection:
             raise ClientError(f"{url} is no address of a server: {error}") from error
 
     def close(self) -> None:
-        """Close the connection."""
         self._client.close()
 
     def get(self, path: str) -> Any:

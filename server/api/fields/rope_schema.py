@@ -30,7 +30,6 @@ class PositionsField(Body):
 
     @classmethod
     def of(cls, method: PositionMethod | None) -> Self | None:
-        """Build it from the runtime's method; None if there is none."""
         return None if method is None else cls(**method.described())
 
 

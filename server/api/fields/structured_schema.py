@@ -38,7 +38,6 @@ class ResponseFormat(Body):
 
     @property
     def schema_asked(self) -> Mapping[str, Any] | None:
-        """Return the schema that the answer has to satisfy, or None."""
         if self.json_schema is not None:
             return self.json_schema.schema_
         return ANY_OBJECT if self.type == "json_object" else None
@@ -106,7 +105,6 @@ class StructuredOutputs(Body):
     disable_additional_properties: bool | None = None
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yield the conflict of both fields."""
         if self.whitespace_pattern is not None and self.disable_any_whitespace is not None:
             yield "disable_any_whitespace", "and `whitespace_pattern` exclude each other"
 
@@ -153,13 +151,11 @@ class AnswerFields(Body):
 
     @property
     def whitespace_asked(self) -> str | None:
-        """Return the whitespace pattern of structured answers; None: the server's own."""
         given = self.structured_outputs
         return None if given is None else given.whitespace_asked
 
     @cached_property
     def _forms(self) -> tuple[AskedAnswer, ...]:
-        """Every form that a field asks for."""
         return tuple(self._asked())
 
     def _asked(self) -> Iterator[AskedAnswer]:

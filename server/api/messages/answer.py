@@ -29,11 +29,9 @@ class MessageAnswer(PartAnswer[MessagesRequest]):
     _has_begun = False
 
     def complete(self, output: Output) -> dict[str, Any]:
-        """Return the whole answer."""
         return self._message(output)
 
     def silent_event(self) -> bytes:
-        """Return Anthropic's event that keeps a silent stream open."""
         return _event("ping")
 
     async def output_events(self, index: int, output: Output) -> bytes:
@@ -45,16 +43,13 @@ class MessageAnswer(PartAnswer[MessagesRequest]):
         return _event("message_start", message=self._message(None)) + events
 
     def begun(self, part: Part) -> bytes:
-        """Return the event of a block that begins."""
         return _event("content_block_start", index=part.index, content_block=_block(part))
 
     def grown(self, part: Part, text: str) -> bytes:
-        """Return an event with more of a block."""
         kind, name = _DELTAS[part.kind]
         return _event("content_block_delta", index=part.index, delta={"type": kind, name: text})
 
     def ended(self, part: Part) -> bytes:
-        """Return the event of a block that is over."""
         return _event("content_block_stop", index=part.index)
 
     def closed(self, output: Output) -> bytes:
@@ -65,7 +60,6 @@ class MessageAnswer(PartAnswer[MessagesRequest]):
         return end + _event("message_stop")
 
     def error_events(self, error: RopewalkError) -> bytes:
-        """Return the event of an answer that failed."""
         kind = "invalid_request_error" if isinstance(error, RequestError) else "api_error"
         return _event("error", error={"type": kind, "message": str(error)})
 

@@ -66,7 +66,6 @@ class ToolResultBlock(Body):
 
     @property
     def text(self) -> str:
-        """Return the result as a text, which says so if it is an error."""
         told = text_of(self.content or "")
         return f"Error: {told}" if self.is_error else told
 
@@ -116,7 +115,6 @@ class Message(Body):
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """Return the content as blocks."""
         if isinstance(self.content, str):
             return [TextBlock(type="text", text=self.content)]
         return self.content
@@ -126,7 +124,6 @@ _ROLES = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user
 
 
 def text_of(content: str | Sequence[TextBlock]) -> str:
-    """Return a content as one text."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 

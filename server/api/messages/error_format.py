@@ -66,5 +66,4 @@ def _in_envelope(status: int, body: bytes) -> bytes:
 
 
 def error_type(status: int) -> str:
-    """Return Anthropic's type of an error."""
     return _TYPES.get(status, "api_error" if status >= _FIRST_OWN else "invalid_request_error")

@@ -45,7 +45,6 @@ class ClientTool(Body):
     defer_loading: bool | None = None
 
     def tool(self) -> Tool:
-        """Return it in the runtime's format."""
         return Tool(
             self.name, self.description, self.input_schema, is_strict=self.strict is not False
         )
@@ -77,7 +76,6 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yield the name if it is missing, or given for another type."""
         if (self.name is not None) != (self.type == "tool"):
             told = "is missing" if self.name is None else "is given"
             yield "name", f"{told}: `type` is {self.type}"
@@ -142,12 +140,10 @@ class CountTokensRequest(Body):
 
     @property
     def functions(self) -> list[ClientTool]:
-        """Return the tools that the model may call."""
         return [tool for tool in self.tools or () if isinstance(tool, ClientTool)]
 
     @property
     def skipped(self) -> list[str]:
-        """Return the types of the other tools, each once."""
         others = [tool.type for tool in self.tools or () if isinstance(tool, ServerTool)]
         return list(dict.fromkeys(others))
 
@@ -168,7 +164,6 @@ class CountTokensRequest(Body):
 
     @property
     def schema_asked(self) -> Mapping[str, Any] | None:
-        """Return the JSON schema that the text has to satisfy; None: any text is valid."""
         if self.output_config is None or self.output_config.format is None:
             return None
         return self.output_config.format.schema_

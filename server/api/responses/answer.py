@@ -26,7 +26,6 @@ class ResponseAnswer(PartAnswer[ResponsesRequest]):
     _num_events = 0
 
     def complete(self, output: Output) -> dict[str, Any]:
-        """Return the whole answer."""
         return self._response(_status(output), output)
 
     def first_events(self) -> bytes:
@@ -72,7 +71,6 @@ class ResponseAnswer(PartAnswer[ResponsesRequest]):
         return done + self._event("response.output_item.done", output_index=part.index, item=item)
 
     def closed(self, output: Output) -> bytes:
-        """Return the event with the whole answer."""
         status = _status(output)
         return self._event(f"response.{status}", response=self._response(status, output))
 
@@ -174,7 +172,6 @@ def _format(given: Any) -> dict[str, Any]:
 
 
 def _plain(given: Any) -> Any:
-    """Return a field of the request for the answer."""
     if isinstance(given, str):
         return given
     return given.model_dump(by_alias=True, exclude_unset=True)

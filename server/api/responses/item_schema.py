@@ -71,7 +71,6 @@ class CallItem(Body):
     async_: bool | None = Field(None, alias="async")
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yield the arguments if they are no JSON object."""
         yield from problem_of_arguments("arguments", self.arguments)
 
 
@@ -117,7 +116,6 @@ class ReasoningItem(Body):
 
     @property
     def text(self) -> str:
-        """Return the content, or the summary if there is none."""
         return "\n".join(part.text for part in self.content or self.summary or ())
 
 
@@ -171,7 +169,6 @@ Input = Annotated[
 
 
 def text_of(content: Content) -> str:
-    """Return a content as one text."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 

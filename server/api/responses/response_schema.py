@@ -36,7 +36,6 @@ class FunctionTool(Body):
     output_schema: dict[str, Any] | None = None  # a hint
 
     def tool(self) -> Tool:
-        """Return it in the runtime's format."""
         return Tool(
             self.name, self.description, self.parameters, is_strict=self.strict is not False
         )
@@ -90,7 +89,6 @@ class ToolChoice(Body):
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the named functions."""
         named = [] if self.name is None else [self.name]
         return frozenset([*named, *(each.name for each in self.tools or ())])
 
@@ -111,14 +109,12 @@ class TextFormat(Body):
     description: str | None = Field(None, max_length=4096)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yield the schema's problem if it is there without its type, or the other way round."""
         if (self.schema_ is not None) != (self.type == "json_schema"):
             told = "is missing" if self.schema_ is None else "is given"
             yield "schema", f"{told}: `type` is {self.type}"
 
     @property
     def schema_asked(self) -> Mapping[str, Any] | None:
-        """Return the schema that the answer has to satisfy, or None."""
         return ANY_OBJECT if self.type == "json_object" else self.schema_
 
 
@@ -230,18 +226,15 @@ class ResponsesRequest(Body):
 
     @property
     def functions(self) -> list[FunctionTool]:
-        """Return the tools that the model may call."""
         return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
     @property
     def skipped(self) -> list[str]:
-        """Return the types of the other tools, each once."""
         others = [tool.type for tool in self.tools or () if isinstance(tool, SkippedTool)]
         return list(dict.fromkeys(others))
 
     @property
     def schema_asked(self) -> Mapping[str, Any] | None:
-        """Return the JSON schema that the text has to satisfy; None: any text is valid."""
         if self.text is None or self.text.format is None:
             return None
         return self.text.format.schema_asked

@@ -16,5 +16,4 @@ class CallChoice:
 
     @classmethod
     def of_one(cls, name: str) -> Self:
-        """Return the choice of one function, which must be called."""
         return cls("required", frozenset([name]), is_named=True)

@@ -86,7 +86,6 @@ class PartAnswer(HttpAnswer[TurnRequest], Generic[BodyT]):
         """Return the events of the answer's end, for its last output."""
 
     def whole_body(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Build the whole answer."""
         for _ in self.changes(outputs[0]):
             pass
         return self.complete(outputs[0])

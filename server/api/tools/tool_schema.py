@@ -184,17 +184,14 @@ class CallField(Body):
     _refuse_other_types = model_validator(mode="before")(_function_only)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yield the arguments if they are no JSON object."""
         yield from problem_of_arguments("function.arguments", self.function.arguments)
 
     def for_template(self) -> dict[str, Any]:
-        """Return it in the shape that chat templates read."""
         arguments = json.loads(self.function.arguments or "{}")
         return call_for_template(self.id, self.function.name, arguments)
 
 
 def named_tools(choice: ToolChoice) -> list[str]:
-    """Return the names in a choice."""
     if choice.allowed_tools is not None:
         return [each.function.name for each in choice.allowed_tools.tools]
     return [] if choice.function is None else [choice.function.name]

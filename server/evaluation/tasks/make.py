@@ -15,7 +15,6 @@ ESSAY_TASKS = tuple(name for name, needles in NIAH_TASKS.items() if needles.read
 
 
 def read_essays(tasks: Sequence[str]) -> bool:
-    """Return whether any of these tasks has text from files as its haystack."""
     return not set(tasks).isdisjoint(ESSAY_TASKS)
 
 

@@ -28,7 +28,6 @@ class Needles:
 
     @property
     def reads_essays(self) -> bool:
-        """Return whether the haystack is text from files."""
         return self.haystack == _ESSAY
 
     @property

@@ -117,7 +117,6 @@ def _hotpot_documents(asked: _HotpotQuestion) -> list[str]:
 
 
 def _numbered(texts: Iterable[str]) -> dict[str, int]:
-    """Return each different text with its number, in the order of the file."""
     return {text: number for number, text in enumerate(dict.fromkeys(texts))}
 
 

@@ -28,7 +28,6 @@ def string_match_part(pred: str, outputs: Sequence[str]) -> float:
 
 
 def metric_of(task: str) -> Metric:
-    """Return the metric by which RULER scores a task."""
     return string_match_part if task in QA_TASKS else string_match_all
 
 
