@@ -258,7 +258,7 @@ def deployment_of(checkpoint: Checkpoint, sizes: ModelSizes) -> Deployment:
     """Make a deployment with YaRN tiers up to the longest and the policy `grow`."""
     options = DeploymentOptions(
         rope_scaling={"rope_type": "yarn", "factor": sizes.factor},
-        policy="grow",
+        rope_policy="grow",
         answer_reserve_tokens=1,
     )
     return make_deployment("random", checkpoint.native, options)

@@ -1,48 +1,10 @@
 """The engine's limits, fixed at start."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-
-from model_runtime.errors import RequestError
-from model_runtime.request import SamplingParams
 
 DEFAULT_DRAFT_TOKENS = 15
 # The most rows of a step with drafts on a GPU: reading the weights takes most of its time.
 MOST_DRAFT_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingLimits:
-    """The sampling limits of one request, checked before tokenising and by the engine."""
-
-    max_stop_strings: int = 4
-    max_stop_chars: int = 256
-    max_stop_token_ids: int = 128
-    max_logit_bias: int = 1024
-    max_logprobs: int = 20
-
-    def exceeded(self, params: SamplingParams) -> Iterator[tuple[str, int, str, int]]:
-        """Yield each exceeded limit: the field, the limit, its unit and the given number."""
-        longest_stop = max(map(len, params.stop), default=0)
-        logprobs = max(params.logprobs or 0, params.prompt_logprobs or 0)
-        for param, most, unit, given in (
-            ("stop", self.max_stop_strings, "strings", len(params.stop)),
-            ("stop", self.max_stop_chars, "characters each", longest_stop),
-            ("stop_token_ids", self.max_stop_token_ids, "tokens", len(params.stop_token_ids)),
-            ("logit_bias", self.max_logit_bias, "tokens", len(params.logit_bias)),
-            ("logprobs", self.max_logprobs, "alternatives", logprobs),
-        ):
-            if given > most:
-                yield param, most, unit, given
-
-    def check(self, params: SamplingParams) -> None:
-        """Raise RequestError, which names field, limit and value, if a limit is exceeded."""
-        for exceeded in self.exceeded(params):
-            raise too_many(*exceeded)
-
-
-def too_many(param: str, most: int, unit: str, given: int) -> RequestError:
-    return RequestError(f"`{param}` must be at most {most} {unit}. Given: {given}", param=param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +24,6 @@ class EngineConfig:
     enforce_eager: bool = False  # on a GPU: no CUDA graphs of decode steps
     max_queued_requests: int = 256  # requests waiting to start
     max_queued_prompt_tokens: int | None = None  # tokens of their prompts; None: no limit
-    limits: SamplingLimits = SamplingLimits()
 
     @property
     def num_pages(self) -> int:

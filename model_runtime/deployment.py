@@ -7,7 +7,7 @@ when it is created, so clients cannot increase the number of tables and cache ke
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from model_runtime.errors import RequestError
 from model_runtime.placement_errors import beyond_native, refused_factor, too_long
@@ -45,6 +45,15 @@ class Placement:
             if tier.ceiling >= num_tokens:
                 return tier
         raise AssertionError("admission lets nothing in that the last tier does not cover")
+
+
+class _Way(NamedTuple):
+    """The ways to serve a request: those that its `rope` object leaves."""
+
+    asked: RopeRequest
+    policy: Policy
+    tiers: tuple[Tier, ...]  # ascending
+    at_least: float  # the least factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,20 +132,36 @@ class Deployment:
         num_first, num_last = method.kept
         return num_first + max([num_last, *(tier.ceiling for tier in others)])
 
-    def place(
-        self,
-        asked: RopeRequest,
-        num_prompt_tokens: int,
-        max_tokens: int,
-        *,
-        is_open: bool = False,
-    ) -> Placement:
+    def place(self, asked: RopeRequest, num_prompt_tokens: int, max_tokens: int) -> Placement:
         """Return the tier a request starts on, and the tiers it may grow to.
 
-        `is_open`: max_tokens is `open_max_tokens`, so errors do not name it. Raises RequestError if
-        the `rope` object is not allowed, ContextLengthError if the request does not fit.
+        Raises RequestError if the `rope` object is not allowed, ContextLengthError if the request
+        does not fit.
         """
-        policy, tiers, at_least = self._asked(asked)
+        return self._place(self._asked(asked), num_prompt_tokens, max_tokens, is_open=False)
+
+    def place_open(self, asked: RopeRequest, num_prompt_tokens: int) -> tuple[int, Placement]:
+        """Return max_tokens and the placement of a request that leaves max_tokens out.
+
+        Its answer may run to the end of its tier: the smallest that leaves the answer its reserve,
+        or of a growing request the last one. Raises what `place` does; errors name no max_tokens.
+        """
+        way = self._asked(asked)
+        max_tokens = self._open_max_tokens(way, num_prompt_tokens)
+        return max_tokens, self._place(way, num_prompt_tokens, max_tokens, is_open=True)
+
+    def longest_prompt(self, asked: RopeRequest, max_tokens: int | None) -> int:
+        """Return the tokens of the longest prompt that leaves room for an answer.
+
+        `max_tokens`: of the answer; None: its reserve. Raises RequestError as `place` does.
+        """
+        wanted = self.reserve.num_tokens if max_tokens is None else max_tokens
+        return min(longest(self._asked(asked).tiers), self.max_len) - max(0, wanted - 1)
+
+    def _place(
+        self, way: _Way, num_prompt_tokens: int, max_tokens: int, *, is_open: bool
+    ) -> Placement:
+        asked, policy, tiers, at_least = way
         num_covered = num_prompt_tokens + max(0, max_tokens - 1)
         if num_covered > self.max_len:
             raise too_long(self, tiers, asked, num_prompt_tokens, max_tokens, is_open=is_open)
@@ -152,16 +177,13 @@ class Deployment:
             self.name, tier, higher, policy, asked.factor, self.original_len, asked.is_exact
         )
 
-    def open_max_tokens(self, asked: RopeRequest, num_prompt_tokens: int) -> int:
-        """Return the default max_tokens of a request: its answer may run to the end of its tier.
-
-        That is the smallest tier that leaves the answer its reserve. For a growing request it is
-        the last one. Raises RequestError as `place` does, but leaves ContextLengthError to `place`.
-        """
-        policy, tiers, at_least = self._asked(asked)
-        ends = [min(tier.ceiling, self.max_len) for tier in tiers if tier.factor >= at_least]
+    def _open_max_tokens(self, way: _Way, num_prompt_tokens: int) -> int:
+        """Return max_tokens to the end of the tier, at least 1 even if the prompt does not fit."""
+        ends = [
+            min(tier.ceiling, self.max_len) for tier in way.tiers if tier.factor >= way.at_least
+        ]
         end = ends[-1]
-        if policy == "pinned":
+        if way.policy == "pinned":
             for tier_end, next_end in itertools.pairwise(ends):
                 if self.reserve.is_left(num_prompt_tokens, tier_end, next_end):
                     end = tier_end
@@ -169,16 +191,7 @@ class Deployment:
         # The last token is never read back, so it needs no position.
         return max(1, end - num_prompt_tokens + 1)
 
-    def longest_prompt(self, asked: RopeRequest, max_tokens: int | None) -> int:
-        """Return the tokens of the longest prompt that leaves room for an answer.
-
-        `max_tokens`: of the answer; None: its reserve. Raises RequestError as `place` does.
-        """
-        _, tiers, _ = self._asked(asked)
-        wanted = self.reserve.num_tokens if max_tokens is None else max_tokens
-        return min(longest(tiers), self.max_len) - max(0, wanted - 1)
-
-    def _asked(self, asked: RopeRequest) -> tuple[Policy, tuple[Tier, ...], float]:
+    def _asked(self, asked: RopeRequest) -> _Way:
         """Return the policy, the tiers and the least factor of a request. Raises RequestError."""
         if asked.original_len not in (None, self.original_len):
             raise RequestError(
@@ -192,7 +205,7 @@ class Deployment:
         at_least = self._factor(asked, tiers)
         if policy == "fixed":
             tiers = self._one_tier(tiers, at_least, asked)
-        return policy, tiers, at_least
+        return _Way(asked, policy, tiers, at_least)
 
     def _policy(self, asked: RopeRequest) -> Policy:
         if asked.policy is None:

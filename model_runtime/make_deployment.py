@@ -2,15 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from model_runtime.deployment import AnswerReserve, Deployment
 from model_runtime.exact_tiers import exact_tiers
-from model_runtime.position_tiers import (
-    PositionLimits,
-    allowed_position_tiers,
-    own_position_tiers,
-)
+from model_runtime.position_tiers import allowed_position_tiers, own_position_tiers
 from rope import (
     ROPE_TYPES,
     LongRope,
@@ -33,38 +29,29 @@ DEFAULT_ROPE_SCALING: Mapping[str, Any] = {"rope_type": "yarn", "factor": 4.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentOptions:
-    """Hold an operator's choices for one deployment.
+    """Hold an operator's choices for one deployment, under the names of the settings.
 
-    A field that is None leaves its choice to the checkpoint or to the scaling method. Error
-    messages use the names of the settings, where `policy` is `rope_policy` and `multiples` is
-    `rope_tiers`.
+    A field that is None leaves its choice to the checkpoint or to the scaling method.
     """
 
     rope_scaling: Mapping[str, Any] | None = None  # a block as in transformers' config.json
-    policy: Policy | None = None
-    multiples: Sequence[float] | None = None  # ceilings of the tiers, in native lengths, ascending
+    rope_policy: Policy | None = None
+    rope_tiers: Sequence[float] | None = None  # their ceilings, in native lengths, ascending
     allowed_rope_types: Sequence[str] | None = None  # that a request may name; None: all possible
-    max_rope_factor: float | None = None  # that a request may ask for; at least 1
-    max_model_len: int | None = None  # tokens; at most the longest tier
-    answer_reserve_tokens: int | None = None  # for an answer without max_tokens; None: by tier
     # Position methods that a request may name; None: the deployment's own, and native.
     allowed_positions: Sequence[str] | None = None
+    max_rope_factor: float | None = None  # that a request may ask for; at least 1
     # That a request may name exactly, beside those of the tiers.
-    exact_factors: Sequence[float] | None = None
+    exact_rope_factors: Sequence[float] | None = None
+    max_model_len: int | None = None  # tokens; at most the longest tier
+    answer_reserve_tokens: int | None = None  # for an answer without max_tokens; None: by tier
     page_size: int = 1  # of the cache, which windows and chunks follow
 
 
 _DEFAULTS = DeploymentOptions()
-
-
-class _Choice(NamedTuple):
-    """The method, policy and tiers that the options and the checkpoint result in."""
-
-    method: Method
-    policy: Policy
-    tiers: dict[str, tuple[Tier, ...]]  # rope_type -> tiers
-    native_len: int  # L
-    positions: tuple[str, tuple[Tier, ...]] | None = None  # the method at the read, and its tiers
+# The method, the policy and, by rope_type, the tiers that options and checkpoint result in. A tier
+# with positions has their method in its profile.
+_Choice = tuple[Method, Policy, dict[str, tuple[Tier, ...]]]
 
 
 def make_deployment(
@@ -75,36 +62,29 @@ def make_deployment(
     A checkpoint that carries scaling is served natively. The only accepted override is `fixed`,
     which replaces its block as transformers would.
     """
-    rope_scaling = _rope_scaling(native, options)
-    longest_len = options.max_model_len
-    if options.rope_scaling is None and native.chunked is not None:
-        longest_len = longest_len or native.chunked.longest
-    limits = PositionLimits(native.native_len, longest_len, options.page_size)
-    placed = own_position_tiers(rope_scaling or {}, native, limits)
-    if placed is not None:
-        choice = _choose_by_positions(native, rope_scaling or {}, placed, options)
-    elif rope_scaling is None:
-        choice = _choose_natively(native, options)
-    else:
-        choice = _choose_by_block(native, rope_scaling, options)
-    rope_type = choice.method.scaling.rope_type
-    own = choice.tiers[rope_type]
+    block = _rope_scaling(native, options)
+    method, policy, tiers = _choose(native, block, options)
+    rope_type = method.scaling.rope_type
+    own = tiers[rope_type]
+    native_len = native.native_len if method is native.method else method.native_len
     max_len = _max_len(options.max_model_len, own)
-    positions = allowed_position_tiers(options.allowed_positions, placed, native, max_len, limits)
+    positions = allowed_position_tiers(
+        options.allowed_positions, own, native, max_len, options.page_size
+    )
     _check_allowed_types(name, rope_type, options.allowed_rope_types)
     return Deployment(
         name,
         rope_type,
-        choice.policy,
-        choice.tiers,
-        choice.native_len,
-        choice.method.native_len,
+        policy,
+        tiers,
+        native_len,
+        method.native_len,
         _max_factor(name, options.max_rope_factor, own),
         max_len,
         overridable=not native.carries_scaling,
-        reserve=_answer_reserve(options.answer_reserve_tokens, choice.native_len),
+        reserve=_answer_reserve(options.answer_reserve_tokens, native_len),
         positions=positions,
-        exact=exact_tiers(options.exact_factors, rope_scaling, native, choice.tiers),
+        exact=exact_tiers(options.exact_rope_factors, block, native, tiers),
     )
 
 
@@ -114,56 +94,67 @@ def _rope_scaling(native: NativeRope, options: DeploymentOptions) -> Mapping[str
         return options.rope_scaling
     if native.chunked is not None:
         return native.chunked.rope_block()
-    if options.multiples:
-        return {**DEFAULT_ROPE_SCALING, "factor": None}  # `multiples` sets the factor
+    if options.rope_tiers:
+        return {**DEFAULT_ROPE_SCALING, "factor": None}  # `rope_tiers` sets the factor
     return DEFAULT_ROPE_SCALING
+
+
+def _choose(
+    native: NativeRope, block: Mapping[str, Any] | None, options: DeploymentOptions
+) -> _Choice:
+    """Return the choice for a block; None: the checkpoint's own scaling is served."""
+    if block is None:
+        return _choose_natively(native, options)
+    longest_len = options.max_model_len
+    if options.rope_scaling is None and native.chunked is not None:
+        longest_len = longest_len or native.chunked.longest
+    placed = own_position_tiers(block, native, longest_len, options.page_size)
+    plain = {field: value for field, value in block.items() if field != "positions"}
+    if placed is None:
+        return _choose_by_block(native, plain, options)
+    return _choose_by_positions(native, plain, placed, options)
 
 
 def _choose_by_positions(
     native: NativeRope,
     block: Mapping[str, Any],
-    placed: tuple[str, tuple[Tier, ...]],
+    placed: tuple[Tier, ...],
     options: DeploymentOptions,
 ) -> _Choice:
-    """Return the choice if a block names positions, which go with the checkpoint's own table."""
-    if options.multiples is not None:
-        raise RopeConfigError("rope_tiers", f"has no meaning beside positions ({placed[0]})")
-    plain = {field: value for field, value in block.items() if field != "positions"}
+    """Return the choice of tiers with positions, which go with the checkpoint's own table."""
+    if options.rope_tiers is not None:
+        positions = placed[-1].profile.positions
+        assert positions is not None
+        raise RopeConfigError("rope_tiers", f"has no meaning beside positions ({positions.method})")
     method = native.method
     if not native.carries_scaling:
-        method = parse_method(plain, native.rotary, native.native_len)
+        method = parse_method(block, native.rotary, native.native_len)
         if method.native_len != native.native_len:
             raise RopeConfigError(
                 "original_max_position_embeddings",
                 f"must be {native.native_len} beside positions; got {method.native_len}",
             )
-    rope_type = method.scaling.rope_type
-    policy = options.policy or "pinned"
-    return _Choice(method, policy, {rope_type: placed[1]}, native.native_len)
+    return method, options.rope_policy or "pinned", {method.scaling.rope_type: placed}
 
 
 def _choose_by_block(
-    native: NativeRope, rope_scaling: Mapping[str, Any], options: DeploymentOptions
+    native: NativeRope, block: Mapping[str, Any], options: DeploymentOptions
 ) -> _Choice:
-    """Return the choice if a block is given, or if the checkpoint has no scaling."""
-    multiples = options.multiples
-    if "positions" in rope_scaling:  # native: the only method without tiers of its own
-        rope_scaling = {key: each for key, each in rope_scaling.items() if key != "positions"}
-    _check_override(rope_scaling, native)
-    method = _method(rope_scaling, native, multiples)
-    policy = options.policy or "pinned"
+    """Return the choice of tiers without positions, by a block."""
+    multiples = options.rope_tiers
+    _check_override(block, native)
+    method = _method(block, native, multiples)
+    policy = options.rope_policy or "pinned"
     if native.carries_scaling:
         _refuse_rescaling(native, policy)
     if policy == "fixed" and multiples is not None:
         raise RopeConfigError("rope_tiers", "has no meaning under rope_policy fixed, remove it")
     if native.carries_scaling:
         _refuse_allowed_types(options.allowed_rope_types)
-        tiers: dict[str, tuple[Tier, ...]] = {method.scaling.rope_type: (fixed_tier(method),)}
-    else:
-        _refuse_two_lengths(method, multiples)
-        own = build_tiers(method, native, multiples)
-        tiers = _allowed_tiers(method, native, own, options.allowed_rope_types)
-    return _Choice(method, policy, tiers, method.native_len)
+        return method, policy, {method.scaling.rope_type: (fixed_tier(method),)}
+    _refuse_two_lengths(method, multiples)
+    own = build_tiers(method, native, multiples)
+    return method, policy, _allowed_tiers(method, native, own, options.allowed_rope_types)
 
 
 def _choose_natively(native: NativeRope, options: DeploymentOptions) -> _Choice:
@@ -173,17 +164,17 @@ def _choose_natively(native: NativeRope, options: DeploymentOptions) -> _Choice:
     rope_type = method.scaling.rope_type
     by_length = rope_type in ("longrope", "dynamic")
     if by_length:
-        tiers = build_tiers(method, native, options.multiples)
+        tiers = build_tiers(method, native, options.rope_tiers)
     else:
-        _refuse_rescaling(native, options.policy or "fixed")
-        if options.multiples is not None:
+        _refuse_rescaling(native, options.rope_policy or "fixed")
+        if options.rope_tiers is not None:
             raise RopeConfigError("rope_tiers", f"has no meaning for a checkpoint with {rope_type}")
         tiers = (native_tier(native, native.native_len),)
-    return _Choice(
+    policy = options.rope_policy or ("pinned" if by_length else "fixed")
+    return (
         method,
-        options.policy or ("pinned" if by_length else "fixed"),
+        policy,
         {"default": (native_tier(native, longest(tiers)),), rope_type: tiers},
-        native.native_len,
     )
 
 

@@ -6,7 +6,7 @@ token's state never depends on the length that follows, and no policy changes a 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from model_runtime.errors import RequestError
 from rope import (
@@ -24,71 +24,60 @@ from rope import (
 DEFAULT_REACH = 16  # times L, if the method has no limit and the settings name none
 
 
-class PositionLimits(NamedTuple):
-    """The lengths that a method's defaults and tiers follow."""
-
-    native_len: int  # L
-    max_model_len: int | None
-    page_size: int
-
-
 def own_position_tiers(
-    block: Mapping[str, Any], native: NativeRope, limits: PositionLimits
-) -> tuple[str, tuple[Tier, ...]] | None:
-    """Return the method and the tiers of a rope block with `positions`; None if it has none.
+    block: Mapping[str, Any], native: NativeRope, max_model_len: int | None, page_size: int
+) -> tuple[Tier, ...] | None:
+    """Return the tiers of a rope block whose `positions` name a method; None if they name none.
 
     Raises RopeConfigError if the block's table is not the checkpoint's own.
     """
-    positions = block.get("positions")
+    positions, trained = block.get("positions"), native.native_len
     if positions is None:
         return None
-    ceiling = limits.max_model_len or DEFAULT_REACH * limits.native_len
-    choice = parse_positions(positions, limits.native_len, ceiling, limits.page_size)
+    ceiling = max_model_len or DEFAULT_REACH * trained
+    choice = parse_positions(positions, trained, ceiling, page_size)
     if choice is None:
         return None
     _check_table(block, native)
-    reach = choice.method.reach(limits.native_len)
+    reach = choice.method.reach(trained)
     if reach is not None and reach < ceiling:
-        if limits.max_model_len is not None:
+        if max_model_len is not None:
             raise RopeConfigError(
                 "max_model_len",
                 f"must be <= what {choice.method.method} reaches ({reach} tokens), got {ceiling}",
             )
         ceiling = reach
-    if choice.when == "pinned" and ceiling <= limits.native_len:
+    if choice.when == "pinned" and ceiling <= trained:
         raise RopeConfigError(
             "positions.when",
-            f"is pinned, which begins beyond the trained length ({limits.native_len}), but the "
+            f"is pinned, which begins beyond the trained length ({trained}), but the "
             f"longest context is {ceiling} tokens; always begins at the first token",
         )
     logn = block.get("use_logn_attn")
     uses_logn = choice.uses_logn if logn is None else bool(logn)
-    return choice.method.method, _tiers(
-        choice, native, limits.native_len, ceiling, uses_logn=uses_logn
-    )
+    return _tiers(choice, native, ceiling, uses_logn=uses_logn)
 
 
 def allowed_position_tiers(
     names: Sequence[str] | None,
-    own: tuple[str, tuple[Tier, ...]] | None,
+    own: tuple[Tier, ...],
     native: NativeRope,
     longest: int,
-    limits: PositionLimits,
+    page_size: int,
 ) -> dict[str, tuple[Tier, ...]]:
     """Return the tiers of every method that a request may name, under the methods' defaults.
 
-    `own`: the deployment's method; `longest`: the tokens that its last tier covers. Raises
+    `own`: the deployment's tiers; `longest`: the tokens of its longest request. Raises
     RopeConfigError.
     """
-    trained = limits.native_len
-    native_tiers = _native_tiers(native, trained)
-    found = {} if own is None else {own[0]: own[1], "native": native_tiers}
+    method = own[-1].profile.positions
+    found = {} if method is None else {method.method: own, "native": _native_tiers(native)}
     if names is None:
         return found
-    if own is not None and own[0] not in names:
+    if method is not None and method.method not in names:
         raise RopeConfigError(
             "allowed_positions",
-            f"must contain {own[0]}, the method of the deployment; got {', '.join(names)}",
+            f"must contain {method.method}, the method of the deployment; got {', '.join(names)}",
         )
     allowed = {}
     for name in names:
@@ -101,21 +90,29 @@ def allowed_position_tiers(
                 "allowed_positions",
                 "has no meaning for a checkpoint that carries scaling, remove it",
             )
-        if name in found or name == "native":
-            allowed[name] = found.get(name, native_tiers)
-            continue
-        choice = parse_positions({"method": name}, trained, longest, limits.page_size)
-        assert choice is not None
-        reach = choice.method.reach(trained)
-        ceiling = longest if reach is None else min(longest, reach)
-        if choice.when == "pinned" and ceiling <= trained:
-            raise RopeConfigError(
-                "allowed_positions",
-                f"names {name}, which begins beyond the trained length ({trained}), but the "
-                f"longest context is {ceiling} tokens",
-            )
-        allowed[name] = _tiers(choice, native, trained, ceiling, uses_logn=choice.uses_logn)
+        if name in found:
+            allowed[name] = found[name]
+        elif name == "native":
+            allowed[name] = _native_tiers(native)
+        else:
+            allowed[name] = _default_tiers(name, native, longest, page_size)
     return allowed
+
+
+def _default_tiers(name: str, native: NativeRope, longest: int, page_size: int) -> tuple[Tier, ...]:
+    """Return the tiers of a method under its defaults. Raises RopeConfigError."""
+    trained = native.native_len
+    choice = parse_positions({"method": name}, trained, longest, page_size)
+    assert choice is not None
+    reach = choice.method.reach(trained)
+    ceiling = longest if reach is None else min(longest, reach)
+    if choice.when == "pinned" and ceiling <= trained:
+        raise RopeConfigError(
+            "allowed_positions",
+            f"names {name}, which begins beyond the trained length ({trained}), but the "
+            f"longest context is {ceiling} tokens",
+        )
+    return _tiers(choice, native, ceiling, uses_logn=choice.uses_logn)
 
 
 def asked_position_tiers(
@@ -167,16 +164,16 @@ def _check_table(block: Mapping[str, Any], native: NativeRope) -> None:
         )
 
 
-def _native_tiers(native: NativeRope, ceiling: int) -> tuple[Tier, ...]:
+def _native_tiers(native: NativeRope) -> tuple[Tier, ...]:
     scaling = native.tables[native.scaled_layer_type].scaling
-    return (Tier(ceiling, native.method.factor, Profile(scaling)),)
+    return (Tier(native.native_len, native.method.factor, Profile(scaling)),)
 
 
 def _tiers(
-    choice: PositionChoice, native: NativeRope, trained: int, ceiling: int, *, uses_logn: bool
+    choice: PositionChoice, native: NativeRope, ceiling: int, *, uses_logn: bool
 ) -> tuple[Tier, ...]:
     """Return the ascending tiers; more than one with the method only if it follows the ceiling."""
-    scaling = native.tables[native.scaled_layer_type].scaling
+    scaling, trained = native.tables[native.scaled_layer_type].scaling, native.native_len
     multiples: tuple[float, ...] = (ceiling / trained,)
     if choice.follows_ceiling and ceiling > trained:
         multiples = default_multiples(ceiling / trained)
@@ -187,6 +184,7 @@ def _tiers(
             continue
         method = choice.at(end, trained)
         profile = Profile(scaling, trained if uses_logn else None, method)
-        tiers.append(Tier(end, native.method.factor * end / trained, profile))
-    first = _native_tiers(native, trained) if choice.when == "pinned" else ()
+        # A request has the factor 1 at least, also where the longest context is shorter than L.
+        tiers.append(Tier(end, max(1.0, native.method.factor * end / trained), profile))
+    first = _native_tiers(native) if choice.when == "pinned" else ()
     return (*first, *tiers)

@@ -28,7 +28,8 @@ def workload(checkpoint: Checkpoint, seed: int) -> Workload:
     """Random requests: lengths, seeds, temperatures, cuts, stops, tiers, shared prefixes."""
     chance = random.Random(seed)
     deployments = {
-        policy: deployment_of(checkpoint, rope_scaling=YARN, policy=policy) for policy in POLICIES
+        policy: deployment_of(checkpoint, rope_scaling=YARN, rope_policy=policy)
+        for policy in POLICIES
     }
     made = Workload()
     for number in range(chance.randint(3, 9)):

@@ -70,7 +70,6 @@ def problem_of(engine: EngineClient, stall_seconds: float) -> str | None:
 
 def check_request(request: Request, config: EngineConfig) -> None:
     """Raise RequestError for a request that an engine with this config can never serve."""
-    config.limits.check(request.sampling)
     if not request.prompt_ids:
         raise RequestError("The prompt must have at least one token.", param="prompt")
     num_positions = request.num_positions

@@ -37,7 +37,6 @@ RESERVED = frozenset(
     | {"unk_token", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
     | {"return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"}
 )
-MAX_TEMPLATE_STOPS = 1
 _FALLBACK_STOP = "\nUser:"  # without it, a base model would also write the user's next message
 _FALLBACK_VARIABLES = frozenset({"messages", "add_generation_prompt"})
 # Behind a last message that is continued. Its space tells whether the template strips messages.

@@ -5,7 +5,6 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Field, model_validator
 
-from model_runtime.request import MAX_LOGPROBS
 from server.api.fields.logprob_schema import ChatLogprobs, PromptLogprobs
 from server.api.fields.rope_schema import INT64, RopeAnswer
 from server.api.fields.timing_schema import TimingsAnswer
@@ -20,6 +19,7 @@ from server.api.tools.tool_schema import (
     ToolField,
     problems_of_choice,
 )
+from server.settings.request_sections import largest
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # OpenAI's
@@ -197,7 +197,7 @@ class ChatRequest(GenerationRequest):
     max_tokens: int | None = Field(None, ge=1, le=INT64)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=largest("max_logprobs"))
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None

@@ -5,12 +5,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from model_runtime.request import MAX_LOGPROBS
 from server.api.fields.logprob_schema import Logprobs, PromptLogprobs
 from server.api.fields.rope_schema import INT64, RopeAnswer
 from server.api.fields.timing_schema import TimingsAnswer
 from server.api.generation_schema import (
-    MAX_N,
     NEUTRAL,
     GenerationRequest,
     PromptProgressAnswer,
@@ -18,8 +16,9 @@ from server.api.generation_schema import (
     Usage,
 )
 from server.api.strict_body import Body, FirstMistakes, is_none
+from server.settings.request_sections import largest
 
-_MAX_PROMPTS = 1024
+_MAX_PROMPTS = largest("max_prompts")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), FirstMistakes]
 
@@ -45,9 +44,9 @@ class CompletionRequest(GenerationRequest):
     )
     add_special_tokens: bool | None = None
     max_tokens: int | None = Field(None, ge=0, le=INT64)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=largest("max_logprobs"))
     echo: bool | None = None
-    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    best_of: int | None = Field(None, ge=1, le=largest("max_n"))
     suffix: str | None = None
 
     def conflicts(self) -> Iterator[tuple[str, str]]:

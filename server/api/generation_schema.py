@@ -7,10 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from model_runtime.request import MAX_LOGPROBS, PromptProgress, SamplingParams
+from model_runtime.errors import RequestError
+from model_runtime.request import PromptProgress, SamplingParams
 from server.api.fields.rope_schema import INT64, RopeField
 from server.api.fields.structured_schema import AnswerFields
 from server.api.strict_body import Body, FirstMistakes, few, is_none
+from server.errors import MAX_ERRORS
+from server.settings.load import ServeSettings
+from server.settings.request_sections import largest
 
 
 class StreamOptions(Body):
@@ -33,9 +37,7 @@ MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 TokenId = Annotated[int, Field(ge=0, le=INT64)]
 TokenIdKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,17})$")]  # JSON's keys are strings
-StopString = Annotated[str, Field(min_length=1, max_length=4096)]
-# The schema's bounds are those of the settings; the allowed values are the operator's settings.
-MAX_N = 128
+StopString = Annotated[str, Field(min_length=1, max_length=largest("max_stop_chars"))]
 
 # Neutral in every generating request; a route adds its own.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -70,19 +72,32 @@ class GenerationRequest(AnswerFields):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: (
-        Annotated[dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]], few(65536)] | None
+        Annotated[
+            dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]],
+            few(largest("max_logit_bias")),
+        ]
+        | None
     ) = None
     stop: (
         StopString
-        | Annotated[list[StopString], Field(max_length=64, fail_fast=True), FirstMistakes]
+        | Annotated[
+            list[StopString],
+            Field(max_length=largest("max_stop_strings"), fail_fast=True),
+            FirstMistakes,
+        ]
         | None
     ) = None
     stop_token_ids: (
-        Annotated[list[TokenId], Field(max_length=4096, fail_fast=True), FirstMistakes] | None
+        Annotated[
+            list[TokenId],
+            Field(max_length=largest("max_stop_token_ids"), fail_fast=True),
+            FirstMistakes,
+        ]
+        | None
     ) = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, le=INT64)
-    n: int | None = Field(None, ge=1, le=MAX_N)
+    n: int | None = Field(None, ge=1, le=largest("max_n"))
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
@@ -111,7 +126,7 @@ class GenerationRequest(AnswerFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT64)
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=largest("max_logprobs"))
     return_token_ids: bool | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -181,8 +196,8 @@ class GenerationRequest(AnswerFields):
         return self.n or 1
 
     @property
-    def num_stop_strings(self) -> int:
-        return 1 if isinstance(self.stop, str) else len(self.stop or ())
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def answers_field(self) -> str:
@@ -206,7 +221,7 @@ class GenerationRequest(AnswerFields):
             given: float | None = getattr(self, name)
             return defaults.get(name, default) if given is None else given
 
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = self.stop_strings
         return SamplingParams(
             temperature=value("temperature", 1.0),
             top_p=value("top_p", 1.0),
@@ -229,6 +244,53 @@ class GenerationRequest(AnswerFields):
         if self.seed is None:
             return [secrets.randbits(63) for _ in range(self.num_answers)]
         return [self.seed + copy for copy in range(self.num_answers)]
+
+
+def check_limits(body: GenerationRequest, settings: ServeSettings, vocab_size: int) -> None:
+    """Check the operator's limits and the token ids. Raises RequestError of all mistakes.
+
+    The schema refuses only what no setting allows. The engine checks what its memory holds, and
+    none of these.
+    """
+    stop, num_ids = body.stop_strings, len(body.stop_token_ids or ())
+    num_logprobs = max(body.num_logprobs or 0, body.num_prompt_logprobs or 0)
+    errors = [
+        RequestError(f"`{param}` must be at most {most} {unit}. Given: {given}", param=param)
+        for param, most, unit, given in (
+            (body.prompt_field, settings.max_prompts, "prompts", body.num_prompts),
+            (body.answers_field, settings.max_n, "answers", body.num_answers),
+            ("stop", settings.max_stop_strings, "strings", len(stop)),
+            ("stop", settings.max_stop_chars, "characters each", max(map(len, stop), default=0)),
+            ("stop_token_ids", settings.max_stop_token_ids, "tokens", num_ids),
+            ("logit_bias", settings.max_logit_bias, "tokens", len(body.logit_bias or ())),
+            ("logprobs", settings.max_logprobs, "alternatives", num_logprobs),
+        )
+        if given > most
+    ]
+    unknown: dict[tuple[str, int], RequestError] = {}
+    for param, ids in (
+        ("logit_bias", [token_id for token_id, _ in body.logit_bias_pairs()]),
+        ("stop_token_ids", body.stop_token_ids or ()),
+    ):
+        for token_id in ids:
+            if token_id >= vocab_size and len(errors) + len(unknown) < MAX_ERRORS:
+                unknown[param, token_id] = unknown_token(token_id, param, vocab_size)
+    errors += unknown.values()
+    if body.priority and settings.scheduling_policy == "fcfs":
+        told = (
+            "`priority` must be 0, because requests start in the order of their arrival "
+            f"(scheduling_policy is fcfs). Given: {body.priority}"
+        )
+        errors.append(RequestError(told, param="priority"))
+    if errors:
+        raise RequestError("; ".join(map(str, errors[:MAX_ERRORS])), param=errors[0].param)
+
+
+def unknown_token(token_id: int, param: str, vocab_size: int) -> RequestError:
+    """Build the error of an id outside the vocabulary."""
+    return RequestError(
+        f"`{param}` token ids must be < {vocab_size}. Given: {token_id}", param=param
+    )
 
 
 class CompletionTokensDetails(Body):

@@ -1,7 +1,4 @@
-"""Routes whose JSON bodies have each key once.
-
-Python would silently keep the last of equal keys, which is seldom the one that a client means.
-"""
+"""Routes whose JSON bodies have each key once."""
 
 import json
 from collections.abc import Callable, Coroutine
@@ -13,6 +10,7 @@ from fastapi.routing import APIRoute
 
 from server.errors import BodyError
 from server.middleware.large_bodies import LargeBody
+from server.strict_json import TwiceError, object_of
 
 _MAX_NAME = 64  # characters of a key in the message
 
@@ -81,22 +79,14 @@ class _InvalidError(HTTPException):
 
 
 def _decoded(body: bytes) -> Any:
-    # As in json.loads, which would build a decoder for every body.
-    return _DECODER.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
+    text = body.decode(json.detect_encoding(body), "surrogatepass")
+    try:
+        return _DECODER.decode(text)
+    except TwiceError as error:
+        short = error.name[:_MAX_NAME]
+        told = f"`{short}` is given twice in the same object, remove one"
+        raise BodyError(told, param=short) from None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object from its pairs. Raises BodyError for a key that is given twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                break
-            seen.add(name)
-        short = name[:_MAX_NAME]
-        raise BodyError(f"`{short}` is given twice in the same object, remove one", param=short)
-    return found
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+# As in json.loads, which would build a decoder for every body.
+_DECODER = json.JSONDecoder(object_pairs_hook=object_of)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 
-from model_runtime.config import too_many
 from model_runtime.deployment import Deployment, RopeRequest
 from model_runtime.engine.admission import Places
 from model_runtime.engine.client import EngineClient
@@ -33,10 +32,10 @@ from server.access.answer_watch import AnswerWatch
 from server.access.key_ring import KeyRing
 from server.access.open_request import admitted, current_request, key_name
 from server.api.fields.structured_schema import AskedAnswer
-from server.api.generation_schema import GenerationRequest
+from server.api.generation_schema import GenerationRequest, check_limits, unknown_token
 from server.api.output_queue import OutputQueue, Submission
 from server.api.tools.turn_request import in_words_of
-from server.errors import MAX_ERRORS, rejection_reason
+from server.errors import rejection_reason
 from server.metrics import Metrics
 from server.middleware.http_metrics import HttpMetrics
 from server.settings.load import ServeSettings
@@ -106,7 +105,7 @@ class Service:
             if opened is not None:
                 opened.deployment = deployment.name
             sampling = body.sampling(self.sampling_defaults, extra_stop)
-            self._check_limits(body, sampling)
+            check_limits(body, self.settings, self.vocab_size)
             num = body.num_prompts * body.num_answers
             async with admitted(num):
                 with self.engine.reserve(num) as places:
@@ -153,39 +152,7 @@ class Service:
     def check_token_id(self, token_id: int, param: str) -> None:
         """Refuse an id outside the vocabulary. Raises RequestError."""
         if token_id >= self.vocab_size:
-            raise self._unknown_token(token_id, param)
-
-    def _check_limits(self, body: GenerationRequest, sampling: SamplingParams) -> None:
-        """Check the operator's limits and the token ids. Raises RequestError of all mistakes."""
-        settings, found = self.settings, dict[tuple[str, str], RequestError]()
-        counts = (
-            (body.prompt_field, settings.max_prompts, "prompts", body.num_prompts),
-            (body.answers_field, settings.max_n, "answers", body.num_answers),
-            ("stop", settings.max_stop_strings, "strings", body.num_stop_strings),
-        )
-        exceeded = [each for each in counts if each[3] > each[1]]
-        for param, most, unit, given in (*exceeded, *self.engine.config.limits.exceeded(sampling)):
-            # The engine's limit on stop strings has room for the template's own.
-            found.setdefault((param, unit), too_many(param, most, unit, given))
-        biased = (token_id for token_id, _ in body.logit_bias_pairs())
-        for param, ids in (("logit_bias", biased), ("stop_token_ids", body.stop_token_ids or ())):
-            for token_id in ids:
-                if token_id >= self.vocab_size and len(found) < MAX_ERRORS:
-                    found[param, str(token_id)] = self._unknown_token(token_id, param)
-        if body.priority and settings.scheduling_policy == "fcfs":
-            found["priority", ""] = RequestError(
-                "`priority` must be 0, because requests start in the order of their arrival "
-                f"(scheduling_policy is fcfs). Given: {body.priority}",
-                param="priority",
-            )
-        if found:
-            errors = list(found.values())[:MAX_ERRORS]
-            raise RequestError("; ".join(map(str, errors)), param=errors[0].param)
-
-    def _unknown_token(self, token_id: int, param: str) -> RequestError:
-        return RequestError(
-            f"`{param}` token ids must be < {self.vocab_size}. Given: {token_id}", param=param
-        )
+            raise unknown_token(token_id, param, self.vocab_size)
 
     async def grammar(self, asked: AskedAnswer | None, whitespace: str | None) -> Grammar | None:
         """Compile the grammar of an answer off the event loop; None if any text is valid.
@@ -317,13 +284,14 @@ class Reservation:
     ) -> list[Request]:
         """Build one engine request for each answer to a prompt."""
         body, deployment, rope = self.body, self.deployment, self._rope
-        max_tokens, is_open = body.asked_max_tokens, body.asked_max_tokens is None
-        if max_tokens is None:
-            max_tokens = deployment.open_max_tokens(rope, len(prompt))
+        max_tokens, most = body.asked_max_tokens, f"`{body.max_tokens_field}`"
         # Placed first, so that a prompt which is too long is refused for its length.
-        placement = deployment.place(rope, len(prompt), max_tokens, is_open=is_open)
+        if max_tokens is None:
+            max_tokens, placement = deployment.place_open(rope, len(prompt))
+            most = "the answer's room in its tier"
+        else:
+            placement = deployment.place(rope, len(prompt), max_tokens)
         if (body.min_tokens or 0) > max_tokens:
-            most = "the answer's room in its tier" if is_open else f"`{body.max_tokens_field}`"
             raise RequestError(
                 f"`min_tokens` must be <= {most} ({max_tokens}). Given: {body.min_tokens}",
                 param="min_tokens",

@@ -10,6 +10,7 @@ from model_runtime.text.tokenizer import Tokenizer
 from server.corpus.held_out import Document, library_documents
 from server.inspection.layer_statistics import LayerStatistics
 from server.settings.load import ServeSettings, SettingsError
+from server.settings.named_files import read_named
 from server.startup.load_model import load_model
 
 _DEFAULT_TOKENS = 2048
@@ -67,13 +68,7 @@ def read_sample(options: HeadsOptions) -> list[Document]:
     """Read the sample texts. Raises SettingsError."""
     if options.sample_text is None:
         return library_documents(held_out=True)
-    try:
-        text = options.sample_text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise SettingsError(
-            f"--sample-text: cannot read {options.sample_text}: {reason}"
-        ) from error
+    text = read_named("--sample-text", options.sample_text)
     return [Document(str(options.sample_text), text)]
 
 

@@ -47,12 +47,10 @@ def tier_router(service: Service) -> APIRouter:
         if max_tokens is None and body.messages is None:
             max_tokens = DEFAULT_MAX_TOKENS
         try:
-            placement = deployment.place(
-                asked,
-                count,
-                deployment.open_max_tokens(asked, count) if max_tokens is None else max_tokens,
-                is_open=max_tokens is None,
-            )
+            if max_tokens is None:
+                placement = deployment.place_open(asked, count)[1]
+            else:
+                placement = deployment.place(asked, count, max_tokens)
         except RequestError as error:
             return TierAnswer(
                 count=count,

@@ -120,8 +120,8 @@ def crossing_deployment(
             native,
             DeploymentOptions(
                 rope_scaling=block,
-                policy="grow" if policy == "stale" else policy,
-                multiples=[ceiling / shape.native_len for ceiling in ceilings],
+                rope_policy="grow" if policy == "stale" else policy,
+                rope_tiers=[ceiling / shape.native_len for ceiling in ceilings],
             ),
         )
     except RopeConfigError as error:

@@ -16,6 +16,8 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
+from server.strict_json import TwiceError, object_of
+
 MAX_CONTEXT_BUCKETS = 12  # with +Inf; each one adds a whole histogram per metric
 
 
@@ -72,19 +74,11 @@ def _from_json(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value, object_pairs_hook=_without_equal_keys)
+        return json.loads(value, object_pairs_hook=object_of)
+    except TwiceError as error:
+        raise ValueError(f"must have each key once ({error.name!r} is given twice)") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"must be JSON (the mistake is at character {error.pos + 1})") from error
-
-
-def _without_equal_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object, which must have each key once, as in the YAML file."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"must have each key once ({twice!r} is given twice)")
-    return found
 
 
 def _host_names(values: tuple[str, ...]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 
+from annotated_types import Le
 from pydantic import AfterValidator, Field
 from pydantic_settings import NoDecode
 
@@ -245,6 +246,12 @@ class LimitSettings(Section):
         unit="seconds",
         ge=0,
     )
+
+
+def largest(name: str) -> int:
+    """Return the largest value of a limit, which is the bound in the schemas of bodies."""
+    bounds = LimitSettings.model_fields[name].metadata
+    return next(int(str(each.le)) for each in bounds if isinstance(each, Le))
 
 
 class GrammarSettings(Section):

@@ -5,22 +5,22 @@ Planning needs no weights.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from model_runtime.config import EngineConfig, SamplingLimits
+from model_runtime.config import EngineConfig
 from model_runtime.deployment import Deployment
 from model_runtime.engine.cache_size import MemoryProfile, sized
 from model_runtime.engine.machine_memory import MachineMemory
 from model_runtime.make_deployment import DeploymentOptions, make_deployment
 from model_runtime.size_text import size_text
-from model_runtime.text.chat_template import MAX_TEMPLATE_STOPS, RESERVED, ChatTemplate
+from model_runtime.text.chat_template import RESERVED, ChatTemplate
 from rope import NativeRope, Profile, RopeConfigError, Tier
 from server.settings.fields import MAX_CONTEXT_BUCKETS
 from server.settings.load import ServeSettings, SettingsError
 from server.settings.named_files import chat_template_text
-from server.settings.sections import DeploymentEntry, DeploymentSettings
+from server.settings.sections import DeploymentSettings
 
 EMBEDDED_NAME = "ropewalk-demo"
 _EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 tokens, alive to 2,048
@@ -88,9 +88,9 @@ def plan_deployments(settings: ServeSettings, native: NativeRope) -> tuple[Deplo
     """Build the deployments, regardless of the available memory. Raises SettingsError."""
     planned = []
     problems = []
-    for entry in _entries(settings):
+    for name, stated in _stated(settings).items():
         try:
-            planned.append(_deployment(settings, entry, native))
+            planned.append(_deployment(settings, name, stated, native))
         except SettingsError as error:
             problems.append(str(error))
     problems += _problems_of_aliases(settings.model_aliases or {}, settings)
@@ -101,7 +101,7 @@ def plan_deployments(settings: ServeSettings, native: NativeRope) -> tuple[Deplo
 
 def _problems_of_aliases(aliases: Mapping[str, str], settings: ServeSettings) -> Iterator[str]:
     """Yield what is wrong with each alias."""
-    names = [entry.name for entry in _entries(settings)]
+    names = list(_stated(settings))
     for alias, name in aliases.items():
         if alias in names:
             yield f"model_aliases: {alias!a} is a deployment, and cannot be another one's alias"
@@ -129,10 +129,10 @@ def within_cache(
     """
     fitting = _fitting(settings, deployments, capacity)
     problems = [
-        f"{_prefix(settings, entry)}max_model_len must be <= what the KV cache holds "
-        f"({capacity} tokens), got {entry.max_model_len}{_needed(settings, deployment)}"
-        for entry, deployment in zip(_entries(settings), fitting, strict=True)
-        if entry.max_model_len is not None and entry.max_model_len > deployment.max_len
+        f"{_prefix(settings, name)}max_model_len must be <= what the KV cache holds "
+        f"({capacity} tokens), got {stated.max_model_len}{_needed(settings, deployment)}"
+        for (name, stated), deployment in zip(_stated(settings).items(), fitting, strict=True)
+        if stated.max_model_len is not None and stated.max_model_len > deployment.max_len
     ]
     if problems:
         raise SettingsError("\n".join(problems))
@@ -208,68 +208,46 @@ def memory_text(memory: MemoryProfile) -> str:
     )
 
 
-def _entries(settings: ServeSettings) -> tuple[DeploymentEntry, ...]:
-    """Return the listed deployments, or the one that the settings themselves describe."""
-    if settings.deployments is not None:
-        return settings.deployments
-    own = {field: getattr(settings, field) for field in DeploymentSettings.model_fields}
-    return (DeploymentEntry.model_construct(name=model_name(settings), **own),)
+def _stated(settings: ServeSettings) -> dict[str, DeploymentSettings]:
+    """Return the settings of each deployment by its name: those listed, or the only one."""
+    if settings.deployments is None:
+        return {model_name(settings): settings}
+    return {entry.name: entry for entry in settings.deployments}
 
 
-def _deployment(settings: ServeSettings, entry: DeploymentEntry, native: NativeRope) -> Deployment:
-    rope_scaling = entry.rope_scaling
-    if settings.model is None and rope_scaling is None and entry.rope_tiers is None:
-        rope_scaling = _EMBEDDED_SCALING
-    options = DeploymentOptions(
-        rope_scaling=rope_scaling,
-        policy=entry.rope_policy,
-        multiples=entry.rope_tiers,
-        allowed_rope_types=entry.allowed_rope_types,
-        max_rope_factor=entry.max_rope_factor,
-        max_model_len=entry.max_model_len,
-        answer_reserve_tokens=entry.answer_reserve_tokens,
-        allowed_positions=entry.allowed_positions,
-        exact_factors=entry.exact_rope_factors,
-        page_size=settings.page_size,
-    )
+def _deployment(
+    settings: ServeSettings, name: str, stated: DeploymentSettings, native: NativeRope
+) -> Deployment:
+    given: dict[str, Any] = {
+        each: getattr(stated, each) for each in DeploymentSettings.model_fields
+    }
+    if settings.model is None and stated.rope_scaling is None and stated.rope_tiers is None:
+        given["rope_scaling"] = _EMBEDDED_SCALING
     try:
-        return make_deployment(entry.name, native, options)
+        options = DeploymentOptions(**given, page_size=settings.page_size)
+        return make_deployment(name, native, options)
     except RopeConfigError as error:
         inside = "" if error.field in DeploymentSettings.model_fields else "rope_scaling: "
-        raise SettingsError(f"{_prefix(settings, entry)}{inside}{error}") from error
+        raise SettingsError(f"{_prefix(settings, name)}{inside}{error}") from error
 
 
-def _prefix(settings: ServeSettings, entry: DeploymentEntry) -> str:
+def _prefix(settings: ServeSettings, name: str) -> str:
     """Return the start of an error message, which names the deployment if they are listed."""
-    return "" if settings.deployments is None else f"deployments: {entry.name}: "
+    return "" if settings.deployments is None else f"deployments: {name}: "
 
 
 def _config(
     settings: ServeSettings, facts: ModelFacts, deployments: Sequence[Deployment]
 ) -> tuple[EngineConfig, MemoryProfile | None]:
-    max_model_len = max(each.max_len for each in deployments)
-    config = EngineConfig(
-        kv_cache_tokens=settings.kv_cache_tokens or 0,
-        max_model_len=max_model_len,
-        page_size=settings.page_size,
-        max_num_seqs=settings.max_num_seqs,
-        num_rope_tables=num_profiles(deployments),
-        enforce_eager=settings.enforce_eager,
-        max_draft_tokens=settings.max_draft_tokens,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        step_target_s=settings.step_target_seconds or None,
-        max_num_logit_rows=settings.max_num_logit_rows,
-        max_queued_requests=settings.max_queued_requests,
-        max_queued_prompt_tokens=settings.max_queued_prompt_tokens,
-        limits=SamplingLimits(
-            # The chat template's own stop strings are added to those of a request.
-            max_stop_strings=settings.max_stop_strings + MAX_TEMPLATE_STOPS,
-            max_stop_chars=settings.max_stop_chars,
-            max_stop_token_ids=settings.max_stop_token_ids,
-            max_logit_bias=settings.max_logit_bias,
-            max_logprobs=settings.max_logprobs,
-        ),
-    )
+    alike = {field.name for field in fields(EngineConfig)} & set(ServeSettings.model_fields)
+    stated: dict[str, Any] = {each: getattr(settings, each) for each in alike}
+    stated |= {
+        "kv_cache_tokens": settings.kv_cache_tokens or 0,
+        "max_model_len": max(each.max_len for each in deployments),
+        "num_rope_tables": num_profiles(deployments),
+        "step_target_s": settings.step_target_seconds or None,
+    }
+    config = EngineConfig(**stated)
     memory = None
     if settings.kv_cache_tokens is None:
         affordable = facts.affordable_bytes
@@ -282,10 +260,10 @@ def _config(
     _refuse_shortage(settings, facts, capacity * facts.token_bytes)
     if capacity == 0:
         given = "kv_cache_tokens" if settings.kv_cache_tokens is not None else "kv_cache_gib"
-        stated = getattr(settings, given)
+        size = getattr(settings, given)
         raise SettingsError(
             f"{given}: must hold at least one page of {config.page_size} tokens (page_size)"
-            + ("" if stated is None else f", got {stated:g}")
+            + ("" if size is None else f", got {size:g}")
         )
     longest = max(each.max_len for each in _fitting(settings, deployments, capacity))
     return replace(config, max_model_len=longest), memory

@@ -15,12 +15,12 @@ NATIVE = native_rope({"max_position_embeddings": 256, "head_dim": 16})
 def deployment(**options: Any) -> Deployment:
     """A deployment with L = 256, by default with tiers up to 8 L."""
     tiers = None if "rope_scaling" in options else [1, 2, 4, 8]
-    return make_deployment("m", NATIVE, DeploymentOptions(**{"multiples": tiers, **options}))
+    return make_deployment("m", NATIVE, DeploymentOptions(**{"rope_tiers": tiers, **options}))
 
 
 def end_of(served: Deployment, num_prompt_tokens: int, **asked: Any) -> int:
     """The positions of a request without max_tokens."""
-    return num_prompt_tokens + served.open_max_tokens(RopeRequest(**asked), num_prompt_tokens) - 1
+    return num_prompt_tokens + served.place_open(RopeRequest(**asked), num_prompt_tokens)[0] - 1
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_number_of_the_operator_is_obeyed_as_it_is() -> None:
 
 def test_tiers_that_are_far_apart_do_not_draw_short_prompts_away() -> None:
     """Two thirds of a tier stay on it, however much the next tier would leave."""
-    served = deployment(multiples=[1, 64])
+    served = deployment(rope_tiers=[1, 64])
     assert [end_of(served, each) for each in (10, 170, 171)] == [256, 256, 16384]
 
 
@@ -78,6 +78,6 @@ def test_the_tier_placed_is_the_tier_chosen() -> None:
     served = deployment()
     for num_prompt_tokens, factor in itertools.product((1, 171, 223, 400, 2048), (None, 2.0)):
         asked = RopeRequest(factor=factor)
-        max_tokens = served.open_max_tokens(asked, num_prompt_tokens)
-        placed = served.place(asked, num_prompt_tokens, max_tokens)
+        max_tokens, placed = served.place_open(asked, num_prompt_tokens)
+        assert placed == served.place(asked, num_prompt_tokens, max_tokens)
         assert placed.tier.ceiling == num_prompt_tokens + max_tokens - 1

@@ -63,5 +63,5 @@ def test_a_sentence_about_a_long_request_names_its_limit(
 def test_an_error_does_not_name_max_tokens_that_the_client_did_not_send() -> None:
     """The prompt alone is too long then."""
     with pytest.raises(ContextLengthError, match=r"has 1025 prompt tokens\. A rope ") as caught:
-        plain().place(RopeRequest(), 1025, 1, is_open=True)
+        plain().place_open(RopeRequest(), 1025)
     assert (caught.value.details["max_tokens"], caught.value.param) == (None, "prompt")

@@ -74,7 +74,7 @@ def test_untouched_requests_say_so() -> None:
 
 def test_fixed_uses_the_configured_factor_at_every_length() -> None:
     """The policy `fixed` with yarn is static YaRN."""
-    deployment = plain(rope_scaling=YARN_4, policy="fixed")
+    deployment = plain(rope_scaling=YARN_4, rope_policy="fixed")
     placed = deployment.place(RopeRequest(), 3, 2)
     assert placed.tier.profile.scaling == Yarn(factor=4.0, original_max_position_embeddings=256)
 
@@ -143,12 +143,12 @@ def test_the_operator_narrows_what_may_be_asked() -> None:
 @pytest.mark.parametrize("policy", ["fixed", "pinned"])
 def test_a_factor_that_an_answer_reports_may_be_sent_back(policy: Any) -> None:
     """A request may name the factor that it has anyway, also above max_rope_factor."""
-    deployment = plain(policy=policy, rope_scaling=YARN_4, max_rope_factor=2.0)
+    deployment = plain(rope_policy=policy, rope_scaling=YARN_4, max_rope_factor=2.0)
     reported = deployment.place(RopeRequest(), 600, 100).tier
     assert reported.factor == 4
     asked = RopeRequest("yarn", 4.0, policy, 256)
     assert deployment.place(asked, 600, 100).tier == reported
-    assert deployment.place(asked, 600, deployment.open_max_tokens(asked, 600)).tier == reported
+    assert deployment.place_open(asked, 600)[1].tier == reported
     if policy == "pinned":
         with pytest.raises(RequestError, match=r"between 1 and 2\. Given: 4"):
             deployment.place(asked, 500, 10)
@@ -171,27 +171,27 @@ def test_max_model_len_ends_the_last_tier_early() -> None:
 
 def test_tiers_may_be_listed() -> None:
     """The largest listed tier is the factor, if no factor is stated."""
-    deployment = plain(multiples=[1, 3, 12])
+    deployment = plain(rope_tiers=[1, 3, 12])
     assert [tier.ceiling for tier in deployment.own_tiers] == [256, 768, 3072]
     with pytest.raises(RopeConfigError, match="no meaning under rope_policy fixed"):
-        plain(multiples=[1, 2], policy="fixed")
+        plain(rope_tiers=[1, 2], rope_policy="fixed")
 
 
 def test_tiers_and_a_factor_must_agree() -> None:
     """A factor that differs would go unused; `dynamic` uses its factor in the formula."""
     block = YARN_4
-    assert plain(rope_scaling=block, multiples=[1, 3, 4]).max_len == 1024
+    assert plain(rope_scaling=block, rope_tiers=[1, 3, 4]).max_len == 1024
     for last, given in ((3, "3"), (8.5, "8.5")):
         message = f"^rope_tiers: ends at {given}, but the factor of rope_scaling is 4: "
         with pytest.raises(RopeConfigError, match=message):
-            plain(rope_scaling=block, multiples=[1, last])
-    dynamic = plain(rope_scaling={"rope_type": "dynamic", "factor": 1.0}, multiples=[1, 4])
+            plain(rope_scaling=block, rope_tiers=[1, last])
+    dynamic = plain(rope_scaling={"rope_type": "dynamic", "factor": 1.0}, rope_tiers=[1, 4])
     assert dynamic.own_tiers[-1].profile.scaling == DynamicNTK(
         factor=1.0, original_max_position_embeddings=256, num_tokens=1024
     )
     for options in ({}, {"rope_scaling": {"rope_type": "yarn"}}):
         with pytest.raises(RopeConfigError, match=r"^rope_tiers: the largest must be <= 65536"):
-            plain(multiples=[1, 70_000], **options)
+            plain(rope_tiers=[1, 70_000], **options)
 
 
 def test_trained_in_scaling_is_served_natively_and_fixed() -> None:
@@ -212,7 +212,7 @@ def test_trained_in_scaling_is_served_natively_and_fixed() -> None:
 def test_only_a_fixed_override_goes_on_top_of_trained_in_scaling() -> None:
     """The override replaces the checkpoint's block, as in transformers."""
     block = {**YARN_BLOCK, "factor": 8.0}
-    deployment = scaled(rope_scaling=block, policy="fixed")
+    deployment = scaled(rope_scaling=block, rope_policy="fixed")
     placed = deployment.place(RopeRequest(), 3, 2)
     assert placed.tier.profile.scaling == Yarn(factor=8.0, original_max_position_embeddings=64)
     assert deployment.max_len == 512
@@ -220,15 +220,15 @@ def test_only_a_fixed_override_goes_on_top_of_trained_in_scaling() -> None:
         scaled(rope_scaling=block)
     for policy in ("pinned", "grow", "grow-exact"):
         with pytest.raises(RopeConfigError, match=f"rope_policy: must be fixed.*got {policy}$"):
-            scaled(policy=policy)
+            scaled(rope_policy=policy)
 
 
 def test_an_override_may_undo_trained_in_scaling() -> None:
     """The rope type `default` then means the plain table, not the checkpoint's."""
-    deployment = scaled(rope_scaling={"rope_type": "default"}, policy="fixed")
+    deployment = scaled(rope_scaling={"rope_type": "default"}, rope_policy="fixed")
     assert deployment.place(RopeRequest(), 3, 2).tier.profile.scaling == Unscaled()
     with pytest.raises(RopeConfigError, match="must be stated to replace"):
-        scaled(rope_scaling={"rope_type": "linear", "factor": 2}, policy="fixed")
+        scaled(rope_scaling={"rope_type": "linear", "factor": 2}, rope_policy="fixed")
 
 
 def test_a_scaled_checkpoint_tells_the_numbers_of_its_own_block() -> None:
@@ -246,7 +246,9 @@ def test_a_fractional_factor_comes_back_unchanged(factor: float) -> None:
     """The ceiling of a fractional factor is rounded to whole tokens, but the factor is not."""
     block = {"rope_type": "linear", "factor": factor}
     for policy in ("fixed", "pinned"):
-        placed = plain(rope_scaling=block, policy=policy).place(RopeRequest(), int(256 * factor), 0)
+        placed = plain(rope_scaling=block, rope_policy=policy).place(
+            RopeRequest(), int(256 * factor), 0
+        )
         assert placed.tier.factor == factor
         assert placed.tier.profile.scaling == Linear(factor=factor)
 
@@ -274,7 +276,7 @@ def test_stated_length_moves_the_tiers() -> None:
 def test_the_rope_of_a_short_answer_can_be_requested() -> None:
     """Short answers report `default`, so a request may name it, but within L only."""
     for policy in ("pinned", "grow", "grow-exact", "fixed"):
-        deployment = plain(allowed_rope_types=["yarn"], policy=policy)
+        deployment = plain(allowed_rope_types=["yarn"], rope_policy=policy)
         asked = RopeRequest(rope_type="default")
         reported = deployment.place(asked, 250, 7)
         assert reported.tier == deployment.place(RopeRequest(policy="pinned"), 250, 7).tier
@@ -284,12 +286,14 @@ def test_the_rope_of_a_short_answer_can_be_requested() -> None:
             deployment.place(asked, 250, 8)
         assert no.value.param == "rope.rope_type"
         assert "is 257 positions. Beyond, the field must be one of yarn." in str(no.value)
-        assert deployment.open_max_tokens(asked, 250) == 7
+        assert deployment.place_open(asked, 250)[0] == 7
         with pytest.raises(ContextLengthError, match="context length is 1024 tokens"):
             deployment.place(asked, 1024, 2)
     block = {**YARN_BLOCK, "factor": 8.0}
     with pytest.raises(RequestError, match=r"must be yarn\. Given: default"):
-        scaled(rope_scaling=block, policy="fixed").place(RopeRequest(rope_type="default"), 3, 2)
+        scaled(rope_scaling=block, rope_policy="fixed").place(
+            RopeRequest(rope_type="default"), 3, 2
+        )
 
 
 @pytest.mark.parametrize(
@@ -305,7 +309,7 @@ def test_the_rope_of_a_short_answer_can_be_requested() -> None:
             "^max_rope_factor: must be <= 4, the factor of the longest tier of the deployment m; "
             "got 4.5",
         ),
-        ({"max_rope_factor": 3, "multiples": [1, 2]}, "must be <= 2"),
+        ({"max_rope_factor": 3, "rope_tiers": [1, 2]}, "must be <= 2"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(

@@ -22,7 +22,8 @@ def plain(**options: Any) -> Deployment:
 def test_each_method_has_the_factor_and_a_block_keeps_its_other_fields() -> None:
     """256 x 1.3 is no whole number of tokens, and the factor is 1.3 all the same."""
     deployment = plain(
-        rope_scaling={"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0}, exact_factors=[1.3]
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0},
+        exact_rope_factors=[1.3],
     )
     scalings = {
         name: deployment.place(RopeRequest(name, 1.3, is_exact=True), 300, 1).tier.profile.scaling
@@ -37,7 +38,7 @@ def test_each_method_has_the_factor_and_a_block_keeps_its_other_fields() -> None
 
 def test_without_exact_the_factor_of_no_tier_is_raised() -> None:
     """A further table changes nothing for requests that do not name it."""
-    deployment = plain(exact_factors=[1.3])
+    deployment = plain(exact_rope_factors=[1.3])
     assert deployment.place(RopeRequest(factor=1.3), 300, 1).tier.factor == 2
     assert deployment.own_tiers == plain().own_tiers
     assert num_profiles([deployment]) > num_profiles([plain()])  # room is made at the start
@@ -45,7 +46,7 @@ def test_without_exact_the_factor_of_no_tier_is_raised() -> None:
 
 def test_a_factor_above_the_operators_limit_cannot_be_named() -> None:
     """The limit holds for exact factors, and for those of the tiers."""
-    deployment = plain(exact_factors=[3.0], max_rope_factor=2)
+    deployment = plain(exact_rope_factors=[3.0], max_rope_factor=2)
     for factor in (3.0, 4.0):
         with pytest.raises(RequestError, match="between 1 and 2"):
             deployment.place(RopeRequest(factor=factor, is_exact=True), 100, 1)
@@ -55,12 +56,12 @@ def test_a_factor_above_the_operators_limit_cannot_be_named() -> None:
 @pytest.mark.parametrize(
     ("scaling", "options", "message"),
     [
-        (None, {"exact_factors": [5.0]}, "exact_rope_factors: must be from 1 to 4.*got 5"),
-        (None, {"exact_factors": [0.5]}, "exact_rope_factors: must be from 1 to 4.*got 0.5"),
-        (BLOCK, {"exact_factors": [1.3]}, "exact_rope_factors: goes with a method"),
+        (None, {"exact_rope_factors": [5.0]}, "exact_rope_factors: must be from 1 to 4.*got 5"),
+        (None, {"exact_rope_factors": [0.5]}, "exact_rope_factors: must be from 1 to 4.*got 0.5"),
+        (BLOCK, {"exact_rope_factors": [1.3]}, "exact_rope_factors: goes with a method"),
         (
             None,
-            {"exact_factors": [1.3], "rope_scaling": {"positions": {"method": "rerope"}}},
+            {"exact_rope_factors": [1.3], "rope_scaling": {"positions": {"method": "rerope"}}},
             "exact_rope_factors: goes with a method",
         ),
     ],

@@ -154,7 +154,7 @@ def test_a_bad_parameter_is_refused_by_name_with_both_numbers(
             "positions: goes with rope_type default, the trained table; got yarn",
         ),
         (
-            {"positions": {"method": "rerope"}, "multiples": [1, 2]},
+            {"positions": {"method": "rerope"}, "rope_tiers": [1, 2]},
             r"rope_tiers: has no meaning beside positions \(rerope\)",
         ),
         (
@@ -261,3 +261,11 @@ def test_a_listed_method_follows_the_longest_context() -> None:
     made = _with_defaults("listed beside yarn", "self_extend", 128, 16, 512)
     assert made.positions["self_extend"][-1].profile.positions == SelfExtend(32, 16)
     assert made.positions["self_extend"][-1].ceiling == 512
+
+
+def test_a_longest_context_below_the_trained_length_serves_open_requests() -> None:
+    """The factor of a tier is 1 at least, so a request without a factor finds its tier."""
+    made = deployment({"method": "rerope", "when": "always"}, max_model_len=100)
+    assert [(tier.ceiling, tier.factor) for tier in made.own_tiers] == [(100, 1.0)]
+    assert made.place(RopeRequest(), 60, 10).tier.ceiling == 100
+    assert made.place_open(RopeRequest(), 60)[0] == 41

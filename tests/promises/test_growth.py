@@ -39,7 +39,7 @@ def grown(
     engines: EngineFactory, checkpoint: Checkpoint, policy: Policy, **sampling: Any
 ) -> Result:
     """The answer to the prompt under a policy, alone."""
-    deployment = deployment_of(checkpoint, rope_scaling=YARN, policy=policy)
+    deployment = deployment_of(checkpoint, rope_scaling=YARN, rope_policy=policy)
     options = {"max_tokens": NUM_NEW, "logprobs": 3, "ignore_eos": True, **sampling}
     return answer(engines.over(checkpoint), request(deployment, PROMPT, **options))[0]
 
@@ -184,7 +184,7 @@ def test_crossings_happen_at_any_step_for_some_and_not_for_others(
     checkpoint = tiny_checkpoint("qwen2")
     policies: list[Policy] = ["grow", "grow-exact", "pinned", "fixed"]
     deployments: list[Deployment] = [
-        deployment_of(checkpoint, rope_scaling=YARN, policy=policy) for policy in policies
+        deployment_of(checkpoint, rope_scaling=YARN, rope_policy=policy) for policy in policies
     ]
     requests = [
         request(
@@ -210,7 +210,7 @@ def test_a_prompt_is_computed_under_the_tier_that_covers_it(
     prompt = (PROMPT * 3)[:100]
     results = []
     for policy in ("grow", "grow-exact", "pinned"):
-        deployment = deployment_of(llama_checkpoint, rope_scaling=YARN, policy=policy)
+        deployment = deployment_of(llama_checkpoint, rope_scaling=YARN, rope_policy=policy)
         engine = engines.over(llama_checkpoint, max_num_batched_tokens=32)
         results.append(answer(engine, request(deployment, prompt, max_tokens=20, logprobs=2))[0])
     assert results[0] == results[1] == results[2]
@@ -219,7 +219,7 @@ def test_a_prompt_is_computed_under_the_tier_that_covers_it(
 def test_the_profile_is_that_of_the_current_tier() -> None:
     """The request starts on factor 1, and the tier that covers its last position is factor 4."""
     checkpoint = tiny_checkpoint("llama", num_hidden_layers=1)
-    deployment = deployment_of(checkpoint, rope_scaling=YARN, policy="grow")
+    deployment = deployment_of(checkpoint, rope_scaling=YARN, rope_policy="grow")
     placed = deployment.place(RopeRequest(), 50, 150)
     assert placed.tier.factor == 1.0
     top = placed.tier_covering(199)

@@ -17,7 +17,7 @@ def test_a_rotation_table_without_memory_is_built_at_the_retry(
     """The retry has the numbers of its own table, so its answer is that of another engine."""
     checkpoint = tiny_checkpoint("llama")
     linear = {"rope_type": "linear", "factor": 4.0}
-    scaled = deployment_of(checkpoint, rope_scaling=linear, policy="fixed")
+    scaled = deployment_of(checkpoint, rope_scaling=linear, rope_policy="fixed")
     requests = [
         request(each, [7] * 20, max_tokens=8, ignore_eos=True)
         for each in (deployment_of(checkpoint), scaled)

@@ -44,17 +44,8 @@ def messages_router(service: Service) -> APIRouter:
 
     @router.post("/v1/messages", response_model=MessageBody)
     async def messages(body: MessagesRequest, http: Request) -> Response:
-        asked = _Request.model_construct(
-            model=body.model,
-            max_tokens=body.max_tokens,
-            stop=body.stop_sequences,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            seed=body.seed,
-            cache_salt=body.cache_salt,
-            rope=body.rope,
-            stream=body.stream,
+        asked = _Request.of(
+            body, max_tokens=body.max_tokens, stop=body.stop_sequences, top_k=body.top_k
         )
         with in_words_of(_NAMES):
             async with service.reserve(asked, service.chat_template.stop) as reservation:

@@ -36,16 +36,7 @@ def responses_router(service: Service) -> APIRouter:
 
     @router.post("/v1/responses", response_model=ResponseBody)
     async def responses(body: ResponsesRequest, http: Request) -> Response:
-        asked = _Request.model_construct(
-            model=body.model,
-            max_tokens=body.max_output_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            seed=body.seed,
-            cache_salt=body.cache_salt,
-            rope=body.rope,
-            stream=body.stream,
-        )
+        asked = _Request.of(body, max_tokens=body.max_output_tokens)
         with in_words_of(_NAMES):
             async with service.reserve(asked, service.chat_template.stop) as reservation:
                 prepared = await prepare(service, _turn(service, body))

@@ -18,6 +18,7 @@ from server.api.strict_body import (
     other_kind,
 )
 from server.api.tools.call_choice import CallChoice, ChoiceMode
+from server.strict_json import TwiceError, object_of
 
 MAX_TOOLS = 128  # OpenAI's limit
 FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
@@ -114,28 +115,15 @@ ToolChoiceField = Annotated[
 ]
 
 
-class _TwiceError(ValueError):
-    """A name that an object has twice."""
-
-
 class _NotANumberError(ValueError):
     """NaN or an infinity, which JSON has not."""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise _TwiceError(json.dumps(name[:64]))
-        found[name] = value
-    return found
 
 
 def _not_a_number(word: str) -> Any:
     raise _NotANumberError(word)
 
 
-_ARGUMENTS = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_not_a_number)
+_ARGUMENTS = json.JSONDecoder(object_pairs_hook=object_of, parse_constant=_not_a_number)
 
 
 def problem_of_arguments(field: str, arguments: str) -> Iterator[tuple[str, str]]:
@@ -148,8 +136,8 @@ def problem_of_arguments(field: str, arguments: str) -> Iterator[tuple[str, str]
             return
         if isinstance(decoded, dict):
             told = f", nested at most {MAX_DEPTH} deep"
-    except _TwiceError as error:
-        yield field, f"must have each name once. Given twice: {error}"
+    except TwiceError as error:
+        yield field, f"must have each name once. Given twice: {json.dumps(error.name[:64])}"
         return
     except ValueError as error:
         # json's own error is of its syntax; the other one is Python's limit of digits.

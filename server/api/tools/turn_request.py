@@ -2,15 +2,27 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
+
+from pydantic import BaseModel
 
 from model_runtime.errors import RequestError
 from server.api.generation_schema import GenerationRequest
+
+# Fields that mean the same in all bodies.
+_ALIKE = ("model", "temperature", "top_p", "seed", "cache_salt", "rope", "stream")
 
 
 class TurnRequest(GenerationRequest):
     """A generating request that a route builds from its own body, which has checked the fields."""
 
     max_tokens: int | None = None
+
+    @classmethod
+    def of(cls, body: BaseModel, **others: Any) -> "TurnRequest":
+        """Build it from the fields that a body has under our names, and from `others`."""
+        alike = {name: getattr(body, name) for name in _ALIKE}
+        return cls.model_construct(None, **alike, **others)
 
     @property
     def asked_max_tokens(self) -> int | None:

@@ -108,7 +108,7 @@ def test_a_grow_sequence_publishes_nothing_after_a_crossing(
     engines: EngineFactory, llama_checkpoint: Checkpoint
 ) -> None:
     """Pages after a crossing hold a history of two profiles, so they are not published."""
-    grow = deployment_of(llama_checkpoint, rope_scaling=YARN, policy="grow")
+    grow = deployment_of(llama_checkpoint, rope_scaling=YARN, rope_policy="grow")
     engine = engines.over(llama_checkpoint)
     prompt = PREFIX[:50]
     result = answer(engine, request(grow, prompt, max_tokens=60))[0]
@@ -122,7 +122,7 @@ def test_a_grow_sequence_publishes_nothing_after_a_crossing(
 def crowd(checkpoint: Checkpoint, rng: random.Random, num_requests: int) -> list[Request]:
     """Requests over all policies and methods, with random lengths and some shared beginnings."""
     deployments = [
-        deployment_of(checkpoint, rope_scaling=YARN, policy=policy)
+        deployment_of(checkpoint, rope_scaling=YARN, rope_policy=policy)
         for policy in ("pinned", "grow", "grow-exact", "fixed")
     ]
     requests = []

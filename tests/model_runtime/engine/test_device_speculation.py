@@ -34,7 +34,7 @@ def requests_of(
 ) -> list[Request]:
     """Requests whose tiers change while they decode, unless they are pinned."""
     block = {"rope_type": "yarn", "factor": 4.0}
-    deployment = deployment_of(checkpoint, rope_scaling=block, policy=policy)
+    deployment = deployment_of(checkpoint, rope_scaling=block, rope_policy=policy)
     return [
         request(deployment, [number, 3, 5] * 13, **{"max_tokens": 40, **each})
         for number, each in enumerate(samplings)

@@ -133,7 +133,7 @@ def test_under_always_no_policy_and_no_length_changes_a_bit(
     room = LENGTHS.get(name, 200) - len(ids)
     results = []
     for policy in ("pinned", "grow", "grow-exact"):
-        deployment = placed(llama_checkpoint, name, policy=policy)
+        deployment = placed(llama_checkpoint, name, rope_policy=policy)
         for max_tokens in (6, room):
             results.append(
                 answer(engine, scored(deployment, ids, max_tokens=max_tokens, logprobs=1))[0]
@@ -306,7 +306,7 @@ def test_grow_exact_continues_under_the_method_to_the_bit(
 ) -> None:
     """Beyond L, every logprob is that of the method from the first token on."""
     engine = engines.over(llama_checkpoint)
-    growing = placed(llama_checkpoint, name, "pinned", policy="grow-exact")
+    growing = placed(llama_checkpoint, name, "pinned", rope_policy="grow-exact")
     ids = prompt(L - 10)
     grown = answer(engine, request(growing, ids, max_tokens=50, logprobs=0))[0]
     assert grown.num_rescales == 1

@@ -91,7 +91,7 @@ def test_no_draft_changes_an_answer(
     """Tokens, logprobs and texts are equal: under preemption, in crowds, and across tiers."""
     rng = random.Random(case.seed)
     deployment = deployment_of(
-        llama_checkpoint, rope_scaling={"rope_type": "yarn", "factor": 4.0}, policy=case.policy
+        llama_checkpoint, rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_policy=case.policy
     )
     asked = []
     for _ in range(4):

@@ -93,7 +93,7 @@ def test_preemption_and_crossings_change_nothing(
     grammar = compiled(compiler, {"type": "array", "items": {"type": "integer"}, "minItems": 60})
     prompt = embedded.tokenizer.encode("import os\n" * 100)[:220]
     for policy in ("pinned", "grow", "grow-exact"):
-        deployment = deployment_of(embedded, rope_scaling=YARN, policy=policy)
+        deployment = deployment_of(embedded, rope_scaling=YARN, rope_policy=policy)
         drawn = {"temperature": 1.0, "max_tokens": 120}
         requests = [
             replace(request(deployment, prompt, seed=seed, **drawn), grammar=grammar)

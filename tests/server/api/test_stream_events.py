@@ -40,7 +40,7 @@ ROUTES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "completions": (_CompletionAnswer, CompletionRequest, {"prompt": "ab"}),
 }
-DEPLOYMENT = deployment_of(tiny_checkpoint("llama"), policy="grow", max_rope_factor=4.0)
+DEPLOYMENT = deployment_of(tiny_checkpoint("llama"), rope_policy="grow", max_rope_factor=4.0)
 PROMPT_IDS = tuple(byte_tokenizer().encode("ab"))
 PLACEMENT = DEPLOYMENT.place(RopeRequest(), 2, 100)
 TIERS = (PLACEMENT.tier, *PLACEMENT.higher_tiers)

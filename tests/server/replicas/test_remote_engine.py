@@ -42,7 +42,7 @@ def replicas(engines: EngineFactory, checkpoints: Sequence[Checkpoint]) -> list[
 @pytest.fixture(scope="module")
 def deployment(checkpoints: Sequence[Checkpoint]) -> Deployment:
     """A deployment of the model."""
-    return deployment_of(checkpoints[0], policy="fixed")
+    return deployment_of(checkpoints[0], rope_policy="fixed")
 
 
 def continued(

@@ -45,3 +45,15 @@ def test_a_name_that_the_template_does_not_read_changes_nothing() -> None:
         assert server.post("/tokenize", named).json() == plain
     with saying("Yes.", "{{ messages[0].name }}: {{ messages[0].content }}") as server:
         assert server.post("/tokenize", named).json()["count"] == len("b: a")
+
+
+def test_the_limits_of_stop_strings_are_for_those_of_the_request() -> None:
+    """The plain transcript of a model without a chat template has a stop string of its own."""
+    with saying("Hello.", max_stop_chars=2, max_stop_strings=1) as server:
+        assert server.ask(stop=["xy"]).choices[0].message.content == "Hello."
+        asked = {"messages": [{"role": "user", "content": "Hi."}], "stop": ["xyz", "a"]}
+        error = server.post("/v1/chat/completions", asked).json()["error"]
+    assert error["message"] == (
+        "`stop` must be at most 1 strings. Given: 2; "
+        "`stop` must be at most 2 characters each. Given: 3"
+    )
