@@ -72,7 +72,7 @@ ROOMS = {
         "inspection": {"study", "startup", "settings", "corpus"},
         "policy_eval": {"study", "startup", "settings", "corpus"},
         "evaluation": {"policy_eval", "study", "startup", "settings", "corpus"},
-        "playground": {"page", "api", "evaluation", "study", "corpus", "settings"},
+        "playground": {"page", "api", "corpus", "settings"},
         "page": {"settings"},
     },
 }

@@ -3,13 +3,66 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import click
+
+from server.study.options import COUNT, FILE, MANY, option
+from server.study.plotting import INSTALL_MATPLOTLIB
 
 _SHORTEST = 64  # tokens; below it, only the fixed cost of a request is visible
 
 
 class BenchError(Exception):
     """A load that cannot be sent, or a result that cannot be written; the message is a sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """The options of the command line; lengths are in tokens."""
+
+    url: str
+    model: str | None = option(
+        "Model name to send. Default: the first that the server lists.", metavar="NAME"
+    )
+    context_lens: str | None = option(
+        "Prompt lengths in tokens. Default: powers of two from 64 to what max_model_len leaves "
+        "beside the output.",
+        metavar="N,N,...",
+    )
+    output_tokens: int = option("Tokens to generate per request.", COUNT, 16, metavar="N")
+    num_requests: int = option("Measured requests per context length.", COUNT, 8)
+    concurrency: int = option("Requests in flight, all of the same context length.", COUNT, 1)
+    num_warmup: int = option(
+        "Requests per context length that are sent first and not measured.", MANY, 1
+    )
+    seed: int = option("Seed of the prompts.", int, 0)
+    timeout_s: float = option(
+        "Seconds that one request may take.",
+        click.FloatRange(min=0, min_open=True),
+        600,
+        flag="--timeout-seconds",
+        metavar="SECONDS",
+    )
+    api_key: str | None = option(
+        "API key, sent as a bearer token. Default: none.  [OPENAI_API_KEY]",
+        metavar="KEY",
+        envvar="OPENAI_API_KEY",
+    )
+    rope: str | None = option("The `rope` object of every request. Default: none.", metavar="JSON")
+    json_path: str | None = option(
+        "File for every number, in JSON. For - the numbers go to standard output, and the table "
+        "goes to standard error.",
+        flag="--json",
+        metavar="FILE",
+    )
+    plot_path: Path | None = option(  # noqa: RUF009  # a field
+        f"File for a plot of the latency, .png or .svg. Needs matplotlib: {INSTALL_MATPLOTLIB}.",
+        FILE,
+        flag="--plot",
+        metavar="FILE",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,16 @@
 """Plots of latency against context length."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from server.bench.report import LengthSummary, Report, Spread
+from server.bench.report import Report
 from server.study.plotting import (
     COLOURS,
     label_logarithmic,
     length_ticks,
     milliseconds_text,
+    new_figure,
     tidy,
     use_log_scale,
 )
@@ -22,53 +24,47 @@ def plot(report: Report, path: Path) -> None:
 
     At least one must have a point.
     """
-    measured = [each for each in report.summaries() if each.num_measured]
+    measured = [each for each in report.summaries() if each["num_measured"]]
     assert measured
-    # Optional, and slow to import.
-    from matplotlib.figure import Figure  # noqa: PLC0415
-    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
-
-    figure = Figure(figsize=(8, 7), layout="constrained")
-    first, between = figure.subplots(2, 1, sharex=True)
-    times = _draw(first, measured, [each.time_to_first_token_s for each in measured])
-    gaps = _draw(between, measured, [each.inter_token_s for each in measured])
-    use_log_scale([first], times, milliseconds_text)
-    first.set_ylabel("time to first token (log scale)")
-    first.legend(frameon=False, loc="upper left")
-    between.set_ylabel("inter-token latency (linear scale)")
-    if report.num_drafted:
-        between.set_title("tokens of one draft arrive together, with gaps of almost 0", fontsize=9)
-    between.yaxis.set_major_locator(MaxNLocator(nbins=7, min_n_ticks=4))
-    between.yaxis.set_major_formatter(lambda value, _: milliseconds_text(value))
-    if gaps:
-        between.set_ylim(0, 1.1 * max(gaps))
-    else:
-        between.set_yticks([])
-        between.annotate(
-            "no answer has a second token", (0.5, 0.5), xycoords="axes fraction", ha="center",
-            color="0.4",
-        )  # fmt: skip
-    between.set_xlabel("context length (tokens in the prompt, log scale)")
-    figure.align_ylabels()
     plan = report.plan
-    figure.suptitle(
+    title = (
         f"{report.target.model}: latency against context length\n"
         f"{plan.num_requests} requests a length, {plan.concurrency} in flight, "
-        f"{plan.output_tokens} output tokens, {report.started_at[:10]}",
-        fontsize="medium",
+        f"{plan.output_tokens} output tokens, {report.started_at[:10]}"
     )
-    figure.savefig(path, dpi=150)
+    with new_figure(path, 8, 7, title) as figure:
+        from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
+
+        first, between = figure.subplots(2, 1, sharex=True)
+        times = _draw(first, measured, "time_to_first_token_s")
+        gaps = _draw(between, measured, "inter_token_s")
+        use_log_scale([first], times, milliseconds_text)
+        first.set_ylabel("time to first token (log scale)")
+        first.legend(frameon=False, loc="upper left")
+        between.set_ylabel("inter-token latency (linear scale)")
+        if report.num_drafted:
+            between.set_title(
+                "tokens of one draft arrive together, with gaps of almost 0", fontsize=9
+            )
+        between.yaxis.set_major_locator(MaxNLocator(nbins=7, min_n_ticks=4))
+        between.yaxis.set_major_formatter(lambda value, _: milliseconds_text(value))
+        if gaps:
+            between.set_ylim(0, 1.1 * max(gaps))
+        else:
+            between.set_yticks([])
+            between.annotate(
+                "no answer has a second token", (0.5, 0.5), xycoords="axes fraction", ha="center",
+                color="0.4",
+            )  # fmt: skip
+        between.set_xlabel("context length (tokens in the prompt, log scale)")
+        figure.align_ylabels()
 
 
-def _draw(axes: "Axes", measured: list[LengthSummary], spreads: list[Spread | None]) -> list[float]:
+def _draw(axes: "Axes", measured: Sequence[dict[str, Any]], name: str) -> list[float]:
     """Draw p50 and p95 of one quantity, in milliseconds; return all of them."""
-    points = [
-        (_len_of(summary), 1000 * each.p50, 1000 * each.p95)
-        for summary, each in zip(measured, spreads, strict=True)
-        if each is not None  # None: one token each, so no gaps
-    ]
-    lens = [point[0] for point in points]
-    p50, p95 = [point[1] for point in points], [point[2] for point in points]
+    rows = [each for each in measured if each[name]]  # one token each has no gaps
+    p50, p95 = ([1000 * each[name][percent] for each in rows] for percent in ("p50", "p95"))
+    lens = [_len_of(each) for each in rows]
     axes.fill_between(lens, p50, p95, color=COLOURS[0], alpha=0.12, linewidth=0)
     axes.plot(lens, p95, "s--", color=COLOURS[1], label="p95", markersize=5)
     axes.plot(lens, p50, "o-", color=COLOURS[0], label="p50", markersize=5)
@@ -79,6 +75,6 @@ def _draw(axes: "Axes", measured: list[LengthSummary], spreads: list[Spread | No
     return [*p50, *p95]
 
 
-def _len_of(summary: LengthSummary) -> float:
+def _len_of(summary: dict[str, Any]) -> float:
     """Return the tokens of the prompts, as counted by the server."""
-    return summary.prompt_tokens or summary.context_len
+    return float(summary["prompt_tokens"] or summary["context_len"])

@@ -3,41 +3,28 @@
 import asyncio
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
-from server.bench.load import open_client, run_load
-from server.bench.plan import BenchError, LoadPlan, choose_context_lens, parse_rope
+from server.bench.load import Failure, RequestRecord, open_client, run_load
+from server.bench.plan import (
+    BenchError,
+    BenchOptions,
+    Group,
+    LoadPlan,
+    choose_context_lens,
+    parse_rope,
+)
 from server.bench.plot import plot
-from server.bench.progress import LoadProgress
 from server.bench.report import Report, as_json, table
 from server.bench.target import find_prompts, find_target, read_drafted
 from server.study.plotting import PlotError, check_can_plot
-from server.study.progress import printed_progress
+from server.study.progress import Progress, printed_progress
 
 _STDOUT = "-"
-
-
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    """The command line options, described in `server/bench/command.py`."""
-
-    url: str
-    model: str | None
-    context_lens: str | None
-    output_tokens: int
-    num_requests: int
-    concurrency: int
-    num_warmup: int
-    seed: int
-    timeout_s: float
-    api_key: str | None
-    rope: str | None
-    json_path: str | None
-    plot_path: Path | None
 
 
 def run_bench(options: BenchOptions) -> int:
@@ -52,7 +39,7 @@ def run_bench(options: BenchOptions) -> int:
         _write_files(options, report)
     except OSError as error:
         raise BenchError(f"cannot write {error.filename}: {error.strerror}") from error
-    return report.num_failed
+    return len(report.failures)
 
 
 def _write_files(options: BenchOptions, report: Report) -> None:
@@ -64,7 +51,7 @@ def _write_files(options: BenchOptions, report: Report) -> None:
             Path(options.json_path).write_text(text + "\n")
     if options.plot_path is None:
         return
-    if any(each.num_measured for each in report.summaries()):
+    if any(each["num_measured"] for each in report.summaries()):
         plot(report, options.plot_path)
     else:
         click.echo(f"{options.plot_path} is not drawn: nothing was measured", err=True)
@@ -110,9 +97,27 @@ async def _measured(options: BenchOptions) -> Report:
         make_prompt = await find_prompts(client, target, plan.seed)
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
         with printed_progress("measuring") as progress:
-            on_group = LoadProgress(plan, progress)
             before = await read_drafted(client, target)
-            records = await run_load(client, target, make_prompt, plan, on_group)
+            records = await run_load(client, target, make_prompt, plan, _teller(plan, progress))
             after = await read_drafted(client, target)
     drafted = None if before is None or after is None else after - before
     return Report(target, plan, make_prompt.kind, started_at, tuple(records), drafted)
+
+
+def _teller(plan: LoadPlan, progress: Progress) -> Callable[[Group, Sequence[RequestRecord]], None]:
+    """Return what counts each finished group, and logs a line for each round."""
+    sent: list[RequestRecord] = []
+    progress.begin(plan.num_rounds * len(plan.context_lens))
+
+    def tell(group: Group, records: Sequence[RequestRecord]) -> None:
+        sent.extend(records)
+        progress.advance(1)
+        if group.context_len == plan.context_lens[-1]:
+            what = "warm-up, " if group.is_warmup else ""
+            num_failed = sum(isinstance(each.outcome, Failure) for each in sent)
+            progress.log(
+                f"{what}round {group.round + 1} of {plan.num_rounds}: {len(sent)} sent, "
+                f"{num_failed} failed"
+            )
+
+    return tell

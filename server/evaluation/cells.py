@@ -6,6 +6,7 @@ identically to the bit, so they are not measured twice.
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,7 @@ from model_runtime.deployment import Deployment, Placement, RopeRequest
 from model_runtime.engine.engine import Engine
 from model_runtime.request import FinishReason, Output, Request, SamplingParams
 from model_runtime.text.tokenizer import Tokenizer
-from server.evaluation.haystack import Haystack, Query
+from server.corpus.haystack import Haystack, HaystackError, Query
 from server.evaluation.plan import LengthPlan, Variant
 from server.evaluation.tasks.make import make_samples
 from server.evaluation.tasks.qa import QuestionSet
@@ -87,7 +88,8 @@ class LengthCell:
     tasks: tuple[Task, ...]
 
     @property
-    def num_tokens(self) -> int:
+    def size(self) -> int:
+        """Return the number of tokens in all prompts."""
         return sum(len(task.prompt_ids) for task in self.tasks)
 
     @property
@@ -98,18 +100,26 @@ class LengthCell:
         table = f"{profile.name}{logn} x{self.placement.tier.factor:g}"
         return f"{self.kind}, {self.context_len} tokens, {table}"
 
+    def in_words(self) -> dict[str, object]:
+        """Return what a reader of the record wants to know."""
+        profile = repr(self.placement.tier.profile)
+        return {"kind": self.kind, "context_len": self.context_len, "profile": profile}
+
     def key(self, model_digest: str) -> str:
         """Return a key that is equal only for equal requests, model and table."""
         profile = self.placement.tier.profile
         return key_of(model_digest, self.kind, self.context_len, profile, self.tasks)
 
 
+_At = tuple[str, int, object]  # kind, length, profile
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """All cells, and the cells that each variant's numbers come from."""
+    """All cells, and the cells by kind that the numbers of a variant at a length come from."""
 
-    cells: tuple[LengthCell, ...]
-    of_variant: Mapping[tuple[Variant, str, int], LengthCell]  # variant, kind, length
+    cells: Mapping[_At, LengthCell]
+    of_variant: Mapping[tuple[Variant, int], Mapping[str, _At]]
 
 
 def make_grid(
@@ -123,8 +133,8 @@ def make_grid(
     tokenizer: Tokenizer,
 ) -> Grid:
     """Build the grid, shortest lengths first for early results. Raises EvalError."""
-    cells: dict[tuple[str, int, object], LengthCell] = {}
-    of_variant = {}
+    cells: dict[_At, LengthCell] = {}
+    of_variant: dict[tuple[Variant, int], dict[str, _At]] = defaultdict(dict)
     samples_of = partial(
         make_samples,
         count=plan.num_samples,
@@ -137,11 +147,9 @@ def make_grid(
     for context_len in plan.context_lens:
         tasks = {
             PERPLEXITY: tuple(_window_task(each, context_len, texts, plan) for each in windows),
-            RETRIEVAL: tuple(
-                _query_task(query)
-                for haystack in haystacks
-                for query in haystack.queries(context_len, tokenizer, texts)
-            )[: plan.num_queries],
+            RETRIEVAL: tuple(map(_query_task, _queries(haystacks, context_len, tokenizer)))[
+                : plan.num_queries
+            ],
             **{
                 task: tuple(map(_sample_task, samples_of(task, context_len=context_len)))
                 for task in plan.tasks
@@ -152,10 +160,10 @@ def make_grid(
                 continue
             untouched = variant.policy is None and not plan.carries_scaling
             placement = _place(deployments[variant], of_kind[0], untouched=untouched)
-            cell = LengthCell(kind, context_len, placement, of_kind)
             at = (kind, context_len, placement.tier.profile)
-            of_variant[variant, kind, context_len] = cells.setdefault(at, cell)
-    return Grid(tuple(cells.values()), of_variant)
+            cells.setdefault(at, LengthCell(kind, context_len, placement, of_kind))
+            of_variant[variant, context_len][kind] = at
+    return Grid(cells, of_variant)
 
 
 def measure(engine: Engine, cell: LengthCell, progress: Progress) -> list[Score]:
@@ -178,6 +186,14 @@ def _window_task(window: LengthWindow, context_len: int, texts: Texts, plan: Len
     first = context_len - plan.target_tokens
     sampling = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_from=first)
     return Task(prompt_ids, sampling, window)
+
+
+def _queries(haystacks: Sequence[Haystack], context_len: int, tokenizer: Tokenizer) -> list[Query]:
+    """Return the questions of all haystacks. Raises EvalError."""
+    try:
+        return [query for each in haystacks for query in each.queries(context_len, tokenizer)]
+    except HaystackError as error:
+        raise EvalError(f"--context-lens: {error}") from error
 
 
 def _query_task(query: Query) -> Task:

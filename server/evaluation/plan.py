@@ -5,11 +5,21 @@ from pathlib import Path
 from typing import Any
 
 from rope import NativeRope, parse_positions
-from server.corpus.needles import Form
-from server.evaluation.tasks.make import ESSAY_TASKS, read_essays
+from server.corpus.needles import FORMS, SENTENCE, Form
+from server.evaluation.tasks.make import ESSAY_TASKS, TASKS, read_essays
 from server.evaluation.tasks.qa import QA_FLAGS
 from server.settings.sections import DeploymentEntry
 from server.study.eval_run import EvalError
+from server.study.options import (
+    COUNT,
+    FILE,
+    MANY,
+    EvalOptions,
+    Integers,
+    Names,
+    Percents,
+    option,
+)
 
 UNSCALED = "none"
 # Name -> rope_type and fields beside the factor.
@@ -28,7 +38,6 @@ PLACED: dict[str, dict[str, Any]] = {
     for name in ("dual_chunk", "rerope", "self_extend", "string", "sinks")
 }
 POLICIES = ("fixed", "pinned")
-ANSWER_TOKENS = 6  # five digits take max five tokens, and a tokenizer may begin with a space
 _MOST_TARGETS = 128  # of a window, the default max
 _SHORTEST = 64  # tokens: needles, their question and some text
 
@@ -46,27 +55,68 @@ class Variant:
         return self.method if self.policy is None else f"{self.method} {self.policy}"
 
 
-@dataclass(frozen=True, slots=True)
-class LengthOptions:
-    """The options of the command line, described in `server/evaluation/command.py`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthOptions(EvalOptions):
+    """The options of `ropewalk eval lengths` and `ruler`; with tasks, nothing else is measured."""
 
-    context_lens: tuple[int, ...]  # empty: by the model's length
-    methods: tuple[str, ...]  # names of METHODS and PLACED, in their order
-    rope_policies: tuple[str, ...]
-    num_windows: int
-    target_tokens: int | None  # None: by the shortest length
-    num_queries: int
-    forms: tuple[Form, ...]
-    depths: tuple[float, ...]  # 0 to 1, ascending
-    seed: int
-    texts: tuple[Path, ...]
-    output: Path
-    resumes: bool
-    suggest: tuple[int, ...]  # ascending; empty: nothing is suggested
-    tasks: tuple[str, ...]  # names of TASKS; if there are any, nothing else is measured
-    num_samples: int  # of each task
-    squad: Path | None  # SQuAD's JSON for qa_1
-    hotpotqa: Path | None  # HotpotQA's JSON for qa_2
+    context_lens: tuple[int, ...] = option(
+        "Context lengths in tokens. Default: 1/2, 1, 2, 4 and 8 times the trained length; of RULER "
+        "from 1 on.",
+        Integers(),
+        (),
+    )
+    methods: tuple[str, ...] = option(
+        f"Methods: {', '.join(METHODS)}. Default: all of these. Position methods: "
+        f"{', '.join(PLACED)}.",
+        Names([*METHODS, *PLACED]),
+        tuple(METHODS),
+    )
+    rope_policies: tuple[str, ...] = option(
+        "Policies: fixed (one factor, the longest length's) and pinned (each length's own). "
+        "Default: both.",
+        Names(POLICIES),
+        POLICIES,
+    )
+    num_windows: int = option(
+        "Spans of text whose perplexity is measured, the same at every length. 0: none.", MANY, 6
+    )
+    target_tokens: int | None = option(
+        "Tokens of each span. Default: half of the shortest length, at most 128.", COUNT
+    )
+    num_queries: int = option(
+        "Questions per context length, about four in each context. The answer to each is a needle "
+        "hidden in the text. 0: none.",
+        MANY,
+        32,
+    )
+    forms: tuple[Form, ...] = option(
+        "Forms of the needles: print, assign, assert, passkey, and sentence for texts in English. "
+        "Default: all but sentence.",
+        Names({form.name: form for form in (*FORMS, SENTENCE)}),
+        FORMS,
+    )
+    depths: tuple[float, ...] = option(
+        "Depths of the needles, in percent of the text; 0 is its beginning. Default: "
+        "0,14,29,43,57,71,86,100.",
+        Percents(),
+        (0.0, 0.14, 0.29, 0.43, 0.57, 0.71, 0.86, 1.0),
+    )
+    suggest: tuple[int, ...] = option(
+        "Context lengths to suggest a deployment for. It is printed as YAML.", Integers(), ()
+    )
+    tasks: tuple[str, ...] = option(
+        f"Tasks of RULER: {', '.join(TASKS)}. qa_1 needs --squad, and qa_2 needs --hotpotqa. "
+        "Default: all whose files are given or not needed.",
+        Names(TASKS),
+        (),
+    )
+    num_samples: int = option("Samples of each task at each length. RULER has 500.", COUNT, 16)
+    squad: Path | None = option(  # noqa: RUF009  # a field
+        "File of SQuAD's JSON, v1.1 or v2.0: the questions and documents of qa_1.", FILE
+    )
+    hotpotqa: Path | None = option(  # noqa: RUF009  # a field
+        "File of HotpotQA's JSON: the questions and documents of qa_2.", FILE
+    )
 
     @property
     def qa_paths(self) -> dict[str, Path]:

@@ -1,14 +1,24 @@
-"""Statistics of scores, as JSON and CSV."""
+"""The numbers of a run by variant and length: results.json, results.csv and the table.
 
+The table has a block per quantity, a line per variant and a column per length. Answers to RULER's
+tasks also become files that RULER's own scorer reads.
+"""
+
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from server.evaluation.cells import PERPLEXITY, RETRIEVAL, QueryScore, Score, WindowScore
 from server.evaluation.plan import LengthPlan, Variant
 from server.evaluation.tasks.sample import Sample, SampleScore
-from server.study.eval_run import csv_text
+from server.evaluation.tasks.score import metric_names
+from server.study.eval_run import write_files
+from server.study.frame import Column, Form, aligned, csv_of, flat, make_rows, number
 from server.study.intervals import Estimate, exponential, mean, proportion
 
 NUM_BINS = 4  # of depth
@@ -36,17 +46,43 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class LengthRow:
-    """The numbers of one variant at one length; None if not measured."""
+    """One variant at one length, with statistics of its scores; None if not measured."""
 
     variant: Variant
     context_len: int  # tokens
     factor: float  # of the table in force
-    perplexity: Estimate | None  # per token of the targets
-    bits_per_byte: Estimate | None
-    windows: tuple[WindowScore, ...]
-    retrieval: Estimate | None  # share of right answers
-    queries: tuple[QueryScore, ...]
-    answered: Mapping[str, tuple[Answered, ...]]  # by task
+    scores: Mapping[str, Sequence[Score]]  # by kind of cell
+    answered: Mapping[str, Sequence[Answered]]  # by task
+
+    @property
+    def windows(self) -> list[WindowScore]:
+        return [each for each in self.scores.get(PERPLEXITY, ()) if isinstance(each, WindowScore)]
+
+    @property
+    def queries(self) -> list[QueryScore]:
+        return [each for each in self.scores.get(RETRIEVAL, ()) if isinstance(each, QueryScore)]
+
+    @property
+    def perplexity(self) -> Estimate | None:
+        """Return the perplexity per token of the targets."""
+        nats = [each.nats / each.target_tokens for each in self.windows]
+        return exponential(mean(nats)) if nats else None
+
+    @property
+    def bits_per_byte(self) -> Estimate | None:
+        """Return all bits over all bytes; the interval is a ratio's, of each window's residual."""
+        if not self.windows:
+            return None
+        ratio = sum(each.nats for each in self.windows) / _LN_2 / self.target_bytes
+        spread = mean([each.nats / _LN_2 - ratio * each.target_bytes for each in self.windows])
+        if spread.high is None:
+            return Estimate(ratio, None, None)
+        reach = (spread.high - spread.value) * len(self.windows) / self.target_bytes
+        return Estimate(ratio, ratio - reach, ratio + reach)
+
+    @property
+    def retrieval(self) -> Estimate | None:
+        return proportion(self.num_right, len(self.queries)) if self.queries else None
 
     @property
     def target_tokens(self) -> int:
@@ -61,29 +97,24 @@ class LengthRow:
     def num_right(self) -> int:
         return sum(each.is_right for each in self.queries)
 
-    def task_score(self, task: str) -> Estimate | None:
-        """Return RULER's score of a task, 0 to 1: the mean share over its samples."""
-        return _mean_share(self.answered.get(task, ()))
+    def task_score(self, only: str | None = None) -> Estimate | None:
+        """Return RULER's score, 0 to 1: the mean share over the samples of a task, or of all tasks.
 
-    @property
-    def mean_score(self) -> Estimate | None:
-        """Return the mean over tasks, which have equally many samples."""
-        return _mean_share([each for answered in self.answered.values() for each in answered])
+        The interval is Wilson's: shares spread less than right and wrong.
+        """
+        tasks = self.answered if only is None else (only,)
+        shares = [each.score.share for task in tasks for each in self.answered[task]]
+        return proportion(math.fsum(shares), len(shares)) if shares else None
 
     def depth_bins(self) -> list[DepthBin]:
         """Return equal bins of depth, from the beginning of the text to its end."""
-        bins = []
-        for number in range(NUM_BINS):
-            inside = [
-                each
-                for each in self.queries
-                if min(int(each.depth * NUM_BINS), NUM_BINS - 1) == number
-            ]
-            num_right = sum(each.is_right for each in inside)
-            bins.append(
-                DepthBin(number / NUM_BINS, (number + 1) / NUM_BINS, num_right, len(inside))
-            )
-        return bins
+        inside: list[list[bool]] = [[] for _ in range(NUM_BINS)]
+        for each in self.queries:
+            inside[min(int(each.depth * NUM_BINS), NUM_BINS - 1)].append(each.is_right)
+        return [
+            DepthBin(at / NUM_BINS, (at + 1) / NUM_BINS, sum(right), len(right))
+            for at, right in enumerate(inside)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,67 +142,66 @@ class LengthReport:
         """
         untouched = next((each for each in self.plan.variants if each.policy is None), variant)
         for row in self.of(untouched):
-            if row.context_len == self.plan.native_len and row.mean_score is not None:
-                return row.mean_score.value
+            score = row.task_score()
+            if row.context_len == self.plan.native_len and score is not None:
+                return score.value
         return None
 
     def effective_len(self, variant: Variant) -> int | None:
         """Return the longest length with at least PASS_SHARE of the score at L, or None."""
         base = self.score_at_native_len(variant)
-        passed = [
-            row.context_len
-            for row in self.of(variant)
-            if base and row.mean_score is not None and row.mean_score.value >= PASS_SHARE * base
-        ]
+        scores = [(row.context_len, row.task_score()) for row in self.of(variant)]
+        passed = [at for at, each in scores if base and each and each.value >= PASS_SHARE * base]
         return max(passed, default=None)
 
 
-def make_row(
-    variant: Variant,
-    context_len: int,
-    factor: float,
-    scores: Mapping[str, list[Score]],
-    answered: Mapping[str, tuple[Answered, ...]],
-) -> LengthRow:
-    """Compute statistics over the scores of each kind."""
-    windows = tuple(each for each in scores.get(PERPLEXITY, []) if isinstance(each, WindowScore))
-    queries = tuple(each for each in scores.get(RETRIEVAL, []) if isinstance(each, QueryScore))
-    return LengthRow(
-        variant,
-        context_len,
-        factor,
-        exponential(mean([each.nats / each.target_tokens for each in windows]))
-        if windows
-        else None,
-        _bits_per_byte(windows) if windows else None,
-        windows,
-        proportion(sum(each.is_right for each in queries), len(queries)) if queries else None,
-        queries,
-        answered,
+def _columns(tasks: Sequence[str]) -> list[Column]:
+    """Return the columns of results.csv, which are numbers of results.json, too."""
+
+    def percent(row: LengthRow, only: str | None = None) -> Estimate | None:
+        score = row.task_score(only)
+        return score and score.times(100)  # RULER has its scores in percent
+
+    scores = {f"score_{task}": partial(percent, only=task) for task in tasks}
+    if tasks:
+        scores["score"] = partial(percent)
+    return [
+        Column("method", attrgetter("variant.method")),
+        Column("policy", attrgetter("variant.policy")),
+        *map(Column, ("context_len", "factor")),
+        *(Column(name, is_estimate=True) for name in ("perplexity", "bits_per_byte", "retrieval")),
+        *(Column(name, of, is_estimate=True) for name, of in scores.items()),
+        Column("num_windows", lambda row: len(row.windows)),
+        *map(Column, ("target_tokens", "target_bytes", "num_right")),
+        Column("num_queries", lambda row: len(row.queries)),
+    ]
+
+
+def write_report(report: LengthReport, folder: Path) -> None:
+    """Write results.json, results.csv, table.txt and the answers to tasks. Raises EvalError.
+
+    The fields are described in docs/evaluation.md.
+    """
+    columns = _columns(report.plan.tasks)
+    lines = flat(columns, make_rows(columns, report.rows))
+    write_files(
+        folder,
+        {
+            "results.json": _numbers(report, lines),
+            "results.csv": csv_of(lines),
+            "table.txt": table(report) + "\n",
+        },
     )
+    for row in report.rows:
+        # A `--data_dir` of RULER's scripts/eval/evaluate.py.
+        inside = folder / "ruler" / row.variant.label.replace(" ", "-") / str(row.context_len)
+        for task, answered in row.answered.items():
+            lines_of_task = "".join(f"{json.dumps(_prediction(each))}\n" for each in answered)
+            write_files(inside, {f"{task}.jsonl": lines_of_task})
 
 
-def _mean_share(answered: Sequence[Answered]) -> Estimate | None:
-    """Return the mean share, with Wilson's interval: shares spread less than right and wrong."""
-    if not answered:
-        return None
-    return proportion(math.fsum(each.score.share for each in answered), len(answered))
-
-
-def _bits_per_byte(windows: tuple[WindowScore, ...]) -> Estimate:
-    """Return all bits over all bytes; the interval is a ratio's, of each window's residual."""
-    num_bytes = sum(each.target_bytes for each in windows)
-    ratio = sum(each.nats for each in windows) / _LN_2 / num_bytes
-    residuals = [each.nats / _LN_2 - ratio * each.target_bytes for each in windows]
-    spread = mean(residuals)
-    if spread.high is None:
-        return Estimate(ratio, None, None)
-    reach = (spread.high - spread.value) * len(windows) / num_bytes
-    return Estimate(ratio, ratio - reach, ratio + reach)
-
-
-def as_json(report: LengthReport) -> dict[str, Any]:
-    """Return results.json; its fields are described in docs/evaluation.md."""
+def _numbers(report: LengthReport, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return results.json."""
     plan = report.plan
     return {
         "model": report.model,
@@ -199,56 +229,106 @@ def as_json(report: LengthReport) -> dict[str, Any]:
         },
         "results": [
             {
-                **scalars(row),
+                **line,
                 "depth_bins": [asdict(each) for each in row.depth_bins() if each.num_queries],
                 "windows": [asdict(each) for each in row.windows],
                 "queries": [asdict(each) for each in row.queries],
             }
-            for row in report.rows
+            for line, row in zip(lines, report.rows, strict=True)
         ],
     }
 
 
-def scalars(row: LengthRow) -> dict[str, Any]:
-    """Return a row's numbers by name, for a line of results.csv or an entry of results.json."""
-    found: dict[str, Any] = {
-        "method": row.variant.method,
-        "policy": row.variant.policy,
-        "context_len": row.context_len,
-        "factor": row.factor,
+def _prediction(answered: Answered) -> dict[str, Any]:
+    """Return one line with RULER's fields, and the score."""
+    sample, score = answered.sample, answered.score
+    line = {
+        "index": sample.index,
+        "pred": score.pred,
+        "input": sample.draft.input,
+        "outputs": sample.draft.outputs,
+        "others": {},
+        "truncation": -1,
+        "length": sample.length,
+        # RULER adds the tokens of a chat template that `input` leaves out. There is none.
+        "length_w_model_temp": sample.length,
+        "answer_prefix": sample.draft.answer_prefix,
+        "tokens_to_generate": sample.max_tokens,
+        "score": 100 * score.share,
     }
-    for name, estimate in (
-        ("perplexity", row.perplexity),
-        ("bits_per_byte", row.bits_per_byte),
-        ("retrieval", row.retrieval),
-    ):
-        found[name] = estimate and estimate.value
-        found[f"{name}_low"] = estimate and estimate.low
-        found[f"{name}_high"] = estimate and estimate.high
-    for task in row.answered:
-        found |= _percents(f"score_{task}", row.task_score(task))
-    if row.answered:
-        found |= _percents("score", row.mean_score)
-    return found | {
-        "num_windows": len(row.windows),
-        "target_tokens": row.target_tokens,
-        "target_bytes": row.target_bytes,
-        "num_right": row.num_right,
-        "num_queries": len(row.queries),
-    }
+    if sample.token_position_answer is not None:
+        line["token_position_answer"] = sample.token_position_answer
+    return line
 
 
-def _percents(name: str, estimate: Estimate | None) -> dict[str, float | None]:
-    """Return a score and its bounds, in percent as RULER has them."""
-    if estimate is None:
-        return {name: None, f"{name}_low": None, f"{name}_high": None}
-    low, high = ((None if each is None else 100 * each) for each in (estimate.low, estimate.high))
-    return {name: 100 * estimate.value, f"{name}_low": low, f"{name}_high": high}
+def table(report: LengthReport) -> str:
+    """Return all measurements with their intervals, with a blank line between the blocks."""
+    plan, first = report.plan, report.rows[0]
+
+    def block(
+        title: str, pick: Callable[[LengthRow], Estimate | None], form: Form = _percent
+    ) -> str:
+        head = ["", *(f"{each} tokens" for each in plan.context_lens)]
+        lines = [
+            [variant.label, *(number(pick(row), form) for row in report.of(variant))]
+            for variant in plan.variants
+        ]
+        return "\n".join([title, *aligned([head, *lines], num_left=1)])
+
+    blocks = [
+        f"{report.model}, {report.dtype} on {report.device}, trained for {plan.native_len} tokens; "
+        f"text: {report.text}"
+    ]
+    if first.windows:
+        what = (
+            f"{len(first.windows)} windows of {plan.target_tokens} tokens, the same at every "
+            f"length: {first.target_tokens} tokens, {first.target_bytes} bytes"
+        )
+        blocks += [
+            block(f"perplexity per token ({what})", lambda row: row.perplexity, _plain),
+            block("bits per byte (of the same)", lambda row: row.bits_per_byte, _plain),
+        ]
+    if first.queries:
+        what = f"right of {len(first.queries)} questions a length"
+        blocks.append(block(f"retrieval, % ({what})", lambda row: row.retrieval))
+    blocks += [
+        block(
+            f"{task} ({metric_names([task])} in %, {plan.num_samples} samples a length)",
+            partial(LengthRow.task_score, only=task),
+        )
+        for task in plan.tasks
+    ]
+    if len(plan.tasks) > 1:
+        blocks.append(block(f"mean of {len(plan.tasks)} tasks, %", LengthRow.task_score))
+    return "\n\n".join([*blocks, *_effective_lens(report)])
 
 
-def as_csv(report: LengthReport) -> str:
-    """Return results.csv: a heading and a line per variant and length.
+def _effective_lens(report: LengthReport) -> list[str]:
+    """Return the block of effective lengths with their rule; none without tasks."""
+    if not report.plan.tasks:
+        return []
+    native_len = report.plan.native_len
+    rows = []
+    for variant in report.plan.variants:
+        base, length = report.score_at_native_len(variant), report.effective_len(variant)
+        if base is None:
+            text = f"- (--context-lens has no {native_len})"
+        elif not base:
+            text = f"none (the score at {native_len} tokens is 0)"
+        else:
+            found = "none" if length is None else f"{length} tokens"
+            text = f"{found} (at least {100 * PASS_SHARE * base:.1f} %)"
+        rows.append([variant.label, text])
+    title = (
+        "effective length: the longest one with a mean score of at least "
+        f"{100 * PASS_SHARE:.0f} % of the score at {native_len} tokens"
+    )
+    return ["\n".join([title, *aligned(rows, num_left=2)])]
 
-    A field is empty if it is null in JSON.
-    """
-    return csv_text([scalars(row) for row in report.rows])
+
+def _plain(value: float) -> str:
+    return f"{value:.3g}" if value >= 100 else f"{value:.2f}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f}"

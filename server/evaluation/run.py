@@ -1,46 +1,30 @@
-"""One run of `ropewalk eval`: checks, measurement and output of the numbers."""
+"""One run of `ropewalk eval lengths` or `ruler`: checks, measurement and output of the numbers."""
 
-import json
-import time
+import itertools
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
+from functools import partial
 
 from pydantic import TypeAdapter
 
-from model_runtime.engine.engine import Engine
-from server.evaluation.cells import (
-    PERPLEXITY,
-    RETRIEVAL,
-    Grid,
-    LengthCell,
-    Score,
-    make_grid,
-    measure,
-)
-from server.evaluation.haystack import choose_haystacks
+from server.evaluation.cells import Grid, LengthCell, Score, make_grid, measure
 from server.evaluation.plan import LengthOptions, LengthPlan, make_plan
-from server.evaluation.plot import plot
-from server.evaluation.predictions import pair_up, write_predictions
-from server.evaluation.report import LengthReport, LengthRow, as_csv, as_json, make_row
-from server.evaluation.static_plot import plot_static
-from server.evaluation.subject import Subject, load_subject, native_of
-from server.evaluation.table import table
+from server.evaluation.report import Answered, LengthReport, LengthRow
+from server.evaluation.subject import load_subject, native_of
 from server.evaluation.tasks.qa import QuestionSet
 from server.evaluation.tasks.qa_files import read_question_sets
+from server.evaluation.tasks.sample import Sample, SampleScore
 from server.evaluation.texts import (
     Texts,
+    choose_haystacks,
     choose_windows,
     make_task_texts,
     make_texts,
     read_documents,
 )
 from server.settings.load import ServeSettings
-from server.study.eval_run import RunRecord, write_texts, writing
-from server.study.plotting import can_plot
+from server.study.eval_run import RunRecord, run_study
 from server.study.progress import Progress
-
-_RECORD_FILE = "results.jsonl"
 
 
 def run_lengths(
@@ -51,8 +35,9 @@ def run_lengths(
     plan = make_plan(options, native_of(settings))
     documents = read_documents(options.texts)
     question_sets = read_question_sets(options.qa_paths, plan.num_samples)
-    scores = TypeAdapter(list[Score])
-    record = RunRecord(options.output / _RECORD_FILE, scores, resumes=options.resumes)
+    record = RunRecord(
+        options.output / "results.jsonl", TypeAdapter(list[Score]), resumes=options.resumes
+    )
     subject = load_subject(settings, plan)
     if plan.tasks:
         texts = make_task_texts(documents, subject.tokenizer, plan.tasks)
@@ -71,7 +56,11 @@ def run_lengths(
     engine = subject.make_engine()
     engine.start()
     try:
-        _measure_missing(subject, engine, grid, record, progress)
+        scores = run_study(
+            {cell.key(subject.digest): cell for cell in grid.cells.values()},
+            partial(measure, engine, progress=progress),
+            *(record, progress),
+        )
     finally:
         engine.stop()
     return LengthReport(
@@ -83,74 +72,32 @@ def run_lengths(
         text_tokens=texts.num_tokens,
         started_at=started_at,
         plan=plan,
-        rows=_rows(plan, subject, grid, record),
+        rows=_rows(plan, grid, dict(zip(grid.cells, scores, strict=True))),
     )
 
 
-def write_files(report: LengthReport, folder: Path) -> None:
-    """Write JSON, CSV, table and plots to the folder. Raises EvalError."""
-    texts = {
-        "results.json": json.dumps(as_json(report), indent=1) + "\n",
-        "results.csv": as_csv(report),
-        "table.txt": table(report) + "\n",
-    }
-    write_texts(folder, texts)
-    if report.plan.tasks:
-        write_predictions(report, folder / "ruler")
-    if can_plot():
-        with writing(folder):
-            plot(report, folder)
-            plot_static(report, folder)
-
-
-def _measure_missing(
-    subject: Subject, engine: Engine, grid: Grid, record: RunRecord[Score], progress: Progress
-) -> None:
-    """Measure missing cells in the grid's order, and save each one as soon as it is finished."""
-    missing = [cell for cell in grid.cells if record.get(cell.key(subject.digest)) is None]
-    num_found = len(grid.cells) - len(missing)
-    if num_found:
-        progress.log(
-            f"{num_found} of {len(grid.cells)} cells are those of {_RECORD_FILE} and are not "
-            "measured again (--no-resume measures them)"
-        )
-    progress.begin(sum(cell.num_tokens for cell in missing))
-    for number, cell in enumerate(missing, start=1):
-        began = time.monotonic()
-        scores = measure(engine, cell, progress)
-        seconds = time.monotonic() - began
-        record.add(cell.key(subject.digest), _in_words(cell, seconds), scores)
-        progress.log(f"{number} of {len(missing)}: {cell.label}, {seconds:.1f} s")
-
-
-def _in_words(cell: LengthCell, seconds: float) -> dict[str, object]:
-    """Return what a reader of the record wants to know about a cell."""
-    return {
-        "kind": cell.kind,
-        "context_len": cell.context_len,
-        "profile": repr(cell.placement.tier.profile),
-        "seconds": round(seconds, 3),
-    }
-
-
 def _rows(
-    plan: LengthPlan, subject: Subject, grid: Grid, record: RunRecord[Score]
+    plan: LengthPlan, grid: Grid, scores: Mapping[object, list[Score]]
 ) -> tuple[LengthRow, ...]:
     rows = []
-    for variant in plan.variants:
-        for context_len in plan.context_lens:
-            cells = {
-                kind: grid.of_variant[variant, kind, context_len]
-                for kind in (PERPLEXITY, RETRIEVAL, *plan.tasks)
-                if (variant, kind, context_len) in grid.of_variant
-            }
-            scores = {
-                kind: record.get(cell.key(subject.digest)) or [] for kind, cell in cells.items()
-            }
-            factor = next(iter(cells.values())).placement.tier.factor
-            answered = {task: pair_up(cells[task], scores.pop(task)) for task in plan.tasks}
-            rows.append(make_row(variant, context_len, factor, scores, answered))
+    for variant, context_len in itertools.product(plan.variants, plan.context_lens):
+        of_kind = grid.of_variant[variant, context_len]
+        factor = grid.cells[next(iter(of_kind.values()))].placement.tier.factor
+        answered = {
+            task: _pair_up(grid.cells[of_kind[task]], scores[of_kind[task]]) for task in plan.tasks
+        }
+        own = {kind: scores[at] for kind, at in of_kind.items()}
+        rows.append(LengthRow(variant, context_len, factor, own, answered))
     return tuple(rows)
+
+
+def _pair_up(cell: LengthCell, scores: list[Score]) -> list[Answered]:
+    """Return the samples of a task's cell with their scores."""
+    return [
+        Answered(task.of, score)
+        for task, score in zip(cell.tasks, scores, strict=True)
+        if isinstance(task.of, Sample) and isinstance(score, SampleScore)
+    ]
 
 
 def _text_in_words(
@@ -161,14 +108,10 @@ def _text_in_words(
         for each in question_sets.values()
     ]
     if texts.sources:
-        files.insert(0, _sources_in_words(options, texts))
+        named = ", ".join(map(str, options.texts))
+        where = named or "held-out sources of Python's standard library"
+        joined = ", joined" if texts.is_joined else ""
+        files.insert(0, f"{where} ({texts.num_tokens} tokens{joined})")
     elif len(question_sets) < len(options.tasks):
         files.insert(0, "generated")
     return "; ".join(files)
-
-
-def _sources_in_words(options: LengthOptions, texts: Texts) -> str:
-    named = ", ".join(map(str, options.texts))
-    where = named or "held-out sources of Python's standard library"
-    joined = ", joined" if texts.is_joined else ""
-    return f"{where} ({texts.num_tokens} tokens{joined})"

@@ -1,4 +1,4 @@
-"""The texts of the evaluation, and the perplexity windows in them."""
+"""The texts of the evaluation, the perplexity windows in them, and the haystacks."""
 
 import random
 from collections.abc import Sequence
@@ -6,10 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model_runtime.text.tokenizer import Tokenizer
+from server.corpus.haystack import LINES_A_TOKEN, Haystack
 from server.corpus.held_out import Document, library_documents
+from server.corpus.needles import random_needles
 from server.evaluation.plan import LengthPlan
 from server.evaluation.tasks.make import read_essays
 from server.study.eval_run import EvalError
+
+NEEDLES = 4  # max in a context
+_TRIES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,47 @@ def choose_windows(texts: Texts, plan: LengthPlan, tokenizer: Tokenizer) -> list
         num_bytes = sum(len(tokenizer.token_bytes(each)) for each in ids[-size:])
         windows.append(LengthWindow(source.name, end, ids, num_bytes))
     return windows
+
+
+def choose_haystacks(texts: Texts, plan: LengthPlan, tokenizer: Tokenizer) -> list[Haystack]:
+    """Build enough haystacks for `num_queries` questions per length, by the seed.
+
+    Forms and depths alternate.
+    """
+    rng = random.Random(plan.seed)  # noqa: S311  # a choice of text, no secret
+    num_classes = -(-len(plan.depths) // NEEDLES)
+    haystacks: list[Haystack] = []
+    num_queries = 0
+    while num_queries < plan.num_queries:
+        number = len(haystacks)
+        depths = plan.depths[number % num_classes :: num_classes]
+        form = plan.forms[number // num_classes % len(plan.forms)]
+        needles = tuple(random_needles(rng, len(depths), form))
+        source, lines = _cut(rng, texts, plan.longest, tokenizer)
+        line_lens = tuple(len(tokenizer.encode(each, add_special_tokens=False)) for each in lines)
+        haystacks.append(Haystack(source, lines, line_lens, needles, depths))
+        num_queries += len(depths)
+    return haystacks
+
+
+def _cut(
+    rng: random.Random, texts: Texts, longest: int, tokenizer: Tokenizer
+) -> tuple[str, tuple[str, ...]]:
+    """Cut lines up to a random line end with enough text before it. Raises EvalError."""
+    source = rng.choice(texts.sources)
+    lines = [f"{line}\n" for line in source.text.removesuffix("\n").split("\n")]
+    if len(lines) <= NEEDLES:
+        raise EvalError(
+            f"--text: needles are hidden at line ends, and {source.name} has {len(lines)} of them; "
+            f"it must have more than {NEEDLES}"
+        )
+    most = LINES_A_TOKEN * longest
+    for _ in range(_TRIES):
+        end = rng.randint(1, len(lines))
+        before = "".join(lines[:end])
+        if len(tokenizer.encode(before, add_special_tokens=False)) >= longest:
+            return source.name, tuple(lines[:end][-most:])
+    return source.name, tuple(lines[-most:])
 
 
 def _text(path: Path) -> str:

@@ -5,6 +5,7 @@ Shapes: M = distances.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from model_runtime.deployment import Deployment
 from rope import Frequencies, NativeRope, PositionMethod, Tier, Unscaled, decay_bound, longest
+from server.study.frame import aligned, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +59,19 @@ def read_values(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class DecayBounds:
-    """The upper bound at some distances, by table."""
-
-    distances: tuple[int, ...]  # tokens
-    by_table: Mapping[str, tuple[float | None, ...]]  # by DeploymentTables' names
-
-
 def tables_of(deployment: Deployment, native: NativeRope) -> DeploymentTables:
     """Return the tables with and without scaling."""
     scaled = native.tables[native.scaled_layer_type]
     return DeploymentTables(
         scaled.frequencies(Unscaled()),
-        {_heading(tier): tier_frequencies(tier, native) for tier in deployment.own_tiers},
+        {heading(tier): tier_frequencies(tier, native) for tier in deployment.own_tiers},
         {
             layer_type: table.frequencies()
             for layer_type, table in sorted(native.tables.items())
             if layer_type != native.scaled_layer_type
         },
         {
-            _heading(tier): (tier.profile.positions, tier.ceiling - 1)
+            heading(tier): (tier.profile.positions, tier.ceiling - 1)
             for tier in deployment.own_tiers
             if tier.profile.positions is not None
         },
@@ -93,7 +87,8 @@ def tier_frequencies(tier: Tier, native: NativeRope) -> Frequencies:
     return replace(table, attention_factor=table.attention_factor * positions.attention_factor)
 
 
-def _heading(tier: Tier) -> str:
+def heading(tier: Tier) -> str:
+    """Return the heading of a tier's column, for example `512 (2x)`."""
     return f"{tier.ceiling} ({tier.factor:g}x)"
 
 
@@ -104,67 +99,58 @@ def distances_of(deployment: Deployment) -> tuple[int, ...]:
     return tuple(sorted({0, *powers, last}))
 
 
-def decay_bounds(tables: DeploymentTables, distances: tuple[int, ...]) -> DecayBounds:
-    return DecayBounds(
-        distances, {name: tuple(tables.bounds(name, distances)) for name in tables.named()}
-    )
-
-
-def decay_lines(deployment: Deployment, bounds: DecayBounds) -> list[str]:
+def decay_lines(
+    deployment: Deployment, tables: DeploymentTables, distances: Sequence[int]
+) -> list[str]:
     """Return lines with a row per distance and a column per table."""
-    widths = {name: max(len(name), 10) for name in bounds.by_table}
-    head = "  ".join(name.rjust(width) for name, width in widths.items())
-    lines = [
+    bounds = {name: tables.bounds(name, distances) for name in tables.named()}
+    lines = _by_distance(
         f"deployment {deployment.name}: upper bound of attention by distance in tokens, up to a "
         "factor that the vectors set",
-        f"{'distance':>10}  {head}",
-    ]
-    for row, distance in enumerate(bounds.distances):
-        cells = "  ".join(
-            _cell(bounds.by_table[name][row]).rjust(width) for name, width in widths.items()
-        )
-        lines.append(f"{distance:>10}  {cells}")
+        *(distances, bounds, ".4g", 10),
+    )
     if any(tier.profile.logn_len is not None for tier in deployment.own_tiers):
         lines.append(f"{'':>10}  without the log-n switch, which depends on the query's position")
     return lines
 
 
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def seen_lines(deployment: Deployment, tables: DeploymentTables, bounds: DecayBounds) -> list[str]:
+def seen_lines(
+    deployment: Deployment, tables: DeploymentTables, distances: Sequence[int]
+) -> list[str]:
     """Return lines with the distance at which the last query of a tier sees each key."""
     if not tables.methods:
         return []
-    seen = {name: tables.seen(name, bounds.distances) for name in tables.methods}
-    width = max(10, *map(len, seen))
-    lines = [
-        "",
+    seen = {name: tables.seen(name, distances) for name in tables.methods}
+    title = (
         f"deployment {deployment.name}: distance at which the last query of a tier sees a key, by "
-        "true distance (-: not read)",
-        f"{'distance':>10}  " + "  ".join(name.rjust(width) for name in seen),
+        "true distance (-: not read)"
+    )
+    return ["", *_by_distance(title, distances, seen, "", max(10, *map(len, seen)))]
+
+
+def _by_distance(
+    title: str,
+    distances: Sequence[int],
+    columns: Mapping[str, Sequence[float | None]],
+    form: str,
+    least: int,
+) -> list[str]:
+    rows = [
+        [str(distance), *(number(values[at], form) for values in columns.values())]
+        for at, distance in enumerate(distances)
     ]
-    for row, distance in enumerate(bounds.distances):
-        cells = (each[row] for each in seen.values())
-        texts = ("-" if cell is None else str(cell) for cell in cells)
-        lines.append(f"{distance:>10}  " + "  ".join(text.rjust(width) for text in texts))
-    return lines
+    return [title, *aligned([["distance", *columns], *rows], [10, *[least] * len(columns)])]
 
 
-def decay_json(tables: DeploymentTables, bounds: DecayBounds) -> dict[str, Any]:
+def decay_json(tables: DeploymentTables, distances: Sequence[int]) -> dict[str, Any]:
     """Return the JSON value, with tiers in the order of the deployment."""
-    return {
-        "distances": bounds.distances,
-        "unscaled": bounds.by_table["unscaled"],
-        "tiers": [bounds.by_table[name] for name in tables.tiers],
-        "other_layer_types": {name: bounds.by_table[name] for name in tables.others},
-        **_seen_json(tables, bounds),
+    bounds = partial(tables.bounds, distances=distances)
+    found: dict[str, Any] = {
+        "distances": distances,
+        "unscaled": bounds("unscaled"),
+        "tiers": [bounds(name) for name in tables.tiers],
+        "other_layer_types": {name: bounds(name) for name in tables.others},
     }
-
-
-def _seen_json(tables: DeploymentTables, bounds: DecayBounds) -> dict[str, Any]:
-    """Return where the methods of the tiers see keys; nothing without a method."""
-    if not tables.methods:
-        return {}
-    return {"seen_at": [tables.seen(name, bounds.distances) for name in tables.tiers]}
+    if tables.methods:
+        found["seen_at"] = [tables.seen(name, distances) for name in tables.tiers]
+    return found

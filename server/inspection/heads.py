@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from model_runtime.text.tokenizer import Tokenizer
 from server.corpus.held_out import Document, library_documents
+from server.inspection.command import InspectOptions
 from server.inspection.layer_statistics import LayerStatistics
 from server.settings.load import ServeSettings, SettingsError
 from server.settings.named_files import read_named
@@ -20,15 +20,6 @@ _ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
-class HeadsOptions:
-    """The command line options about heads."""
-
-    layers: str  # "all", or indices with commas between them
-    sample_text: Path | None  # None: the standard library's held-out sources
-    sample_tokens: int  # max
-
-
-@dataclass(frozen=True, slots=True)
 class InspectedHeads:
     """Statistics by layer, and their source."""
 
@@ -38,16 +29,13 @@ class InspectedHeads:
     num_sequences: int
 
 
-def heads_options(
-    layers: str | None, sample_text: Path | None, sample_tokens: int | None
-) -> HeadsOptions | None:
-    """Return the options, or None without --heads. Raises SettingsError for an unused sample."""
-    if layers is None:
-        for flag, value in (("--sample-text", sample_text), ("--sample-tokens", sample_tokens)):
-            if value is not None:
-                raise SettingsError(f"{flag} is for --heads, which is not given, got {value}")
-        return None
-    return HeadsOptions(layers, sample_text, sample_tokens or _DEFAULT_TOKENS)
+def check_sample(options: InspectOptions) -> None:
+    """Raise SettingsError for a sample without --heads, which would not be read."""
+    for name in ("sample_text", "sample_tokens"):
+        value = getattr(options, name)
+        if options.heads is None and value is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise SettingsError(f"{flag} is for --heads, which is not given, got {value}")
 
 
 def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
@@ -64,7 +52,7 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     return layers
 
 
-def read_sample(options: HeadsOptions) -> list[Document]:
+def read_sample(options: InspectOptions) -> list[Document]:
     """Read the sample texts. Raises SettingsError."""
     if options.sample_text is None:
         return library_documents(held_out=True)
@@ -76,7 +64,7 @@ def inspect_heads(
     settings: ServeSettings,
     layers: Sequence[int],
     documents: Sequence[Document],
-    options: HeadsOptions,
+    options: InspectOptions,
 ) -> InspectedHeads:
     """Load the model and run the sample through it. Raises ModelError or SettingsError."""
     # Imported here, because only --heads needs numba and transformers.
@@ -84,7 +72,9 @@ def inspect_heads(
 
     checkpoint = load_model(settings)
     length = sequence_len(checkpoint, _SEQUENCE_TOKENS)
-    sequences = _sequences(documents, checkpoint.tokenizer, length, options.sample_tokens)
+    sequences = _sequences(
+        documents, checkpoint.tokenizer, length, options.sample_tokens or _DEFAULT_TOKENS
+    )
     num_tokens = sum(map(len, sequences))
     if num_tokens < 2:
         raise SettingsError(f"--sample-text must have >= 2 tokens, got {num_tokens}")

@@ -1,19 +1,15 @@
 """Plots of attention against distance: the bound, and the expected scores of the heads."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from model_runtime.deployment import Deployment
-from rope import NativeRope
-from server.inspection.decay import DeploymentTables
-from server.inspection.layer_statistics import LayerStatistics
-from server.inspection.scores import DeploymentScores, HeadScores, expected_curves
-from server.study.plotting import COLOURS, tidy
+from server.inspection.inspected import InspectedDeployment
+from server.inspection.scores import HeadScores, expected_curves
+from server.study.plotting import COLOURS, new_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,54 +18,38 @@ _POINTS = 500  # of a curve, evenly spaced on the logarithmic axis
 _TICKS = 7
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnDeployment:
-    """A row of the plot."""
-
-    deployment: Deployment
-    native: NativeRope
-    tables: DeploymentTables
-    distances: tuple[int, ...]  # of the tables in the terminal
-    layers: Mapping[int, LayerStatistics]  # empty: no weights were loaded
-    scores: DeploymentScores | None  # None: no weights were loaded
-
-    def curve_distances(self) -> list[int]:
-        """Return distances from 1 to the last, dense enough for the shape of the curves."""
-        last = self.distances[-1]
-        powers = torch.linspace(0, math.log2(last), _POINTS)
-        return sorted({min(last, round(each)) for each in (2**powers).tolist()})
-
-
-def plot(drawn: Sequence[DrawnDeployment], title: str, path: Path) -> None:
+def plot(drawn: Sequence[InspectedDeployment], title: str, path: Path) -> None:
     """Draw a row per deployment: the bound, and any scores without and with scaling.
 
     If a deployment has a position method, a column has the distances at which keys are seen.
 
     Raises OSError if the file cannot be written.
     """
-    # Optional, and slow to import.
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
     has_methods = any(each.tables.methods for each in drawn)
     num_columns = 1 + has_methods + (2 if any(each.scores for each in drawn) else 0)
-    figure = Figure(figsize=(2.5 + 5.5 * num_columns, 1 + 4 * len(drawn)), layout="constrained")
-    grid = figure.subplots(len(drawn), num_columns, squeeze=False)
-    for row, each in zip(grid, drawn, strict=True):
-        _draw_bounds(row[0], each)
-        if has_methods:
-            _draw_seen(row[1], each)
-        if each.scores is not None:
-            longest = list(each.scores.tiers)[-1]
-            before, after = row[-2:]
-            after.sharey(before)
-            _draw_heads(before, each, "unscaled", each.scores.unscaled)
-            _draw_heads(after, each, longest, each.scores.tiers[longest])
-    figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=150)
+    with new_figure(path, 2.5 + 5.5 * num_columns, 1 + 4 * len(drawn), title) as figure:
+        grid = figure.subplots(len(drawn), num_columns, squeeze=False)
+        for row, each in zip(grid, drawn, strict=True):
+            _draw_bounds(row[0], each)
+            if has_methods:
+                _draw_seen(row[1], each)
+            if each.scores is not None:
+                longest = list(each.scores.tiers)[-1]
+                before, after = row[-2:]
+                after.sharey(before)
+                _draw_heads(before, each, "unscaled", each.scores.unscaled)
+                _draw_heads(after, each, longest, each.scores.tiers[longest])
 
 
-def _draw_bounds(axes: "Axes", drawn: DrawnDeployment) -> None:
-    distances = drawn.curve_distances()
+def _curve_distances(drawn: InspectedDeployment) -> list[int]:
+    """Return distances from 1 to the last, dense enough for the shape of the curves."""
+    last = drawn.distances[-1]
+    powers = torch.linspace(0, math.log2(last), _POINTS)
+    return sorted({min(last, round(each)) for each in (2**powers).tolist()})
+
+
+def _draw_bounds(axes: "Axes", drawn: InspectedDeployment) -> None:
+    distances = _curve_distances(drawn)
     tables = drawn.tables.named()
     for number, name in enumerate(tables):
         bounds = _gaps(drawn.tables.bounds(name, distances))
@@ -81,9 +61,9 @@ def _draw_bounds(axes: "Axes", drawn: DrawnDeployment) -> None:
     _finish(axes, drawn, f"{drawn.deployment.name}: upper bound")
 
 
-def _draw_seen(axes: "Axes", drawn: DrawnDeployment) -> None:
+def _draw_seen(axes: "Axes", drawn: InspectedDeployment) -> None:
     """Draw the distance at which the last query of each tier sees a key."""
-    distances = drawn.curve_distances()
+    distances = _curve_distances(drawn)
     names = ["unscaled", *drawn.tables.methods]
     for number, name in enumerate(names):
         seen = _gaps(drawn.tables.seen(name, distances))
@@ -111,12 +91,12 @@ def _gaps(values: Sequence[float | None]) -> list[float]:
 
 
 def _draw_heads(
-    axes: "Axes", drawn: DrawnDeployment, name: str, scaled_rows: Sequence[HeadScores]
+    axes: "Axes", drawn: InspectedDeployment, name: str, scaled_rows: Sequence[HeadScores]
 ) -> None:
     """Draw a thin line per head, the mean over heads, and the mean spread around it."""
     assert drawn.scores is not None
     colour = COLOURS[1] if name == "unscaled" else COLOURS[0]
-    distances = drawn.curve_distances()
+    distances = _curve_distances(drawn)
     curves = expected_curves(drawn.layers, drawn.native, drawn.tables, name, distances)
     for curve in curves:
         axes.plot(distances, _gaps(curve), color="0.7", linewidth=0.5)
@@ -140,7 +120,7 @@ def _mean(values: Sequence[float | None]) -> float:
     return sum(seen) / len(seen) if seen else math.nan
 
 
-def _finish(axes: "Axes", drawn: DrawnDeployment, title: str) -> None:
+def _finish(axes: "Axes", drawn: InspectedDeployment, title: str) -> None:
     """Draw distance on a logarithmic axis, and mark the end of the native length."""
     axes.set_xscale("log", base=2)
     powers = [each for each in drawn.distances if each > 0][:-1]

@@ -15,6 +15,7 @@ from model_runtime.deployment import Deployment
 from rope import Frequencies, Moments, NativeRope, expected_score, score_spread
 from server.inspection.decay import DeploymentTables, read_values
 from server.inspection.layer_statistics import LayerStatistics
+from server.study.frame import aligned
 
 _NOTHING_TURNS = Frequencies(torch.empty(0), 1.0)
 
@@ -157,13 +158,11 @@ def score_lines(deployment: Deployment, scores: DeploymentScores) -> list[str]:
 
 
 def _block(distances: Sequence[int], rows: Sequence[HeadScores]) -> list[str]:
-    cells = [[_cell(*pair) for pair in zip(row.expected, row.spread, strict=True)] for row in rows]
+    cells = [list(map(_cell, row.expected, row.spread)) for row in rows]
     width = max(len(cell) for row in cells for cell in row)
-    lines = [f"{'layer':>5}  {'head':>4}  " + "  ".join(f"{each:>{width}}" for each in distances)]
-    for row, texts in zip(rows, cells, strict=True):
-        joined = "  ".join(text.rjust(width) for text in texts)
-        lines.append(f"{row.layer:>5}  {row.head:>4}  {joined}")
-    return lines
+    head = ["layer", "head", *map(str, distances)]
+    lines = [[str(row.layer), str(row.head), *of] for row, of in zip(rows, cells, strict=True)]
+    return aligned([head, *lines], [5, 4, *[width] * len(distances)])
 
 
 def _cell(expected: float | None, spread: float | None) -> str:

@@ -10,11 +10,9 @@ from functools import lru_cache
 from model_runtime.errors import RequestError
 from model_runtime.text.tokenizer import Tokenizer
 from server.api.strict_body import Body
+from server.corpus.haystack import Haystack, HaystackError
 from server.corpus.held_out import Document, library_documents
 from server.corpus.needles import FORMS, random_needles
-from server.evaluation.haystack import Haystack
-from server.evaluation.texts import LengthSource, Texts
-from server.study.eval_run import EvalError
 
 SHORTEST = 64  # tokens: a needle, its question and some text
 _CHARACTERS_A_TOKEN = 12  # above the real number, so that the text is long enough
@@ -54,18 +52,17 @@ class NeedleMaker:
         source, lines = _cut(rng, context_len)
         encode = self.tokenizer.encode
         lens = tuple(len(encode(line, add_special_tokens=False)) for line in lines)
-        special_ids = self.tokenizer.leading_special_ids()
-        haystack = Haystack(LengthSource(source, "", ()), lines, lens, (needle,), (depth,))
-        texts = Texts((), special_ids, is_joined=False)
         try:
-            query = haystack.queries(context_len, self.tokenizer, texts)[0]
-        except EvalError as error:
+            haystack = Haystack(source, lines, lens, (needle,), (depth,))
+            query = haystack.queries(context_len, self.tokenizer)[0]
+        except HaystackError as error:
             raise RequestError(
                 f"`context_len`: no text for {context_len} tokens at depth {depth:g}",
                 param="context_len",
             ) from error
+        num_special = len(self.tokenizer.leading_special_ids())
         text = self.tokenizer.decode(
-            list(query.prompt_ids[len(special_ids) :]), skip_special_tokens=False
+            list(query.prompt_ids[num_special:]), skip_special_tokens=False
         ).lstrip("\ufffd")  # the cut may be inside a character
         # The text is tokenised again when it is sent. Its first characters may then merge anew.
         num_prompt_tokens = len(encode(text))

@@ -1,14 +1,15 @@
 """Plots of perplexity, retrieval and time by the number of tier changes."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.policy_eval.measure import CROSSING_POLICIES
-from server.policy_eval.report import CrossingReport, CrossingRow, rows_of
+from server.policy_eval.report import CrossingReport, rows_of
+from server.study.frame import Row
 from server.study.intervals import Estimate
-from server.study.plotting import milliseconds_text, use_log_scale
+from server.study.plotting import milliseconds_text, new_figure, tidy, use_log_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,47 +18,45 @@ if TYPE_CHECKING:
 _COLOURS = {"pinned": "#0072b2", "grow": "#009e73", "grow-exact": "#56b4e9", "stale": "#d55e00"}
 _MARKERS = {"pinned": "o", "grow": "^", "grow-exact": "s", "stale": "X"}
 _APART = 0.12  # of one tier change, so that markers of equal height are all visible
+_LABELS = (
+    "perplexity after the\nlast crossing (log scale)",
+    "needles found\nacross it (share)",
+    "time of the token\nat it (log scale)",
+)
 
 
 def plot(report: CrossingReport, path: Path) -> None:
     """Draw a column of three panels for each method; needs matplotlib."""
-    # Optional, and slow to import.
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
     rows = rows_of(report.outcomes)
-    methods = list(dict.fromkeys(each.method for each in rows))
-    figure = Figure(figsize=(2.5 + 4.5 * len(methods), 9.5), layout="constrained")
-    panels = figure.subplots(3, len(methods), sharex=True, sharey="row", squeeze=False)
-    for column, method in enumerate(methods):
-        own = [each for each in rows if each.method == method]
-        perplexity, retrieval, gap = panels[:, column]
-        perplexity.set_title(method)
-        _draw(perplexity, own, lambda row: row.perplexity)
-        _draw(retrieval, own, lambda row: row.retrieval)
-        _draw(gap, own, _longest_gap)
-        retrieval.set_ylim(-0.05, 1.05)
-        crossings = sorted({each.num_crossings for each in own})
-        gap.set_xticks(crossings, [_reach(each, report.native_len) for each in crossings])
-        gap.set_xlabel("tiers crossed while decoding")
-    use_log_scale(panels[0], _edges(panels[0]), lambda value: f"{value:g}")
-    use_log_scale(panels[2], _edges(panels[2]), milliseconds_text)
-    panels[0, 0].set_ylabel("perplexity after the\nlast crossing (log scale)")
-    panels[1, 0].set_ylabel("needles found\nacross it (share)")
-    panels[2, 0].set_ylabel("time of the token\nat it (log scale)")
-    # Beside the panels, because bars may be anywhere inside.
-    figure.legend(
-        *panels[0, 0].get_legend_handles_labels(),
-        loc="outside right upper",
-        frameon=False,
-        title="policy",
-    )
-    figure.align_ylabels()
-    figure.suptitle(
+    methods = list(dict.fromkeys(each["method"] for each in rows))
+    title = (
         f"{report.model}: what happens to cached keys when the table changes\n"
-        f"{max(each.num_windows for each in rows)} windows, 95 % intervals",
-        fontsize="medium",
+        f"{max(each['num_windows'] for each in rows)} windows, 95 % intervals"
     )
-    figure.savefig(path, dpi=150)
+    with new_figure(path, 2.5 + 4.5 * len(methods), 9.5, title) as figure:
+        panels = figure.subplots(3, len(methods), sharex=True, sharey="row", squeeze=False)
+        for column, method in enumerate(methods):
+            own = [each for each in rows if each["method"] == method]
+            _draw(panels[0, column], own, [each["perplexity"] for each in own])
+            _draw(panels[1, column], own, [each["retrieval"] for each in own])
+            # The median time at the last tier change, or of an ordinary step if there is none.
+            gaps = [each["crossing_ms"] or each["step_ms"] for each in own]
+            _draw(panels[2, column], own, [Estimate(each, None, None) for each in gaps])
+            panels[0, column].set_title(method)
+            crossings = sorted({each["num_crossings"] for each in own})
+            panels[2, column].set_xticks(
+                crossings, [_reach(each, report.native_len) for each in crossings]
+            )
+            panels[2, column].set_xlabel("tiers crossed while decoding")
+        panels[1, 0].set_ylim(-0.05, 1.05)
+        use_log_scale(panels[0], _edges(panels[0]), lambda value: f"{value:g}")
+        use_log_scale(panels[2], _edges(panels[2]), milliseconds_text)
+        for panel, label in zip(panels[:, 0], _LABELS, strict=True):
+            panel.set_ylabel(label)
+        # Beside the panels, because bars may be anywhere inside.
+        handles = panels[0, 0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside right upper", frameon=False, title="policy")
+        figure.align_ylabels()
 
 
 def _edges(row: Sequence["Axes"]) -> list[float]:
@@ -71,36 +70,23 @@ def _reach(num_crossings: int, native_len: int) -> str:
     return f"{num_crossings}\n{first:,} \u2192 {last:,}"
 
 
-def _longest_gap(row: CrossingRow) -> Estimate:
-    """Return the median time at the last tier change, or of an ordinary step if there is none.
-
-    It has no interval, because it is a median.
-    """
-    return Estimate(row.step_ms if row.crossing_ms is None else row.crossing_ms, None, None)
-
-
-def _draw(
-    axes: "Axes", rows: Sequence[CrossingRow], number: Callable[[CrossingRow], Estimate]
-) -> None:
+def _draw(axes: "Axes", rows: Sequence[Row], found: Sequence[Estimate]) -> None:
+    """Draw a marker with an interval for each row, policies beside each other."""
     for place, policy in enumerate(CROSSING_POLICIES):
-        own = [each for each in rows if each.policy == policy]
-        if not own:
-            continue
         shift = (place - (len(CROSSING_POLICIES) - 1) / 2) * _APART
-        found = [number(each) for each in own]
-        axes.errorbar(
-            [each.num_crossings + shift for each in own],
-            [each.value for each in found],
-            yerr=[
-                [0.0 if each.low is None else max(0.0, each.value - each.low) for each in found],
-                [0.0 if each.high is None else max(0.0, each.high - each.value) for each in found],
-            ],
-            fmt=_MARKERS[policy],
-            color=_COLOURS[policy],
-            capsize=3,
-            label=policy,
-        )
-    axes.grid(axis="y", color="0.9")
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+        own = [
+            (row["num_crossings"] + shift, each)
+            for row, each in zip(rows, found, strict=True)
+            if row["policy"] == policy
+        ]
+        if own:
+            axes.errorbar(
+                [at for at, _ in own],
+                [each.value for _, each in own],
+                yerr=list(zip(*(each.reaches() for _, each in own), strict=True)),
+                fmt=_MARKERS[policy],
+                color=_COLOURS[policy],
+                capsize=3,
+                label=policy,
+            )
+    tidy(axes, "y")

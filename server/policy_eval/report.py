@@ -7,11 +7,12 @@ than the levels, because the spread of the levels is mostly that of the texts.
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from server.policy_eval.measure import CROSSING_POLICIES, CrossingPolicy, Outcome
 from server.policy_eval.options import CrossingOptions
+from server.study.frame import Column, Row, csv_of, flat, json_of, make_rows, text_of
 from server.study.intervals import Estimate, bootstrap, exponential, proportion
 
 # Each policy against `pinned`, and the two policies that compute nothing at a tier change.
@@ -21,42 +22,104 @@ COMPARED: tuple[tuple[CrossingPolicy, CrossingPolicy], ...] = (
     ("stale", "pinned"),
     ("stale", "grow"),
 )
+_SETTINGS = (
+    *("output", "methods", "num_crossings", "num_windows", "windows_together", "scored_tokens"),
+    *("lead_tokens", "native_len", "seed", "resumes"),
+)
 
 Key = tuple[str, int, CrossingPolicy]  # method, number of tier changes, policy
 Outcomes = Mapping[Key, Sequence[Outcome]]  # in the order of the windows
 
 
 @dataclass(frozen=True, slots=True)
-class CrossingRow:
-    """One policy at one number of tier changes."""
+class Windows:
+    """Windows under a policy at a number of tier changes, or under another one beside it."""
 
     method: str
     num_crossings: int
     policy: CrossingPolicy
-    num_windows: int
-    num_scored: int  # tokens, over all windows
-    perplexity: Estimate  # bootstrap over windows
-    num_found: int
-    retrieval: Estimate  # Wilson
-    decode_s: float  # mean over windows, first decoded token to last
-    step_ms: float  # median between two tokens
-    crossing_ms: float | None  # median at the last tier change; None: there is none
+    ours: Sequence[Outcome]
+    against: CrossingPolicy | None = None
+    theirs: Sequence[Outcome] = ()
+
+    @property
+    def num_windows(self) -> int:
+        return len(self.ours)
+
+    @property
+    def num_found(self) -> int:
+        return sum(each.found for each in self.ours)
+
+    @property
+    def crossing_ms(self) -> float | None:
+        """Return the median at the last tier change, or None if there is none."""
+        last = [each.crossing_s[-1] for each in self.ours if each.crossing_s]
+        return 1000 * statistics.median(last) if last else None
+
+    def difference(self) -> Estimate:
+        """Return the nats a token that the policy has more; 0.01 is about 1 % of perplexity."""
+        return bootstrap([_nats(one) - _nats(other) for one, other in self._pairs()])
+
+    def found_more(self) -> Estimate:
+        """Return the share of windows that the policy answers more."""
+        return bootstrap([float(one.found) - float(other.found) for one, other in self._pairs()])
+
+    def num_only(self, *, here: bool) -> int:
+        """Return the windows answered only by the policy, or only by the other one."""
+        return sum(one.found is here and other.found is not here for one, other in self._pairs())
+
+    def decode_ratio(self) -> float:
+        """Return the ratio of the mean times."""
+        ours, theirs = (sum(each.decode_s for each in side) for side in (self.ours, self.theirs))
+        return ours / theirs
+
+    def _pairs(self) -> list[tuple[Outcome, Outcome]]:
+        return list(zip(self.ours, self.theirs, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One policy minus another over the same windows; bootstrap over windows."""
-
-    method: str
-    num_crossings: int
-    policy: CrossingPolicy
-    against: CrossingPolicy
-    num_windows: int
-    nll: Estimate  # nats per token; 0.01 is about 1 % of perplexity
-    num_found_only_here: int  # windows answered correctly only by `policy`
-    num_found_only_there: int
-    retrieval: Estimate  # share of windows
-    decode_time: float  # ratio of the mean times
+_ABOUT = (
+    Column("method"),
+    Column("num_crossings", heading="crossings"),
+    Column("policy", heading="policy"),
+)
+LEVELS = (
+    *_ABOUT,
+    Column("num_windows", heading="windows"),
+    Column("num_scored", lambda each: sum(len(one.nll) for one in each.ours)),
+    Column(
+        "perplexity", lambda each: exponential(bootstrap([_nats(one) for one in each.ours])),
+        "perplexity", ".3f", is_estimate=True,
+    ),
+    Column("num_found"),
+    Column("found", lambda each: f"{each.num_found}/{each.num_windows}", "found", only_text=True),
+    Column(
+        "retrieval", lambda each: proportion(each.num_found, each.num_windows), "of all", ".0%",
+        is_estimate=True,
+    ),
+    Column(
+        "decode_s", lambda each: statistics.fmean(one.decode_s for one in each.ours), "decode s",
+        ".2f",
+    ),
+    Column(
+        "step_ms", lambda each: 1000 * statistics.median(one.step_s for one in each.ours),
+        "step ms", ".1f",
+    ),
+    Column("crossing_ms", heading="crossing ms", form=".1f"),
+)  # fmt: skip
+DIFFERENCES = (
+    *_ABOUT,
+    Column("against", heading="against"),
+    Column("num_windows"),
+    Column("nll", Windows.difference, "nats a token", "+.4f", is_estimate=True),
+    Column(
+        "ratio", lambda each: math.expm1(each.difference().value), "perplexity", "+.1%",
+        only_text=True,
+    ),
+    Column("num_found_only_here", lambda each: each.num_only(here=True), "only here"),
+    Column("num_found_only_there", lambda each: each.num_only(here=False), "only there"),
+    Column("retrieval", Windows.found_more, "found", "+.0%", is_estimate=True),
+    Column("decode_time", Windows.decode_ratio, "time", lambda value: f"x {value:.2f}"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,152 +132,61 @@ class CrossingReport:
     outcomes: Outcomes
 
 
-def rows_of(outcomes: Outcomes) -> list[CrossingRow]:
+def rows_of(outcomes: Outcomes) -> list[Row]:
     """Return a row per method, number of tier changes and policy, in order of measurement."""
-    return [_row(key, each) for key, each in outcomes.items()]
+    return make_rows(LEVELS, [Windows(*key, ours) for key, ours in outcomes.items()])
 
 
-def differences_of(outcomes: Outcomes) -> list[Difference]:
+def differences_of(outcomes: Outcomes) -> list[Row]:
     """Return every comparison of COMPARED with both sides measured."""
-    found = []
-    for method, num_crossings in dict.fromkeys(key[:2] for key in outcomes):
+    subjects = []
+    for at in dict.fromkeys(key[:2] for key in outcomes):
         for policy, against in COMPARED:
-            ours = outcomes.get((method, num_crossings, policy))
-            theirs = outcomes.get((method, num_crossings, against))
+            ours, theirs = outcomes.get((*at, policy)), outcomes.get((*at, against))
             if ours and theirs:
-                found.append(_difference((method, num_crossings, policy), against, ours, theirs))
-    return found
+                subjects.append(Windows(*at, policy, ours, against, theirs))
+    return make_rows(DIFFERENCES, subjects)
 
 
-def _row(key: Key, windows: Sequence[Outcome]) -> CrossingRow:
-    method, num_crossings, policy = key
-    nll = bootstrap([_mean_nll(each) for each in windows])
-    num_found = sum(each.found for each in windows)
-    last = [each.crossing_s[-1] for each in windows if each.crossing_s]
-    return CrossingRow(
-        method,
-        num_crossings,
-        policy,
-        len(windows),
-        sum(len(each.nll) for each in windows),
-        exponential(nll),
-        num_found,
-        proportion(num_found, len(windows)),
-        statistics.fmean(each.decode_s for each in windows),
-        1000 * statistics.median(each.step_s for each in windows),
-        1000 * statistics.median(last) if last else None,
-    )
-
-
-def _difference(
-    key: Key, against: CrossingPolicy, ours: Sequence[Outcome], theirs: Sequence[Outcome]
-) -> Difference:
-    pairs = list(zip(ours, theirs, strict=True))
-    return Difference(
-        *key,
-        against,
-        len(pairs),
-        bootstrap([_mean_nll(one) - _mean_nll(other) for one, other in pairs]),
-        sum(one.found and not other.found for one, other in pairs),
-        sum(other.found and not one.found for one, other in pairs),
-        bootstrap([float(one.found) - float(other.found) for one, other in pairs]),
-        sum(each.decode_s for each in ours) / sum(each.decode_s for each in theirs),
-    )
-
-
-def _mean_nll(outcome: Outcome) -> float:
+def _nats(outcome: Outcome) -> float:
+    """Return the mean of the scored tokens."""
     return math.fsum(outcome.nll) / len(outcome.nll)
 
 
-def as_json(report: CrossingReport) -> dict[str, Any]:
-    """Return the requested settings, the rows and the differences."""
-    return {
+def files_of(report: CrossingReport) -> dict[str, Any]:
+    """Return the texts of the files by name."""
+    rows, differences = rows_of(report.outcomes), differences_of(report.outcomes)
+    numbers = {
         "settings": {
             "model": report.model,
-            **asdict(report.options),
+            **{name: getattr(report.options, name) for name in _SETTINGS},
             "output": str(report.options.output),
             "native_len": report.native_len,
         },
-        "rows": [asdict(each) for each in rows_of(report.outcomes)],
-        "differences": [asdict(each) for each in differences_of(report.outcomes)],
+        "rows": json_of(LEVELS, rows),
+        "differences": json_of(DIFFERENCES, differences),
     }
-
-
-def flat(row: CrossingRow | Difference) -> dict[str, Any]:
-    """Return the numbers by name, for a line of a CSV; an estimate has three of them."""
-    found: dict[str, Any] = {}
-    for each in fields(row):
-        value = getattr(row, each.name)
-        if isinstance(value, Estimate):
-            found |= {
-                each.name: value.value,
-                f"{each.name}_low": value.low,
-                f"{each.name}_high": value.high,
-            }
-        else:
-            found[each.name] = value
-    return found
-
-
-_LEVELS = ("crossings", "policy", "windows", "perplexity", "found", "of all",
-           "decode s", "step ms", "crossing ms")  # fmt: skip
-_DIFFERENCES = ("crossings", "policy", "against", "nats a token", "perplexity", "only here",
-                "only there", "found", "time")  # fmt: skip
+    return {
+        "crossings.json": numbers,
+        "crossings.csv": csv_of(flat(LEVELS, rows)),
+        "crossings_differences.csv": csv_of(flat(DIFFERENCES, differences)),
+        "crossings.txt": table(report.outcomes) + "\n",
+    }
 
 
 def table(outcomes: Outcomes) -> str:
     """Return levels, then differences, in a block for each method."""
-    rows, differences = rows_of(outcomes), differences_of(outcomes)
     blocks = []
-    for method in dict.fromkeys(each.method for each in rows):
-        levels = [_level_cells(each) for each in rows if each.method == method]
-        paired = [_difference_cells(each) for each in differences if each.method == method]
-        blocks.append(f"{method}: after the last crossing, 95 % intervals")
-        blocks.append(_aligned([_LEVELS, *levels]))
-        if paired:
-            blocks.append(f"{method}: differences over the same windows")
-            blocks.append(_aligned([_DIFFERENCES, *paired]))
+    levels, differences = rows_of(outcomes), differences_of(outcomes)
+    for method in dict.fromkeys(key[0] for key in outcomes):
+        for columns, rows, title in (
+            (LEVELS, levels, "after the last crossing, 95 % intervals"),
+            (DIFFERENCES, differences, "differences over the same windows"),
+        ):
+            own = [each for each in rows if each["method"] == method]
+            if own:
+                blocks += [f"{method}: {title}", "\n".join(text_of(columns, own))]
     return "\n\n".join(blocks)
-
-
-def _level_cells(row: CrossingRow) -> tuple[str, ...]:
-    return (
-        str(row.num_crossings),
-        row.policy,
-        str(row.num_windows),
-        _with_interval(row.perplexity, ".3f"),
-        f"{row.num_found}/{row.num_windows}",
-        _with_interval(row.retrieval, ".0%"),
-        f"{row.decode_s:.2f}",
-        f"{row.step_ms:.1f}",
-        "-" if row.crossing_ms is None else f"{row.crossing_ms:.1f}",
-    )
-
-
-def _difference_cells(row: Difference) -> tuple[str, ...]:
-    return (
-        str(row.num_crossings),
-        row.policy,
-        row.against,
-        _with_interval(row.nll, "+.4f"),
-        f"{math.expm1(row.nll.value):+.1%}",
-        str(row.num_found_only_here),
-        str(row.num_found_only_there),
-        _with_interval(row.retrieval, "+.0%"),
-        f"x {row.decode_time:.2f}",
-    )
-
-
-def _with_interval(each: Estimate, form: str) -> str:
-    return f"{each.value:{form}} [{each.low:{form}}, {each.high:{form}}]"
-
-
-def _aligned(cells: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    )
 
 
 def in_order(outcomes: Outcomes) -> dict[Key, Sequence[Outcome]]:

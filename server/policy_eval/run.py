@@ -1,10 +1,8 @@
 """One run of the tier-change comparison: checks, missing cells and output of the numbers."""
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,23 +20,12 @@ from server.policy_eval.measure import (
 )
 from server.policy_eval.model_digest import model_digest
 from server.policy_eval.options import CrossingOptions
-from server.policy_eval.plot import plot
-from server.policy_eval.report import (
-    CrossingReport,
-    Key,
-    as_json,
-    differences_of,
-    flat,
-    in_order,
-    rows_of,
-    table,
-)
+from server.policy_eval.report import CrossingReport, Key, in_order
 from server.policy_eval.windows import CrossingSource, CrossingWindow, Shape, draw_sources, lay_out
 from server.settings.load import ServeSettings
 from server.startup.load_model import load_model
 from server.startup.serving_plan import model_name
-from server.study.eval_run import EvalError, RunRecord, csv_text, key_of, write_texts, writing
-from server.study.plotting import can_plot
+from server.study.eval_run import EvalError, RunRecord, key_of, run_study
 from server.study.progress import Progress
 
 RECORD_FILE = "crossings.jsonl"
@@ -58,6 +45,11 @@ class CrossingCell:
     def label(self) -> str:
         """Return a label, for example `yarn stale, crossings: 1, group 0`."""
         return f"{self.method} {self.policy}, crossings: {self.num_crossings}, group {self.group}"
+
+    @property
+    def size(self) -> int:
+        """Return 1: the progress counts cells."""
+        return 1
 
     def in_words(self) -> dict[str, Any]:
         names = ("method", "policy", "num_crossings", "group")
@@ -88,40 +80,24 @@ def run_crossings(
     # With the model's digest, everything beside the cell that affects an outcome.
     engine = (settings.page_size, settings.max_num_batched_tokens, torch.get_num_threads())
     model = model_digest(checkpoint)
-    found: dict[Key, list[Outcome]] = defaultdict(list)
-    progress.begin(len(cells))
-    for number, cell in enumerate(cells, start=1):
-        key = key_of(cell, model, engine)
-        outcomes = record.get(key)
-        if outcomes is None:
-            outcomes = run_windows(
-                checkpoint,
-                cell.method,
-                cell.policy,
-                cell.windows,
-                page_size=settings.page_size,
-                max_num_batched_tokens=settings.max_num_batched_tokens,
-            )
-            record.add(key, cell.in_words(), outcomes)
-        found[cell.method, cell.num_crossings, cell.policy] += outcomes
+
+    def measure(cell: CrossingCell) -> list[Outcome]:
+        outcomes = run_windows(
+            checkpoint,
+            cell.method,
+            cell.policy,
+            cell.windows,
+            page_size=settings.page_size,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+        )
         progress.advance(1)
-        progress.log(f"{number} of {len(cells)}: {cell.label}")
+        return outcomes
+
+    keyed = {key_of(cell, model, engine): cell for cell in cells}
+    found: dict[Key, list[Outcome]] = defaultdict(list)
+    for cell, outcomes in zip(cells, run_study(keyed, measure, record, progress), strict=True):
+        found[cell.method, cell.num_crossings, cell.policy] += outcomes
     return CrossingReport(model_name(settings), longest.native_len, options, in_order(found))
-
-
-def write_files(report: CrossingReport, folder: Path) -> None:
-    """Write table, JSON, CSV and plot to the folder. Raises EvalError."""
-    outcomes = report.outcomes
-    texts = {
-        "crossings.json": json.dumps(as_json(report), indent=1) + "\n",
-        "crossings.csv": csv_text([flat(each) for each in rows_of(outcomes)]),
-        "crossings_differences.csv": csv_text([flat(each) for each in differences_of(outcomes)]),
-        "crossings.txt": table(outcomes) + "\n",
-    }
-    write_texts(folder, texts)
-    if can_plot():
-        with writing(folder):
-            plot(report, folder / "crossings.png")
 
 
 def shapes_of(checkpoint: Checkpoint, options: CrossingOptions) -> list[Shape]:

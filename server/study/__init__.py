@@ -1,4 +1,4 @@
-"""Records, intervals, progress and plots of the commands that measure a model or a server.
+"""The harness of commands that measure: options, columns, cells, records, intervals and plots.
 
 May import: nothing beside the root. tests/test_layout.py checks it.
 """

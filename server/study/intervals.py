@@ -19,6 +19,16 @@ class Estimate:
     low: float | None  # None: one observation has no spread
     high: float | None
 
+    def times(self, factor: float) -> "Estimate":
+        """Return all three numbers times a factor."""
+        low, high = (None if each is None else factor * each for each in (self.low, self.high))
+        return Estimate(factor * self.value, low, high)
+
+    def reaches(self) -> tuple[float, float]:
+        """Return how far the interval reaches below the number and above it, for its bar."""
+        low, high = (self.value if each is None else each for each in (self.low, self.high))
+        return max(0.0, self.value - low), max(0.0, high - self.value)
+
 
 def proportion(num_right: float, num_all: int) -> Estimate:
     """Return a share and its Wilson score interval (Wilson 1927), which stays within 0 and 1.

@@ -4,14 +4,16 @@ This module does not import torch. It imports matplotlib only when a plot is dra
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 _FORMATS = (".png", ".svg")
 INSTALL_MATPLOTLIB = "pip install 'matplotlib>=3.8'"
@@ -47,10 +49,30 @@ def check_can_plot(path: Path) -> None:
         raise PlotError(f"--plot: there is no folder {path.parent}")
 
 
-def tidy(axes: "Axes") -> None:
+@contextmanager
+def new_figure(
+    path: Path, width: float, height: float, title: str = "", **options: Any
+) -> Iterator["Figure"]:
+    """Yield a figure of so many inches, and write it to the file at the end."""
+    # Optional, and slow to import.
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure
+    if title:
+        figure.suptitle(title, fontsize="medium")
+    figure.savefig(path, dpi=150, **options)
+
+
+def percent_axis(axis: "Axis") -> None:
+    """Label shares as percent."""
+    axis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+
+
+def tidy(axes: "Axes", grid: Literal["both", "x", "y"] = "both") -> None:
     """Draw a light grid behind the data, and remove the frame on sides without a scale."""
     axes.minorticks_off()
-    axes.grid(visible=True, color="0.9")
+    axes.grid(visible=True, axis=grid, color="0.9")
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -5,7 +5,8 @@ from click.testing import CliRunner
 
 from server.cli import ropewalk
 
-COMMANDS = (["serve"], ["inspect"], ["bench"], ["eval"], ["config", "check"])
+EVAL = (["eval"], ["eval", "lengths"], ["eval", "ruler"], ["eval", "policies"])
+COMMANDS = (["serve"], ["inspect"], ["bench"], *EVAL, ["config", "check"])
 
 
 def help_of(command: list[str], width: int) -> str:

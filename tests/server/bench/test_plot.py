@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from server.bench import plot as drawing
-from server.bench.report import LengthSummary, spread
+from server.bench.report import spread
 
 SIX = (64, 128, 256, 512, 1024, 2032)
 
@@ -23,12 +23,12 @@ def report_of(lens: Sequence[int], first_s: float, growth: float, gap_s: float |
     for number, length in enumerate(lens):
         first = first_s * growth**number
         rows.append(
-            LengthSummary(
-                *(length, 3, 0, {}, 3, float(length), 30, 0),
-                spread([first, 1.1 * first, 1.3 * first]),
-                None if gap_s is None else spread([gap_s, 1.2 * gap_s]),
-                *(None, None, None),
-            )
+            {
+                "num_measured": 3,
+                "prompt_tokens": float(length),
+                "time_to_first_token_s": spread([first, 1.1 * first, 1.3 * first]),
+                "inter_token_s": None if gap_s is None else spread([gap_s, 1.2 * gap_s]),
+            }
         )
     plan = SimpleNamespace(num_requests=3, concurrency=1, output_tokens=10)
     return SimpleNamespace(

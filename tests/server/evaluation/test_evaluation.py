@@ -1,10 +1,9 @@
 """`ropewalk eval` on the embedded model: its numbers, its files, and how it resumes."""
 
-import csv
 import json
 import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +69,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def plan_of(*arguments: str) -> Any:
     """The plan of a command line: its windows, queries and cells."""
     settings = load_settings({})
-    context = evaluate.make_context("eval", [*arguments])
-    options = LengthOptions(**{name: context.params[name] for name in LengthOptions.__slots__})
+    params = evaluate.commands["lengths"].make_context("lengths", [*arguments]).params
+    names = [each.name for each in fields(LengthOptions) if each.name in params]
+    options = LengthOptions(**{name: params[name] for name in names})
     return make_plan(options, native_of(settings))
 
 
@@ -154,39 +154,6 @@ def test_the_model_finds_needles_where_yarn_carries_it(measured: Run) -> None:
     assert measured.row("none", None, 256)["retrieval"] > 0.5
     assert measured.row("yarn", "pinned", 1024)["retrieval"] > 0.5
     assert measured.row("none", None, 1024)["retrieval"] < 0.2
-
-
-def test_table_and_csv_have_what_json_has(measured: Run) -> None:
-    """The CSV has every scalar, and the table has every estimate with its interval."""
-    with (measured.folder / "results.csv").open() as file:
-        lines = list(csv.DictReader(file))
-    assert len(lines) == len(measured.report["results"]) == 15
-    table = (measured.folder / "table.txt").read_text()
-    assert table in measured.ended.stdout
-    for line, row in zip(lines, measured.report["results"], strict=True):
-        scalars = {name: value for name, value in row.items() if not isinstance(value, list)}
-        assert line == {
-            name: "" if value is None else str(value) for name, value in scalars.items()
-        }
-        label = row["method"] if row["policy"] is None else f"{row['method']} {row['policy']}"
-        of_variant = [each for each in table.splitlines() if each.startswith(f"{label} ")]
-        assert len(of_variant) == 3
-        for text, name, scale, digits in (
-            (of_variant[0], "perplexity", 1, 2),
-            (of_variant[1], "bits_per_byte", 1, 2),
-            (of_variant[2], "retrieval", 100, 0),
-        ):
-            value, low, high = (
-                f"{scale * row[name + end]:.{digits}f}" for end in ("", "_low", "_high")
-            )
-            if float(high) < 100 or scale == 100:  # larger ones have three digits in all
-                assert f"{value} [{low}, {high}]" in text
-
-
-def test_plots_are_pictures(measured: Run) -> None:
-    """The evaluation writes three PNG files."""
-    for name in ("perplexity", "retrieval", "depth"):
-        assert (measured.folder / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_a_second_run_measures_only_what_is_missing(

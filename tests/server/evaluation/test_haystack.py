@@ -10,11 +10,17 @@ import numpy as np
 import pytest
 
 from model_runtime.loading.checkpoint import Checkpoint
+from server.corpus.haystack import Haystack, Query
 from server.corpus.held_out import Document
 from server.corpus.needles import FORMS, SENTENCE
-from server.evaluation.haystack import Haystack, Query, choose_haystacks
 from server.evaluation.plan import LengthPlan
-from server.evaluation.texts import Texts, choose_windows, make_texts, read_documents
+from server.evaluation.texts import (
+    Texts,
+    choose_haystacks,
+    choose_windows,
+    make_texts,
+    read_documents,
+)
 from server.study.eval_run import EvalError
 from server.study.intervals import Z, exponential, mean, proportion
 
@@ -70,11 +76,11 @@ def test_needles_of_the_sentence_form_are_plain_english(texts: Texts, embedded: 
 
 @pytest.mark.parametrize("context_len", LENS)
 def test_a_context_has_its_length_and_its_needles_where_it_says(
-    haystacks: list[Haystack], texts: Texts, embedded: Checkpoint, context_len: int
+    haystacks: list[Haystack], embedded: Checkpoint, context_len: int
 ) -> None:
     """The prompt's tokens are decoded and searched."""
     for haystack in haystacks:
-        queries = haystack.queries(context_len, embedded.tokenizer, texts)
+        queries = haystack.queries(context_len, embedded.tokenizer)
         assert len(queries) == len(haystack.needles) == 4
         for query, wanted in zip(queries, haystack.depths, strict=True):
             _check(query, wanted, queries, context_len, embedded)
@@ -123,13 +129,13 @@ def _common(one: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
 
 
 def test_longer_contexts_begin_earlier_and_end_alike(
-    haystacks: list[Haystack], texts: Texts, embedded: Checkpoint
+    haystacks: list[Haystack], embedded: Checkpoint
 ) -> None:
     """The needles and the lines before the question are the same at every length."""
     for haystack in haystacks:
         ends = []
         for context_len in LENS:
-            query = haystack.queries(context_len, embedded.tokenizer, texts)[0]
+            query = haystack.queries(context_len, embedded.tokenizer)[0]
             text = embedded.tokenizer.decode(list(query.prompt_ids))
             for needle in haystack.needles:
                 text = text.replace(needle.definition, "")

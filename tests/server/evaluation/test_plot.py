@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from server.evaluation.cells import RETRIEVAL, QueryScore, Score
 from server.evaluation.plan import Variant
 from server.evaluation.plot import _heat_map, _lines
-from server.evaluation.report import make_row
+from server.evaluation.report import LengthRow
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, draw: Callable[[], None]) -> Figure:
@@ -33,7 +33,7 @@ def report_of(shares: dict[Variant, list[int]]) -> Any:
 
     rows = {
         variant: [
-            make_row(variant, length, 1.0, {RETRIEVAL: queries(num_right)}, {})
+            LengthRow(variant, length, 1.0, {RETRIEVAL: queries(num_right)}, {})
             for length, num_right in zip(lens, numbers, strict=True)
         ]
         for variant, numbers in shares.items()

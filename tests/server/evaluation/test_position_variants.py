@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from rope import NativeRope, native_rope
-from server.evaluation.option_values import METHODS, PLACED
-from server.evaluation.plan import LengthOptions, LengthPlan, Variant, make_plan
+from server.evaluation.plan import METHODS, PLACED, LengthOptions, LengthPlan, Variant, make_plan
 from server.startup.serving_plan import DeploymentOptions, make_deployment
 from server.study.eval_run import EvalError
 

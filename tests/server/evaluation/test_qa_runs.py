@@ -169,8 +169,8 @@ def test_too_few_documents_for_a_length_are_refused(tmp_path: Path) -> None:
             ("--tasks", "vt,fwe", "--squad", "a.json"),
             "--squad has no meaning for --tasks vt,fwe: only qa_1 reads a.json",
         ),
-        (("--hotpotqa", __file__), "--hotpotqa has no meaning without --tasks"),
-        (("--policies", "--squad", __file__), "--squad has no meaning with --policies"),
+        (("--hotpotqa", __file__), "--hotpotqa is an option of `ropewalk eval ruler`"),
+        (("--policies", "--squad", __file__), "--squad is an option of `ropewalk eval ruler`"),
     ],
 )
 def test_a_task_without_its_file_and_a_file_without_its_task_are_refused(

@@ -14,8 +14,8 @@ from PIL import Image
 
 from server.evaluation.cells import WindowScore
 from server.evaluation.plan import Variant
-from server.evaluation.report import LengthReport, make_row
-from server.evaluation.static_plot import added_cost, plot_static
+from server.evaluation.plot import added_cost, plot_static
+from server.evaluation.report import LengthReport, LengthRow
 from tests.doc_commands import blocks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,7 +40,7 @@ def report(*variants: Variant) -> LengthReport:
                 WindowScore("x", each * tokens, tokens, 4 * tokens)
                 for each, tokens in zip(nats, (10, 20), strict=True)
             ]
-            rows.append(make_row(variant, context_len, 8.0, {"perplexity": windows}, {}))
+            rows.append(LengthRow(variant, context_len, 8.0, {"perplexity": windows}, {}))
     plan = SimpleNamespace(native_len=256, context_lens=LENS, variants=variants)
     made: Any = SimpleNamespace(plan=plan, rows=rows, model="m")
     made.of = lambda variant: [row for row in rows if row.variant == variant]
@@ -56,7 +56,7 @@ def numbers(picture: Path) -> dict[str, list[float]]:
 
 def test_the_lines_are_the_perplexities_of_the_best_method(tmp_path: Path) -> None:
     """Perplexity is exp of the mean of nats a token; YaRN's is the lowest at the longest length."""
-    plot_static(report(*NATS), tmp_path)
+    plot_static(report(*NATS), tmp_path / "static.png", "m")
     found = numbers(tmp_path / "static.png")
     assert found["context_lens"] == list(LENS)
     for name, variant in (("none", NONE), ("fixed", FIXED), ("pinned", PINNED)):
@@ -69,7 +69,7 @@ def test_values_above_the_panel_and_the_cost_at_l_are_written(
     """On a scale that shows a fifth, a line that is ten times as high leaves the panel."""
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    plot_static(report(NONE, FIXED, PINNED), tmp_path)
+    plot_static(report(NONE, FIXED, PINNED), tmp_path / "static.png", "m")
     (axes,) = figures[0].axes
     texts = [each.get_text() for each in axes.texts]
     cost = 100 * math.expm1((0.2 + 0.1) / 2)
@@ -94,7 +94,7 @@ def test_without_all_three_lines_there_is_no_picture(
     tmp_path: Path, variants: tuple[Variant, ...]
 ) -> None:
     """The rest of the run is written as before."""
-    plot_static(report(*variants), tmp_path)
+    plot_static(report(*variants), tmp_path / "static.png", "m")
     assert not list(tmp_path.iterdir())
 
 

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from server.corpus.needles import FORMS
-from server.evaluation.cells import QueryScore, WindowScore
+from server.evaluation.cells import PERPLEXITY, RETRIEVAL, QueryScore, WindowScore
 from server.evaluation.plan import LengthPlan, Variant
 from server.evaluation.report import LengthReport, LengthRow
 from server.evaluation.suggest import suggestion
@@ -22,7 +22,7 @@ def row(variant: Variant, nats: Sequence[float], num_right: int) -> LengthRow:
     queries = tuple(
         QueryScore(FORMS[0].name, 0.5, 100, number < num_right, "") for number in range(NUM_QUERIES)
     )
-    return LengthRow(variant, 1024, 4.0, None, None, windows, None, queries, {})
+    return LengthRow(variant, 1024, 4.0, {PERPLEXITY: windows, RETRIEVAL: queries}, {})
 
 
 def chosen(*rows: LengthRow) -> str:

@@ -10,8 +10,7 @@ from click.testing import CliRunner, Result
 
 from server.evaluation.command import evaluate
 from server.evaluation.plan import LengthPlan, Variant
-from server.evaluation.report import Answered, LengthReport, make_row
-from server.evaluation.table import table
+from server.evaluation.report import Answered, LengthReport, LengthRow, table
 from server.evaluation.tasks.sample import Draft, Sample, SampleScore
 
 LENS = (256, 384)
@@ -63,7 +62,7 @@ def row_of(variant: Variant, context_len: int, right: int) -> Any:
     """A row in which `right` of 100 samples are right."""
     sample = Sample("vt", 0, Draft("", "", ("a",)), (), 1, 1)
     answered = [Answered(sample, SampleScore(0, float(at < right), "")) for at in range(100)]
-    return make_row(variant, context_len, 1.0, {}, {"vt": tuple(answered)})
+    return LengthRow(variant, context_len, 1.0, {}, {"vt": tuple(answered)})
 
 
 def test_the_effective_length_is_the_longest_at_85_percent_of_the_score_at_l() -> None:
@@ -116,11 +115,13 @@ def test_the_effective_length_is_the_longest_at_85_percent_of_the_score_at_l() -
     ("arguments", "error"),
     [
         (("--tasks", "qa_3"), "--tasks must be of niah_single_1, "),
-        (("--tasks", "vt", "--queries", "8"), "--queries has no meaning with --tasks"),
-        (("--tasks", "vt", "--windows", "8"), "--windows has no meaning with --tasks"),
-        (("--tasks", "vt", "--policies"), "--tasks has no meaning with --policies"),
-        (("--policies", "--tasks", "vt"), "--tasks has no meaning with --policies"),
-        (("--samples", "8"), "--samples has no meaning without --tasks"),
+        (("ruler", "--queries", "8"), "--queries is an option of `ropewalk eval lengths`"),
+        (
+            ("--tasks", "vt", "--windows", "8"),
+            "of `ropewalk eval lengths` and `ropewalk eval policies`",
+        ),
+        (("--policies", "--tasks", "vt"), "--tasks is an option of `ropewalk eval ruler`"),
+        (("--samples", "8"), "--samples is an option of `ropewalk eval ruler`"),
         (("--tasks", "vt", "--text", __file__), "--text has no meaning for --tasks vt: only niah_"),
     ],
 )

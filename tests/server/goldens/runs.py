@@ -81,6 +81,9 @@ RUNS: dict[str, tuple[str, ...]] = {
         *_BENCH, "--output-tokens", "1", "--requests", "2", "--json", "-", "--plot", "plot.png",
     ),
     "eval-help": ("eval", "--help"),
+    "eval-lengths-help": ("eval", "lengths", "--help"),
+    "eval-ruler-help": ("eval", "ruler", "--help"),
+    "eval-policies-help": ("eval", "policies", "--help"),
     "inspect-help": ("inspect", "--help"),
     "bench-help": ("bench", "--help"),
 }  # fmt: skip
@@ -115,6 +118,9 @@ REFUSED = tuple(
     eval --policies --crossings 0
     eval --policies --methods linear@x
     eval --policies --methods none
+    eval ruler --queries 3
+    eval ruler --squad nowhere.json --context-lens x
+    eval policies --tasks vt
     inspect --memory-gib -1
     inspect --heads 9
     inspect --heads x

@@ -14,7 +14,7 @@ from model_runtime.loading.model_config import EMBEDDED_MODEL
 from model_runtime.make_deployment import make_deployment
 from model_runtime.size_text import size_text
 from rope import native_rope
-from server.inspection.report import _table_lines, _tier_table
+from server.inspection.inspected import inspected
 from server.settings.load import SettingsError, load_settings
 from server.startup.dry_run import outlook_of
 from server.startup.load_service import load_service
@@ -110,20 +110,6 @@ def test_parameters_and_held_memory_are_two_facts() -> None:
     assert re.search(rf"^parameters       3\.\d+ million, {parameters}$", shown, re.MULTILINE)
     copy = f"a packed copy of the tied head ({size_text(costs['tied_head_bytes'])})"
     assert f"\nheld in memory   {held}: the parameters, and {copy}\n" in shown
-
-
-def test_text_has_a_row_per_pair_and_a_column_per_tier() -> None:
-    """The letter of each pair's state follows its wavelength."""
-    ended = run_here("inspect", "--rope-tiers", "1,2,6", "--rope-policy", "grow")
-    lines = ended.stdout.splitlines()
-    at = next(index for index, line in enumerate(lines) if line.startswith("pair"))
-    assert "256 (1x)" in lines[at]
-    assert "1536 (6x)" in lines[at]
-    rows = lines[at + 2 : lines.index("", at)]
-    assert [int(row.split()[0]) for row in rows] == list(range(32))
-    assert rows[0].split()[3:] == ["6.283", "k"] * 3
-    assert [row[-1] for row in rows] == ["k", *"b" * 12, *"i" * 19]
-    assert "deployment ropewalk-demo: yarn, grow" in ended.stdout
 
 
 def test_a_model_with_tables_by_layer_type_says_which_is_scaled(tmp_path: Path) -> None:
@@ -271,8 +257,9 @@ def test_pairs_that_stand_still_have_no_row() -> None:
     config = {"max_position_embeddings": 256, "head_dim": 64, "rope_parameters": block}
     native = native_rope(config)
     deployment = make_deployment("m", native)
-    tables = [_tier_table(tier, native) for tier in deployment.own_tiers]
-    assert {len(table.pairs) for table in tables} == {8}
-    assert tables[0].pairs[7].wavelength == pytest.approx(2 * math.pi * 1e6 ** (14 / 64))
-    lines = _table_lines(deployment, native, tables)
+    found = inspected(deployment, native, {})
+    tiers = found.as_json()["tiers"]
+    assert {len(tier["pairs"]) for tier in tiers} == {8}
+    assert tiers[0]["pairs"][7]["wavelength"] == pytest.approx(2 * math.pi * 1e6 ** (14 / 64))
+    lines = found.table_lines()
     assert [line.split()[0] for line in lines[3:]] == [str(pair) for pair in range(8)]

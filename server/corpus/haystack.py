@@ -6,18 +6,17 @@ requested length are cut off at the front, so that every length is met exactly.
 
 import bisect
 import itertools
-import random
 from dataclasses import dataclass
 
 from model_runtime.text.tokenizer import Tokenizer
-from server.corpus.needles import Needle, random_needles
-from server.evaluation.plan import ANSWER_TOKENS, LengthPlan
-from server.evaluation.texts import LengthSource, Texts
-from server.study.eval_run import EvalError
+from server.corpus.needles import Needle
 
-NEEDLES = 4  # max in a context
-_TRIES = 20
-_LINES_A_TOKEN = 2  # above the real max, because only empty lines have no token
+ANSWER_TOKENS = 6  # five digits take max five tokens, and a tokenizer may begin with a space
+LINES_A_TOKEN = 2  # above the real max, because only empty lines have no token
+
+
+class HaystackError(Exception):
+    """A context that the text cannot fill, or that its needles do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +34,15 @@ class Query:
 class Haystack:
     """A text with the same end and needles at every length; longer contexts begin earlier."""
 
-    source: LengthSource
+    source: str  # the name of the text
     lines: tuple[str, ...]  # up to the position of the question
     line_lens: tuple[int, ...]  # of each, in tokens, if tokenised alone
     needles: tuple[Needle, ...]
     depths: tuple[float, ...]  # wanted, ascending, one per needle
 
-    def queries(self, context_len: int, tokenizer: Tokenizer, texts: Texts) -> list[Query]:
-        """Build one query per needle over a shared text. Raises EvalError if it is too short."""
-        special_ids = texts.special_ids
+    def queries(self, context_len: int, tokenizer: Tokenizer) -> list[Query]:
+        """Build one query per needle over a shared text. Raises HaystackError."""
+        special_ids = tokenizer.leading_special_ids()
         wanted = context_len - ANSWER_TOKENS - len(special_ids)
 
         def encode(text: str) -> list[int]:
@@ -53,12 +52,12 @@ class Haystack:
             text, _ = self._text(num_lines)
             return max(len(encode(text + each.question)) for each in self.needles) - wanted
 
-        most = min(len(self.lines), _LINES_A_TOKEN * context_len)
+        most = min(len(self.lines), LINES_A_TOKEN * context_len)
         num_lines = bisect.bisect_left(range(most), 0, lo=1, key=excess)
         if num_lines >= most and excess(num_lines) < 0:
-            raise EvalError(
-                f"--context-lens: {self.source.name} is too short for a context of {context_len} "
-                "tokens with needles in it"
+            raise HaystackError(
+                f"{self.source} is too short for a context of {context_len} tokens with needles in "
+                "it"
             )
         text, starts = self._text(num_lines)
         num_cut = excess(num_lines)
@@ -73,9 +72,9 @@ class Haystack:
         lens = [each + 1 for each in lens]  # with the newline
         num_filler = len(encode(text)) - num_cut - sum(lens)
         if positions[0] < 0 or num_filler < len(self.needles):
-            raise EvalError(
-                f"--context-lens: a context of {context_len} tokens has no room for "
-                f"{len(self.needles)} needles and text at line ends"
+            raise HaystackError(
+                f"a context of {context_len} tokens has no room for {len(self.needles)} needles "
+                "and text at line ends"
             )
         queries = []
         for index, needle in enumerate(self.needles):
@@ -112,44 +111,3 @@ class Haystack:
             text += needle.definition
             done = at
         return text + "".join(lines[done:]), starts
-
-
-def choose_haystacks(texts: Texts, plan: LengthPlan, tokenizer: Tokenizer) -> list[Haystack]:
-    """Build enough haystacks for `num_queries` questions per length, by the seed.
-
-    Forms and depths alternate.
-    """
-    rng = random.Random(plan.seed)  # noqa: S311  # a choice of text, no secret
-    num_classes = -(-len(plan.depths) // NEEDLES)
-    haystacks: list[Haystack] = []
-    num_queries = 0
-    while num_queries < plan.num_queries:
-        number = len(haystacks)
-        depths = plan.depths[number % num_classes :: num_classes]
-        form = plan.forms[number // num_classes % len(plan.forms)]
-        needles = tuple(random_needles(rng, len(depths), form))
-        source, lines = _cut(rng, texts, plan.longest, tokenizer)
-        line_lens = tuple(len(tokenizer.encode(each, add_special_tokens=False)) for each in lines)
-        haystacks.append(Haystack(source, lines, line_lens, needles, depths))
-        num_queries += len(depths)
-    return haystacks
-
-
-def _cut(
-    rng: random.Random, texts: Texts, longest: int, tokenizer: Tokenizer
-) -> tuple[LengthSource, tuple[str, ...]]:
-    """Cut lines up to a random line end with enough text before it. Raises EvalError."""
-    source = rng.choice(texts.sources)
-    lines = [f"{line}\n" for line in source.text.removesuffix("\n").split("\n")]
-    if len(lines) <= NEEDLES:
-        raise EvalError(
-            f"--text: needles are hidden at line ends, and {source.name} has {len(lines)} of them; "
-            f"it must have more than {NEEDLES}"
-        )
-    most = _LINES_A_TOKEN * longest
-    for _ in range(_TRIES):
-        end = rng.randint(1, len(lines))
-        before = "".join(lines[:end])
-        if len(tokenizer.encode(before, add_special_tokens=False)) >= longest:
-            return source, tuple(lines[:end][-most:])
-    return source, tuple(lines[-most:])
