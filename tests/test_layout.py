@@ -122,9 +122,13 @@ def test_folders_import_what_their_table_says(package: str) -> None:
 INNER = {
     "rope/positions": {"rope.errors", "rope.words", "rope.positions"},
     "model_runtime/cpu_kernels/ranges": {"model_runtime.cpu_kernels"},
+    "model_runtime/cpu_kernels/experts": {"model_runtime.cpu_kernels"},
     "server/api/fields": {"server.api.fields", "server.api.strict_body"},
     "server/evaluation/tasks": {"server.evaluation.tasks", "server.study.eval_run"},
     "model_runtime/cpu_kernels/low_bits": {"model_runtime.cpu_kernels"},
+    "model_runtime/layers/experts": {
+        *("model_runtime.cpu_kernels", "model_runtime.layers", "model_runtime.probing"),
+    },
     "model_runtime/layers/low_bits": {"model_runtime.cpu_kernels", "model_runtime.layers"},
     "model_runtime/loading/low_bits": {
         "model_runtime.cpu_kernels",

@@ -6,7 +6,7 @@ Padded blocks that are too small for two threads have no such end.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
@@ -47,11 +47,7 @@ class PackedLinear(nn.Module):
 
 
 class RowwiseActivation(nn.Module):
-    """An activation without elements in a SIMD loop's remainder, on any number of threads.
-
-    If torch would leave a remainder, the tensor is padded to whole SIMD registers and computed in
-    blocks that torch never splits.
-    """
+    """An activation without elements in a SIMD loop's remainder, on any number of threads."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -59,15 +55,24 @@ class RowwiseActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the activation, same shape."""
-        num_values = x.numel()
-        # A merged linear's slice has gaps between rows, and torch has another gelu for those.
-        x = x.contiguous()
-        if _leaves_no_remainder(num_values, torch.get_num_threads()):
-            return self._activation(x)  # type: ignore[no-any-return]
-        flat = nn.functional.pad(x.reshape(-1), (0, -num_values % _VECTOR))
-        blocks = torch.split(flat, _UNSPLIT)
-        activated = torch.cat([self._activation(block) for block in blocks])
-        return activated[:num_values].reshape(x.shape)
+        return rowwise(self._activation, x)
+
+
+def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Compute a function of each element, without elements in a SIMD loop's remainder.
+
+    If torch would leave a remainder, the tensor is padded to whole SIMD registers and computed in
+    blocks that torch never splits.
+    """
+    num_values = x.numel()
+    # A merged linear's slice has gaps between rows, and torch has another gelu for those.
+    x = x.contiguous()
+    if _leaves_no_remainder(num_values, torch.get_num_threads()):
+        return function(x)
+    flat = nn.functional.pad(x.reshape(-1), (0, -num_values % _VECTOR))
+    blocks = torch.split(flat, _UNSPLIT)
+    activated = torch.cat([function(block) for block in blocks])
+    return activated[:num_values].reshape(x.shape)
 
 
 @lru_cache

@@ -33,6 +33,7 @@ from model_runtime.loading.pretrained import (
     end_token_ids,
     from_pretrained,
     generation_defaults,
+    leave_file,
     load_tokenizer,
 )
 from model_runtime.loading.self_check import PagedPrompts, SelfCheckReport, check, check_structure
@@ -217,6 +218,7 @@ def prepare_model(
     """
     parameter = next(model.parameters())
     native = read_native_rope(model)
+    has_experts = _rule_experts(model, division)
     on_phase("checking the model")
     _log.info("self_check", model=type(model).__name__)
     structure = original_structure(model, native)
@@ -228,7 +230,7 @@ def prepare_model(
         plans = plans_of_part(model, plans)
     products, fused = _BY_TORCH, None
     if has_cpu_kernels(parameter.device):
-        products = _pack(model, parameter.dtype, division)
+        products = _pack(model, parameter.dtype, division, has_experts=has_experts)
         if division is None:  # a fused decoder gathers nothing
             from model_runtime.layers.match_decoder import match_decoder  # noqa: PLC0415  # numba
 
@@ -272,7 +274,20 @@ def expected_products(device: torch.device, dtype: torch.dtype) -> str:
     return described([choose_way(dtype)], dtype)
 
 
-def _pack(model: nn.Module, dtype: torch.dtype, division: Division | None) -> str:
+def _rule_experts(model: nn.Module, division: Division | None) -> bool:
+    """Let routers follow the rules of a CPU, in place; return whether the model has experts."""
+    has_experts = any(hasattr(each, "is_concatenated") for each in model.modules())
+    if has_experts and division is None and has_cpu_kernels(next(model.parameters()).device):
+        from model_runtime.layers.experts.routing import rule  # noqa: PLC0415  # imports numba
+
+        rule(model)
+        return True
+    return False
+
+
+def _pack(
+    model: nn.Module, dtype: torch.dtype, division: Division | None, *, has_experts: bool
+) -> str:
     """Replace modules by those with kernels for a CPU, in place; return how products are laid out.
 
     The imports are here, because these modules import numba, which a GPU does not need.
@@ -284,20 +299,13 @@ def _pack(model: nn.Module, dtype: torch.dtype, division: Division | None) -> st
     if division is not None:
         division.note_products(model, dtype, torch.device("cpu"))
     gated_mlp.fuse(model)
-    _leave_file(model)
+    if has_experts:
+        from model_runtime.layers.experts import packed  # noqa: PLC0415
+
+        packed.pack(model)
+    leave_file(model)
     replace_norms(model, cpu_candidates)
     return packed_linear.products_text(model, dtype)
-
-
-def _leave_file(model: nn.Module) -> None:
-    """Copy the remaining loaded weights out of the file mapping, in place.
-
-    They are views of the file, which is mapped into memory as a whole. While one view lives, the
-    file's pages of all packed weights stay in memory.
-    """
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cpu":
-            tensor.data = tensor.data.clone()
 
 
 def _load_model(outline: ModelConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:

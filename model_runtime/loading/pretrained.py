@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -74,3 +75,14 @@ def end_token_ids(generation: Mapping[str, Any], tokenizer: Tokenizer) -> frozen
     declared = generation.get("eos_token_id")
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(each for each in (*ids, tokenizer.eos_token_id) if each is not None)
+
+
+def leave_file(model: nn.Module) -> None:
+    """Copy the remaining loaded weights out of the file mapping, in place.
+
+    They are views of the file, which is mapped into memory as a whole. While one view lives, the
+    file's pages of all packed weights stay in memory.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()

@@ -17,9 +17,18 @@ from model_runtime.deployment import Deployment, RopeRequest
 from model_runtime.engine.engine import Engine
 from model_runtime.loading.checkpoint import Checkpoint
 from model_runtime.request import Request
-from tests.engines import EngineFactory, Result, answer, deployment_of, request, tiny_checkpoint
+from tests.draft_adversary import Counted, tell, use_adversary
+from tests.engines import (
+    EngineFactory,
+    Result,
+    answer,
+    checkpoint_of,
+    deployment_of,
+    request,
+    tiny_checkpoint,
+)
 from tests.runner_spy import RunnerSpy
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
 
 # method, factor, log-n, prompt tokens, tokens to generate; L is 64 here
 MIX: list[tuple[str, float, bool, int, int]] = [
@@ -117,11 +126,13 @@ def test_short_beside_long_on_the_embedded_model(
     assert sum(each > 4 for each in watched.profiles_per_call) >= 4
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt_neox", "cohere2", "gemma3_text"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen2", "gpt_neox", "cohere2", "gemma3_text", "gpt_oss"]
+)
 def test_short_beside_long_on_other_architectures(
     engines: EngineFactory, architecture: str
 ) -> None:
-    """The architectures have biases, partial rotary, layers without rotation, or two tables."""
+    """They have biases, partial rotary, layers without rotation, two tables, or experts."""
     checkpoint = tiny_checkpoint(architecture)
     requests = mixed_requests(checkpoint, VOCAB_SIZE, 4)
     expected = alone(engines.over(checkpoint), requests)
@@ -173,3 +184,49 @@ def test_earlier_requests_change_nothing(embedded: Checkpoint, engines: EngineFa
     first = answer(engine, requests[0])
     alone(engine, requests[1:])
     assert answer(engine, requests[0]) == first
+
+
+class Company(Counted):
+    """Counts what a request may share with others, besides drafts."""
+
+    num_cached = 0
+
+    def started(self, request: Request, num_cached_tokens: int, queue_seconds: float) -> None:
+        """Count the tokens of a cached prefix."""
+        del request, queue_seconds
+        self.num_cached += num_cached_tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mixture_of_experts_keeps_its_bits_in_any_company(
+    engines: EngineFactory, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Chunks, prefix hits, preemptions and drafts change how many rows an expert gets."""
+    model = tiny_model("qwen3_moe", num_experts=16, num_experts_per_tok=4)
+    checkpoint = checkpoint_of(in_dtype(model, dtype))
+    assert checkpoint.report.bitwise
+    deployment = deployment_of(checkpoint)
+    rng = random.Random(7)
+    prefix = [rng.randrange(VOCAB_SIZE) for _ in range(32)]
+    asked = [
+        request(
+            deployment,
+            [*prefix[: rng.choice([16, 32])], *(rng.randrange(VOCAB_SIZE) for _ in range(length))],
+            max_tokens=24,
+            logprobs=3,
+            temperature=0.8 * (length % 2),
+            seed=length,
+        )
+        for length in (1, 2, 5, 8)
+    ]
+    expected = [answer(engines.over(checkpoint), each)[0] for each in asked]
+    counted = Company()
+    config = {"max_num_batched_tokens": 16, "max_num_logit_rows": 16}
+    config |= {"kv_cache_tokens": 128, "max_model_len": 128}
+    engine = engines.over(checkpoint, observer=counted, **config)
+    assert answer(engine, *asked) == expected
+    tell(use_adversary(monkeypatch), 3, 0.7, list(zip(asked, expected, strict=True)))
+    engine = engines.over(checkpoint, observer=counted, max_draft_tokens=7)
+    assert answer(engine, *asked) == expected
+    engines.stop_all()  # a step is counted after its last output
+    assert min(counted.num_cached, counted.num_preempted, counted.num_accepted) > 0

@@ -11,7 +11,7 @@ from model_runtime.layers import packed_linear
 from model_runtime.loading.patch_model import patch_model, read_native_rope
 from model_runtime.loading.self_check import PagedPrompts, SelfCheckReport, check
 from model_runtime.probing.untouched import original_logits
-from tests.models_page import REFUSED, SERVED, Outcome, outcome, page
+from tests.models_page import OTHER_BITS, REFUSED, SERVED, Outcome, outcome, page
 from tests.sampling import IS_WHOLE, sampled
 from tests.tiny_models import tiny_model
 
@@ -41,13 +41,10 @@ def outcomes() -> dict[str, Outcome]:
 def test_served_architectures_answer_as_untouched(
     outcomes: dict[str, Outcome], architecture: str
 ) -> None:
-    """Answers agree within rounding, with the same bits alone, in batches and in chunks.
-
-    Mixtures of experts are exempt from the comparison of bits.
-    """
+    """Answers agree within rounding, with the same bits alone, in batches and in chunks."""
     found = outcomes[architecture]
     assert found.refusal == ""
-    assert found.is_bitwise or found.has_experts
+    assert found.is_bitwise != (architecture in OTHER_BITS)
 
 
 @pytest.mark.parametrize("architecture", [each for each in REFUSED if each in TRIED])

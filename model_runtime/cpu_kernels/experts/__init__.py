@@ -1,0 +1,4 @@
+"""Kernels for mixtures of experts: products by expert, and the sum of a row's experts.
+
+May import: cpu_kernels.
+"""

@@ -1,0 +1,4 @@
+"""Mixtures of experts on a CPU: routing by fixed rules, and products that know one row each.
+
+May import: layers, probing, cpu_kernels.
+"""

@@ -1,0 +1,170 @@
+"""The experts of a layer, laid out for a CPU; each row has the same bits in any batch.
+
+transformers' products of an expert have as many rows as chose it, and the library's kernel depends
+on that number. Here every product is one chain of sums over all inputs, whatever the rows are. The
+sums between the products are float32, and a row's experts are added in ascending order. So a
+bfloat16 result is rounded once.
+
+A layer's own gate is called on float32, in whole SIMD registers. silu(gate) * up, which nearly all
+models have, is one compiled pass.
+
+Shapes: R = rows, C = choices of a row, S = pairs of row and expert, E = experts, K = inputs,
+N = outputs, I = dimensions between the products, W = outputs with padding to whole panels.
+"""
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor
+from model_runtime.cpu_kernels.elementwise import gated
+from model_runtime.cpu_kernels.experts.products import (
+    ExpertPanels,
+    add_experts,
+    grouped,
+    multiplier,
+)
+from model_runtime.cpu_kernels.skinny_gemm import FLOAT32, PANEL, RowProducts, own_panels
+from model_runtime.layers.experts.routing import expert_blocks, rules_of
+from model_runtime.layers.merged_linear import placeholder
+from model_runtime.layers.packed_product import DTYPES
+from model_runtime.layers.replace_modules import Replacement
+from model_runtime.probing.equivalence import equal_by_row, trial_rows
+
+_TRIAL_SCALES = (0.1, 1.0, 30.0)  # reveal other activations, and those that clip large values
+_ROUNDING = {torch.float32: 1e-5}
+_MOST_PAIRS = 4096  # at once, so that the sums between the products stay small
+_UNSPLIT = 16_384  # elements; torch gives a thread at least this many of any activation
+
+
+class PackedExperts(Replacement):
+    """The experts of a layer; attributes that it has not are those of the model's own module."""
+
+    def __init__(self, original: Any, gate_up: ExpertPanels, down: ExpertPanels) -> None:
+        super().__init__(original)
+        self._num_experts = len(original.down_proj)
+        self._num_outputs = original.down_proj.shape[2 if original.is_transposed else 1]
+        self._panels = gate_up, down
+        self._is_silu = original.has_gate and _is_silu(original)
+
+    def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute the experts of each row, [R, K], [R, C], [R, C] -> [R, N]."""
+        x_RK = as_numpy(x.contiguous()).reshape(-1, x.shape[-1])
+        out_RN = np.empty((len(x_RK), self._num_outputs), x_RK.dtype)
+        choice_RC = as_numpy(top_k_index.long().contiguous())
+        weights_RC = as_numpy(top_k_weights.float().contiguous())
+        step = max(1, _MOST_PAIRS // choice_RC.shape[1])
+        for first in range(0, len(x_RK), step):
+            rows = slice(first, first + step)
+            self._write(x_RK[rows], choice_RC[rows], weights_RC[rows], out_RN[rows])
+        return as_tensor(out_RN, x.dtype).view(*x.shape[:-1], self._num_outputs)
+
+    def _write(self, x_RK: Any, choice_RC: Any, weights_RC: Any, out_RN: Any) -> None:
+        """Write the outputs of some rows."""
+        gate_up, down = self._panels
+        pairs = grouped(choice_RC, weights_RC, self._num_experts)
+        between_SW = self._gated(gate_up.multiply(x_RK, pairs.row_of_S, pairs))
+        y_SW = down.multiply(between_SW, np.arange(len(between_SW)), pairs)
+        add_experts(y_SW, pairs, out_RN)
+
+    def _gated(self, both_SW: Any) -> Any:
+        """Return the inputs of the second product, with padding."""
+        if self._is_silu:
+            return gated(both_SW)
+        own: Any = self._original[0]
+        function = own._apply_gate if own.has_gate else own.act_fn  # noqa: SLF001
+        # A block is whole registers, because a row is, and torch does not split it among threads.
+        rows = max(1, _UNSPLIT // both_SW.shape[1])
+        blocks = torch.split(torch.from_numpy(both_SW), rows)
+        return torch.cat([function(block) for block in blocks]).numpy()
+
+
+@torch.inference_mode()
+def _is_silu(module: Any) -> bool:
+    """Return whether the module's gate is silu(first half) * second half."""
+    both = trial_rows(2 * PANEL, _TRIAL_SCALES)
+    try:
+        expected: Tensor = module._apply_gate(both)  # noqa: SLF001
+    except Exception:  # noqa: BLE001  # code of a checkpoint raises any type
+        return False
+    return equal_by_row(_ROUNDING)(torch.from_numpy(gated(both.numpy())), expected)
+
+
+def pack(model: nn.Module) -> None:
+    """Lay out all experts and routers that run under the rules of `routing.py`, in place."""
+    for block, names in expert_blocks(model):
+        rules = rules_of(block)
+        if rules is None:
+            continue
+        for name in names:
+            experts: Any = getattr(block, name)
+            if experts.down_proj.dtype in DTYPES and not experts.has_post_expert_norm:
+                setattr(block, name, _packed(experts))
+        for weight in rules.weights:
+            panels = own_panels(weight.detach().float(), None)
+            rules.products[id(weight)] = RowProducts(panels, weight.shape[1], FLOAT32)
+
+
+def _packed(experts: Any) -> PackedExperts:
+    """Return the experts in panels; their own weights are freed."""
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    made = PackedExperts(
+        experts,
+        _float_panels(experts, first, num_parts=2 if experts.has_gate else 1),
+        _float_panels(experts, "down_proj", num_parts=1),
+    )
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        setattr(experts, name, placeholder(parameter))
+    return made
+
+
+def _float_panels(experts: Any, name: str, *, num_parts: int) -> ExpertPanels:
+    """Copy a matrix of all experts into panels, one expert at a time.
+
+    `num_parts`: 2 if outputs are gates and ups, which get the same number of panels.
+    """
+    weight_E = getattr(experts, name).detach()
+    num_experts = len(weight_E)
+    is_mixed = num_parts == 2 and not experts.is_concatenated
+    packed_EQ: Any = None
+    for index, weight in enumerate(weight_E):
+        rows_NK = weight.t() if experts.is_transposed else weight
+        panels = own_panels(padded(rows_NK, num_parts, is_mixed=is_mixed), None)
+        if packed_EQ is None:
+            packed_EQ = np.empty((num_experts, panels.packed_Q.size), panels.packed_Q.dtype)
+        packed_EQ[index] = panels.packed_Q
+    bias_EW = np.empty((num_experts, 0), np.float32)
+    if experts.has_bias:
+        biases: Iterable[Tensor] = getattr(experts, f"{name}_bias").detach().float()
+        bias_EW = np.stack([padded(each, num_parts, is_mixed=is_mixed).numpy() for each in biases])
+    return ExpertPanels(
+        multiplier(FLOAT32.multiply),
+        panels.num_inputs,
+        panels.num_panels,
+        packed_EQ[0].nbytes // panels.num_panels,
+        packed_EQ.reshape(-1),
+        packed_EQ.shape[1],
+        panels.layout,
+        0,
+        bias_EW,
+    )
+
+
+def padded(outputs_NX: Tensor, num_parts: int, *, is_mixed: bool) -> Tensor:
+    """Pad outputs, [N, ...] -> [W, ...], so that each part is whole panels.
+
+    `is_mixed`: outputs of both parts take turns, and only the last ones are padding.
+    """
+    if is_mixed:
+        return torch.cat([outputs_NX, _zeros(outputs_NX, -len(outputs_NX) % (num_parts * PANEL))])
+    parts = outputs_NX.chunk(num_parts)
+    pieces = ((part, _zeros(part, -len(part) % PANEL)) for part in parts)
+    return torch.cat(list(chain.from_iterable(pieces)))
+
+
+def _zeros(like: Tensor, count: int) -> Tensor:
+    return like.new_zeros(count, *like.shape[1:])
