@@ -30,6 +30,9 @@ from server.bench.load import Failure, RequestRecord, Timing
 from server.bench.plan import Group, LoadPlan
 from server.bench.target import IdPrompts, Target
 from server.cli import ropewalk
+from server.evaluation import subject
+from server.inspection import heads
+from server.policy_eval import run as crossing_run
 from tests.server.evaluation.qa_data import squad, written
 from tests.server.goldens.figures import in_words
 
@@ -164,8 +167,8 @@ def told(embedded: Checkpoint, folder: Path) -> Iterator[dict[str, Any]]:
     written(folder / "squad.json", squad(12))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for module in ("evaluation.subject", "policy_eval.run", "inspection.heads"):
-            patch.setattr(f"server.{module}.load_model", lambda *_, **__: embedded)
+        for module in (subject, crossing_run, heads):
+            patch.setattr(module, "load_model", lambda *_, **__: embedded)
         patch.setattr(Figure, "savefig", savefig)
         patch.setattr(torch, "get_num_threads", lambda: 1)  # a part of the record's keys
         for name, stub in _STUBS.items():
