@@ -14,8 +14,8 @@ from typing import Any
 import click
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from model_runtime.text.chat_template import ChatTemplate
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.text.chat_template import ChatTemplate
 
 _MOST_MS = 1.0  # added at the median
 # As those of instruction-tuned models: roles, tools as JSON, calls, results.

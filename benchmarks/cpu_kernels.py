@@ -19,18 +19,25 @@ import numpy as np
 import torch
 from torch import nn
 
-from model_runtime.attention.backends import new_store
-from model_runtime.attention.cpu_backend import CpuAttention
-from model_runtime.attention.paged_attention import LayerRead
-from model_runtime.batch import Span, build_batch
-from model_runtime.cache.rope_tables import RopeTables
-from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.processor import vectors
-from model_runtime.cpu_kernels.simd import WIDTH, add, broadcast, fma, load, reduce_add
-from model_runtime.layers.packed_linear import described, workshop_for
-from model_runtime.layers.packed_product import PackedProduct
-from model_runtime.loading.model_config import KVShape
-from rope import Profile, Unscaled, native_rope
+from ropewalk.model_runtime.attention.batch import Span, build_batch
+from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
+from ropewalk.model_runtime.attention.paged_attention import LayerRead
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.simd import (
+    WIDTH,
+    add,
+    broadcast,
+    fma,
+    load,
+    reduce_add,
+    vectors,
+)
+from ropewalk.model_runtime.layers.packed_linear import described, workshop_for
+from ropewalk.model_runtime.layers.packed_product import PackedProduct
+from ropewalk.model_runtime.loading.model_config import KVShape
+from ropewalk.model_runtime.runner.backends import new_store
+from ropewalk.rope import Profile, Unscaled, native_rope
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _SHAPES = ((2048, 768), (768, 2048), (32_000, 768))  # outputs and inputs of weights of `medium`

@@ -32,17 +32,17 @@ from benchmarks.gpu_clock import (
 from benchmarks.gpu_inputs import LLAMA_3_8B, PAGE_SIZE, TINY, Cache, Sizes
 from benchmarks.gpu_positions import measure_positions
 from benchmarks.gpu_report import markdown
-from model_runtime.attention.paged_attention import LayerRead
-from model_runtime.attention.prompt_groups import Prompts
-from model_runtime.attention.torch_backend import TorchAttention
-from model_runtime.attention.triton.attend import attend
-from model_runtime.attention.triton.backend import TritonAttention
-from model_runtime.attention.triton.decode import Tuning, cut_of, decode
-from model_runtime.attention.triton.prefill import prefill
-from model_runtime.batch import Batch
-from model_runtime.work_list import WorkList, whole_contexts
-from rope import offset_angles, page_start_angles, position_angles
-from server.study.jsonl_file import LineFile
+from ropewalk.model_runtime.attention.batch import Batch
+from ropewalk.model_runtime.attention.paged_attention import LayerRead
+from ropewalk.model_runtime.attention.prompt_groups import Prompts
+from ropewalk.model_runtime.attention.torch_backend import TorchAttention
+from ropewalk.model_runtime.attention.work_list import WorkList, whole_contexts
+from ropewalk.model_runtime.gpu.attend import attend
+from ropewalk.model_runtime.gpu.backend import TritonAttention
+from ropewalk.model_runtime.gpu.decode import Tuning, cut_of, decode
+from ropewalk.model_runtime.gpu.prefill import prefill
+from ropewalk.rope import offset_angles, page_start_angles, position_angles
+from ropewalk.studies.harness.jsonl_file import LineFile
 
 PARTS = ("decode", "prefill", "tuning", "positions")
 Sequences = Sequence[tuple[int, int]]  # numbers of sequences by context: (context, sequences)

@@ -23,9 +23,9 @@ from benchmarks.gpu_model_inputs import (
     taken_over,
     twin,
 )
-from model_runtime.deployment import Deployment
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.deployments.deployment import Deployment
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
 
 Row = dict[str, Any]
 OURS = "ropewalk"

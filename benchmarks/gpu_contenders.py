@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu_model_inputs import LLAMA_3_8B, TINY, Prompts, random_model
 from benchmarks.gpu_transformers import Batching, contenders
-from server.study.jsonl_file import LineFile
+from ropewalk.studies.harness.jsonl_file import LineFile
 
 _WARM_UP_LEN = 4  # tokens; a compiled cache is made for the full length
 

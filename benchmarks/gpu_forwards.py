@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from model_runtime.batch import Span
-from model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
 
 
 @dataclass(slots=True)

@@ -11,11 +11,11 @@ from itertools import islice
 
 import torch
 
-from model_runtime.attention.paged_attention import LayerRead
-from model_runtime.batch import Batch, Span, build_batch
-from model_runtime.cache.kv_cache import KVCache
-from model_runtime.cache.rope_tables import RopeTables
-from rope import Profile, Yarn, native_rope
+from ropewalk.model_runtime.attention.batch import Batch, Span, build_batch
+from ropewalk.model_runtime.attention.kv_cache import KVCache
+from ropewalk.model_runtime.attention.paged_attention import LayerRead
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.rope import Profile, Yarn, native_rope
 
 PAGE_SIZE = 64  # the server's default
 _NATIVE_LEN = 8192

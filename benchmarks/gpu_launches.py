@@ -20,17 +20,17 @@ from triton.runtime.interpreter import GridExecutor
 from benchmarks.gpu_model_inputs import PAGE_SIZE
 from benchmarks.gpu_report import Column, Row, table
 from benchmarks.make_model import Shape, llama_config
-from model_runtime.attention.paged_attention import STEP, PagedStep
-from model_runtime.attention.triton.backend import TritonAttention
-from model_runtime.attention.triton.pieces import is_interpreted
-from model_runtime.batch import Span, build_batch
-from model_runtime.cache.kv_cache import KVCache
-from model_runtime.cache.rope_tables import RopeTables
-from model_runtime.gpu_layers.fewer_kernels import use_fewer_kernels
-from model_runtime.layers.match_norm import replace_norms
-from model_runtime.layers.merged_linear import join, shared_inputs
-from model_runtime.loading.patch_model import patch_model, read_native_rope
-from rope import Profile
+from ropewalk.model_runtime.attention.batch import Span, build_batch
+from ropewalk.model_runtime.attention.kv_cache import KVCache
+from ropewalk.model_runtime.attention.paged_attention import STEP, PagedStep
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.gpu.backend import TritonAttention
+from ropewalk.model_runtime.gpu.residual_layer import use_fewer_kernels
+from ropewalk.model_runtime.gpu.rotate import is_interpreted
+from ropewalk.model_runtime.layers.match_norm import replace_norms
+from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
+from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.rope import Profile
 
 _NUM_LAYERS = (2, 4)
 _CONTEXT = 2000  # positions before the token, so that the read is divided and merged

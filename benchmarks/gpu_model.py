@@ -18,7 +18,7 @@ from benchmarks.gpu_engine import free_memory
 from benchmarks.gpu_model_inputs import LLAMA_3_8B, TINY, ModelSizes
 from benchmarks.gpu_model_parts import PARTS
 from benchmarks.gpu_model_report import draw, report
-from server.study.jsonl_file import LineFile
+from ropewalk.studies.harness.jsonl_file import LineFile
 
 
 class _Record:

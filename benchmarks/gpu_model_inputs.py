@@ -10,12 +10,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 
 from benchmarks.make_model import Shape, fill, llama_config
-from model_runtime.config import EngineConfig
-from model_runtime.deployment import Deployment
-from model_runtime.loading.checkpoint import Checkpoint, prepare_model
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from model_runtime.loading.pretrained import load_tokenizer
-from model_runtime.make_deployment import DeploymentOptions, make_deployment
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.deployments.deployment import Deployment
+from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.loading.pretrained import load_tokenizer
 
 PAGE_SIZE = 64  # the server's default
 _SEED = 7

@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_report import Column, Row, ceilings_line, machine_line, table
-from server.study.plotting import (
+from ropewalk.studies.harness.plotting import (
     COLOURS,
     PlotError,
     check_can_plot,

@@ -30,7 +30,7 @@ _GIVEN = frozenset({"numpy", "pytest", "torch", "triton"}) | frozenset(
 )
 _MODULES = {"pyyaml": "yaml"}  # a package's name -> its module's, if they differ
 _TARGET = {"python_version": "3.12", "python_full_version": "3.12.0", "extra": ""}
-_SERVER = "import server.app, server.bench.load"
+_SERVER = "import ropewalk.server.startup.app, ropewalk.studies.bench.load"
 _IMPORT_EACH = """
 import importlib, json, sys
 for name in sys.argv[1:]:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from benchmarks.gpu_clock import first_seconds, seconds
 from benchmarks.gpu_inputs import PAGE_SIZE, Cache
-from model_runtime.attention.torch_backend import TorchAttention
-from model_runtime.attention.triton.backend import TritonAttention
-from model_runtime.batch import Batch
-from rope import DualChunk, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
+from ropewalk.model_runtime.attention.batch import Batch
+from ropewalk.model_runtime.attention.torch_backend import TorchAttention
+from ropewalk.model_runtime.gpu.backend import TritonAttention
+from ropewalk.rope import DualChunk, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
 
 _PARTS_OF_CONTEXT = 4  # a context is this many times the trained length
 _MOST_ERROR = 1e-2

@@ -19,12 +19,12 @@ from functools import cached_property
 
 from torch import Tensor
 
-from model_runtime.attention.paged_attention import AttentionCall, LayerPlan, PagedStep
-from model_runtime.batch import Batch
-from model_runtime.cache.rope_tables import LayerTables
-from model_runtime.layers.last_layer import WritingStep
-from model_runtime.runner.model_runner import ModelRunner
-from rope import Angles, rotate
+from ropewalk.model_runtime.attention.batch import Batch
+from ropewalk.model_runtime.attention.paged_attention import AttentionCall, LayerPlan, PagedStep
+from ropewalk.model_runtime.attention.rope_tables import LayerTables
+from ropewalk.model_runtime.layers.last_layer import WritingStep
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.rope import Angles, rotate
 
 
 class NotRotated(ModelRunner):

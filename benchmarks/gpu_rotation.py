@@ -9,8 +9,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from model_runtime.attention.triton.pieces import jit, padded
-from rope import Angles
+from ropewalk.model_runtime.gpu.rotate import jit, padded
+from ropewalk.rope import Angles
 
 
 @jit

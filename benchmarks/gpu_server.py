@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.gpu_engine import free_memory
 from benchmarks.gpu_model_inputs import ModelSizes, random_model
-from model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 
 _START_S, _STOP_S = 180, 30
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -67,7 +67,7 @@ def _running(sizes: ModelSizes, folder: str, device: torch.device) -> Iterator[s
     """Start a server on a free local port, yield its address, and stop it after the block."""
     scaling = json.dumps({"rope_type": "yarn", "factor": sizes.factor})
     command = [
-        *(sys.executable, "-m", "server", "serve", folder, "--port", "0"),
+        *(sys.executable, "-m", "ropewalk", "serve", folder, "--port", "0"),
         *("--device", device.type, "--dtype", str(sizes.dtype).removeprefix("torch.")),
         *("--rope-scaling", scaling, "--max-num-batched-tokens", str(sizes.chunk_len)),
         *("--step-target-seconds", "0"),
@@ -108,7 +108,7 @@ def _load(url: str, sizes: ModelSizes, concurrency: int, path: Path) -> Iterator
     """Run `ropewalk bench` once; yield one row per context length."""
     server = sizes.server
     command = [
-        *(sys.executable, "-m", "server", "bench", url, "--json", str(path)),
+        *(sys.executable, "-m", "ropewalk", "bench", url, "--json", str(path)),
         *("--context-lens", ",".join(map(str, server.context_lens))),
         *("--requests", str(max(server.num_requests, concurrency))),
         *("--concurrency", str(concurrency), "--output-tokens", str(server.output_tokens)),

@@ -32,19 +32,18 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from model_runtime.cache.rope_tables import RopeTables
-from model_runtime.config import EngineConfig
-from model_runtime.deployment import RopeRequest
-from model_runtime.engine.engine_core import EngineCore
-from model_runtime.engine.observer import Observer
-from model_runtime.engine.request_state import RequestState
-from model_runtime.make_deployment import DeploymentOptions, make_deployment
-from model_runtime.request import Output, Request, SamplingParams
-from model_runtime.runner import step_timer
-from model_runtime.runner.model_runner import ModelRunner
-from model_runtime.text.tokenizer import Tokenizer
-from rope import native_rope
-from server.metrics import MetricFactory, Metrics
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.deployments.deployment import RopeRequest
+from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
+from ropewalk.model_runtime.engine.engine_core import EngineCore
+from ropewalk.model_runtime.engine.request_state import Observer, RequestState
+from ropewalk.model_runtime.request import Output, Request, SamplingParams
+from ropewalk.model_runtime.runner import model_runner as step_timer
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
+from ropewalk.rope import native_rope
+from ropewalk.server.metrics import MetricFactory, Metrics
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PAGE = 64

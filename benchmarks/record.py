@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from server.study.jsonl_file import LineFile
+from ropewalk.studies.harness.jsonl_file import LineFile
 
 
 class RecordError(Exception):

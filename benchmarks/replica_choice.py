@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from server.replicas.choice import DECODE_WEIGHT, ReplicaChoice, Routing
-from server.replicas.page_memory import PageMemory
-from server.replicas.prompt_pages import PromptPages
+from ropewalk.server.replicas.choice import DECODE_WEIGHT, ReplicaChoice, Routing
+from ropewalk.server.replicas.prompt_pages import PageMemory, PromptPages
 
 PAGE_SIZE, NUM_PREFIXES, NUM_SEEDS = 64, 40, 3
 WEIGHTS = (0, 4, 8, 16, DECODE_WEIGHT, 64, 128, 512)

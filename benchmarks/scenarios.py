@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from benchmarks.ratios import Metric
 from benchmarks.sending import Answer, Prompts, Request, Sender
-from server.bench.report import percentile
+from ropewalk.studies.bench.report import percentile
 
 DECODE = Metric("decode", "tokens/s", higher_is_better=True)
 OUTPUT = Metric("output", "tokens/s", higher_is_better=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import httpx
 
-from server.bench.load import Failure, Timing, measure
-from server.bench.target import Prompt, Target
+from ropewalk.studies.bench.load import Failure, Timing, measure
+from ropewalk.studies.bench.target import Prompt, Target
 
 # Lower ids are left out, because they usually belong to a model's special tokens.
 FIRST_ID = 16

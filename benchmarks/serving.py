@@ -16,9 +16,9 @@ from benchmarks.ratios import Line, table
 from benchmarks.record import Record, RecordError, Row
 from benchmarks.scenarios import SCENARIOS, Scenario, choose_scenarios, sizes
 from benchmarks.sending import FIRST_ID, Prompts, ScenarioError, Sender
-from server.bench.load import open_client
-from server.bench.plan import BenchError
-from server.bench.target import Target, find_target
+from ropewalk.studies.bench.load import open_client
+from ropewalk.studies.bench.plan import BenchError
+from ropewalk.studies.bench.target import Target, find_target
 
 _SOME_FAILED, _USAGE_ERROR = 1, 2
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from model_runtime.engine.engine import Engine
-from model_runtime.engine.request_state import RequestState
-from model_runtime.request import FinishReason, Output
-from server.log_lines import log_to_stderr
-from server.settings.load import load_settings
-from server.startup.gate import access_policy_of
-from server.startup.lifecycle import GracefulServer
-from server.startup.load_service import load_service
+from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.engine.request_state import RequestState
+from ropewalk.model_runtime.request import FinishReason, Output
+from ropewalk.server.log_lines import log_to_stderr
+from ropewalk.server.settings.load import load_settings
+from ropewalk.server.startup.gate import access_policy_of
+from ropewalk.server.startup.lifecycle import GracefulServer
+from ropewalk.server.startup.load_service import load_service
 
 MOST_STREAMS = 1024
 

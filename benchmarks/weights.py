@@ -18,15 +18,15 @@ import torch
 
 from benchmarks.cpu_kernels import READ_BYTES, sum_of
 from benchmarks.made_weights import load_made
-from model_runtime.batch import Span
-from model_runtime.cache.token_bytes import bytes_per_token
-from model_runtime.config import EngineConfig
-from model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, INT8
-from model_runtime.engine.build_engine import build_runner
-from model_runtime.layers.packed_linear import products_of
-from model_runtime.loading.checkpoint import load_checkpoint
-from model_runtime.runner.model_runner import ModelRunner
-from rope import Profile
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.kv_cache import bytes_per_token
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, INT8
+from ropewalk.model_runtime.engine.build_engine import build_runner
+from ropewalk.model_runtime.layers.packed_linear import products_of
+from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.rope import Profile
 
 _PAGE = 64
 _CONTEXT = 128  # tokens before a decoded one

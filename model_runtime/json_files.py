@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from model_runtime.errors import ModelError
+from ropewalk.model_runtime.errors import ModelError
 
 _MOST_LEVELS = 64  # those of published checkpoints have up to ten
 

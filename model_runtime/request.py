@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from model_runtime.deployment import Placement
-from rope import Tier
+from ropewalk.model_runtime.deployments.deployment import Placement
+from ropewalk.rope import Tier
 
 MAX_LOGPROBS = 20  # alternatives per token; always computed, so that ties are resolved equally
 
 if TYPE_CHECKING:  # it imports transformers, and settings import this file
-    from model_runtime.text.grammar import Grammar
+    from ropewalk.model_runtime.text.grammar import Grammar
 
 
 class FinishReason(enum.StrEnum):

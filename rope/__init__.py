@@ -7,25 +7,27 @@ is imported when it is first used, because settings need its words and not torch
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rope.words import POLICIES, POSITION_METHODS, ROPE_TYPES, Policy
+from ropewalk.rope.errors import POLICIES, POSITION_METHODS, ROPE_TYPES, Policy
 
 if TYPE_CHECKING:
-    from rope.angles import Angles, offset_angles, page_start_angles, position_angles
-    from rope.decay import Moments, decay_bound, expected_score, score_spread
-    from rope.errors import RopeConfigError
-    from rope.frequencies import Frequencies, Rotary, Scaling, Unscaled
-    from rope.from_config import Method, parse_method, rope_type_of
-    from rope.linear import Linear
-    from rope.llama3 import Llama3
-    from rope.longrope import LongRope
-    from rope.native import ALL_LAYERS, NativeRope, NativeTable, native_rope
-    from rope.ntk import NTK, DynamicNTK
-    from rope.positions.dual_chunk import DualChunk
-    from rope.positions.from_block import PositionChoice, parse_positions
-    from rope.positions.method import MOST_RANGES, KeyMap, PositionMethod, Range
-    from rope.positions.two_ranges import ReRope, SelfExtend, Shifted, Sinks
-    from rope.rotation import half_split_from_interleaved, logn_scale, rotate
-    from rope.tiers import (
+    from ropewalk.rope.angles import (
+        Angles,
+        half_split_from_interleaved,
+        logn_scale,
+        offset_angles,
+        page_start_angles,
+        position_angles,
+        rotate,
+    )
+    from ropewalk.rope.decay import Moments, decay_bound, expected_score, score_spread
+    from ropewalk.rope.errors import RopeConfigError
+    from ropewalk.rope.frequencies import Frequencies, Rotary, Scaling, Unscaled
+    from ropewalk.rope.from_config import Method, parse_method, rope_type_of
+    from ropewalk.rope.methods import NTK, DynamicNTK, Linear, Llama3, LongRope, Yarn
+    from ropewalk.rope.native import ALL_LAYERS, NativeRope, NativeTable, native_rope
+    from ropewalk.rope.positions import MOST_RANGES, DualChunk, KeyMap, PositionMethod, Range
+    from ropewalk.rope.positions_from_block import PositionChoice, parse_positions
+    from ropewalk.rope.tiers import (
         Profile,
         Tier,
         build_tiers,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
         longest,
         native_tier,
     )
-    from rope.yarn import Yarn
+    from ropewalk.rope.two_ranges import ReRope, SelfExtend, Shifted, Sinks
 
 # module -> its public names
 _HOMES = {

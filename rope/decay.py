@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rope.angles import Angles
-from rope.frequencies import Frequencies
-from rope.rotation import rotate
+from ropewalk.rope.angles import Angles, rotate
+from ropewalk.rope.frequencies import Frequencies
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,6 +4,8 @@ ValueError
 `-- RopeConfigError    a rope setting cannot be used; names field, limit and value
 """
 
+from typing import Literal, get_args
+
 
 class RopeConfigError(ValueError):
     """An unusable field or value in a rope block, tier list or request."""
@@ -12,3 +14,10 @@ class RopeConfigError(ValueError):
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
+
+
+ROPE_TYPES = ("default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope")
+POSITION_METHODS = ("native", "dual_chunk", "rerope", "self_extend", "string", "sinks")
+
+Policy = Literal["fixed", "pinned", "grow", "grow-exact"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)

@@ -9,14 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rope.errors import RopeConfigError
-from rope.frequencies import Rotary, Scaling, Unscaled
-from rope.linear import Linear
-from rope.llama3 import Llama3
-from rope.longrope import LongRope
-from rope.ntk import NTK, DynamicNTK
-from rope.words import ROPE_TYPES
-from rope.yarn import Yarn
+from ropewalk.rope.errors import ROPE_TYPES, RopeConfigError
+from ropewalk.rope.frequencies import Rotary, Scaling, Unscaled
+from ropewalk.rope.methods import NTK, DynamicNTK, Linear, Llama3, LongRope, Yarn
 
 _MAX_FACTOR = 65_536.0  # above any practical factor; keeps ceilings and tier lists finite
 _REFUSED = {

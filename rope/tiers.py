@@ -8,12 +8,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rope.errors import RopeConfigError
-from rope.frequencies import Scaling
-from rope.from_config import Method
-from rope.native import NativeRope
-from rope.positions.method import PositionMethod
-from rope.words import Policy
+from ropewalk.rope.errors import Policy, RopeConfigError
+from ropewalk.rope.frequencies import Scaling
+from ropewalk.rope.from_config import Method
+from ropewalk.rope.native import NativeRope
+from ropewalk.rope.positions import PositionMethod
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""The HTTP service and the `ropewalk` command."""
+"""The HTTP service and its clients for a terminal."""

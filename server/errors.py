@@ -10,16 +10,43 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from model_runtime.errors import (
+from ropewalk.model_runtime.errors import (
     EngineStoppedError,
     QueueFullError,
     RequestError,
     RopewalkError,
     UnknownModelError,
 )
-from server.access.refusals import KeyLimitError
-from server.envelope import envelope
-from server.wording import accepted, choices, did_you_mean
+from ropewalk.server.access.allowance import KeyLimitError
+from ropewalk.server.wording import accepted, choices, did_you_mean
+
+
+def envelope(
+    message: str,
+    kind: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    details: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Build OpenAI's error body.
+
+    Names from a client may contain lone surrogates, which JSON cannot encode, so they are escaped.
+    """
+    return {
+        "error": {
+            "message": _encodable(message),
+            "type": kind,
+            "param": None if param is None else _encodable(param),
+            "code": code,
+            **(details or {}),
+        }
+    }
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
 
 _log = structlog.get_logger(__name__)
 

@@ -25,12 +25,12 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from model_runtime.config import EngineConfig
-from model_runtime.engine.observer import Observer
-from model_runtime.request import FinishReason, Request
-from model_runtime.runner.step_timer import PARTS, Part
-from rope import Tier
-from server.version import own_commit, own_version
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.request import FinishReason, Request
+from ropewalk.model_runtime.runner.model_runner import PARTS, Part
+from ropewalk.rope import Tier
+from ropewalk.server.version import own_commit, own_version
 
 # vLLM's bounds, so that dashboard panels can be compared.
 _FIRST_TOKEN_SECONDS = (

@@ -1,4 +1,4 @@
-"""The application for those who run Ray already: `serve run server.ray_app:build replicas=2`.
+"""The application for those who run Ray already: `serve run ropewalk.server.ray_app:build replicas=2`.
 
 A Serve YAML file names it as `import_path`, with the same arguments under `args`
 (docs/scale-out.md).
@@ -7,8 +7,8 @@ A Serve YAML file names it as `import_path`, with the same arguments under `args
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from server.settings.load import SettingsError, load_settings
-from server.startup.gate import key_table_of
+from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.gate import key_table_of
 
 if TYPE_CHECKING:
     from ray import serve
@@ -19,7 +19,7 @@ def build(arguments: Mapping[str, Any]) -> "serve.Application":
 
     Host, port and TLS are those of Ray Serve's proxy. Raises SettingsError.
     """
-    from server.ray.deployments import application  # noqa: PLC0415  # Ray is an extra
+    from ropewalk.server.ray.deployments import application  # noqa: PLC0415  # Ray is an extra
 
     for name in ("host", "port", "ssl_certfile", "ssl_keyfile", "ray_address"):
         if name in arguments:

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from model_runtime.errors import ModelError
-from server.printable import printable, printable_sentence
-from server.settings.load import TRACEBACK_VARIABLE, SettingsError
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.server.settings.load import TRACEBACK_VARIABLE, SettingsError
+from ropewalk.server.wording import printable, printable_sentence
 
 USAGE_ERROR, DIED = 2, 1
 

@@ -11,21 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from server.access.keys import KeyTable
-from server.sentences import DIED, sentences
-from server.settings.flags import SettingsCommand, given, with_flags
-from server.settings.load import ServeSettings, load_settings
-from server.settings.named_files import chat_template_text
-from server.settings.sections import SECTIONS
-from server.startup.early_answers import EarlyAnswers
-from server.startup.gate import check_traces, key_table_of, key_warnings
-from server.startup.hangups import Hangups
-from server.startup.listener import bound_socket, tls_context, url_of
-from server.startup.progress import LoadingProgress
-from server.version import version_and_commit
+from ropewalk.server.access.keys import KeyTable
+from ropewalk.server.sentences import DIED, sentences
+from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
+from ropewalk.server.settings.load import ServeSettings, chat_template_text, load_settings
+from ropewalk.server.settings.sections import SECTIONS
+from ropewalk.server.startup.early_answers import EarlyAnswers
+from ropewalk.server.startup.gate import (
+    bound_socket,
+    check_traces,
+    key_table_of,
+    key_warnings,
+    tls_context,
+    url_of,
+)
+from ropewalk.server.startup.hangups import Hangups
+from ropewalk.server.startup.progress import LoadingProgress
+from ropewalk.server.version import version_and_commit
 
 if TYPE_CHECKING:
-    from server.startup.lifecycle import GracefulServer
+    from ropewalk.server.startup.lifecycle import GracefulServer
 
 
 @click.command(cls=SettingsCommand)
@@ -61,7 +66,7 @@ def serve(**flags: Any) -> None:
                 teller.ready(version_and_commit(), banner, url)
 
             if settings.replicas is not None:
-                from server.ray.command import serve_on_ray  # noqa: PLC0415  # an extra
+                from ropewalk.server.ray.command import serve_on_ray  # noqa: PLC0415  # an extra
 
                 hand_over = answers.hand_over
                 serve_on_ray(settings, keys, listener, hand_over, on_ready, say=teller.say)
@@ -95,14 +100,14 @@ def _loaded(
 
     def load() -> None:
         try:
-            from server.log_lines import log_to_stderr  # noqa: PLC0415
+            from ropewalk.server.log_lines import log_to_stderr  # noqa: PLC0415
 
             log_to_stderr(settings.log_format, settings.log_level)
-            from server.startup.dry_run import refuse_ahead  # noqa: PLC0415
+            from ropewalk.server.startup.dry_run import refuse_ahead  # noqa: PLC0415
 
             refuse_ahead(settings, progress.enter)
             progress.enter("importing")
-            from server.startup.lifecycle import loaded_server  # noqa: PLC0415
+            from ropewalk.server.startup.lifecycle import loaded_server  # noqa: PLC0415
 
             found.set_result(loaded_server(settings, keys, progress, on_ready))
         except BaseException as error:  # noqa: BLE001  # the main thread reports it
@@ -116,7 +121,7 @@ def _json_log(settings: ServeSettings) -> Any:
     """Return a logger of JSON objects; the other formats import none before the port answers."""
     import structlog  # noqa: PLC0415
 
-    from server.log_lines import log_to_stderr  # noqa: PLC0415
+    from ropewalk.server.log_lines import log_to_stderr  # noqa: PLC0415
 
     log_to_stderr(settings.log_format, settings.log_level)
     return structlog.get_logger(__name__)

@@ -18,8 +18,8 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from model_runtime.errors import ModelError
-from model_runtime.loading.checkpoint import prepare_model
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.checkpoint import prepare_model
 from tests.models_page import OTHER_BITS, SERVED
 from tests.tiny_models import in_dtype, tiny_model
 from tests.tokens import byte_tokenizer

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_runtime.attention.paged_attention import LayerRead
-from model_runtime.batch import Batch, Span, build_batch
-from model_runtime.cache.kv_cache import KVCache
-from model_runtime.cache.rope_tables import LayerTables, RopeTables
-from rope import Linear, PositionMethod, Profile, Unscaled, Yarn, native_rope
+from ropewalk.model_runtime.attention.batch import Batch, Span, build_batch
+from ropewalk.model_runtime.attention.kv_cache import KVCache
+from ropewalk.model_runtime.attention.paged_attention import LayerRead
+from ropewalk.model_runtime.attention.rope_tables import LayerTables, RopeTables
+from ropewalk.rope import Linear, PositionMethod, Profile, Unscaled, Yarn, native_rope
 
 LOGN_LEN = 64
 # The tables of a batch, by turns; yarn has an attention factor of 1.14.

@@ -14,13 +14,12 @@ from typing import Any
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from model_runtime.attention import backends
-from model_runtime.batch import Span
-from model_runtime.config import EngineConfig
-from model_runtime.engine.build_engine import build_runner, first_of_each_kind, warm_up
-from model_runtime.runner import model_runner
-from model_runtime.runner.model_runner import ModelRunner
-from rope import DualChunk, Linear, Profile, ReRope, SelfExtend, Shifted, Sinks, Unscaled
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.build_engine import build_runner, first_of_each_kind, warm_up
+from ropewalk.model_runtime.runner import backends, model_runner
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.rope import DualChunk, Linear, Profile, ReRope, SelfExtend, Shifted, Sinks, Unscaled
 from tests.engines import tiny_checkpoint
 from tests.hopper import Device
 from tests.sampling import few, sampled
@@ -62,7 +61,7 @@ def main() -> None:
 
     The last line is of a Llama with position methods.
     """
-    from model_runtime.attention.triton.backend import TritonAttention
+    from ropewalk.model_runtime.gpu.backend import TritonAttention
 
     compiled: Counter[str] = Counter()
     caches: list[dict[str, object]] = []

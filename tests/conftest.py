@@ -12,9 +12,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from model_runtime.text.template_processes import template_processes
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.text.template_processes import template_processes
 from tests import leftovers, preloaded, sampling
 from tests.device_faults import end_if_the_device_failed
 from tests.engines import EngineFactory, tiny_checkpoint

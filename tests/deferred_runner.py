@@ -9,19 +9,17 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from model_runtime.batch import Span
-from model_runtime.cache.page_pool import PagePool
-from model_runtime.config import EngineConfig
-from model_runtime.engine.build_engine import build_runner
-from model_runtime.engine.engine_core import EngineCore
-from model_runtime.engine.observer import Observer
-from model_runtime.engine.request_state import RequestState
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import Output, Request
-from model_runtime.runner.launched_step import LaunchedStep
-from model_runtime.runner.model_runner import ModelRunner
-from model_runtime.runner.sampler import SamplingRow
-from rope import Profile
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.build_engine import build_runner
+from ropewalk.model_runtime.engine.engine_core import EngineCore
+from ropewalk.model_runtime.engine.request_state import Observer, RequestState
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import Output, Request
+from ropewalk.model_runtime.runner.model_runner import LaunchedStep, ModelRunner
+from ropewalk.model_runtime.runner.sampler import SamplingRow
+from ropewalk.model_runtime.scheduling.page_pool import PagePool
+from ropewalk.rope import Profile
 from tests.engines import Result
 
 CONFIG = EngineConfig(

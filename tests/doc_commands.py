@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 
 ROOT = Path(__file__).resolve().parent.parent
 _SERVE = re.compile(r"^(?:\w+=\S+ )*ropewalk serve\b|^make serve\b", re.MULTILINE)

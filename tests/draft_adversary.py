@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from model_runtime.engine import speculator
-from model_runtime.engine.observer import Observer
-from model_runtime.request import Request
-from model_runtime.speculation.drafter import NO_DRAFT, Draft, Drafter
+from ropewalk.model_runtime.engine import speculator
+from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.request import Request
+from ropewalk.model_runtime.scheduling.drafter import NO_DRAFT, Draft, Drafter
 from tests.engines import Result
 from tests.tiny_models import VOCAB_SIZE
 

@@ -7,14 +7,20 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from model_runtime.config import EngineConfig
-from model_runtime.deployment import Deployment, RopeRequest
-from model_runtime.engine.build_engine import build_engine
-from model_runtime.engine.engine import Engine
-from model_runtime.engine.observer import Observer
-from model_runtime.loading.checkpoint import Checkpoint, prepare_model
-from model_runtime.make_deployment import DeploymentOptions, make_deployment
-from model_runtime.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
+from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
+from ropewalk.model_runtime.engine.build_engine import build_engine
+from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
+from ropewalk.model_runtime.request import (
+    FinishReason,
+    Output,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from model_runtime.attention.prompt_groups import Mask
+from ropewalk.model_runtime.attention.prompt_groups import Mask
 
 
 def exact_flash(  # noqa: PLR0917  # as torch has them

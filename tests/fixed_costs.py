@@ -5,8 +5,8 @@
 
 import pytest
 
-from model_runtime.engine import speculator
-from model_runtime.speculation.step_cost import StepCost
+from ropewalk.model_runtime.engine import speculator
+from ropewalk.model_runtime.scheduling.draft_lengths import StepCost
 
 MODULE = "tests.fixed_costs"
 STEP_S = 10e-3
@@ -27,7 +27,7 @@ def fix_step_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 if __name__ == "__main__":
-    from server.__main__ import main
+    from ropewalk.__main__ import main
 
     speculator.StepCost = FixedCost  # type: ignore[misc]
     main()

@@ -2,10 +2,14 @@
 
 import sys
 
-from model_runtime.gguf.architectures import ALTERNATIVES, ARCHITECTURES, Architecture
-from model_runtime.gguf.blocks import UNPACKED
-from model_runtime.gguf.ggml import READ_TYPES, block_of
-from model_runtime.gguf.pre_tokenizers import PRE_TOKENIZERS
+from ropewalk.model_runtime.formats.ggml import READ_TYPES, block_of
+from ropewalk.model_runtime.formats.gguf_architectures import (
+    ALTERNATIVES,
+    ARCHITECTURES,
+    Architecture,
+)
+from ropewalk.model_runtime.formats.gguf_blocks import UNPACKED
+from ropewalk.model_runtime.formats.gguf_tokenizer import PRE_TOKENIZERS
 
 
 def _row(name: str, kind: Architecture, when: str = "") -> str:
@@ -40,7 +44,7 @@ def page() -> str:
 
 _PAGE = """# GGUF files
 
-`python -m tests.gguf_page` writes this page from the tables of `model_runtime/gguf/`.
+`python -m tests.gguf_page` writes this page from the tables of `model_runtime/formats/`.
 
 `ropewalk serve model.gguf` serves a file. A folder works if it holds one model in GGUF and no safetensors. `--gguf-file NAME` chooses a file of a folder. `inspect` and `eval` take the same, and the keys `model` and `gguf_file` of the YAML file that `config check` reads. The first part of a split file (`-00001-of-00003.gguf`) stands for all parts. Files of image encoders (`mmproj*`) are ignored in a folder.
 

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from rope import DualChunk, ReRope
+from ropewalk.rope import DualChunk, ReRope
 from tests.attention_cases import Case, Laid
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -100,8 +100,8 @@ def _uncomputed(query_THD: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.T
 
 def _compile_layers() -> None:
     """Norms and gates in the shapes of Llama 3 8B, Gemma 2 and the tests."""
-    from model_runtime.gpu_layers.triton_gate import Activation, gated
-    from model_runtime.gpu_layers.triton_norm import Scale, add_and_normalize, normalize
+    from ropewalk.model_runtime.gpu.gated_block import Activation, gated
+    from ropewalk.model_runtime.gpu.rms_norm import Scale, add_and_normalize, normalize
 
     for name, dtype, width, half, plus_one in (
         ("llama layer", torch.bfloat16, 4096, 14_336, False),
@@ -120,8 +120,8 @@ def _compile_layers() -> None:
 
 def main() -> None:
     """Every launch of a write and a read is compiled with the arguments it has, and not run."""
-    from model_runtime.attention.triton import flash as triton_flash
-    from model_runtime.attention.triton.backend import TritonAttention
+    from ropewalk.model_runtime.gpu import flash as triton_flash
+    from ropewalk.model_runtime.gpu.backend import TritonAttention
 
     driver.set_active(Device())
     triton_flash.is_available = lambda _: True

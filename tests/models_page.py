@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from model_runtime.attention.paged_attention import LayerPlan
-from model_runtime.errors import ModelError
-from model_runtime.loading.checkpoint import prepare_model
-from model_runtime.quantised.scheme import FORMATS, Format
+from ropewalk.model_runtime.attention.paged_attention import LayerPlan
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.formats.quantised_scheme import FORMATS, Format
+from ropewalk.model_runtime.loading.checkpoint import prepare_model
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 

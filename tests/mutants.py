@@ -26,12 +26,12 @@ _ENGINE = ("tests/model_runtime/engine", _PROMISES)
 # Files whose faults are drawn -> the tests that `make test` has for them, nearest first.
 TARGETS: dict[str, tuple[str, ...]] = {
     "model_runtime/scheduling/*.py": ("tests/model_runtime/scheduling", *_ENGINE),
-    "model_runtime/cache/page_pool.py": ("tests/model_runtime/cache", *_ENGINE),
-    "model_runtime/cache/prefix_cache.py": ("tests/model_runtime/cache", *_ENGINE),
+    "model_runtime/scheduling/page_pool.py": ("tests/model_runtime/cache", *_ENGINE),
+    "model_runtime/scheduling/prefix_cache.py": ("tests/model_runtime/cache", *_ENGINE),
     "model_runtime/runner/sampler.py": ("tests/model_runtime/runner", _API),
     "model_runtime/runner/ranked_draw.py": ("tests/model_runtime/runner", _API),
     "rope/*.py": ("tests/rope",),
-    "model_runtime/deployment.py": ("tests/model_runtime/test_deployment.py", _API),
+    "model_runtime/deployments/deployment.py": ("tests/model_runtime/test_deployment.py", _API),
     "model_runtime/attention/cpu_*.py": ("tests/model_runtime/attention", _PROMISES),
     "model_runtime/layers/packed_*.py": ("tests/model_runtime/layers", _PROMISES),
     "server/api/service.py": (_API,),

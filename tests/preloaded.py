@@ -24,10 +24,10 @@ _ROOT = Path(__file__).resolve().parent.parent
 _LONGEST = 1 << 20  # bytes of a request: arguments and environment
 # What a server has imported by the time it listens. Those that a load imports late are in it.
 _MODULES = (
-    "server.serve_command",
-    "server.startup.load_service",
-    "server.startup.lifecycle",
-    "server.startup.check_command",
+    "ropewalk.server.serve_command",
+    "ropewalk.server.startup.load_service",
+    "ropewalk.server.startup.lifecycle",
+    "ropewalk.server.startup.dry_run",
     "transformers.models.llama.modeling_llama",
     "uvicorn.protocols.http.h11_impl",
 )
@@ -130,7 +130,10 @@ def close() -> None:
 
 
 def _import() -> None:
-    from server.startup.preflight import bound_memory, wait_briefly  # before torch, as in a command
+    from ropewalk.server.startup.preflight import (  # before torch, as in a command
+        bound_memory,
+        wait_briefly,
+    )
 
     bound_memory()
     wait_briefly()

@@ -16,7 +16,7 @@ from tempfile import TemporaryFile
 import pytest
 from click.testing import CliRunner
 
-from server.cli import ropewalk
+from ropewalk.cli import ropewalk
 from tests import preloaded
 from tests.preloaded import Fork
 
@@ -41,7 +41,7 @@ class Server:
     log: list[str]  # what it says on stderr, line by line, as it goes on
 
 
-def command(*arguments: str, module: str = "server") -> list[str]:
+def command(*arguments: str, module: str = "ropewalk") -> list[str]:
     """The command line in this interpreter; `module` replaces the server."""
     return [sys.executable, "-m", module, *arguments]
 
@@ -55,7 +55,7 @@ def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_to_end(
-    *arguments: str, env: dict[str, str] | None = None, module: str = "server"
+    *arguments: str, env: dict[str, str] | None = None, module: str = "ropewalk"
 ) -> subprocess.CompletedProcess[str]:
     """Run a command that ends by itself in a process of its own.
 
@@ -108,9 +108,9 @@ def _start(arguments: Sequence[str], module: str, stderr: int) -> Popen[bytes] |
 
 
 @contextmanager
-def running_server(*arguments: str, module: str = "server") -> Iterator[Server]:
+def running_server(*arguments: str, module: str = "ropewalk") -> Iterator[Server]:
     """Serve until the block ends; the start is a fork (`tests.preloaded`)."""
-    if REPLICAS is not None and module == "server":
+    if REPLICAS is not None and module == "ropewalk":
         arguments = ("--replicas", REPLICAS, *arguments)
     reads, writes = os.pipe()
     try:

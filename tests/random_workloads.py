@@ -4,11 +4,11 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model_runtime.engine.engine_core import EngineCore
-from model_runtime.engine.observer import Observer
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import FinishReason, Request
-from rope import POLICIES
+from ropewalk.model_runtime.engine.engine_core import EngineCore
+from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import FinishReason, Request
+from ropewalk.rope import POLICIES
 from tests.deferred_runner import Answers, core_of
 from tests.engines import deployment_of, request
 from tests.tiny_models import VOCAB_SIZE

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_runtime.attention.paged_attention import LayerRead
-from model_runtime.batch import Batch, Span, build_batch
-from model_runtime.cache.rope_tables import RopeTables
-from rope import (
+from ropewalk.model_runtime.attention.batch import Batch, Span, build_batch
+from ropewalk.model_runtime.attention.paged_attention import LayerRead
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.rope import (
     DualChunk,
     PositionMethod,
     Profile,

@@ -10,12 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from model_runtime.batch import Span
-from model_runtime.config import EngineConfig
-from model_runtime.engine.build_engine import build_runner
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.runner.model_runner import ModelRunner
-from rope import Profile
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.build_engine import build_runner
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.rope import Profile
 
 CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=256, page_size=16, max_num_seqs=6)
 SPARE = CONFIG.num_pages

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import pytest
 from torch import Tensor
 
-from model_runtime.batch import Span
-from model_runtime.engine.engine import Engine
-from model_runtime.runner.model_runner import ModelRunner
-from rope import Profile
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.rope import Profile
 
 Note = Callable[[Sequence[Span], Tensor], None]  # takes a step's spans and its logits [R, V]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_runtime.batch import Span
-from model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 
 
 class Script:

@@ -3,11 +3,11 @@
 `tests/test_docs.py` holds the page to them.
 """
 
-from server.settings.fields import Section, unit_of
-from server.settings.flags import default_text
-from server.settings.foreign_flags import ALIASES, REFUSED
-from server.settings.problems import variable_of
-from server.settings.sections import SECTIONS
+from ropewalk.server.settings.fields import Section, unit_of
+from ropewalk.server.settings.flags import default_text
+from ropewalk.server.settings.foreign_flags import ALIASES, REFUSED
+from ropewalk.server.settings.problems import variable_of
+from ropewalk.server.settings.sections import SECTIONS
 
 
 def table(section: type[Section]) -> str:

@@ -18,10 +18,10 @@ import click
 import structlog
 import torch
 
-from model_runtime.attention.paged_attention import AttentionCall, PagedStep
-from model_runtime.cache.rope_tables import RopeTables
-from model_runtime.errors import ModelError
-from model_runtime.loading import checkpoint
+from ropewalk.model_runtime.attention.paged_attention import AttentionCall, PagedStep
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading import checkpoint
 from tests.models_page import SERVED
 from tests.tiny_models import in_dtype, tiny_model
 from tests.tokens import byte_tokenizer

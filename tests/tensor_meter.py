@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model_runtime.engine.memory_profile import Reading
+from ropewalk.model_runtime.engine.memory_profile import Reading
 
 GIB = 2**30
 

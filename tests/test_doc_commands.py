@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from tests.doc_commands import Block, blocks, run, serve
 from tests.processes import Server
 from tests.sampling import sampled

@@ -8,27 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from server.api.chat_schema import ChatRequest, Message
-from server.api.completion_schema import CompletionRequest
-from server.api.fields.logprob_schema import TokenLogprobs
-from server.api.fields.rope_schema import RopeAnswer, RopeField
-from server.api.fields.structured_schema import StructuredOutputs
-from server.api.generation_schema import PromptProgressAnswer
-from server.api.messages.message_schema import CountTokensRequest, MessagesRequest
-from server.api.model_schema import (
+from ropewalk.server.api.completion_schema import CompletionRequest
+from ropewalk.server.api.generation_schema import PromptProgressAnswer
+from ropewalk.server.api.rope_schema import RopeAnswer, RopeField
+from ropewalk.server.api.service import Service
+from ropewalk.server.api.structured_schema import StructuredOutputs, TokenLogprobs
+from ropewalk.server.settings.fields import Section
+from ropewalk.server.settings.load import load_settings
+from ropewalk.server.settings.sections import SECTIONS
+from ropewalk.server.startup.app import create_app
+from ropewalk.server.startup.load_service import load_service
+from ropewalk.server.turns.chat_schema import ChatRequest, Message
+from ropewalk.server.turns.message_schema import CountTokensRequest, MessagesRequest
+from ropewalk.server.turns.models import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
     TokenizerInfo,
 )
-from server.api.responses.response_schema import ResponsesRequest
-from server.api.service import Service
-from server.app import create_app
-from server.settings.fields import Section
-from server.settings.load import load_settings
-from server.settings.sections import SECTIONS
-from server.startup.load_service import load_service
+from ropewalk.server.turns.response_schema import ResponsesRequest
 from tests.settings_page import table
 
 ROOT = Path(__file__).resolve().parent.parent

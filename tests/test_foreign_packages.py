@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # As the installed script does: our folder is on the path, but after the foreign one.
-_SCRIPT = f"import sys; sys.path.append({str(ROOT)!r}); from ropewalk import main; main()"
+_SCRIPT = f"import sys; sys.path.append({str(ROOT)!r}); from ropewalk.__main__ import main; main()"
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ _RUN_MODULE = "runpy.run_module('ropewalk', run_name='__main__', alter_sys=True)
 def test_a_package_that_was_imported_before_is_a_sentence(foreign: Path) -> None:
     """A .pth file may import a foreign package before the command begins."""
     (foreign / "server" / "__init__.py").write_text("")
-    ended = run(foreign, ["-c", f"import server; {_SCRIPT}"], "--version")
+    ended = run(foreign, ["-c", f"import ropewalk.server; {_SCRIPT}"], "--version")
     assert ended.returncode == 2
     found, own = foreign / "server", ROOT / "server"
     assert f"imported the package 'server' from {found}, not from {own}" in ended.stderr

@@ -121,27 +121,38 @@ def test_folders_import_what_their_table_says(package: str) -> None:
 # folder inside a folder -> what its files may import, beside their own folder
 INNER = {
     "rope/positions": {"rope.errors", "rope.words", "rope.positions"},
-    "model_runtime/cpu_kernels/ranges": {"model_runtime.cpu_kernels"},
-    "model_runtime/cpu_kernels/experts": {"model_runtime.cpu_kernels"},
-    "server/api/fields": {"server.api.fields", "server.api.strict_body"},
-    "server/evaluation/tasks": {"server.evaluation.tasks", "server.study.eval_run"},
-    "model_runtime/cpu_kernels/low_bits": {"model_runtime.cpu_kernels"},
+    "model_runtime/cpu_kernels/ranges": {"ropewalk.model_runtime.cpu_kernels"},
+    "model_runtime/cpu_kernels/experts": {"ropewalk.model_runtime.cpu_kernels"},
+    "server/api/fields": {"ropewalk.server.api", "ropewalk.server.api.strict_body"},
+    "server/evaluation/tasks": {"ropewalk.studies.ruler", "ropewalk.studies.harness.eval_run"},
+    "model_runtime/cpu_kernels/low_bits": {"ropewalk.model_runtime.cpu_kernels"},
     "model_runtime/layers/experts": {
-        *("model_runtime.cpu_kernels", "model_runtime.layers", "model_runtime.probing"),
+        *(
+            "ropewalk.model_runtime.cpu_kernels",
+            "ropewalk.model_runtime.layers",
+            "ropewalk.model_runtime.probing",
+        ),
     },
-    "model_runtime/layers/low_bits": {"model_runtime.cpu_kernels", "model_runtime.layers"},
+    "model_runtime/layers/low_bits": {
+        "ropewalk.model_runtime.cpu_kernels",
+        "ropewalk.model_runtime.layers",
+    },
     "model_runtime/loading/low_bits": {
-        "model_runtime.cpu_kernels",
-        "model_runtime.errors",
-        "model_runtime.gguf",
-        "model_runtime.layers",
-        "model_runtime.loading",
-        "model_runtime.probing",
-        "model_runtime.quantised",
+        "ropewalk.model_runtime.cpu_kernels",
+        "ropewalk.model_runtime.errors",
+        "ropewalk.model_runtime.formats",
+        "ropewalk.model_runtime.layers",
+        "ropewalk.model_runtime.loading",
+        "ropewalk.model_runtime.probing",
+        "ropewalk.model_runtime.formats",
     },
     "model_runtime/attention/triton": {
-        *("model_runtime.attention", "model_runtime.cache", "model_runtime.batch"),
-        *("model_runtime.work_list", "model_runtime.transfer"),
+        *(
+            "ropewalk.model_runtime.attention",
+            "ropewalk.model_runtime.attention",
+            "ropewalk.model_runtime.attention.batch",
+        ),
+        *("ropewalk.model_runtime.attention.work_list", "ropewalk.model_runtime.transfer"),
     },
 }
 
@@ -238,7 +249,7 @@ def test_a_foreign_rope_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "rope").mkdir()
     (tmp_path / "rope" / "__init__.py").write_text("")
     first = [str(tmp_path), str(ROOT)]
-    code = f"import sys; sys.path[:0] = {first}; from server.__main__ import main; main()"
+    code = f"import sys; sys.path[:0] = {first}; from ropewalk.__main__ import main; main()"
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
@@ -249,7 +260,6 @@ def test_a_foreign_rope_is_noticed(tmp_path: Path) -> None:
 
 def test_the_public_names_of_rope_are_sorted_and_exist() -> None:
     """`__all__` has constants first, then the other names."""
-    import rope
 
     assert rope.__all__ == sorted(rope.__all__, key=lambda name: (not name.isupper(), name))
     assert all(hasattr(rope, name) for name in rope.__all__)

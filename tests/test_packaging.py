@@ -4,7 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from server.study.plotting import INSTALL_MATPLOTLIB
+from ropewalk.studies.harness.plotting import INSTALL_MATPLOTLIB
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -4,7 +4,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from model_runtime.text.tokenizer import Tokenizer
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
 
 
 def byte_tokenizer_fast() -> PreTrainedTokenizerFast:

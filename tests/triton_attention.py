@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from model_runtime.attention import backends
-from model_runtime.attention.triton.backend import TritonAttention
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.runner import model_runner
+from ropewalk.model_runtime.gpu.backend import TritonAttention
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.runner import backends, model_runner
 from tests.engines import tiny_checkpoint
 
 

@@ -6,9 +6,9 @@ Two workers and every server that they start would compile the same code at the 
 import sys
 import time
 
-from model_runtime.loading.checkpoint import load_checkpoint
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from server.settings.sections import CacheSettings
+from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.server.settings.sections import CacheSettings
 from tests.engines import EngineFactory, answer, deployment_of, request
 
 PAGE_SIZE: int = CacheSettings.model_fields["page_size"].default

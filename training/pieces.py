@@ -10,7 +10,14 @@ from enum import IntEnum
 
 from tokenizers import Tokenizer
 
-from server.corpus.needles import FORMS, VALUE_DIGITS, Form, Needle, random_key, random_value
+from ropewalk.server.corpus.needles import (
+    FORMS,
+    VALUE_DIGITS,
+    Form,
+    Needle,
+    random_key,
+    random_value,
+)
 from training.tokenizer import ASSISTANT, EOS, USER, whole_words
 
 _CHAT_QUESTIONS = ("What is {k}?", "What is the value of {k}?", "Tell me {k}.")

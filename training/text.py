@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from server.corpus.held_out import library_documents, read_source
+from ropewalk.server.corpus.held_out import library_documents, read_source
 from training.tokenizer import EOS_ID
 
 Tokens = NDArray[np.int64]

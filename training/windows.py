@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from server.corpus.needles import FORMS
+from ropewalk.server.corpus.needles import FORMS
 from training.pieces import Kind, Piece, Pieces
 from training.text import Tokens
 from training.tokenizer import BOS_ID, EOS_ID, SPECIAL_TOKENS

@@ -1,4 +1,1 @@
-"""Reads and writes of the paged cache, by device.
-
-May import: cache, cpu_kernels. tests/test_layout.py checks it.
-"""
+"""The paged cache, and its reads and writes by attention layers."""

@@ -5,20 +5,22 @@ heads, D = key dimensions, V = value dimensions, S = sequences, N = pages, O = o
 W = work items.
 """
 
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from model_runtime.attention.cpu_ranges import RangedSequences, ranged_sequences
-from model_runtime.attention.paged_attention import LayerRead
-from model_runtime.batch import Batch
-from model_runtime.cache.rope_tables import LayerTables
-from model_runtime.cpu_kernels.attention import TILE, attend, attend_in_pairs, write_kv
-from model_runtime.cpu_kernels.attention_dot import uses_pairs
-from model_runtime.cpu_kernels.bfloat16 import as_numpy
-from model_runtime.cpu_kernels.kernel_arguments import (
+from ropewalk.model_runtime.attention.batch import Batch, Place
+from ropewalk.model_runtime.attention.paged_attention import LayerRead
+from ropewalk.model_runtime.attention.rope_tables import LayerTables
+from ropewalk.model_runtime.cpu_kernels.attention import TILE, attend, attend_in_pairs, write_kv
+from ropewalk.model_runtime.cpu_kernels.attention_dot import uses_pairs
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
     NO_SINKS,
     NO_SOFTCAP,
     AttentionParams,
@@ -28,7 +30,99 @@ from model_runtime.cpu_kernels.kernel_arguments import (
     PageArrays,
     SequenceArrays,
 )
-from model_runtime.cpu_kernels.threads import MOST_THREADS, parallel_for
+from ropewalk.model_runtime.cpu_kernels.threads import MOST_THREADS, parallel_for
+from ropewalk.rope import MOST_RANGES, KeyMap, PositionMethod
+
+# The key ranges of a step's queries, for sequences whose table has a position method.
+#
+# The host makes them once a step for all layers with the same tables. A step without a method
+# makes none.
+#
+# Shapes: S = sequences, T = flat query tokens, X = ranges of a query.
+
+
+@dataclass(frozen=True, slots=True)
+class StepRanges:
+    """The ranges of all queries; those of a sequence without a method are empty."""
+
+    begin_XT: Tensor  # int64, index of the first key
+    end_XT: Tensor  # int64, index after the last key
+    query_XT: Tensor  # int64, position at which the query stands
+    key_maps_SX: tuple[tuple[KeyMap, ...], ...]  # no entry: the sequence has no method
+
+
+def step_ranges(
+    places_S: tuple[Place, ...], positions: Mapping[int, PositionMethod]
+) -> StepRanges | None:
+    """Return the ranges under the methods of the tables; None if no sequence has one."""
+    methods_S = [positions.get(place.table_id) for place in places_S]
+    if not any(methods_S):
+        return None
+    num_tokens = places_S[-1].begin + places_S[-1].num_tokens
+    begin_XT, end_XT, query_XT = torch.zeros(3, MOST_RANGES, num_tokens, dtype=torch.int64)
+    for place, method in zip(places_S, methods_S, strict=True):
+        if method is None:
+            continue
+        own = slice(place.begin, place.begin + place.num_tokens)
+        first = place.first_position
+        ranges = method.ranges(torch.arange(first, first + place.num_tokens))
+        for x, (begin_T, end_T, query_T) in enumerate(ranges):
+            begin_XT[x, own], end_XT[x, own], query_XT[x, own] = begin_T, end_T, query_T
+    maps = tuple(() if method is None else method.key_maps for method in methods_S)
+    return StepRanges(begin_XT, end_XT, query_XT, maps)
+
+
+# The sequences of a step that read ranges of keys, as the CPU's kernel takes them.
+#
+# The kernel is imported, and compiled, when the first such sequence is read.
+#
+# Shapes: S = sequences, W = work items, X = ranges of a query.
+
+
+@dataclass(frozen=True, slots=True)
+class RangedSequences:
+    """Which sequences of a step read ranges, and the ranges of their queries."""
+
+    is_ranged_S: NDArray[np.bool_]
+    plain: tuple[Any, ...]  # the fields of RangeArrays
+
+    def items(self, items_W3: Ints) -> Ints:
+        return items_W3[self.is_ranged_S[items_W3[:, 0]]]
+
+    def others(self, items_W3: Ints) -> Ints:
+        return items_W3[~self.is_ranged_S[items_W3[:, 0]]]
+
+    def kernel(self, keys_NKDO: Numbers) -> Any:
+        """Return the compiled kernel for a cache."""
+        from ropewalk.model_runtime.cpu_kernels import (  # noqa: PLC0415
+            attention_ranges as attention,
+        )
+
+        in_pairs = uses_pairs(keys_NKDO)
+        return attention.attend_ranges_in_pairs if in_pairs else attention.attend_ranges
+
+
+def ranged_sequences(
+    places_S: tuple[Place, ...], positions: Mapping[int, PositionMethod]
+) -> RangedSequences | None:
+    """Return the sequences whose table has a position method; None if there is none."""
+    found = step_ranges(places_S, positions)
+    if found is None:
+        return None
+    maps_SX = [
+        (*key_maps, *[KeyMap()] * (MOST_RANGES - len(key_maps))) for key_maps in found.key_maps_SX
+    ]
+    maps_SX2 = np.array(maps_SX, dtype=np.int64).reshape(-1, MOST_RANGES, 2)
+    plain = (
+        found.begin_XT.numpy(),
+        found.end_XT.numpy(),
+        found.query_XT.numpy(),
+        np.ascontiguousarray(maps_SX2[..., 0]),
+        np.ascontiguousarray(maps_SX2[..., 1]),
+    )
+    is_ranged_S = np.array([bool(key_maps) for key_maps in found.key_maps_SX])
+    return RangedSequences(is_ranged_S, plain)
+
 
 _SERIAL_WORK = 200_000  # query-key-dimension products that make one more thread worth its cost
 

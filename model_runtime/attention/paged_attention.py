@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from model_runtime.batch import Batch
-from model_runtime.cache.kv_cache import KVCache
-from model_runtime.cache.rope_tables import LayerTables, RopeTables
-from model_runtime.errors import ModelError
-from rope import half_split_from_interleaved
+from ropewalk.model_runtime.attention.batch import Batch
+from ropewalk.model_runtime.attention.kv_cache import KVCache
+from ropewalk.model_runtime.attention.rope_tables import LayerTables, RopeTables
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.rope import half_split_from_interleaved
 
 IMPLEMENTATION = "ropewalk"  # the name of this attention in transformers
 STEP = "ropewalk_step"  # the keyword that carries the step through a model's forward
@@ -40,7 +40,7 @@ class AttentionCall:
 
 
 class StepMissingError(ModelError):
-    """A layer that calls its attention without the step (see carry_step.py)."""
+    """A layer that calls its attention without the step (see patch_model.py)."""
 
     def __init__(self, module: nn.Module) -> None:
         self.attention = type(module)

@@ -3,7 +3,7 @@
 A range of keys differs from row to row. The rows are cut where the bounds of a range break off, as
 at the chunks of dual chunk attention. A part then has one mask: causal, causal with a window, or
 none. Every row of a part sees a key, so no row is empty. Parts are read like prompts, and the
-results of a row's ranges are merged by their log-sum-exp (triton/placed_prefill.py).
+results of a row's ranges are merged by their log-sum-exp (prefill.py).
 
 Shapes: T = query tokens, G = parts of a group.
 """
@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_runtime.attention.prompt_groups import (
+from ropewalk.model_runtime.attention.batch import Batch, Place
+from ropewalk.model_runtime.attention.prompt_groups import (
     Ints,
     Mask,
     Part,
@@ -28,9 +29,8 @@ from model_runtime.attention.prompt_groups import (
     rows_of,
     together_on_device,
 )
-from model_runtime.batch import Batch, Place
-from model_runtime.work_list import BEYOND
-from rope import PositionMethod
+from ropewalk.model_runtime.attention.work_list import BEYOND
+from ropewalk.rope import PositionMethod
 
 
 @dataclass(frozen=True, slots=True)

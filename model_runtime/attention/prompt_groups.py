@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model_runtime.batch import Batch, Place
-from model_runtime.transfer import on_device
-from rope import KeyMap
+from ropewalk.model_runtime.attention.batch import Batch, Place
+from ropewalk.model_runtime.transfer import on_device
+from ropewalk.rope import KeyMap
 
 Ints = NDArray[np.integer[Any]]
 

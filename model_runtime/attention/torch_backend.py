@@ -13,10 +13,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from model_runtime.attention.paged_attention import LayerRead
-from model_runtime.attention.step_ranges import StepRanges, step_ranges
-from model_runtime.batch import Batch, Place
-from rope import KeyMap, rotate
+from ropewalk.model_runtime.attention.batch import Batch, Place
+from ropewalk.model_runtime.attention.cpu_backend import StepRanges, step_ranges
+from ropewalk.model_runtime.attention.paged_attention import LayerRead
+from ropewalk.rope import KeyMap, rotate
 
 
 class TorchAttention:

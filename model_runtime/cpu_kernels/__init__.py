@@ -1,4 +1,1 @@
-"""Kernels that numba compiles for the processor at hand.
-
-May import: nothing of ours. tests/test_layout.py checks it.
-"""
+"""Kernels that numba compiles for the processor at hand."""

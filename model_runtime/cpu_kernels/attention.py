@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from model_runtime.cpu_kernels.attention_block import BLOCK, rows_reader
-from model_runtime.cpu_kernels.attention_dot import IN_PAIRS, SINGLY, Products
-from model_runtime.cpu_kernels.bfloat16 import narrow, widen
-from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.kernel_arguments import (
+from ropewalk.model_runtime.cpu_kernels.attention_block import BLOCK, rows_reader
+from ropewalk.model_runtime.cpu_kernels.attention_dot import IN_PAIRS, SINGLY, Products
+from ropewalk.model_runtime.cpu_kernels.elementwise import narrow, widen
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
     AngleArrays,
     AttentionParams,
     Floats,
@@ -35,7 +35,7 @@ from model_runtime.cpu_kernels.kernel_arguments import (
     Scratch,
     SequenceArrays,
 )
-from model_runtime.cpu_kernels.simd import WIDTH, load, reduce_add
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, load, reduce_add
 
 TILE = 32  # query tokens that use one rotation of a page's keys
 

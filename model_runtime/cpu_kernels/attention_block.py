@@ -1,6 +1,6 @@
 """The compiled kernel, one block: rows that read a page together.
 
-The rows of a block use each loaded register together (`register_tiles.py`): a page's keys for their
+The rows of a block use each loaded register together (`bf16_dot.py`): a page's keys for their
 scores, and its values for their accumulators. Each row's operations and their order are the same in
 a block of any size. A row's bits therefore do not depend on the size of its block.
 
@@ -12,18 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from model_runtime.cpu_kernels.attention_dot import Products
-from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.kernel_arguments import (
+from ropewalk.model_runtime.cpu_kernels.attention_dot import Products
+from ropewalk.model_runtime.cpu_kernels.bf16_dot import load_sums, no_sums, store_sums
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
     AngleArrays,
     Floats,
     Numbers,
     QueryTile,
     Scratch,
 )
-from model_runtime.cpu_kernels.processor import vectors
-from model_runtime.cpu_kernels.register_tiles import load_sums, no_sums, store_sums
-from model_runtime.cpu_kernels.simd import (
+from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
     add,
     any_above,
@@ -35,6 +34,7 @@ from model_runtime.cpu_kernels.simd import (
     reduce_max,
     store,
     subtract,
+    vectors,
 )
 
 

@@ -21,19 +21,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from model_runtime.cpu_kernels.bf16_dot import (
+from ropewalk.model_runtime.cpu_kernels.bf16_dot import (
     FIRST,
     SECOND,
     add_half_products,
     add_pair_products,
+    add_products,
     copy_as_pairs,
     store_pairs,
 )
-from model_runtime.cpu_kernels.bfloat16 import narrow, widen
-from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.kernel_arguments import AngleArrays, Floats, Numbers, PageArrays
-from model_runtime.cpu_kernels.register_tiles import add_products
-from model_runtime.cpu_kernels.simd import (
+from ropewalk.model_runtime.cpu_kernels.elementwise import narrow, widen
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
+    AngleArrays,
+    Floats,
+    Numbers,
+    PageArrays,
+)
+from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
     fma,
     load,
@@ -42,7 +47,7 @@ from model_runtime.cpu_kernels.simd import (
     store,
     subtract,
 )
-from model_runtime.cpu_kernels.trials import pairs_pay
+from ropewalk.model_runtime.cpu_kernels.trials import pairs_pay
 
 _LINE = 16  # float32 values in a cache line
 

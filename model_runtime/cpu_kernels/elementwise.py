@@ -7,15 +7,19 @@ Shapes: R = rows, D = dimensions of a row or of one head, C = columns that hold 
 I = dimensions between the products of a block, G = both halves of them.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
+from numba import types
+from numba.extending import overload
+from torch import Tensor
 
-from model_runtime.cpu_kernels.bfloat16 import narrow, widen
-from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
-from model_runtime.cpu_kernels.simd import (
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
+from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
     add,
     broadcast,
@@ -29,7 +33,69 @@ from model_runtime.cpu_kernels.simd import (
     store,
     subtract,
 )
-from model_runtime.cpu_kernels.threads import parallel_for
+from ropewalk.model_runtime.cpu_kernels.threads import parallel_for
+
+
+def as_numpy(numbers: Tensor) -> Any:
+    """Return a tensor's memory as a numpy array, without a copy; bfloat16 as its bits."""
+    if numbers.requires_grad:
+        numbers = numbers.detach()
+    if numbers.dtype == torch.bfloat16:
+        numbers = numbers.view(torch.uint16)
+    return numbers.numpy()
+
+
+def as_tensor(numbers: Any, dtype: torch.dtype) -> Tensor:
+    """Return a numpy array's memory as a tensor of `dtype`, without a copy."""
+    tensor = torch.from_numpy(numbers)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+def widen(row: Any, out: Any) -> None:
+    """Copy a row to float32; numba replaces it by an overload for the row's type."""
+    raise NotImplementedError
+
+
+def narrow(row: Any, out: Any) -> None:
+    """Copy a float32 row to `out`, rounding to nearest even; numba replaces it, too."""
+    raise NotImplementedError
+
+
+def _copy(row: Any, out: Any) -> None:
+    for d in range(row.shape[0]):
+        out[d] = row[d]
+
+
+@overload(widen)  # type: ignore[untyped-decorator]
+def _overload_widen(row: Any, out: Any) -> Callable[..., None]:  # noqa: ARG001
+    if row.dtype == types.uint16:
+
+        def widen_bits(row: Any, out: Any) -> None:
+            bits = out.view(np.uint32)
+            for d in range(row.shape[0]):
+                bits[d] = np.uint32(row[d]) << np.uint32(16)
+
+        return widen_bits
+
+    return _copy
+
+
+@overload(narrow)  # type: ignore[untyped-decorator]
+def _overload_narrow(row: Any, out: Any) -> Callable[..., None]:  # noqa: ARG001
+    if out.dtype == types.uint16:
+
+        def narrow_bits(row: Any, out: Any) -> None:
+            bits = row.view(np.uint32)
+            for d in range(row.shape[0]):
+                odd = (bits[d] >> np.uint32(16)) & np.uint32(1)
+                rounded = (bits[d] + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+                is_nan = row[d] != row[d]
+                out[d] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+
+        return narrow_bits
+
+    return _copy
+
 
 _NUMBERS_PER_SHARE = 1 << 17  # with fewer, starting a thread costs more time than it saves
 

@@ -22,11 +22,11 @@ import numpy as np
 from numba import carray, types
 from numba.extending import intrinsic
 
-from model_runtime.cpu_kernels.attention import attend, attend_in_pairs, write_kv
-from model_runtime.cpu_kernels.attention_dot import uses_pairs
-from model_runtime.cpu_kernels.elementwise import add_and_normalize, gate, normalize_heads
-from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.kernel_arguments import (
+from ropewalk.model_runtime.cpu_kernels.attention import attend, attend_in_pairs, write_kv
+from ropewalk.model_runtime.cpu_kernels.attention_dot import uses_pairs
+from ropewalk.model_runtime.cpu_kernels.elementwise import add_and_normalize, gate, normalize_heads
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
     Destinations,
     Floats,
     FusedStep,
@@ -36,8 +36,8 @@ from model_runtime.cpu_kernels.kernel_arguments import (
     Numbers,
     PageArrays,
 )
-from model_runtime.cpu_kernels.skinny_gemm import PANEL, Multiplying, RowProducts
-from model_runtime.cpu_kernels.threads import barrier_wait
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL, Multiplying, RowProducts
+from ropewalk.model_runtime.cpu_kernels.threads import barrier_wait
 
 _NUM_PRODUCTS = 4  # of a layer: queries, keys and values; output; gate and up; down
 _PRODUCT_FIELDS = 6

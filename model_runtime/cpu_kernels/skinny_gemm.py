@@ -23,14 +23,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model_runtime.cpu_kernels.bf16_dot import HAS_PAIR_PRODUCTS, add_pair_products
-from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor, narrow, widen
-from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
-from model_runtime.cpu_kernels.processor import vectors
-from model_runtime.cpu_kernels.register_tiles import add_products, load_sums, no_sums, store_sums
-from model_runtime.cpu_kernels.simd import WIDTH, load, prefetch, store
-from model_runtime.cpu_kernels.threads import parallel_for
+from ropewalk.model_runtime.cpu_kernels.bf16_dot import (
+    HAS_PAIR_PRODUCTS,
+    add_pair_products,
+    add_products,
+    load_sums,
+    no_sums,
+    store_sums,
+)
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, narrow, widen
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, load, prefetch, store, vectors
+from ropewalk.model_runtime.cpu_kernels.threads import parallel_for
 
 MOST_ROWS = 16  # in one pass over a panel
 PANEL = 64  # outputs with adjacent weights

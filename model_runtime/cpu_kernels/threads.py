@@ -19,8 +19,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.simd import address_of
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.simd import address_of
 
 MOST_THREADS = 64  # started as they are needed
 

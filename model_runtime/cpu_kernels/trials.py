@@ -8,10 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from model_runtime.cpu_kernels.bf16_dot import HAS_PAIR_PRODUCTS
-from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.simd import WIDTH, add, broadcast, exp, fma, load, reduce_add, store
-from model_runtime.cpu_kernels.skinny_gemm import (
+from ropewalk.model_runtime.cpu_kernels.bf16_dot import HAS_PAIR_PRODUCTS
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.simd import (
+    WIDTH,
+    add,
+    broadcast,
+    exp,
+    fma,
+    load,
+    reduce_add,
+    store,
+)
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     IN_PAIRS,
     MOST_ROWS,
     PANEL,

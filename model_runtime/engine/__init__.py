@@ -1,4 +1,1 @@
-"""The engine: its thread, its step and its requests.
-
-May import: everything else of model_runtime. tests/test_layout.py checks it.
-"""
+"""The engine: its thread, its step and its requests."""

@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import torch
 
-from model_runtime.attention.backends import backend_for, check_layers, new_store
-from model_runtime.batch import Span
-from model_runtime.cache.rope_tables import RopeTables
-from model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig
-from model_runtime.engine.engine import Engine
-from model_runtime.engine.observer import Observer
-from model_runtime.errors import ModelError
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.loading.load_faults import faults_of
-from model_runtime.runner.cuda_graphs import cuda_recorder
-from model_runtime.runner.model_runner import ModelRunner
-from rope import Profile
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig
+from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.load_progress import faults_of
+from ropewalk.model_runtime.runner.backends import backend_for, check_layers, new_store
+from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.rope import Profile
 
 _WARM_UP_TOKENS = 32  # so many that the last layer is pruned (last_layer.py)
 

@@ -12,16 +12,14 @@ from contextlib import AbstractContextManager
 
 import structlog
 
-from model_runtime.config import EngineConfig
-from model_runtime.engine.admission import AdmissionQueue, Places
-from model_runtime.engine.client import check_request
-from model_runtime.engine.engine_core import EngineCore
-from model_runtime.engine.observer import Observer
-from model_runtime.engine.request_state import RequestState
-from model_runtime.engine.runner import Runner
-from model_runtime.errors import EngineStoppedError
-from model_runtime.request import OnOutput, Output, Request
-from model_runtime.text.tokenizer import Tokenizer
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.admission import AdmissionQueue, Places, check_request
+from ropewalk.model_runtime.engine.engine_core import EngineCore
+from ropewalk.model_runtime.engine.request_state import Observer, RequestState
+from ropewalk.model_runtime.engine.runner import Runner
+from ropewalk.model_runtime.errors import EngineStoppedError
+from ropewalk.model_runtime.request import OnOutput, Output, Request
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
 
 STOPPED = "the engine stopped"
 

@@ -19,18 +19,22 @@ from operator import attrgetter
 import structlog
 from torch import Tensor
 
-from model_runtime.batch import Span, single_rows
-from model_runtime.config import EngineConfig
-from model_runtime.engine.observer import Observer
-from model_runtime.engine.postprocess import ComputedChunk, Postprocessor
-from model_runtime.engine.request_state import RequestState, RequestStates
-from model_runtime.engine.runner import Launched, Runner, StepMemoryError, memory_errors_told
-from model_runtime.engine.speculator import Speculator
-from model_runtime.request import FinishReason, Output
-from model_runtime.runner.step_timer import StepTimer
-from model_runtime.scheduling.prefill_budget import PrefillBudget
-from model_runtime.scheduling.scheduler import Scheduler
-from model_runtime.scheduling.step_plan import Chunk, StepPlan
+from ropewalk.model_runtime.attention.batch import Span, single_rows
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.postprocess import ComputedChunk, Postprocessor
+from ropewalk.model_runtime.engine.request_state import Observer, RequestState, RequestStates
+from ropewalk.model_runtime.engine.runner import (
+    Launched,
+    Runner,
+    StepMemoryError,
+    memory_errors_told,
+)
+from ropewalk.model_runtime.engine.speculator import Speculator
+from ropewalk.model_runtime.request import FinishReason, Output
+from ropewalk.model_runtime.runner.model_runner import StepTimer
+from ropewalk.model_runtime.scheduling.prefill import PrefillBudget
+from ropewalk.model_runtime.scheduling.scheduler import Scheduler
+from ropewalk.model_runtime.scheduling.step_plan import Chunk, StepPlan
 
 _log = structlog.get_logger(__name__)
 _IS_PLAIN = attrgetter("is_plain")

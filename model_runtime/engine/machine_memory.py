@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from model_runtime.size_text import size_text
+from ropewalk.model_runtime.size_text import size_text
 
 
 @dataclass(frozen=True, slots=True)

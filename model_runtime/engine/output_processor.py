@@ -3,10 +3,9 @@
 from collections import deque
 from collections.abc import Sequence
 
-from model_runtime.request import FinishReason, Output, Request, TokenLogprob
-from model_runtime.text.detokenizer import Detokenizer
-from model_runtime.text.tokenizer import Tokenizer
-from rope import Tier
+from ropewalk.model_runtime.request import FinishReason, Output, Request, TokenLogprob
+from ropewalk.model_runtime.text.tokenizer import Detokenizer, Tokenizer
+from ropewalk.rope import Tier
 
 
 class Answer:

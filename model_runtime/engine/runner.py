@@ -7,12 +7,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from model_runtime.batch import Span
-from model_runtime.engine.step_faults import is_out_of_memory
-from model_runtime.runner.sampler import SamplingRow
-from rope import Profile
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.runner.sampler import SamplingRow
+from ropewalk.rope import Profile
+
+# A shortage that another allocator than torch's own met.
+_DEVICE_SHORTAGES = (
+    "CUDA error: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error means out of memory; a CPU allocator raises a RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return "can't allocate memory" in text or text.startswith(_DEVICE_SHORTAGES)
 
 
 class Launched(Protocol):

@@ -9,16 +9,14 @@ nothing behind: its keys are overwritten by the next step, and nothing of it is 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from model_runtime.config import EngineConfig
-from model_runtime.engine.observer import Observer
-from model_runtime.engine.request_state import RequestState, RequestStates
-from model_runtime.engine.runner import Runner
-from model_runtime.runner.step_timer import Part
-from model_runtime.scheduling.sequence_pages import SequencePages
-from model_runtime.scheduling.step_plan import Chunk, StepPlan
-from model_runtime.speculation.drafter import NO_DRAFT, Draft, Drafter
-from model_runtime.speculation.lengths import Offer, take
-from model_runtime.speculation.step_cost import StepCost
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.request_state import Observer, RequestState, RequestStates
+from ropewalk.model_runtime.engine.runner import Runner
+from ropewalk.model_runtime.runner.model_runner import Part
+from ropewalk.model_runtime.scheduling.draft_lengths import Offer, StepCost, take
+from ropewalk.model_runtime.scheduling.drafter import NO_DRAFT, Draft, Drafter
+from ropewalk.model_runtime.scheduling.sequence_pages import SequencePages
+from ropewalk.model_runtime.scheduling.step_plan import Chunk, StepPlan
 
 
 @dataclass(slots=True)

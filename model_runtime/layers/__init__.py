@@ -1,4 +1,1 @@
-"""Modules and forwards that replace those of a transformers model.
-
-May import: probing, attention, cache, cpu_kernels. tests/test_layout.py checks it.
-"""
+"""Modules and forwards that replace those of a transformers model."""

@@ -6,7 +6,7 @@ forty PyTorch calls per layer, with copies of queries, keys and values between t
 four products and four passes over memory. If a step has few rows, all layers are one call
 (fused_decode.py).
 
-match_decoder.py finds the models that have this design, and choose_forward.py tries the forward.
+match_decoder.py finds the models that have this design, and self_check.py tries the forward.
 
 Shapes: T = flat tokens, R = rows, E = dimensions of the hidden state, C = columns that hold
 queries, keys and values head beside head, V = vocabulary.
@@ -20,13 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model_runtime.attention.cpu_backend import CpuAttention
-from model_runtime.attention.cpu_ranges import RangedSequences
-from model_runtime.attention.paged_attention import STEP, LayerPlan, PagedStep
-from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor
-from model_runtime.cpu_kernels.elementwise import add_and_normalize, normalize, normalize_heads
-from model_runtime.cpu_kernels.fused_decode import layer_fields, runner_for
-from model_runtime.cpu_kernels.kernel_arguments import (
+from ropewalk.model_runtime.attention.cpu_backend import CpuAttention, RangedSequences
+from ropewalk.model_runtime.attention.paged_attention import STEP, LayerPlan, PagedStep
+from ropewalk.model_runtime.cpu_kernels.elementwise import (
+    add_and_normalize,
+    as_numpy,
+    as_tensor,
+    normalize,
+    normalize_heads,
+)
+from ropewalk.model_runtime.cpu_kernels.fused_decode import layer_fields, runner_for
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
     AttentionParams,
     FusedStep,
     Heads,
@@ -34,12 +38,12 @@ from model_runtime.cpu_kernels.kernel_arguments import (
     LayerOutputs,
     Numbers,
 )
-from model_runtime.cpu_kernels.skinny_gemm import Multiplying
-from model_runtime.cpu_kernels.threads import ABORT, MOST_THREADS, run_thread_team
-from model_runtime.layers.gated_mlp import GatedMlp
-from model_runtime.layers.last_layer import PrunedStep
-from model_runtime.layers.packed_product import PackedProduct
-from model_runtime.layers.rms_norm import RmsNorm
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import Multiplying
+from ropewalk.model_runtime.cpu_kernels.threads import ABORT, MOST_THREADS, run_thread_team
+from ropewalk.model_runtime.layers.gated_mlp import GatedMlp
+from ropewalk.model_runtime.layers.last_layer import PrunedStep
+from ropewalk.model_runtime.layers.match_norm import RmsNorm
+from ropewalk.model_runtime.layers.packed_product import PackedProduct
 
 _BYTES_PER_THREAD = 4 << 20  # of weights; with fewer, a thread costs more time than it saves
 

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor
-from model_runtime.cpu_kernels.elementwise import gated
-from model_runtime.cpu_kernels.simd import WIDTH
-from model_runtime.layers.merged_linear import MergedPart
-from model_runtime.layers.packed_linear import PackedLinear, RowwiseActivation
-from model_runtime.layers.packed_product import PackedProduct
-from model_runtime.layers.replace_modules import swap_modules
-from model_runtime.probing.equivalence import equal_by_row, first_equivalent, trial_rows
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, gated
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
+from ropewalk.model_runtime.layers.merged_linear import MergedPart
+from ropewalk.model_runtime.layers.packed_linear import PackedLinear, RowwiseActivation
+from ropewalk.model_runtime.layers.packed_product import PackedProduct
+from ropewalk.model_runtime.layers.replace_modules import swap_modules
+from ropewalk.model_runtime.probing.equivalence import equal_by_row, first_equivalent, trial_rows
 
 _TRIAL_SCALES = (0.1, 1.0, 30.0)  # reveal other activations, and those that clip large values
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}  # relative to the norm of the output

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from model_runtime.attention.paged_attention import STEP, AttentionCall, LayerPlan
-from model_runtime.batch import Batch, Span
-from model_runtime.errors import ModelError
+from ropewalk.model_runtime.attention.batch import Batch, Span
+from ropewalk.model_runtime.attention.paged_attention import STEP, AttentionCall, LayerPlan
+from ropewalk.model_runtime.errors import ModelError
 
 _MIN_SPARED = 8  # rows; if fewer are saved, a second call costs more time than it saves
 

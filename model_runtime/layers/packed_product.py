@@ -36,9 +36,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor
-from model_runtime.cpu_kernels.low_bits.formats import block_outputs
-from model_runtime.cpu_kernels.skinny_gemm import (
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import block_outputs
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     FLOAT32,
     IN_PAIRS,
     MOST_ROWS,
@@ -49,12 +49,11 @@ from model_runtime.cpu_kernels.skinny_gemm import (
     RowProducts,
     own_panels,
 )
-from model_runtime.layers.block_product import StoredProduct, scratch_panels
-from model_runtime.layers.merged_linear import merged_weight
-from model_runtime.layers.onednn import OneDnnWeight
+from ropewalk.model_runtime.layers.block_product import StoredProduct, scratch_panels
+from ropewalk.model_runtime.layers.merged_linear import OneDnnWeight, merged_weight
 
 if TYPE_CHECKING:
-    from model_runtime.cpu_kernels.low_bits.panels import LowBitPanels
+    from ropewalk.model_runtime.cpu_kernels.low_bits.panels import LowBitPanels
 
 DTYPES = (torch.float32, torch.bfloat16)
 _WIDEST_SINGLE_ROW = 1024  # max inputs of a product that may compute one row alone

@@ -11,9 +11,9 @@ from functools import cache, partial
 import torch
 from torch import nn
 
-from model_runtime.cpu_kernels.trials import CLEARLY, shortest
-from model_runtime.layers import onednn
-from model_runtime.layers.packed_product import (
+from ropewalk.model_runtime.cpu_kernels.trials import CLEARLY, shortest
+from ropewalk.model_runtime.layers import merged_linear as onednn
+from ropewalk.model_runtime.layers.packed_product import (
     LARGE_SIZES,
     SMALL_SIZES,
     PackedProduct,

@@ -14,35 +14,53 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from model_runtime.attention.backends import has_cpu_kernels, has_gpu_kernels
-from model_runtime.attention.paged_attention import LayerPlan
-from model_runtime.division import Division
-from model_runtime.errors import ModelError
-from model_runtime.layers.match_norm import replace_norms
-from model_runtime.layers.merged_linear import join, shared_inputs
-from model_runtime.loading.choose_forward import choose_forward
-from model_runtime.loading.load_faults import faults_of
-from model_runtime.loading.load_progress import logged_progress
-from model_runtime.loading.low_bits.hold import storage_of
-from model_runtime.loading.low_bits.quantise import Distance, quantise_model
-from model_runtime.loading.low_bits.sizes import Storage, Weights, format_of_type, refuse_int8
-from model_runtime.loading.model_config import ModelConfig, read_model_config
-from model_runtime.loading.patch_model import patch_model, plans_of_part, read_native_rope
-from model_runtime.loading.phases import OnPhase, no_phases
-from model_runtime.loading.pretrained import (
+from ropewalk.model_runtime.attention.paged_attention import LayerPlan
+from ropewalk.model_runtime.division import Division
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.formats.quantised_scheme import Scheme
+from ropewalk.model_runtime.layers.match_norm import replace_norms
+from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
+from ropewalk.model_runtime.loading.load_progress import (
+    OnPhase,
+    faults_of,
+    logged_progress,
+    no_phases,
+)
+from ropewalk.model_runtime.loading.low_bits import (
+    Distance,
+    Storage,
+    Weights,
+    format_of_type,
+    quantise_model,
+    refuse_int8,
+    storage_of,
+)
+from ropewalk.model_runtime.loading.model_config import ModelConfig, read_model_config
+from ropewalk.model_runtime.loading.patch_model import patch_model, plans_of_part, read_native_rope
+from ropewalk.model_runtime.loading.pretrained import (
     end_token_ids,
     from_pretrained,
     generation_defaults,
     leave_file,
     load_tokenizer,
 )
-from model_runtime.loading.self_check import PagedPrompts, SelfCheckReport, check, check_structure
-from model_runtime.probing.probe import text_config
-from model_runtime.probing.untouched import original_logits, original_structure, text_ids_of
-from model_runtime.quantised.scheme import Scheme
-from model_runtime.size_text import size_text
-from model_runtime.text.tokenizer import Tokenizer
-from rope import NativeRope
+from ropewalk.model_runtime.loading.self_check import (
+    PagedPrompts,
+    SelfCheckReport,
+    check,
+    check_structure,
+    choose_forward,
+)
+from ropewalk.model_runtime.probing.probe import text_config
+from ropewalk.model_runtime.probing.untouched import (
+    original_logits,
+    original_structure,
+    text_ids_of,
+)
+from ropewalk.model_runtime.runner.backends import has_cpu_kernels, has_gpu_kernels
+from ropewalk.model_runtime.size_text import size_text
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
+from ropewalk.rope import NativeRope
 
 # Fields of generation_config that replace parameters absent from a request (as in vLLM).
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -165,9 +183,14 @@ def _load_gguf(
     division: Division | None,
 ) -> Checkpoint:
     """Load, patch and check the model of a GGUF file. Raises ModelError."""
-    from model_runtime.gguf.file import read_gguf  # noqa: PLC0415  # only for such a file
-    from model_runtime.gguf.sizes import num_parameters, sampling_of  # noqa: PLC0415
-    from model_runtime.loading.gguf_checkpoint import (  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf_file import (  # noqa: PLC0415  # only for such a file
+        read_gguf,
+    )
+    from ropewalk.model_runtime.formats.gguf_sizes import (  # noqa: PLC0415
+        num_parameters,
+        sampling_of,
+    )
+    from ropewalk.model_runtime.loading.gguf_checkpoint import (  # noqa: PLC0415
         load_gguf_model,
         load_gguf_tokenizer,
     )
@@ -232,11 +255,13 @@ def prepare_model(
     if has_cpu_kernels(parameter.device):
         products = _pack(model, parameter.dtype, division, has_experts=has_experts)
         if division is None:  # a fused decoder gathers nothing
-            from model_runtime.layers.match_decoder import match_decoder  # noqa: PLC0415  # numba
+            from ropewalk.model_runtime.layers.match_decoder import (  # noqa: PLC0415  # numba
+                match_decoder,
+            )
 
             fused = match_decoder(model, plans)
     elif has_gpu_kernels(parameter.device) and division is None:
-        from model_runtime.gpu_layers.fewer_kernels import (  # noqa: PLC0415  # imports triton
+        from ropewalk.model_runtime.gpu.residual_layer import (  # noqa: PLC0415  # imports triton
             use_fewer_kernels,
         )
 
@@ -268,8 +293,10 @@ def expected_products(device: torch.device, dtype: torch.dtype) -> str:
     """Return the layout and products that weights will have, before they are loaded."""
     if not has_cpu_kernels(device):
         return _BY_TORCH
-    from model_runtime.layers.packed_linear import described  # noqa: PLC0415  # imports numba
-    from model_runtime.layers.way_trial import choose_way  # noqa: PLC0415
+    from ropewalk.model_runtime.layers.packed_linear import (  # noqa: PLC0415  # imports numba
+        described,
+    )
+    from ropewalk.model_runtime.layers.way_trial import choose_way  # noqa: PLC0415
 
     return described([choose_way(dtype)], dtype)
 
@@ -278,7 +305,9 @@ def _rule_experts(model: nn.Module, division: Division | None) -> bool:
     """Let routers follow the rules of a CPU, in place; return whether the model has experts."""
     has_experts = any(hasattr(each, "is_concatenated") for each in model.modules())
     if has_experts and division is None and has_cpu_kernels(next(model.parameters()).device):
-        from model_runtime.layers.experts.routing import rule  # noqa: PLC0415  # imports numba
+        from ropewalk.model_runtime.layers.experts.routing import (  # noqa: PLC0415  # imports numba
+            rule,
+        )
 
         rule(model)
         return True
@@ -292,15 +321,15 @@ def _pack(
 
     The imports are here, because these modules import numba, which a GPU does not need.
     """
-    from model_runtime.layers import gated_mlp, packed_linear  # noqa: PLC0415
-    from model_runtime.layers.rms_norm import cpu_candidates  # noqa: PLC0415
+    from ropewalk.model_runtime.layers import gated_mlp, packed_linear  # noqa: PLC0415
+    from ropewalk.model_runtime.layers.match_norm import cpu_candidates  # noqa: PLC0415
 
     packed_linear.pack(model, shared_inputs(model))
     if division is not None:
         division.note_products(model, dtype, torch.device("cpu"))
     gated_mlp.fuse(model)
     if has_experts:
-        from model_runtime.layers.experts import packed  # noqa: PLC0415
+        from ropewalk.model_runtime.layers.experts import packed  # noqa: PLC0415
 
         packed.pack(model)
     leave_file(model)
@@ -312,8 +341,8 @@ def _load_model(outline: ModelConfig, dtype: torch.dtype, *, trust_remote_code: 
     source = outline.source
     with logged_progress():
         if outline.stored is not None:
-            from model_runtime.loading.quantised_checkpoint import (  # noqa: PLC0415
-                load_quantised,  # only for such a checkpoint
+            from ropewalk.model_runtime.loading.quantised_checkpoint import (  # noqa: PLC0415  # only for such a checkpoint
+                load_quantised,
             )
 
             model, info = load_quantised(

@@ -12,16 +12,15 @@ import structlog
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from model_runtime.gguf.architectures import config_of
-from model_runtime.gguf.file import read_gguf
-from model_runtime.gguf.sizes import num_parameters
-from model_runtime.gguf.tokenizer import read_tokenizer
-from model_runtime.gguf.weights import Weights
-from model_runtime.loading.load_progress import logged_progress
-from model_runtime.loading.low_bits.hold import hold, holders
-from model_runtime.loading.low_bits.sizes import can_hold, format_of_type
-from model_runtime.loading.pretrained import fault_of
-from model_runtime.text.tokenizer import Tokenizer
+from ropewalk.model_runtime.formats.gguf_architectures import config_of
+from ropewalk.model_runtime.formats.gguf_file import read_gguf
+from ropewalk.model_runtime.formats.gguf_sizes import num_parameters
+from ropewalk.model_runtime.formats.gguf_tokenizer import read_tokenizer
+from ropewalk.model_runtime.formats.gguf_weights import Weights
+from ropewalk.model_runtime.loading.load_progress import logged_progress
+from ropewalk.model_runtime.loading.low_bits import can_hold, format_of_type, hold, holders
+from ropewalk.model_runtime.loading.pretrained import fault_of
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -80,7 +79,7 @@ def load_gguf_model(
 
 def _panels(weights: Weights, model: Any) -> dict[str, Any]:
     """Return the panels of all weights that can stay in the bits of the file."""
-    from model_runtime.cpu_kernels.low_bits.panels import (  # noqa: PLC0415  # imports numba
+    from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (  # noqa: PLC0415  # imports numba
         PanelWriter,
         Parts,
     )

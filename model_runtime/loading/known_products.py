@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model_runtime.json_files import read_object
-from model_runtime.loading.plain_config import PlainDevice, PlainNumberType
+from ropewalk.model_runtime.json_files import read_object
+from ropewalk.model_runtime.loading.plain_config import PlainDevice, PlainNumberType
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +52,8 @@ def expected_computing(
 def _tried(device: "torch.device", name: str) -> tuple[str, str]:
     import torch  # noqa: PLC0415
 
-    from model_runtime.attention.backends import described  # noqa: PLC0415
-    from model_runtime.loading.checkpoint import expected_products  # noqa: PLC0415
+    from ropewalk.model_runtime.loading.checkpoint import expected_products  # noqa: PLC0415
+    from ropewalk.model_runtime.runner.backends import described  # noqa: PLC0415
 
     return expected_products(device, getattr(torch, name)), described(device)
 

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from model_runtime.config_limits import impossible
-from model_runtime.errors import ModelError
-from model_runtime.gguf.locate import find_gguf
-from model_runtime.json_files import read_json, read_object
-from model_runtime.loading.config_values import refuse_unserved_attention, text_values
-from model_runtime.loading.plain_config import (
+from ropewalk.model_runtime.config_limits import impossible
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.formats.gguf_weights import find_gguf
+from ropewalk.model_runtime.formats.quantised_inventory import read_inventory, refuse_unstated
+from ropewalk.model_runtime.formats.quantised_scheme import Scheme
+from ropewalk.model_runtime.formats.read_scheme import read_scheme
+from ropewalk.model_runtime.json_files import read_json, read_object
+from ropewalk.model_runtime.loading.plain_config import (
     PlainDevice,
     PlainNumberType,
     gguf_num_parameters,
@@ -26,11 +28,10 @@ from model_runtime.loading.plain_config import (
     plain_config,
     plain_device,
     plain_number_type,
+    refuse_unserved_attention,
+    text_values,
 )
-from model_runtime.quantised.inventory import read_inventory, refuse_unstated
-from model_runtime.quantised.read_scheme import read_scheme
-from model_runtime.quantised.scheme import Scheme
-from rope import NativeRope, RopeConfigError, native_rope
+from ropewalk.rope import NativeRope, RopeConfigError, native_rope
 
 if TYPE_CHECKING:
     import torch
@@ -248,11 +249,11 @@ def read_model_config(
     """Find a checkpoint and read its config. Raises ModelError that names the problem."""
     from transformers import AutoConfig
 
-    from model_runtime.loading.pretrained import from_pretrained
+    from ropewalk.model_runtime.loading.pretrained import from_pretrained
 
     where = torch_device(device)
     if has_weights and (path := find_gguf(source)) is not None:
-        from model_runtime.loading.gguf_checkpoint import gguf_config
+        from ropewalk.model_runtime.loading.gguf_checkpoint import gguf_config
 
         config = gguf_config(path)
         return ModelConfig(path, config, torch_dtype(dtype, config, where), where)

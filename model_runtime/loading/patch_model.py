@@ -5,34 +5,95 @@ list of names, shows which layers rotate, their width, their pairing and their t
 cos = sin = 0, exactly the rotated dimensions of a layer's queries are zero. With cos = 0 and
 sin = 1, the two dimensions of every pair are exchanged, which shows the pairs.
 
-Then the layers skip the identity rotation (skip_rotation.py), if their queries and keys are the
+Then the layers skip the identity rotation (match_decoder.py), if their queries and keys are the
 same without it. Only the sign of a zero may differ, because -0 + 0 is 0.
 
 Shapes: H = query heads, K = key heads, T = tokens of the probe, D = key dimensions.
 """
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from model_runtime.attention.paged_attention import (
+from ropewalk.model_runtime.attention.paged_attention import (
     IMPLEMENTATION,
+    STEP,
     AttentionCall,
     LayerPlan,
+    Step,
+    StepMissingError,
     register,
 )
-from model_runtime.errors import ModelError
-from model_runtime.layers.replace_modules import Replacement
-from model_runtime.layers.skip_rotation import restore_rotation, spare_rotation
-from model_runtime.loading.carry_step import with_step_carried
-from model_runtime.loading.config_values import refuse_unserved_attention, text_values
-from model_runtime.probing.probe import are_equal, recorded_calls, text_config
-from model_runtime.probing.untouched import rotary_modules
-from rope import ALL_LAYERS, NativeRope, RopeConfigError, native_rope
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.layers.match_decoder import restore_rotation, spare_rotation
+from ropewalk.model_runtime.layers.replace_modules import Replacement
+from ropewalk.model_runtime.loading.plain_config import refuse_unserved_attention, text_values
+from ropewalk.model_runtime.probing.probe import are_equal, recorded_calls, text_config
+from ropewalk.model_runtime.probing.untouched import rotary_modules
+from ropewalk.rope import ALL_LAYERS, NativeRope, RopeConfigError, native_rope
+
+# Carry the step to attention modules that their decoder layers call without keyword arguments.
+#
+# A step travels in the keyword arguments of a model's forward. In a few models (Nemotron,
+# StableLM) the decoder layer receives them and calls its attention without them. There a hook of
+# the model notes the step of the forward that runs, and a hook of each attention module adds it to
+# the call. Other models have no hooks.
+
+_Result = TypeVar("_Result")
+
+
+class _Running:
+    """The step of the forward that runs; a model runs one forward at a time."""
+
+    def __init__(self) -> None:
+        self._step: Step | None = None
+
+    def begin(self, model: nn.Module, arguments: Any, named: dict[str, Any]) -> None:  # noqa: ARG002
+        self._step = named.get(STEP)
+
+    def end(self, *_: object) -> None:
+        """Forget the step, which holds the tensors of a batch."""
+        self._step = None
+
+    def add(
+        self,
+        attention: nn.Module,  # noqa: ARG002
+        arguments: Any,
+        named: dict[str, Any],
+    ) -> tuple[Any, dict[str, Any]]:
+        return arguments, {STEP: self._step, **named}
+
+
+def with_step_carried(model: nn.Module, run: Callable[[], _Result]) -> _Result:
+    """Return what `run` returns, after hooks carry the step where a first try shows it missing.
+
+    Raises ModelError if an attention module takes no keyword arguments, or for errors of `run`.
+    """
+    running, carried = _Running(), set[type[nn.Module]]()
+    while True:
+        try:
+            return run()
+        except StepMissingError as error:
+            kind = error.attention
+            if kind in carried or not _takes_keywords(kind):
+                raise
+            if not carried:
+                model.register_forward_pre_hook(running.begin, with_kwargs=True)
+                model.register_forward_hook(running.end, always_call=True)
+            carried.add(kind)
+            for module in model.modules():
+                if type(module) is kind:
+                    module.register_forward_pre_hook(running.add, with_kwargs=True)
+
+
+def _takes_keywords(kind: type[nn.Module]) -> bool:
+    parameters = inspect.signature(kind.forward).parameters.values()
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 
 class IdentityRotary(Replacement):

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from model_runtime.gpu_nodes import GPU_NODES, is_there
-from model_runtime.json_files import read_object
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.gpu_nodes import GPU_NODES, is_there
+from ropewalk.model_runtime.json_files import read_object
 
 # transformers reads the configs of these types as they are written. The tests compare both ways.
 PLAIN_TYPES = frozenset(
@@ -94,24 +95,26 @@ def plain_config(folder: Path) -> PlainConfig | None:
 
 def gguf_plain_config(path: Path) -> PlainConfig:
     """Return a GGUF file's config. Raises ModelError."""
-    from model_runtime.gguf.architectures import config_of  # noqa: PLC0415  # needs numpy
-    from model_runtime.gguf.file import read_gguf  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf_architectures import (  # noqa: PLC0415  # needs numpy
+        config_of,
+    )
+    from ropewalk.model_runtime.formats.gguf_file import read_gguf  # noqa: PLC0415
 
     return PlainConfig(config_of(read_gguf(path)))
 
 
 def gguf_num_parameters(path: Path) -> int:
     """Return the number of weights in a GGUF file. Raises ModelError."""
-    from model_runtime.gguf.file import read_gguf  # noqa: PLC0415
-    from model_runtime.gguf.sizes import num_parameters  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf_file import read_gguf  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf_sizes import num_parameters  # noqa: PLC0415
 
     return num_parameters(read_gguf(path))
 
 
 def gguf_storage(path: Path) -> tuple[int, str]:
     """Return a GGUF file's size in bytes and its number types. Raises ModelError."""
-    from model_runtime.gguf.file import read_gguf  # noqa: PLC0415
-    from model_runtime.gguf.sizes import storage_of  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf_file import read_gguf  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf_sizes import storage_of  # noqa: PLC0415
 
     return storage_of(read_gguf(path))
 
@@ -151,8 +154,8 @@ def plain_template(folder: Path) -> tuple[str | None] | None:
     A tokenizer without a template gives (None,). `folder` may be a GGUF file.
     """
     if folder.is_file():
-        from model_runtime.gguf.file import read_gguf  # noqa: PLC0415
-        from model_runtime.gguf.tokenizer import read_tokenizer  # noqa: PLC0415
+        from ropewalk.model_runtime.formats.gguf_file import read_gguf  # noqa: PLC0415
+        from ropewalk.model_runtime.formats.gguf_tokenizer import read_tokenizer  # noqa: PLC0415
 
         return (read_tokenizer(read_gguf(folder)).chat_template,)
     found = written_template(folder)
@@ -199,3 +202,42 @@ def _may_have_gpu() -> bool:
         return True
     builds = [line for line in lines if line.startswith(("cuda", "hip"))]
     return not builds or not all(line.endswith("= None") for line in builds)
+
+
+# The values of a model's config that describe its text decoder, and those that refuse it.
+#
+# The self-check's prompts have 48 tokens. Attention that changes later, after thousands of tokens,
+# looks right to it. So such attention is recognised by the fields of the config.
+
+_BY_INDEX = "an index chooses the keys that a query sees"
+# A field that is set -> the attention that it switches on.
+_UNSERVED = {
+    "index_topk": _BY_INDEX,  # DeepSeek-V3.2, GLM-5
+    "index_topk_blocks": _BY_INDEX,  # MiniMax-M3
+    "indexer_budget": _BY_INDEX,  # Qwen4
+    "attention_chunk_size": "a query sees the keys of its own chunk only",  # Llama 4
+    "attn_temperature_tuning": "queries grow with a position that the layer counts by itself",
+}
+
+
+def text_values(config: Any) -> dict[str, Any]:
+    """Return the config of the text decoder as a dict, with the general names of its fields.
+
+    A class may have names of its own, for example `qk_rope_head_dim` for `head_dim`.
+    """
+    text: Any = config.get_text_config()
+    values: dict[str, Any] = text.to_dict()
+    aliases: Mapping[str, str] = getattr(text, "attribute_map", {})
+    for general, own in aliases.items():
+        if values.get(general) is None and own in values:
+            values[general] = values[own]
+    return values
+
+
+def refuse_unserved_attention(name: str, values: Mapping[str, Any]) -> None:
+    """Raise ModelError for attention that the self-check is too short to see."""
+    for field, meaning in _UNSERVED.items():
+        if values.get(field):
+            raise ModelError(
+                f"{name}: {field}: is {values[field]!r}, so {meaning}, which is not served yet"
+            )

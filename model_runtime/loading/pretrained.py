@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from model_runtime.errors import ModelError
-from model_runtime.text.tokenizer import Tokenizer
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
 
 _GENERAL_CLASS = "TokenizersBackend"  # as transformers 5 writes PreTrainedTokenizerFast
 

@@ -12,11 +12,11 @@ import structlog
 import torch
 from transformers import AutoModelForCausalLM
 
-from model_runtime.loading.model_config import weight_files
-from model_runtime.loading.pretrained import from_pretrained
-from model_runtime.quantised.inventory import read_inventory
-from model_runtime.quantised.scheme import Scheme
-from model_runtime.quantised.weights import open_weights
+from ropewalk.model_runtime.formats.dequantise import open_weights
+from ropewalk.model_runtime.formats.quantised_inventory import read_inventory
+from ropewalk.model_runtime.formats.quantised_scheme import Scheme
+from ropewalk.model_runtime.loading.model_config import weight_files
+from ropewalk.model_runtime.loading.pretrained import from_pretrained
 
 _log = structlog.get_logger(__name__)
 

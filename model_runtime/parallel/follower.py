@@ -16,16 +16,16 @@ from typing import Any
 import structlog
 import torch
 
-from model_runtime.attention.backends import new_store
-from model_runtime.cache.rope_tables import RopeTables
-from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from model_runtime.loading.model_config import read_model_config
-from model_runtime.parallel.division import ColumnDivision
-from model_runtime.parallel.group import Group
-from model_runtime.parallel.plan import plan_of
-from model_runtime.parallel.wire import Kind, Link, profile_of, unpack_spans
-from model_runtime.runner.cuda_graphs import cuda_recorder
-from model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from ropewalk.model_runtime.loading.model_config import read_model_config
+from ropewalk.model_runtime.parallel.division import ColumnDivision
+from ropewalk.model_runtime.parallel.group import Group
+from ropewalk.model_runtime.parallel.plan import plan_of
+from ropewalk.model_runtime.parallel.wire import Kind, Link, profile_of, unpack_spans
+from ropewalk.model_runtime.runner.backends import new_store
+from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _DIED = 1

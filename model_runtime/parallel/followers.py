@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import structlog
 
-from model_runtime.child_process import command_of
-from model_runtime.parallel.wire import Kind, Link
+from ropewalk.model_runtime.child_process import command_of
+from ropewalk.model_runtime.parallel.wire import Kind, Link
 
 _DIED = 1  # exit code, as of an engine that died
 _END_S = 2.0  # for followers to end by themselves
@@ -114,7 +114,7 @@ class Followers:
         with theirs:
             self._processes[rank] = subprocess.Popen(  # noqa: S603  # this interpreter
                 [
-                    *command_of("model_runtime.parallel.follower"),
+                    *command_of("ropewalk.model_runtime.parallel.follower"),
                     *(str(theirs.fileno()), str(os.getpid())),
                 ],
                 pass_fds=[theirs.fileno(), self._store],

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model_runtime.errors import RopewalkError
+from ropewalk.model_runtime.errors import RopewalkError
 
 # A rank waits this long for the others. Ends of processes are seen by `followers.py`, at once.
 _PATIENCE = timedelta(minutes=10)

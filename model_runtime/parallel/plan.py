@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from model_runtime.errors import ModelError
-from model_runtime.loading.model_config import ModelConfig
-from model_runtime.probing.probe import text_config
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.model_config import ModelConfig
+from ropewalk.model_runtime.probing.probe import text_config
 
 _COLUMNS, _ROWS, _GATHERED = "colwise", "rowwise", "colwise_gather_output"
 _UNDIVIDED = {"replicated_with_grad_allreduce", "embedding_rowwise"}

@@ -16,10 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from model_runtime.batch import Span
-from rope import NTK, DynamicNTK, Linear, Llama3, LongRope, Profile, Scaling, Unscaled, Yarn
-from rope.positions.dual_chunk import DualChunk
-from rope.positions.two_ranges import ReRope, SelfExtend, Shifted, Sinks
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.rope import (
+    NTK,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRope,
+    Profile,
+    Scaling,
+    Unscaled,
+    Yarn,
+)
+from ropewalk.rope.positions import DualChunk
+from ropewalk.rope.two_ranges import ReRope, SelfExtend, Shifted, Sinks
 
 _HEAD = struct.Struct("<BI")  # kind, bytes that follow
 _SPAN = 5  # numbers that describe a span before its tokens, pages and rows

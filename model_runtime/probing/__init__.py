@@ -1,4 +1,1 @@
-"""Probes of a model, trials of its modules, and the spread of its rounding, whatever its weights.
-
-May import: attention, cache.
-"""
+"""Probes of a model, trials of its modules, and the spread of its rounding, for any weights."""

@@ -5,7 +5,7 @@ module of the checkpoint on the same inputs, and is kept only if the outputs agr
 with random numbers instead of weights (random_numbers.py). Weights of zero would make every formula
 agree, and gates that are small make silu and gelu alike.
 
-Three comparisons of this server are not made here. `choose_forward.py` compares whole steps of the
+Three comparisons of this server are not made here. `self_check.py` compares whole steps of the
 engine, over a cache and to the bit. The trial in `packed_product.py` compares a library with our
 own sums, and `way_trial.py` compares a product with itself. An error of these must be seen by the
 caller, while an error of a module means here that it takes other inputs.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from model_runtime.probing.random_numbers import random_numbers
+from ropewalk.model_runtime.probing.random_numbers import random_numbers
 
 # Gets the output of a candidate and the output of the module; shape and number type are the same.
 IsEqual = Callable[[Tensor, Tensor], bool]

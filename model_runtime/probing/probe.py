@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model_runtime.attention.paged_attention import (
-    STEP,
-    AttentionCall,
-    Step,
-)
-from model_runtime.errors import ModelError
-from model_runtime.probing.random_numbers import random_numbers
+from ropewalk.model_runtime.attention.paged_attention import STEP, AttentionCall, Step
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.probing.random_numbers import random_numbers
 
 _PROBE_LEN = 3  # tokens; layers' outputs are discarded, so only their own projections matter
 

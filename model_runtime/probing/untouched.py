@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model_runtime.errors import ModelError
-from model_runtime.probing.probe import text_config
-from model_runtime.probing.random_numbers import random_numbers
-from model_runtime.probing.rounding import ORDERS, rounded_otherwise
-from rope import ALL_LAYERS, NativeRope, Yarn
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.probing.probe import text_config
+from ropewalk.model_runtime.probing.random_numbers import random_numbers
+from ropewalk.model_runtime.probing.rounding import ORDERS, rounded_otherwise
+from ropewalk.rope import ALL_LAYERS, NativeRope, Yarn
 
 # Its tokens come from the model's own tokenizer. The distance of int8 weights is measured with it.
 SAMPLE_TEXT = (

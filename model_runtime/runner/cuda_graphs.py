@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_runtime.batch import Batch, PageTable, Place, Span
-from model_runtime.cache.rope_tables import RopeTables
-from model_runtime.transfer import fill
-from model_runtime.work_list import refill
+from ropewalk.model_runtime.attention.batch import Batch, PageTable, Place, Span
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.attention.work_list import refill
+from ropewalk.model_runtime.transfer import fill
 
 # Runs the work, which makes its work lists, then captures it. Returns the result tensor and a
 # function that replays the work into it.

@@ -7,29 +7,101 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
+from types import TracebackType
+from typing import Literal, get_args
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor, nn
 
-from model_runtime.attention.backends import backend_for, has_cpu_kernels
-from model_runtime.attention.paged_attention import STEP, Backend, LayerPlan, PagedStep, Step
-from model_runtime.batch import Batch, Span, build_batch
-from model_runtime.cache.kv_cache import KVCache
-from model_runtime.cache.rope_tables import RopeTables
-from model_runtime.config import MOST_DRAFT_ROWS
-from model_runtime.layers.last_layer import (
+from ropewalk.model_runtime.attention.batch import Batch, Span, build_batch
+from ropewalk.model_runtime.attention.kv_cache import KVCache
+from ropewalk.model_runtime.attention.paged_attention import (
+    STEP,
+    Backend,
+    LayerPlan,
+    PagedStep,
+    Step,
+)
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.config import MOST_DRAFT_ROWS
+from ropewalk.model_runtime.layers.last_layer import (
     PrunedStep,
     WritingStep,
     logits_indices,
     pruned_layer,
     pruned_spans,
 )
-from model_runtime.layers.merged_linear import forget_results
-from model_runtime.runner.cuda_graphs import DecodeGraphs, Recorder, RecordingError
-from model_runtime.runner.launched_step import HostBuffers, LaunchedStep
-from model_runtime.runner.sampler import SamplingRow, sampled_on_device
-from rope import Profile
+from ropewalk.model_runtime.layers.merged_linear import forget_results
+from ropewalk.model_runtime.runner.backends import backend_for, has_cpu_kernels
+from ropewalk.model_runtime.runner.cuda_graphs import DecodeGraphs, Recorder, RecordingError
+from ropewalk.model_runtime.runner.sampler import SamplingRow, sampled_on_device, split_told
+from ropewalk.model_runtime.transfer import on_device
+from ropewalk.rope import Profile
+
+# A step of decodes that the device computes while the host works on another one.
+#
+# Its tokens stay on the device, where the next step can read them before the host does. A copy of
+# them for the host is queued behind the step, with an event that the host can wait for.
+#
+# Shapes: S = sequences of the step, R = sequences of the step after it.
+
+_NUM_BUFFERS = 3  # at most two launched steps are not read yet
+_LEAST_NUMBERS = 512  # of a buffer: 256 sequences
+
+
+class HostBuffers:
+    """Pinned memory for the tokens of launched steps, used in turn.
+
+    None is freed before its owner is. To free pinned memory, torch asks the device, and on a broken
+    device that may end the process.
+    """
+
+    def __init__(self) -> None:
+        """Keep no memory until a step needs it."""
+        self._buffers: list[list[Tensor]] = [[] for _ in range(_NUM_BUFFERS)]
+        self._turn = 0
+
+    def take(self, num: int, dtype: torch.dtype) -> Tensor:
+        """Return `num` numbers of pinned memory, valid until it is taken three more times."""
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
+        grown = self._buffers[self._turn]
+        if not grown or len(grown[-1]) < num:
+            size = max(_LEAST_NUMBERS, 1 << (num - 1).bit_length())
+            grown.append(torch.empty(size, dtype=dtype, pin_memory=True))
+        return grown[-1][:num]
+
+
+class LaunchedStep:
+    """The tokens of a launched step, one for each sequence."""
+
+    def __init__(self, told_A: Tensor, buffers: HostBuffers) -> None:
+        """Queue the copy for the host. `told_A`: what `sampled_on_device` returns, [2 S]."""
+        self._num_rows = len(told_A) // 2
+        self._token_S = told_A[self._num_rows :]
+        self._done: torch.cuda.Event | None = None
+        if not told_A.is_cuda:  # the device has run the step already
+            self._told_A = told_A
+            return
+        # Not the memory of the step before, which may be unread when this one ends.
+        self._told_A = buffers.take(len(told_A), told_A.dtype)
+        self._told_A.copy_(told_A, non_blocking=True)
+        self._done = torch.cuda.current_stream(told_A.device).record_event()
+
+    def tokens_at(self, rows: Sequence[int]) -> Tensor:
+        """Return the tokens of some rows on the device, int64 [R], without a wait for it."""
+        if len(rows) == self._num_rows:
+            return self._token_S  # rows are in order
+        return self._token_S[on_device(np.array(rows, dtype=np.int64), self._token_S.device)]
+
+    def read(self) -> tuple[list[bool], list[int]]:
+        """Wait for the step; return whether each row's logits are finite, and its token id."""
+        if self._done is not None:
+            self._done.synchronize()
+        return split_told(self._told_A.tolist(), self._num_rows)
+
 
 _log = structlog.get_logger(__name__)
 
@@ -70,7 +142,7 @@ class ModelRunner:
         """
         if not has_cpu_kernels(self._device):
             return MOST_DRAFT_ROWS
-        from model_runtime.cpu_kernels.skinny_gemm import (  # noqa: PLC0415  # imports numba
+        from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (  # noqa: PLC0415  # imports numba
             MOST_ROWS,
         )
 
@@ -198,3 +270,69 @@ class ModelRunner:
 
     def _step(self, batch: Batch) -> WritingStep:
         return PagedStep(batch, self._store, self._tables, self._plans, self._backend)
+
+
+# The duration of each part of a step.
+#
+# The timer counts for one part at a time. A part inside another one interrupts it, so that all
+# time of a step counts once. Entering or leaving a part reads the clock and adds one number.
+#
+# On a GPU a forward call returns when the work is queued, not when it is done. `forward` is then
+# the time to queue it. The wait for the results is in `sample`, the first part that reads them. A
+# wait for the device between the parts would give clearer figures but longer steps.
+#
+# If a step is launched ahead, then `build` and `forward` are of the next step. `sample` is then
+# the wait for the current one.
+
+Part = Literal["schedule", "build", "forward", "sample", "detokenize", "deliver"]
+# schedule: choose the tokens to compute, and record them as computed; build: the batch's tensors;
+# forward: the model; sample: logits to tokens and logprobs, and a grammar's allowed tokens;
+# detokenize: tokens to text, stop strings, a grammar's advance; deliver: callbacks and metrics.
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+class StepTimer:
+    """The seconds of each part. Only the engine's thread may use it."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.since = 0.0  # when the innermost part began, or went on
+        self.entered: list[Part] = []  # the last one counts
+        self._timers = {part: _PartTimer(self, part) for part in PARTS}
+
+    def part(self, part: Part) -> "_PartTimer":
+        """Return a context manager that counts the time of its block for this part."""
+        return self._timers[part]
+
+    def take(self) -> Mapping[Part, float]:
+        """Return the seconds of each part since the last call. No part may be entered."""
+        assert not self.entered, "the times of a part that has not ended"
+        seconds, self.seconds = self.seconds, dict.fromkeys(PARTS, 0.0)
+        return seconds
+
+
+class _PartTimer:
+    """One part's context manager, made once, because every step enters every part."""
+
+    __slots__ = ("_part", "_timer")
+
+    def __init__(self, timer: StepTimer, part: Part) -> None:
+        self._timer = timer
+        self._part = part
+
+    def __enter__(self) -> None:
+        now, timer = perf_counter(), self._timer
+        if timer.entered:
+            timer.seconds[timer.entered[-1]] += now - timer.since
+        timer.entered.append(self._part)
+        timer.since = now
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        now, timer = perf_counter(), self._timer
+        timer.seconds[timer.entered.pop()] += now - timer.since
+        timer.since = now

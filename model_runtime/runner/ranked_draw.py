@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_runtime.request import SamplingParams
-from model_runtime.transfer import on_device
+from ropewalk.model_runtime.request import SamplingParams
+from ropewalk.model_runtime.transfer import on_device
 
 NOT_FOUND = -1  # the token of a row whose candidates do not suffice
 # The weight of the likeliest token on a device. The sum of 2**22 such weights fits into int64.

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_runtime.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
-from model_runtime.runner.bad_words import BARRED, single_tokens
-from model_runtime.runner.penalties import SeenTokens, penalise
-from model_runtime.runner.ranked_draw import (
+from ropewalk.model_runtime.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
+from ropewalk.model_runtime.runner.logit_changes import BARRED, SeenTokens, penalise, single_tokens
+from ropewalk.model_runtime.runner.ranked_draw import (
     NOT_FOUND,
     column,
     cuts,
@@ -26,7 +25,7 @@ from model_runtime.runner.ranked_draw import (
     draw_on_host,
     pointed_at,
 )
-from model_runtime.transfer import on_device, wait_for
+from ropewalk.model_runtime.transfer import on_device, wait_for
 
 GREEDY_BELOW = 1e-5  # temperatures below this are 0: dividing by them overflows
 # On a device: the ranked tokens of a row. The nucleus of a usual request has fewer than 100.

@@ -1,4 +1,1 @@
-"""The choice of tokens for the next step. The package does not import torch.
-
-May import: cache. tests/test_layout.py checks it.
-"""
+"""The tokens of the next step, the pages they need, and drafts. Nothing here imports torch."""

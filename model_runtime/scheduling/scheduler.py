@@ -10,14 +10,67 @@ queue and is computed again later. The first sequence is therefore never preempt
 fits the cache alone always finishes, unless requests of an earlier priority come without end.
 """
 
-from model_runtime.config import EngineConfig
-from model_runtime.scheduling.decode import plan_decodes
-from model_runtime.scheduling.following import plan_following
-from model_runtime.scheduling.prefill import plan_prefill, start_waiting
-from model_runtime.scheduling.sequence import Sequence
-from model_runtime.scheduling.sequence_pages import SequencePages
-from model_runtime.scheduling.step_builder import Queues, StepBuilder
-from model_runtime.scheduling.step_plan import Chunk, StepPlan
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.scheduling.prefill import plan_prefill, start_waiting
+from ropewalk.model_runtime.scheduling.sequence import Sequence
+from ropewalk.model_runtime.scheduling.sequence_pages import SequencePages
+from ropewalk.model_runtime.scheduling.step_builder import Queues, StepBuilder
+from ropewalk.model_runtime.scheduling.step_plan import Chunk, StepPlan
+
+
+def plan_decodes(step: StepBuilder) -> None:
+    """Add the next token of every decoding sequence, oldest first.
+
+    If `grow-exact` changes a sequence's tier, then its keys and values are computed again from the
+    start, under the new table and on other pages. The sequence is in prefill from then on.
+    """
+    for sequence in list(step.queues.running):
+        # An earlier sequence of this loop may have preempted this one.
+        if not (sequence.is_running and sequence.is_decoding):
+            continue
+        if sequence.is_growing and step.change_tier(sequence):
+            step.pages.release(sequence)
+            step.pages.reuse_prefix(sequence)
+            if not sequence.is_decoding:
+                continue
+        # Its newest token has the tier that is in force for the whole sequence.
+        step.add(Chunk(sequence, 1, sequence.tier, is_decode=True))
+
+
+# Plan the step after one that the device still runs, before its tokens are known.
+#
+# Both steps only decode. The first one may end a sequence by an end token or a stop string. The
+# second one then computes a token too many, which is never delivered.
+
+
+def plan_following(plan: StepPlan, pages: SequencePages) -> StepPlan | None:
+    """Return the decodes that follow those of a running plan; None if its tokens are needed first.
+
+    A sequence that reaches max_tokens in the running plan is not in the next one. The tokens are
+    needed if a sequence changes its tier, or if the pages do not suffice without preemption.
+    Pages that were allocated until then stay allocated.
+    """
+    following = StepPlan()
+    for sequence in plan.chunks:
+        if not sequence.is_running or _is_at_max_tokens(sequence):
+            continue
+        if sequence.is_growing and _changes_tier(sequence):
+            return None
+        # The running plan computes one token, and this one the token after it.
+        if not pages.allocate(sequence, sequence.num_computed + 2):
+            return None
+        following.chunks[sequence] = Chunk(sequence, 1, sequence.tier, is_decode=True)
+    return following if following.chunks else None
+
+
+def _is_at_max_tokens(sequence: Sequence) -> bool:
+    """Return whether the token that is being computed is the last one."""
+    return sequence.num_generated + 1 >= sequence.request.sampling.max_tokens
+
+
+def _changes_tier(sequence: Sequence) -> bool:
+    num_tokens = len(sequence.token_ids) + 1
+    return sequence.request.placement.tier_covering(num_tokens) != sequence.tier
 
 
 class Scheduler:

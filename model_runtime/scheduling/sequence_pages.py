@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable
 
-from model_runtime.cache.page_pool import PagePool
-from model_runtime.cache.prefix_cache import Key, PrefixIndex
-from model_runtime.scheduling.kept_pages import HOLE, most_pages
-from model_runtime.scheduling.sequence import Sequence
+from ropewalk.model_runtime.scheduling.page_pool import PagePool
+from ropewalk.model_runtime.scheduling.prefix_cache import Key, PrefixIndex
+from ropewalk.model_runtime.scheduling.sequence import HOLE, Sequence, most_pages
 
 
 class SequencePages:

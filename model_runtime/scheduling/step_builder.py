@@ -3,9 +3,9 @@
 import bisect
 from dataclasses import dataclass, field
 
-from model_runtime.scheduling.sequence import Sequence
-from model_runtime.scheduling.sequence_pages import SequencePages
-from model_runtime.scheduling.step_plan import Chunk, StepPlan
+from ropewalk.model_runtime.scheduling.sequence import Sequence
+from ropewalk.model_runtime.scheduling.sequence_pages import SequencePages
+from ropewalk.model_runtime.scheduling.step_plan import Chunk, StepPlan
 
 
 @dataclass(slots=True)

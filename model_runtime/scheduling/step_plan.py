@@ -4,8 +4,8 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from model_runtime.scheduling.sequence import Sequence
-from rope import Tier
+from ropewalk.model_runtime.scheduling.sequence import Sequence
+from ropewalk.rope import Tier
 
 _ONE_ROW = range(1)
 

@@ -1,4 +1,1 @@
-"""Tokens, chat templates and grammars.
-
-May import: nothing beside the root. tests/test_layout.py checks it.
-"""
+"""Tokens, chat templates and grammars."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from jinja2 import Template
 
-from model_runtime.errors import ModelError, RequestError, TemplateLimitError
-from model_runtime.text.template_process import environment
-from model_runtime.text.template_processes import (
+from ropewalk.model_runtime.errors import ModelError, RequestError, TemplateLimitError
+from ropewalk.model_runtime.text.template_process import environment
+from ropewalk.model_runtime.text.template_processes import (
     DEFAULT_SECONDS,
     TemplateExcessError,
     TemplateProblemError,

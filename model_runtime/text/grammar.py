@@ -19,12 +19,11 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from model_runtime.child_process import command_of
-from model_runtime.errors import GrammarError, QueueFullError, RequestError
-from model_runtime.text.grammar_trial import grammar_of, matcher_of, problem_of
-from model_runtime.text.schema_keywords import refuse_unsupported
-from model_runtime.text.tokenizer import Tokenizer
-from model_runtime.text.whitespace import ONE_SPACE
+from ropewalk.model_runtime.child_process import command_of
+from ropewalk.model_runtime.errors import GrammarError, QueueFullError, RequestError
+from ropewalk.model_runtime.text.grammar_trial import ONE_SPACE, grammar_of, matcher_of, problem_of
+from ropewalk.model_runtime.text.schema_keywords import refuse_unsupported
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}  # for response_format `json_object`
 _MAX_TRIAL_BYTES = 32 * 2**20  # ordinary schemas take less than 1 MiB
@@ -265,7 +264,7 @@ class GrammarCompiler:
         asked = {**grammar, "seconds": self._seconds, "max_bytes": _MAX_TRIAL_BYTES}
         try:
             ended = subprocess.run(  # noqa: S603  # our own file, in this interpreter
-                command_of("model_runtime.text.grammar_trial"),
+                command_of("ropewalk.model_runtime.text.grammar_trial"),
                 input=json.dumps(asked).encode(),
                 capture_output=True,
                 timeout=self._seconds,

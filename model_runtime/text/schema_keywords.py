@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from model_runtime.errors import RequestError
+from ropewalk.model_runtime.errors import RequestError
 
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")

@@ -29,7 +29,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from model_runtime.child_process import (
+from ropewalk.model_runtime.child_process import (
     limit_memory,
     limit_seconds,
     memory_in_use,

@@ -20,8 +20,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from model_runtime.child_process import bare_environment, command_of
-from model_runtime.text.template_process import (
+from ropewalk.model_runtime.child_process import bare_environment, command_of
+from ropewalk.model_runtime.text.template_process import (
     DONE,
     ENCODING,
     LENGTH,
@@ -63,7 +63,7 @@ class _TemplateProcess:
         with theirs:
             try:
                 self._process = subprocess.Popen(  # noqa: S603  # our own module, this interpreter
-                    command_of("model_runtime.text.template_process"),
+                    command_of("ropewalk.model_runtime.text.template_process"),
                     env=bare_environment(),
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),

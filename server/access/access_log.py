@@ -4,16 +4,36 @@ A line holds no text of a client: no prompt, no answer, no path, no key. Routes 
 a key appears by its configured name.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import structlog
 from starlette.datastructures import Headers
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 
-from server.access.open_request import OpenRequest
-from server.access.trace import trace_id_of
+from ropewalk.server.access.open_request import OpenRequest, SpanSource, open_request
+
+# Version 00 has four fields. A later version may add more after another hyphen.
+_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
+
+
+def trace_id_of(traceparent: str) -> str | None:
+    """Return the trace id of a header; None if the header is not valid.
+
+    Source: W3C Trace Context, sections 3.2.2 and 3.2.4. The version ff and ids of zeros are
+    invalid.
+    """
+    found = _FORM.fullmatch(traceparent.strip())
+    if found is None:
+        return None
+    version, trace_id, parent_id, more = found.groups()
+    is_invalid = version == "ff" or (version == "00" and more is not None)
+    is_zero = not trace_id.strip("0") or not parent_id.strip("0")
+    return None if is_invalid or is_zero else trace_id
+
 
 Logged = Literal["requests", "all"]
 
@@ -98,3 +118,39 @@ class AccessLog:
                 "first_token_s": None if first_token_s is None else round(first_token_s, 4),
             }
         _log.info("request", **facts)
+
+
+class RequestOpener:
+    """Makes open requests; there is none if keys, log and traces are all not configured."""
+
+    def __init__(
+        self, log: AccessLog | None, spans: SpanSource | None, routes: Routes, *, has_keys: bool
+    ) -> None:
+        self._log = log
+        self._spans = spans
+        self._routes = routes
+        self._has_keys = has_keys
+
+    def opened(self, scope: Scope, receive: Receive) -> OpenRequest | None:
+        """Make the request the current one and return it; None if nothing needs it."""
+        log = self._log if self._log is not None and self._log.is_logged(scope) else None
+        spans = None
+        if self._spans is not None and self._is_generating(scope):
+            spans = self._spans.begin(scope)
+        if log is None and spans is None and not self._has_keys:
+            return None
+        opened = OpenRequest(receive, partial(self._closed, scope, log), spans)
+        open_request(opened)
+        return opened
+
+    def _is_generating(self, scope: Scope) -> bool:
+        return scope["method"] == "POST" and scope["path"] in self._routes.generating
+
+    def _closed(self, scope: Scope, log: AccessLog | None, opened: OpenRequest) -> None:
+        if log is not None:
+            log.write(scope, opened)
+        if opened.spans is not None:
+            try:
+                opened.spans.request_ended(opened, facts_of(scope, opened, self._routes))
+            except Exception:  # noqa: BLE001  # a trace that is lost costs no request
+                _log.exception("spans_failed")

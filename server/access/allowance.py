@@ -5,16 +5,100 @@ they are outside of the engine's queue, so those of other keys pass them.
 """
 
 import asyncio
+import enum
 import math
+import secrets
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from model_runtime.errors import RequestError
-from server.access.key_metrics import KeyCounters, Outcome
-from server.access.keys import KeyBounds
-from server.access.refusals import ClientDisconnectedError, KeyLimitError
+from prometheus_client import Counter, Gauge
+
+from ropewalk.model_runtime.errors import RequestError, RopewalkError
+from ropewalk.server.access.keys import NO_BOUNDS, KeyBounds, KeyTable, digest_of
+from ropewalk.server.metrics import MetricFactory
+
+
+class Outcome(enum.StrEnum):
+    """The outcome of a request at its key's bounds; the last three name the bound."""
+
+    ACCEPTED = "accepted"
+    LEFT = "left"  # the client closed the connection while it waited
+    MAX_RUNNING = "max_running"
+    MAX_QUEUED = "max_queued"
+    MAX_TOKENS_PER_MINUTE = "max_tokens_per_minute"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyCounters:
+    """The series of one name."""
+
+    requests: dict[Outcome, Counter]
+    prompt_tokens: Counter
+    generated_tokens: Counter
+    running: Gauge
+    waiting: Gauge
+
+    def asked(self, outcome: Outcome) -> None:
+        self.requests[outcome].inc()
+
+    def used(self, num_prompt_tokens: int, num_generated: int) -> None:
+        self.prompt_tokens.inc(num_prompt_tokens)
+        self.generated_tokens.inc(num_generated)
+
+
+class KeyMetrics:
+    """The families of all names. They exist if keys are configured."""
+
+    def __init__(self, factory: MetricFactory) -> None:
+        self._requests = factory.counter(
+            "ropewalk_key_requests",
+            "Generating requests by API key, and what became of them at its bounds.",
+            ["key", "outcome"],
+        )
+        self._tokens = factory.counter(
+            "ropewalk_key_tokens", "Tokens by API key: of prompts, and generated.", ["key", "kind"]
+        )
+        self._running = factory.gauge(
+            "ropewalk_key_requests_running", "Answers of an API key in the engine.", ["key"]
+        )
+        self._waiting = factory.gauge(
+            "ropewalk_key_requests_waiting", "Answers that wait for their key's bounds.", ["key"]
+        )
+
+    def of(self, name: str) -> KeyCounters:
+        """Return the series of a name, at zero if they are new."""
+        return KeyCounters(
+            {outcome: self._requests.labels(name, outcome.value) for outcome in Outcome},
+            self._tokens.labels(name, "prompt"),
+            self._tokens.labels(name, "generated"),
+            self._running.labels(name),
+            self._waiting.labels(name),
+        )
+
+    def forget(self, name: str) -> None:
+        """Remove the series of a name that is no longer configured."""
+        for outcome in Outcome:
+            self._requests.remove(name, outcome.value)
+        for kind in ("prompt", "generated"):
+            self._tokens.remove(name, kind)
+        self._running.remove(name)
+        self._waiting.remove(name)
+
+
+class ClientDisconnectedError(Exception):
+    """The client closed the connection before its answer was ready."""
+
+
+class KeyLimitError(RopewalkError):
+    """A bound of the request's API key is reached; the request may be sent again later."""
+
+    def __init__(self, message: str, limit: str, value: int, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.details = {"limit": limit, "limit_value": value}  # for the error body
+
 
 _MINUTE_S = 60.0
 _RETRY_S = 1  # at the least: when a waiting answer will start is not known
@@ -186,3 +270,40 @@ class Allowance:
 
 def _answers(num: int) -> str:
     return f"{num} answer{'s' * (num != 1)}"
+
+
+class KeyRing:
+    """Finds the allowance of a presented key. Its table can be replaced while requests run."""
+
+    def __init__(self, table: KeyTable, metrics: KeyMetrics) -> None:
+        self._metrics = metrics
+        self._allowances: dict[str, Allowance] = {}
+        self._table = KeyTable()
+        self.replace(table)
+
+    @property
+    def table(self) -> KeyTable:
+        return self._table
+
+    def replace(self, table: KeyTable) -> None:
+        """Put other keys in force. A name that stays keeps what it has used."""
+        for name in [name for name in self._allowances if name not in table.names]:
+            # Its requests run to their end and keep their own reference.
+            del self._allowances[name]
+            self._metrics.forget(name)
+        for name in table.names:
+            bounds = table.bounds.get(name, NO_BOUNDS)
+            if name in self._allowances:
+                self._allowances[name].rebound(bounds)
+            else:
+                self._allowances[name] = Allowance(name, bounds, self._metrics.of(name))
+        self._table = table
+
+    def find(self, key: str) -> Allowance | None:
+        """Return the allowance of a key, or None if the key is not known."""
+        given = digest_of(key)
+        # Every key is compared in full, so that the time taken reveals nothing about them.
+        matches = [secrets.compare_digest(given, known.digest) for known in self._table.keys]
+        if not any(matches):
+            return None
+        return self._allowances[self._table.keys[matches.index(True)].name]

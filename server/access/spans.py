@@ -17,10 +17,10 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from model_runtime.request import FinishReason
-from server.access.open_request import EndedAnswer, OpenRequest
-from server.access.span_exporters import span_exporters
-from server.version import own_version
+from ropewalk.model_runtime.request import FinishReason
+from ropewalk.server.access.open_request import EndedAnswer, OpenRequest
+from ropewalk.server.access.span_exporters import span_exporters
+from ropewalk.server.version import own_version
 
 _SERVICE = "ropewalk"  # if OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES name none
 _UNNAMED = "unknown_service"  # the SDK's name for it then

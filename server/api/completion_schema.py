@@ -5,18 +5,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from server.api.fields.logprob_schema import Logprobs, PromptLogprobs
-from server.api.fields.rope_schema import INT64, RopeAnswer
-from server.api.fields.timing_schema import TimingsAnswer
-from server.api.generation_schema import (
+from ropewalk.server.api.generation_schema import (
     NEUTRAL,
     GenerationRequest,
     PromptProgressAnswer,
     TokenId,
     Usage,
 )
-from server.api.strict_body import Body, FirstMistakes, is_none
-from server.settings.request_sections import largest
+from ropewalk.server.api.rope_schema import INT64, RopeAnswer, TimingsAnswer
+from ropewalk.server.api.strict_body import Body, FirstMistakes, is_none
+from ropewalk.server.api.structured_schema import Logprobs, PromptLogprobs
+from ropewalk.server.settings.request_sections import largest
 
 _MAX_PROMPTS = largest("max_prompts")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default

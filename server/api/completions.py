@@ -4,16 +4,16 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
-from model_runtime.request import Output, TokenLogprob
-from model_runtime.request import Request as EngineRequest
-from model_runtime.text.detokenizer import Detokenizer
-from server.api.completion_schema import Choice, CompletionRequest, CompletionResponse
-from server.api.fields.logprob_schema import Logprobs
-from server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
-from server.api.generation_schema import PromptProgressAnswer, Usage
-from server.api.json_body import JsonBodyRoute
-from server.api.output_queue import Submission
-from server.api.service import Service
+from ropewalk.model_runtime.request import Output, TokenLogprob
+from ropewalk.model_runtime.request import Request as EngineRequest
+from ropewalk.model_runtime.text.tokenizer import Detokenizer
+from ropewalk.server.api.completion_schema import Choice, CompletionRequest, CompletionResponse
+from ropewalk.server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
+from ropewalk.server.api.generation_schema import PromptProgressAnswer, Usage
+from ropewalk.server.api.json_body import JsonBodyRoute
+from ropewalk.server.api.output_queue import Submission
+from ropewalk.server.api.service import Service
+from ropewalk.server.api.structured_schema import Logprobs
 
 
 def completions_router(service: Service) -> APIRouter:

@@ -14,32 +14,31 @@ from fastapi import Response
 from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 
-from model_runtime.errors import EngineStoppedError, RequestError, RopewalkError
-from model_runtime.request import FinishReason, Output, Timings
-from model_runtime.request import Request as EngineRequest
-from rope import Tier
-from server.api.disconnect import until_disconnect
-from server.api.fields.logprob_schema import PromptLogprob, PromptLogprobs
-from server.api.fields.rope_schema import RopeAnswer
-from server.api.fields.timing_schema import TimingsAnswer
-from server.api.generation_schema import (
+from ropewalk.model_runtime.errors import EngineStoppedError, RequestError, RopewalkError
+from ropewalk.model_runtime.request import FinishReason, Output, Timings
+from ropewalk.model_runtime.request import Request as EngineRequest
+from ropewalk.rope import Tier
+from ropewalk.server.api.generation_schema import (
     GenerationRequest,
     PromptProgressAnswer,
     PromptTokensDetails,
     Usage,
 )
-from server.api.output_queue import Submission
-from server.api.service import Service
-from server.api.sse import (
+from ropewalk.server.api.output_queue import (
     DONE,
     KEEP_ALIVE,
     OPENING,
     EventStream,
+    Submission,
     TextEvent,
     event,
     json_bytes,
+    until_disconnect,
 )
-from server.errors import error_body
+from ropewalk.server.api.rope_schema import RopeAnswer, TimingsAnswer
+from ropewalk.server.api.service import Service
+from ropewalk.server.api.structured_schema import PromptLogprob, PromptLogprobs
+from ropewalk.server.errors import error_body
 
 _MOST_TOGETHER = 32  # outputs; a bound on the memory of a stream whose client lags
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; vLLM's number for it

@@ -7,14 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from model_runtime.errors import RequestError
-from model_runtime.request import PromptProgress, SamplingParams
-from server.api.fields.rope_schema import INT64, RopeField
-from server.api.fields.structured_schema import AnswerFields
-from server.api.strict_body import Body, FirstMistakes, few, is_none
-from server.errors import MAX_ERRORS
-from server.settings.load import ServeSettings
-from server.settings.request_sections import largest
+from ropewalk.model_runtime.errors import RequestError
+from ropewalk.model_runtime.request import PromptProgress, SamplingParams
+from ropewalk.server.api.rope_schema import INT64, RopeField
+from ropewalk.server.api.strict_body import Body, FirstMistakes, few, is_none
+from ropewalk.server.api.structured_schema import AnswerFields
+from ropewalk.server.errors import MAX_ERRORS
+from ropewalk.server.settings.load import ServeSettings
+from ropewalk.server.settings.request_sections import largest
 
 
 class StreamOptions(Body):

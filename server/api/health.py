@@ -4,11 +4,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from model_runtime.engine.client import problem_of
-from server.api.service import Service
-from server.envelope import envelope
-from server.middleware.availability import draining
-from server.version import own_commit, own_version
+from ropewalk.model_runtime.engine.admission import problem_of
+from ropewalk.server.api.service import Service
+from ropewalk.server.errors import envelope
+from ropewalk.server.middleware.availability import draining
+from ropewalk.server.version import own_commit, own_version
 
 
 def health_router(service: Service) -> APIRouter:

@@ -8,9 +8,9 @@ from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
-from server.errors import BodyError
-from server.middleware.large_bodies import LargeBody
-from server.strict_json import TwiceError, object_of
+from ropewalk.server.errors import BodyError
+from ropewalk.server.middleware.large_bodies import LargeBody
+from ropewalk.server.strict_json import TwiceError, object_of
 
 _MAX_NAME = 64  # characters of a key in the message
 

@@ -16,29 +16,27 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 
-from model_runtime.deployment import Deployment, RopeRequest
-from model_runtime.engine.admission import Places
-from model_runtime.engine.client import EngineClient
-from model_runtime.errors import RequestError, RopewalkError, UnknownModelError
-from model_runtime.request import Request, SamplingParams
-from model_runtime.runner.bad_words import BARRED, spellings
-from model_runtime.text.chat_template import ChatTemplate
-from model_runtime.text.grammar import Grammar, GrammarCompiler, Lark
-from model_runtime.text.text_rules import grammar_of_rule
-from model_runtime.text.tokenizer import Tokenizer
-from model_runtime.tools.find_format import ChatFormats
-from rope import NativeRope
-from server.access.answer_watch import AnswerWatch
-from server.access.key_ring import KeyRing
-from server.access.open_request import admitted, current_request, key_name
-from server.api.fields.structured_schema import AskedAnswer
-from server.api.generation_schema import GenerationRequest, check_limits, unknown_token
-from server.api.output_queue import OutputQueue, Submission
-from server.api.tools.turn_request import in_words_of
-from server.errors import rejection_reason
-from server.metrics import Metrics
-from server.middleware.http_metrics import HttpMetrics
-from server.settings.load import ServeSettings
+from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
+from ropewalk.model_runtime.engine.admission import EngineClient, Places
+from ropewalk.model_runtime.errors import RequestError, RopewalkError, UnknownModelError
+from ropewalk.model_runtime.request import Request, SamplingParams
+from ropewalk.model_runtime.runner.logit_changes import BARRED, spellings
+from ropewalk.model_runtime.text.chat_template import ChatTemplate
+from ropewalk.model_runtime.text.grammar import Grammar, GrammarCompiler, Lark
+from ropewalk.model_runtime.text.text_rules import grammar_of_rule
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
+from ropewalk.model_runtime.text.tools.find_format import ChatFormats
+from ropewalk.rope import NativeRope
+from ropewalk.server.access.allowance import KeyRing
+from ropewalk.server.access.open_request import AnswerWatch, admitted, current_request, key_name
+from ropewalk.server.api.generation_schema import GenerationRequest, check_limits, unknown_token
+from ropewalk.server.api.output_queue import OutputQueue, Submission
+from ropewalk.server.api.structured_schema import AskedAnswer
+from ropewalk.server.api.turn_request import in_words_of
+from ropewalk.server.errors import rejection_reason
+from ropewalk.server.metrics import Metrics
+from ropewalk.server.middleware.http_metrics import HttpMetrics
+from ropewalk.server.settings.load import ServeSettings
 
 
 @dataclass(frozen=True, slots=True)

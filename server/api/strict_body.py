@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
-from server.wording import did_you_mean
+from ropewalk.server.wording import did_you_mean
 
 # Unknown fields, or entries of an object, that are reported: a million of errors take seconds.
 _MAX_NAMES = 10

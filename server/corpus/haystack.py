@@ -8,8 +8,8 @@ import bisect
 import itertools
 from dataclasses import dataclass
 
-from model_runtime.text.tokenizer import Tokenizer
-from server.corpus.needles import Needle
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
+from ropewalk.server.corpus.needles import Needle
 
 ANSWER_TOKENS = 6  # five digits take max five tokens, and a tokenizer may begin with a space
 LINES_A_TOKEN = 2  # above the real max, because only empty lines have no token

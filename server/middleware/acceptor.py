@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 
-from server.middleware.connections import LimitedProtocol, OpenConnections
+from ropewalk.server.middleware.connections import LimitedProtocol, OpenConnections
 
 _BACKLOG = 2048  # uvicorn's
 _AT_ONCE = 32  # connections that are accepted, or closed for others, in a turn

@@ -7,10 +7,9 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.access.allowance import Allowance
-from server.access.key_ring import KeyRing
-from server.access.open_request import current_request
-from server.envelope import envelope
+from ropewalk.server.access.allowance import Allowance, KeyRing
+from ropewalk.server.access.open_request import current_request
+from ropewalk.server.errors import envelope
 
 # Answered without a key, because load balancers and orchestrators use them.
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/version"})

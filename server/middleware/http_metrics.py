@@ -8,8 +8,8 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.access.opener import RequestOpener
-from server.metrics import MetricFactory
+from ropewalk.server.access.access_log import RequestOpener
+from ropewalk.server.metrics import MetricFactory
 
 _OTHER = "other"  # the label of unknown paths and methods
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS"})

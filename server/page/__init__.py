@@ -1,4 +1,1 @@
-"""The playground's own files, which are served before anything heavy is imported.
-
-It may import settings and the root. The files are in `assets/` and need no build.
-"""
+"""The playground and the page of the API, whose files in `assets/` need no build."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from server.settings.load import ServeSettings
+from ropewalk.server.settings.load import ServeSettings
 
 FOLDER = Path(__file__).parent / "assets"
 _TYPES = {

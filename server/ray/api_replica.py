@@ -12,21 +12,21 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from model_runtime.engine.client import EngineClient
-from server.access.keys import KeyTable
-from server.api.service import Service
-from server.log_lines import log_to_stderr
-from server.metrics import Metrics
-from server.ray.ray_replicas import RayReplicas
-from server.replicas.fleet_metrics import FleetMetrics
-from server.replicas.listener import borrowed_listener
-from server.replicas.remote_engine import RemoteEngine
-from server.replicas.routes import ROUTES
-from server.settings.load import ServeSettings
-from server.startup.gate import access_policy_of
-from server.startup.lifecycle import GracefulServer
-from server.startup.load_model import load_model_tokenizer
-from server.startup.load_service import ServedModel, make_service
+from ropewalk.model_runtime.engine.admission import EngineClient
+from ropewalk.server.access.keys import KeyTable
+from ropewalk.server.api.service import Service
+from ropewalk.server.log_lines import log_to_stderr
+from ropewalk.server.metrics import Metrics
+from ropewalk.server.ray.ray_replicas import RayReplicas
+from ropewalk.server.replicas.fleet_metrics import FleetMetrics
+from ropewalk.server.replicas.listener import borrowed_listener
+from ropewalk.server.replicas.remote_engine import RemoteEngine
+from ropewalk.server.replicas.routes import ROUTES
+from ropewalk.server.settings.load import ServeSettings
+from ropewalk.server.startup.gate import access_policy_of
+from ropewalk.server.startup.lifecycle import GracefulServer
+from ropewalk.server.startup.load_model import load_model_tokenizer
+from ropewalk.server.startup.load_service import ServedModel, make_service
 
 
 class ApiReplica:

@@ -10,10 +10,10 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from server.access.keys import KeyTable
-from server.replicas.listener import ListenerLender
-from server.sentences import DIED
-from server.settings.load import ServeSettings, SettingsError
+from ropewalk.server.access.keys import KeyTable
+from ropewalk.server.replicas.listener import ListenerLender
+from ropewalk.server.sentences import DIED
+from ropewalk.server.settings.load import ServeSettings, SettingsError
 
 _OWN_APPLICATION = "ropewalk"  # on a cluster of this machine
 _ANSWER_S = 10.0  # for a short call
@@ -154,7 +154,7 @@ class _Application:
         import ray  # noqa: PLC0415
         from ray import serve  # noqa: PLC0415
 
-        from server.ray.deployments import application  # noqa: PLC0415
+        from ropewalk.server.ray.deployments import application  # noqa: PLC0415
 
         here = ray.get_runtime_context().get_node_id()
         address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here)
@@ -186,7 +186,7 @@ class _Application:
         self._api().drain.remote().result(timeout_s=limit_s)
 
     def _api(self) -> Any:
-        from server.ray.deployments import api_handle  # noqa: PLC0415
+        from ropewalk.server.ray.deployments import api_handle  # noqa: PLC0415
 
         return api_handle(self._name)
 

@@ -7,12 +7,12 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from server.access.keys import KeyTable
-from server.ray.api_replica import ApiReplica
-from server.ray.engine_replica import EngineReplica
-from server.settings.load import ServeSettings
-from server.startup.preflight import bound_primitives, wait_briefly
-from server.torch_build import has_nvidia_gpu
+from ropewalk.server.access.keys import KeyTable
+from ropewalk.server.ray.api_replica import ApiReplica
+from ropewalk.server.ray.engine_replica import EngineReplica
+from ropewalk.server.settings.load import ServeSettings
+from ropewalk.server.startup.load_model import has_nvidia_gpu
+from ropewalk.server.startup.preflight import bound_primitives, wait_briefly
 
 _HEALTH_PERIOD_S = 2.0
 _FAREWELL_S = 10.0  # after the time that running requests have
@@ -66,7 +66,9 @@ def _engines(settings: ServeSettings) -> Any:
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=number,
                 max_replicas=most,
-                policy=AutoscalingPolicy(policy_function="server.ray.autoscale:by_tokens"),
+                policy=AutoscalingPolicy(
+                    policy_function="ropewalk.server.ray.ray_replicas:by_tokens"
+                ),
             )
         }
     deployment = serve.deployment(
@@ -75,7 +77,7 @@ def _engines(settings: ServeSettings) -> Any:
         max_ongoing_requests=settings.max_num_seqs + settings.max_queued_requests + _SPARE_CALLS,
         max_constructor_retry_count=_MOST_STARTS,
         request_router_config=RequestRouterConfig(
-            request_router_class="server.ray.router.CostRouter",
+            request_router_class="ropewalk.server.ray.router.CostRouter",
             request_router_kwargs={
                 "routing": settings.routing,
                 "decode_weight": settings.routing_decode_weight,

@@ -15,21 +15,21 @@ from typing import Any
 import structlog
 from prometheus_client.metrics_core import Metric
 
-from model_runtime.engine.client import problem_of
-from model_runtime.engine.engine import Engine
-from model_runtime.errors import EngineStoppedError, QueueFullError
-from model_runtime.request import FinishReason, Output, Request
-from model_runtime.text.grammar import GrammarCompiler
-from server.log_lines import log_to_stderr
-from server.metrics import MetricFactory, Metrics
-from server.ray.autoscale import TokenLoad
-from server.replicas.outbox import Entry, Outbox, Outboxes
-from server.replicas.watchdog import Watchdog
-from server.replicas.wire import ACCEPTED, FULL, STOPPED, OutputEncoder, SentRequest
-from server.sentences import DIED
-from server.settings.load import ServeSettings
-from server.startup.load_service import ServedModel, load_served, metrics_of
-from server.startup.preflight import bound_memory
+from ropewalk.model_runtime.engine.admission import problem_of
+from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.errors import EngineStoppedError, QueueFullError
+from ropewalk.model_runtime.request import FinishReason, Output, Request
+from ropewalk.model_runtime.text.grammar import GrammarCompiler
+from ropewalk.server.log_lines import log_to_stderr
+from ropewalk.server.metrics import MetricFactory, Metrics
+from ropewalk.server.ray.ray_replicas import TokenLoad
+from ropewalk.server.replicas.channel import Entry, Outbox, Outboxes
+from ropewalk.server.replicas.watchdog import Watchdog
+from ropewalk.server.replicas.wire import ACCEPTED, FULL, STOPPED, OutputEncoder, SentRequest
+from ropewalk.server.sentences import DIED
+from ropewalk.server.settings.load import ServeSettings
+from ropewalk.server.startup.load_service import ServedModel, load_served, metrics_of
+from ropewalk.server.startup.preflight import bound_memory
 
 SIGN_OF_LIFE_S = 1.0  # the longest silence of a channel; the settings allow no limit below 2 s
 
@@ -157,7 +157,7 @@ class EngineReplica:
         return {"num_pages": self._served.plan.config.num_pages}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load, for the autoscaler (`autoscale.py`). Ray calls it from time to time."""
+        """Return the load, for the autoscaler (`ray_replicas.py`). Ray calls it from time to time."""
         load = TokenLoad(
             sum(each.num_waiting for each in self._answers),
             sum(each.num_running for each in self._answers),

@@ -4,8 +4,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from server.replicas import routes
-from server.replicas.choice import ReplicaChoice
+from ropewalk.server.replicas import routes
+from ropewalk.server.replicas.choice import ReplicaChoice
 
 _Result = Any  # of Ray, not public
 

@@ -17,8 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from server.replicas.page_memory import PageMemory
-from server.replicas.prompt_pages import PromptPages
+from ropewalk.server.replicas.prompt_pages import PageMemory, PromptPages
 
 Routing = Literal["prefix", "least_loaded", "round_robin"]
 DECODE_WEIGHT = 32.0  # tokens of prefill that one generating request is worth

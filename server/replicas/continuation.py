@@ -7,7 +7,7 @@ Text and logprobs follow from the tokens, so as much of them as was delivered is
 
 from collections.abc import Iterator
 
-from model_runtime.request import FinishReason, Output
+from ropewalk.model_runtime.request import FinishReason, Output
 
 
 class DivergedError(Exception):

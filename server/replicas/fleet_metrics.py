@@ -15,9 +15,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from server.access.answer_watch import AnswerWatch, Put
-from server.metrics import MetricFactory
-from server.replicas.remote_engine import CONTINUED, LOST_REASONS
+from ropewalk.server.access.open_request import AnswerWatch, Put
+from ropewalk.server.metrics import MetricFactory
+from ropewalk.server.replicas.remote_engine import CONTINUED, LOST_REASONS
 
 Pages = Mapping[str, Sequence[Metric]]  # of each replica
 _COLLECT_S = 5.0  # a replica that is slower shows what it had before

@@ -1,15 +1,15 @@
 """The page keys of a prompt, as the prefix cache of every replica computes them.
 
 Equal keys mean equal keys and values: the profile, the salt and all tokens are in them
-(`model_runtime/cache/prefix_cache.py`). A router that keeps the same keys therefore never takes
+(`model_runtime/scheduling/prefix_cache.py`). A router that keeps the same keys therefore never takes
 another profile's or another salt's pages for its own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from model_runtime.cache.prefix_cache import Key, extend_keys
-from rope import Profile
+from ropewalk.model_runtime.scheduling.prefix_cache import Key, extend_keys
+from ropewalk.rope import Profile
 
 # A key costs about 3 microseconds and 100 bytes for each replica that holds it. At the default page
 # size these are 262,144 tokens. Prompts that are equal so far may differ after it unnoticed.
@@ -58,3 +58,44 @@ def prompt_pages(
     num_pages = min(num_shared // page_size, MOST_PAGES)
     extend_keys(keys, prompt_ids, num_pages, page_size, profile=profile, cache_salt=cache_salt)
     return PromptPages(len(prompt_ids), page_size, tuple(keys[1:]), is_scored)
+
+
+class PageMemory:
+    """The most recently used page keys of one replica, at most as many as its cache has pages.
+
+    It can be wrong in both directions: answers take pages, too, and other routers send requests.
+    A wrong guess costs time only, because the replica looks its own pages up.
+    """
+
+    def __init__(self, max_pages: int) -> None:
+        self.max_pages = max_pages
+        self._keys: dict[Key, None] = {}  # in order of last use, oldest first
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def match(self, keys: Sequence[Key]) -> int:
+        """Return the number of leading keys that are remembered."""
+        for num_known, key in enumerate(keys):
+            if key not in self._keys:
+                return num_known
+        return len(keys)
+
+    def num_evicted_by(self, keys: Sequence[Key]) -> int:
+        """Return how many pages of other prompts `note` would forget for these keys."""
+        num_known = self.match(keys)
+        num_new = min(len(keys), self.max_pages) - num_known
+        num_others = len(self._keys) - num_known
+        return min(num_others, max(0, len(self._keys) + num_new - self.max_pages))
+
+    def note(self, keys: Sequence[Key]) -> None:
+        """Remember a prompt's keys as the most recent, and drop the least recent beyond the bound.
+
+        The last page of a prompt is the first to go, as in the page pool: a prefix is more useful
+        than its continuation.
+        """
+        for key in reversed(keys[: self.max_pages]):
+            self._keys.pop(key, None)
+            self._keys[key] = None
+        while len(self._keys) > self.max_pages:
+            del self._keys[next(iter(self._keys))]

@@ -15,14 +15,13 @@ from typing import Protocol
 
 import structlog
 
-from model_runtime.config import EngineConfig
-from model_runtime.engine.admission import AdmissionQueue, Places
-from model_runtime.engine.client import check_request
-from model_runtime.engine.observer import Observer
-from model_runtime.errors import EngineStoppedError, RopewalkError
-from model_runtime.request import FinishReason, OnOutput, Output, Request
-from server.replicas.continuation import DeliveredAnswer, DivergedError
-from server.replicas.wire import FULL, MISSING, STOPPED
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.admission import AdmissionQueue, Places, check_request
+from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.errors import EngineStoppedError, RopewalkError
+from ropewalk.model_runtime.request import FinishReason, OnOutput, Output, Request
+from ropewalk.server.replicas.continuation import DeliveredAnswer, DivergedError
+from ropewalk.server.replicas.wire import FULL, MISSING, STOPPED
 
 _log = structlog.get_logger(__name__)
 

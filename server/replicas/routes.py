@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from server.replicas.choice import ReplicaChoice
-from server.replicas.prompt_pages import PromptPages
+from ropewalk.server.replicas.choice import ReplicaChoice
+from ropewalk.server.replicas.prompt_pages import PromptPages
 
 
 @dataclass(frozen=True, slots=True)

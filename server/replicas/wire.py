@@ -8,9 +8,9 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model_runtime.request import Output, Request
-from model_runtime.text.grammar import Source
-from rope import Tier
+from ropewalk.model_runtime.request import Output, Request
+from ropewalk.model_runtime.text.grammar import Source
+from ropewalk.rope import Tier
 
 ACCEPTED = "accepted"
 # Why a replica cannot serve a request, or cannot go on with it.

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
-from server.strict_json import TwiceError, object_of
+from ropewalk.server.strict_json import TwiceError, object_of
 
 MAX_CONTEXT_BUCKETS = 12  # with +Inf; each one adds a whole histogram per metric
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import click
 
-from server.help_text import HelpCommand
-from server.settings.fields import Section, unit_of
-from server.settings.problems import variable_of
-from server.settings.translation import translated, unknown_flag
+from ropewalk.server.settings.fields import Section, unit_of
+from ropewalk.server.settings.problems import variable_of
+from ropewalk.server.settings.translation import translated, unknown_flag
+from ropewalk.server.wording import HelpCommand
 
 
 class SettingOption(click.Option):

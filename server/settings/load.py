@@ -13,24 +13,24 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from model_runtime.hub.local_model import is_hub_id
-from server.settings.config_file import ConfigFileError, read_config_file
-from server.settings.problems import (
+from ropewalk.model_runtime.loading.hub.local_model import is_hub_id
+from ropewalk.server.settings.config_file import ConfigFileError, read_config_file, why_unreadable
+from ropewalk.server.settings.problems import (
     ENV_PREFIX,
     Sources,
     unknown_setting,
     value_problems,
     variable_of,
 )
-from server.settings.replica_section import ReplicaSettings
-from server.settings.request_sections import (
+from ropewalk.server.settings.request_sections import (
     AccessSettings,
     GrammarSettings,
     HttpSettings,
     LimitSettings,
     LogSettings,
+    ReplicaSettings,
 )
-from server.settings.sections import (
+from ropewalk.server.settings.sections import (
     CacheSettings,
     DeploymentSettings,
     ModelSettings,
@@ -195,3 +195,18 @@ def _names_given_again(setting: str, names: list[str]) -> Iterator[str]:
         if count > 1:
             times = "twice" if count == 2 else f"{count} times"
             yield f"{setting}: name must be given once, got {name!r} {times}"
+
+
+def read_named(setting: str, path: Path) -> str:
+    """Return the text of the file that a setting names. Raises SettingsError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{setting}: cannot read {path}: {why_unreadable(error)}") from error
+
+
+def chat_template_text(settings: ServeSettings) -> str | None:
+    """Return the operator's chat template; None if none is named. Raises SettingsError."""
+    if settings.chat_template is None:
+        return None
+    return read_named("chat_template", settings.chat_template)

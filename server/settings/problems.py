@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from server.settings.fields import Section
-from server.settings.request_sections import KeyEntry
-from server.settings.sections import DeploymentEntry
-from server.wording import accepted, choices, did_you_mean
+from ropewalk.server.settings.fields import Section
+from ropewalk.server.settings.request_sections import KeyEntry
+from ropewalk.server.settings.sections import DeploymentEntry
+from ropewalk.server.wording import accepted, choices, did_you_mean
 
 ENV_PREFIX = "ROPEWALK_"
 _MAX_SHOWN = 200  # characters of a value

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic_settings import NoDecode
 
-from rope import POLICIES, POSITION_METHODS, ROPE_TYPES, Policy
-from server.settings.fields import (
+from ropewalk.rope import POLICIES, POSITION_METHODS, ROPE_TYPES, Policy
+from ropewalk.server.settings.fields import (
     Device,
     FromJson,
     JsonObject,
@@ -17,13 +17,13 @@ from server.settings.fields import (
     other_words,
     setting,
 )
-from server.settings.replica_section import ReplicaSettings
-from server.settings.request_sections import (
+from ropewalk.server.settings.request_sections import (
     AccessSettings,
     GrammarSettings,
     HttpSettings,
     LimitSettings,
     LogSettings,
+    ReplicaSettings,
 )
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from server.settings.foreign_flags import ALIASES, REFUSED
-from server.wording import did_you_mean
+from ropewalk.server.settings.foreign_flags import ALIASES, REFUSED
+from ropewalk.server.wording import did_you_mean
 
 _NAME_FLAG = "--served-model-name"
 _MODEL = "--model"  # stands for the argument MODEL

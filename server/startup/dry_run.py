@@ -3,21 +3,29 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from model_runtime.cache.token_bytes import bytes_per_token
-from model_runtime.engine.cache_size import affordable_bytes
-from model_runtime.engine.machine_memory import MachineMemory, machine_memory
-from model_runtime.loading.known_products import expected_computing
-from model_runtime.loading.low_bits.planned import planned_storage
-from model_runtime.loading.low_bits.sizes import Storage
-from model_runtime.loading.model_config import ModelConfig, read_model_config, read_outline
-from model_runtime.loading.phases import OnPhase, no_phases
-from model_runtime.loading.plain_config import PlainConfig, plain_template, written_template
-from model_runtime.size_text import size_text
-from model_runtime.text.chat_template import ChatTemplate
-from model_runtime.tools.find_format import find_formats
-from model_runtime.tools.tool_format import GENERIC, REASONING_FORMATS
-from server.settings.load import ServeSettings
-from server.startup.banner_lines import (
+import click
+
+from ropewalk.model_runtime.attention.kv_cache import bytes_per_token
+from ropewalk.model_runtime.engine.machine_memory import MachineMemory, machine_memory
+from ropewalk.model_runtime.engine.memory_profile import affordable_bytes
+from ropewalk.model_runtime.loading.known_products import expected_computing
+from ropewalk.model_runtime.loading.load_progress import OnPhase, no_phases
+from ropewalk.model_runtime.loading.low_bits import Storage
+from ropewalk.model_runtime.loading.model_config import ModelConfig, read_model_config, read_outline
+from ropewalk.model_runtime.loading.plain_config import (
+    PlainConfig,
+    plain_template,
+    written_template,
+)
+from ropewalk.model_runtime.loading.planned_bits import planned_storage
+from ropewalk.model_runtime.size_text import size_text
+from ropewalk.model_runtime.text.chat_template import ChatTemplate
+from ropewalk.model_runtime.text.tools.find_format import find_formats
+from ropewalk.model_runtime.text.tools.tool_format import GENERIC, REASONING_FORMATS
+from ropewalk.server.sentences import sentences
+from ropewalk.server.settings.flags import SettingsCommand
+from ropewalk.server.settings.load import ServeSettings, chat_template_text, load_settings
+from ropewalk.server.startup.banner_lines import (
     chat_line,
     computing_line,
     describe,
@@ -26,8 +34,9 @@ from server.startup.banner_lines import (
     rank_line,
     stored_text,
 )
-from server.startup.load_model import find_model
-from server.startup.serving_plan import (
+from ropewalk.server.startup.gate import address_of, check_traces, key_table_of, tls_context
+from ropewalk.server.startup.load_model import find_model
+from ropewalk.server.startup.serving_plan import (
     ModelFacts,
     ServingPlan,
     Templated,
@@ -35,6 +44,7 @@ from server.startup.serving_plan import (
     plan_deployments,
     plan_serving,
 )
+from ropewalk.server.wording import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +148,7 @@ def _rank_weight_bytes(settings: ServeSettings, outline: ModelConfig) -> int | N
     size = settings.tensor_parallel_size
     if size == 1:
         return None
-    from model_runtime.parallel.plan import check_devices, plan_of  # noqa: PLC0415
+    from ropewalk.model_runtime.parallel.plan import check_devices, plan_of  # noqa: PLC0415
 
     outline = read_model_config(
         outline.source,
@@ -188,7 +198,7 @@ def _templated(settings: ServeSettings, outline: ModelConfig) -> Templated:
         found = plain_template(source)
         if found is not None:
             return _PlainTemplate(found[0])
-    from model_runtime.loading.pretrained import load_tokenizer  # noqa: PLC0415  # seconds
+    from ropewalk.model_runtime.loading.pretrained import load_tokenizer  # noqa: PLC0415  # seconds
 
     return load_tokenizer(outline.source, trust_remote_code=settings.trust_remote_code)
 
@@ -263,3 +273,25 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         "  not checked      whether the address is free, and whether the architecture can be taken "
         "over: loading it shows",
     ]
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("file")
+def check(file: str) -> None:
+    """Show what `ropewalk serve --config FILE` would serve here, without loading weights.
+
+    The output lists deployments, tiers, the longest context and memory. Variables of the
+    environment override the file. If the server would refuse to start, the exit code is 2, and a
+    sentence gives the reason.
+    """
+    with sentences():
+        settings = load_settings({"config": file})
+        # As in `serve`: the files that settings name, and the address.
+        key_table_of(settings), tls_context(settings), chat_template_text(settings)
+        address_of(settings)
+        check_traces(settings)
+        # Imported here, so that a wrong key does not wait for it.
+        from ropewalk.server.log_lines import log_to_stderr  # noqa: PLC0415
+
+        log_to_stderr()
+        click.echo(printable("\n".join(outlook_lines(settings, outlook_of(settings)))))

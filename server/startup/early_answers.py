@@ -13,10 +13,10 @@ import threading
 import time
 from contextlib import suppress
 
-from server.envelope import envelope
-from server.page.page_files import HEADERS, PageFile, has_playground, page_files
-from server.settings.load import ServeSettings
-from server.startup.progress import LoadingProgress
+from ropewalk.server.errors import envelope
+from ropewalk.server.page.page_files import HEADERS, PageFile, has_playground, page_files
+from ropewalk.server.settings.load import ServeSettings
+from ropewalk.server.startup.progress import LoadingProgress
 
 _RETRY_S = 5
 _LINGER_S = 2.0  # for a client to read the answer; closing earlier resets one that still sends

@@ -1,12 +1,14 @@
 """The access policy built from the settings: API keys, key file, origins and body limits."""
 
+import socket
+import ssl
 import stat
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from server.access.keys import (
+from ropewalk.server.access.keys import (
     KEY_RULE,
     NAME_RULE,
     UNNAMED,
@@ -20,17 +22,16 @@ from server.access.keys import (
     key_under_two_names,
     named_key,
 )
-from server.access.span_exporters import MissingExporterError, span_exporters
-from server.page.page_files import has_playground
-from server.settings.load import ServeSettings, SettingsError
-from server.settings.named_files import read_named
-from server.settings.problems import shown
+from ropewalk.server.access.span_exporters import MissingExporterError, span_exporters
+from ropewalk.server.page.page_files import has_playground
+from ropewalk.server.settings.load import ServeSettings, SettingsError, read_named
+from ropewalk.server.settings.problems import shown
 
 if TYPE_CHECKING:
-    from server.access.key_ring import KeyRing
-    from server.access.open_request import SpanSource
-    from server.app import AccessPolicy
-    from server.middleware.body_limits import BodyLimits
+    from ropewalk.server.access.allowance import KeyRing
+    from ropewalk.server.access.open_request import SpanSource
+    from ropewalk.server.middleware.body_limits import BodyLimits
+    from ropewalk.server.startup.app import AccessPolicy
 
 
 _MAX_NAMES = 200  # each has series in the metrics
@@ -131,7 +132,7 @@ def check_traces(settings: ServeSettings) -> None:
 def _spans_of(settings: ServeSettings) -> "SpanSource | None":
     if not settings.traces:
         return None
-    from server.access.spans import Tracing  # noqa: PLC0415  # an extra
+    from ropewalk.server.access.spans import Tracing  # noqa: PLC0415  # an extra
 
     return Tracing()
 
@@ -144,8 +145,8 @@ def access_policy_of(
     `has_own_port`: false if requests come through another process, whose port `host` is not.
     """
     # Imported here, because the keys are read before FastAPI is imported.
-    from server.app import AccessPolicy  # noqa: PLC0415
-    from server.middleware.head_checks import AllowedHosts, HeadRules  # noqa: PLC0415
+    from ropewalk.server.middleware.head_checks import AllowedHosts, HeadRules  # noqa: PLC0415
+    from ropewalk.server.startup.app import AccessPolicy  # noqa: PLC0415
 
     # Without a key, a web page that reaches the port as its own origin could use the server.
     is_open = has_own_port and settings.is_on_loopback and ring is None
@@ -168,7 +169,7 @@ def access_policy_of(
 
 def body_limits_of(settings: ServeSettings, max_len: int) -> "BodyLimits":
     """Build the limits of bodies; those without a setting follow from the longest context."""
-    from server.middleware.body_limits import BodyLimits  # noqa: PLC0415
+    from ropewalk.server.middleware.body_limits import BodyLimits  # noqa: PLC0415
 
     max_bytes = settings.max_body_bytes
     if max_bytes is None:
@@ -182,3 +183,64 @@ def body_limits_of(settings: ServeSettings, max_len: int) -> "BodyLimits":
         settings.max_total_body_bytes or max(_ALL_BODIES_BYTES, 4 * max_bytes),
         settings.body_timeout_seconds,
     )
+
+
+# family, kind, protocol, canonical name, address
+Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
+
+
+def bound_socket(settings: ServeSettings) -> socket.socket:
+    """Return a bound socket that does not listen yet. Raises SettingsError."""
+    family, kind, protocol, _, address = address_of(settings)
+    try:
+        # The protocol is explicit, because asyncio turns Nagle's delay off only for sockets with
+        # TCP as their protocol. With the delay, a token waits up to 40 ms for the client's
+        # acknowledgement.
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _cannot_listen(settings, error) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(settings, error) from error
+    return listener
+
+
+def address_of(settings: ServeSettings) -> Address:
+    """Return the address of host and port, in the format of getaddrinfo. Raises SettingsError."""
+    try:
+        return socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise _cannot_listen(settings, error) from error
+
+
+def _cannot_listen(settings: ServeSettings, error: OSError) -> SettingsError:
+    return SettingsError(
+        f"cannot listen on host {settings.host}, port {settings.port}: {error.strerror}"
+    )
+
+
+def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
+    """Return the context of the settings' certificate, or None without one. Raises SettingsError.
+
+    uvicorn makes its own from the same files.
+    """
+    if settings.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except OSError as error:  # ssl's errors are subclasses of it
+        files = f"{settings.ssl_certfile}, {settings.ssl_keyfile or 'no key file'}"
+        raise SettingsError(f"ssl_certfile, ssl_keyfile: {error} ({files})") from error
+    return context
+
+
+def url_of(settings: ServeSettings, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -16,20 +16,24 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import uvicorn
 
-from server.access.keys import KeyTable
-from server.api.service import Service
-from server.app import AccessPolicy, create_app
-from server.middleware.acceptor import Acceptor
-from server.middleware.availability import AvailabilityGate
-from server.middleware.connections import ConnectionLimits, LimitedProtocol, OpenConnections
-from server.settings.load import ServeSettings, SettingsError
-from server.startup.gate import access_policy_of
-from server.startup.load_service import load_service
-from server.startup.progress import LoadingProgress
-from server.startup.reload import Reloader
+from ropewalk.server.access.keys import KeyTable
+from ropewalk.server.api.service import Service
+from ropewalk.server.middleware.acceptor import Acceptor
+from ropewalk.server.middleware.availability import AvailabilityGate
+from ropewalk.server.middleware.connections import (
+    ConnectionLimits,
+    LimitedProtocol,
+    OpenConnections,
+)
+from ropewalk.server.settings.load import ServeSettings, SettingsError
+from ropewalk.server.startup.app import AccessPolicy, create_app
+from ropewalk.server.startup.gate import access_policy_of
+from ropewalk.server.startup.load_service import load_service
+from ropewalk.server.startup.progress import LoadingProgress
+from ropewalk.server.startup.reload import Reloader
 
 if TYPE_CHECKING:
-    from server.startup.hangups import Hangups
+    from ropewalk.server.startup.hangups import Hangups
 
 _FAREWELL_S = 5.0  # for the error events of requests that did not finish
 

@@ -7,52 +7,50 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from model_runtime.attention.backends import described
-from model_runtime.engine.build_engine import build_engine, has_exact_drafts
-from model_runtime.engine.client import EngineClient
-from model_runtime.engine.engine import Engine
-from model_runtime.hub.local_model import OnBytes, no_bytes
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.loading.phases import OnPhase, no_phases
-from model_runtime.runner.model_runner import ModelRunner
-from model_runtime.text.chat_template import ChatTemplate
-from model_runtime.text.grammar import GrammarCompiler
-from model_runtime.text.tokenizer import Tokenizer
-from model_runtime.tools.find_format import ChatFormats, find_formats
-from rope import NativeRope
-from server.access.answer_watch import AnswerWatch, Put
-from server.access.key_metrics import KeyMetrics
-from server.access.key_ring import KeyRing
-from server.access.keys import KeyTable
-from server.api.output_queue import OutputQueue
-from server.api.service import Service
-from server.errors import rejection_reasons
-from server.metrics import MetricFactory, Metrics
-from server.middleware.http_metrics import HttpMetrics
-from server.settings.load import ServeSettings
-from server.startup.banner_lines import (
+from ropewalk.model_runtime.engine.admission import EngineClient
+from ropewalk.model_runtime.engine.build_engine import build_engine, has_exact_drafts
+from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.hub.local_model import OnBytes, no_bytes
+from ropewalk.model_runtime.loading.load_progress import OnPhase, no_phases
+from ropewalk.model_runtime.runner.backends import described
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.text.chat_template import ChatTemplate
+from ropewalk.model_runtime.text.grammar import GrammarCompiler
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
+from ropewalk.model_runtime.text.tools.find_format import ChatFormats, find_formats
+from ropewalk.rope import NativeRope
+from ropewalk.server.access.allowance import KeyMetrics, KeyRing
+from ropewalk.server.access.keys import KeyTable
+from ropewalk.server.access.open_request import AnswerWatch, Put
+from ropewalk.server.api.output_queue import OutputQueue
+from ropewalk.server.api.service import Service
+from ropewalk.server.errors import rejection_reasons
+from ropewalk.server.metrics import MetricFactory, Metrics
+from ropewalk.server.middleware.http_metrics import HttpMetrics
+from ropewalk.server.settings.load import ServeSettings
+from ropewalk.server.startup.banner_lines import (
     chat_line,
     computing_line,
     describe,
     draft_line,
+    facts_of,
     limit_lines,
     low_bits_text,
     rank_line,
     stored_text,
 )
-from server.startup.load_model import load_model
-from server.startup.model_facts import facts_of
-from server.startup.serving_plan import (
+from ropewalk.server.startup.load_model import TorchBuild, has_nvidia_gpu, load_model, mismatch
+from ropewalk.server.startup.serving_plan import (
     ServingPlan,
     chat_template_of,
     plan_deployments,
     plan_serving,
     profiles_of,
 )
-from server.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 
 if TYPE_CHECKING:
-    from model_runtime.parallel.ranks import Ranks
+    from ropewalk.model_runtime.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +185,7 @@ def _ranks(settings: ServeSettings) -> "Ranks | None":
     """Return the processes that hold the model together; None if it is this one alone."""
     if settings.tensor_parallel_size == 1:
         return None
-    from model_runtime.parallel.ranks import Ranks  # noqa: PLC0415  # torch.distributed
+    from ropewalk.model_runtime.parallel.ranks import Ranks  # noqa: PLC0415  # torch.distributed
 
     return Ranks(settings.tensor_parallel_size)
 

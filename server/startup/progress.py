@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from server.wording import counted
+from ropewalk.server.wording import counted
 
 _SECONDS_BETWEEN_LINES = 2.0
 _COMPILING = "compiling kernels"
-_KERNELS = "model_runtime.cpu_kernels."
+_KERNELS = "ropewalk.model_runtime.cpu_kernels."
 
 
 class LoadingProgress:
@@ -62,7 +62,7 @@ class LoadingProgress:
         # The port answers before these imports.
         from numba.core import event  # noqa: PLC0415
 
-        from model_runtime.cpu_kernels.jit import are_kernels_kept  # noqa: PLC0415
+        from ropewalk.model_runtime.cpu_kernels.jit import are_kernels_kept  # noqa: PLC0415
 
         def is_kernel(data: dict[str, Any]) -> bool:  # numba compiles functions of its own, too
             return str(data["dispatcher"].py_func.__module__).startswith(_KERNELS)

@@ -11,13 +11,13 @@ from typing import Any
 
 import structlog
 
-from model_runtime.deployment import Deployment
-from server.access.keys import KeyTable, changes_between
-from server.api.service import Service
-from server.settings.load import ServeSettings, SettingsError, load_settings
-from server.settings.sections import DeploymentSettings
-from server.startup.gate import key_table_of
-from server.startup.serving_plan import (
+from ropewalk.model_runtime.deployments.deployment import Deployment
+from ropewalk.server.access.keys import KeyTable, changes_between
+from ropewalk.server.api.service import Service
+from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
+from ropewalk.server.settings.sections import DeploymentSettings
+from ropewalk.server.startup.gate import key_table_of
+from ropewalk.server.startup.serving_plan import (
     num_profiles,
     plan_deployments,
     profiles_of,

@@ -9,18 +9,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from model_runtime.config import EngineConfig
-from model_runtime.deployment import Deployment
-from model_runtime.engine.cache_size import MemoryProfile, sized
-from model_runtime.engine.machine_memory import MachineMemory
-from model_runtime.make_deployment import DeploymentOptions, make_deployment
-from model_runtime.size_text import size_text
-from model_runtime.text.chat_template import RESERVED, ChatTemplate
-from rope import NativeRope, Profile, RopeConfigError, Tier
-from server.settings.fields import MAX_CONTEXT_BUCKETS
-from server.settings.load import ServeSettings, SettingsError
-from server.settings.named_files import chat_template_text
-from server.settings.sections import DeploymentSettings
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.deployments.deployment import Deployment
+from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
+from ropewalk.model_runtime.engine.machine_memory import MachineMemory
+from ropewalk.model_runtime.engine.memory_profile import MemoryProfile, sized
+from ropewalk.model_runtime.size_text import size_text
+from ropewalk.model_runtime.text.chat_template import RESERVED, ChatTemplate
+from ropewalk.rope import NativeRope, Profile, RopeConfigError, Tier
+from ropewalk.server.settings.fields import MAX_CONTEXT_BUCKETS
+from ropewalk.server.settings.load import ServeSettings, SettingsError, chat_template_text
+from ropewalk.server.settings.sections import DeploymentSettings
 
 EMBEDDED_NAME = "ropewalk-demo"
 _EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 tokens, alive to 2,048

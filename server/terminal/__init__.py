@@ -1,4 +1,4 @@
 """Clients of a running server for a terminal: `ropewalk chat` and `ropewalk top`.
 
-They know public routes only, and import the root.
+They know public routes only.
 """

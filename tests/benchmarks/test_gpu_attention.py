@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 from benchmarks import gpu_attention
 from benchmarks.gpu_clock import matrix_rates, seconds
 from benchmarks.gpu_inputs import LLAMA_3_8B, PAGE_SIZE, TINY, Cache
-from model_runtime.config import EngineConfig
+from ropewalk.model_runtime.config import EngineConfig
 
 CPU = torch.device("cpu")
 

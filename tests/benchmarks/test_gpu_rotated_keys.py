@@ -9,13 +9,13 @@ from torch import Tensor
 
 from benchmarks.gpu_model_inputs import PAGE_SIZE, TINY, random_model, taken_over
 from benchmarks.gpu_rotated_keys import KINDS, RotatedStep
-from model_runtime.attention.paged_attention import AttentionCall
-from model_runtime.batch import Span, build_batch
-from model_runtime.cache.rope_tables import RopeTables
-from model_runtime.engine.build_engine import build_runner
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.runner.cuda_graphs import cuda_recorder
-from rope import Angles, Profile, Yarn, native_rope, rotate
+from ropewalk.model_runtime.attention.batch import Span, build_batch
+from ropewalk.model_runtime.attention.paged_attention import AttentionCall
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.engine.build_engine import build_runner
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
+from ropewalk.rope import Angles, Profile, Yarn, native_rope, rotate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SCALED = Profile(Yarn(factor=4.0, original_max_position_embeddings=64))

@@ -1,7 +1,7 @@
 """The simulated replicas serve every request, and the choice by prefix is the better one."""
 
 from benchmarks.replica_choice import MACHINES, Simulation, simulated
-from server.replicas.choice import DECODE_WEIGHT, ReplicaChoice
+from ropewalk.server.replicas.choice import DECODE_WEIGHT, ReplicaChoice
 
 
 def test_every_request_ends_and_takes_its_load_back() -> None:

@@ -19,8 +19,8 @@ from benchmarks.scenarios import (
     choose_scenarios,
 )
 from benchmarks.sending import FIRST_ID, Prompts, Sender
-from server.bench.load import open_client
-from server.bench.target import find_target
+from ropewalk.studies.bench.load import open_client
+from ropewalk.studies.bench.target import find_target
 from tests.sse_server import DONE, Script, SseServer, data, serving, token
 
 pytestmark = pytest.mark.alone

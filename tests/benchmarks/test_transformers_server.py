@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.serving import main
 from benchmarks.transformers_server import Generating, create_app, load
-from model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 
 PROMPT = [0, *range(100, 120)]
 

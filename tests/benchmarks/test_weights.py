@@ -7,7 +7,7 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks.weights import main
-from model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 
 
 def test_a_step_with_random_weights_of_a_type_reads_its_bytes() -> None:

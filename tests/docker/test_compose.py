@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from server.settings.load import ServeSettings, load_settings
-from server.startup.load_service import load_service
+from ropewalk.server.settings.load import ServeSettings, load_settings
+from ropewalk.server.startup.load_service import load_service
 from tests.docker.dashboard import DASHBOARD, PANELS, QUERIES, ROOT
 
 DOCKER = ROOT / "docker"

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 
-from server.settings.load import ServeSettings
+from ropewalk.server.settings.load import ServeSettings
 from tests.docker.dockerfile import Ignored, expand, parse
 from tests.docker.image_steps import Image, build
 
@@ -89,7 +89,9 @@ def test_the_image_serves_and_stops(image: Image) -> None:
 @pytest.mark.long
 def test_it_is_the_wheel_that_runs(image: Image) -> None:
     """The packages are in the environment's site-packages, with the demonstration model."""
-    code = "import server, model_runtime, rope; print(server.__file__); print(rope.__file__)"
+    code = (
+        "import ropewalk.server, model_runtime, rope; print(server.__file__); print(rope.__file__)"
+    )
     status, output = image.run(["python", "-c", code])
     assert status == 0, output
     for line in output.split():

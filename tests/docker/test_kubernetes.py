@@ -14,10 +14,10 @@ import httpx
 import pytest
 import yaml
 
-from server.sentences import USAGE_ERROR
-from server.settings.load import ServeSettings, SettingsError, load_settings
-from server.startup.gate import key_table_of
-from server.startup.lifecycle import _FAREWELL_S
+from ropewalk.server.sentences import USAGE_ERROR
+from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
+from ropewalk.server.startup.gate import key_table_of
+from ropewalk.server.startup.lifecycle import _FAREWELL_S
 from tests.docker.dockerfile import parse
 from tests.processes import running_server
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from server.settings.load import ServeSettings, load_settings
-from server.startup.lifecycle import _FAREWELL_S
+from ropewalk.server.settings.load import ServeSettings, load_settings
+from ropewalk.server.startup.lifecycle import _FAREWELL_S
 from tests.docker.real_prometheus import DOCKER
 from tests.docker.test_kubernetes import OBJECTS, missing
 from tests.docker.test_prometheus import promtool
@@ -154,7 +154,7 @@ def test_the_ray_service_has_the_keys_of_its_schemas() -> None:
     assert set(serve["http_options"]) <= HTTP_KEYS
     (application,) = serve["applications"]
     assert set(application) <= APPLICATION_KEYS
-    assert application["import_path"] == "server.ray_app:build"
+    assert application["import_path"] == "ropewalk.server.ray_app:build"
     assert set(application["args"]) == {"model", "replicas"}
     cluster = RAY["spec"]["rayClusterConfig"]
     assert set(cluster) <= CLUSTER_KEYS

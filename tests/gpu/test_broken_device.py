@@ -29,11 +29,11 @@ def serve_on_a_device_that_breaks() -> None:
     """Serve an endless request, and write to an illegal address when it has ten tokens."""
     import threading
 
-    from model_runtime.config import EngineConfig
-    from model_runtime.engine.build_engine import build_engine
-    from model_runtime.loading.checkpoint import load_checkpoint
-    from model_runtime.loading.model_config import EMBEDDED_MODEL
-    from model_runtime.runner.model_runner import ModelRunner
+    from ropewalk.model_runtime.config import EngineConfig
+    from ropewalk.model_runtime.engine.build_engine import build_engine
+    from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+    from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+    from ropewalk.model_runtime.runner.model_runner import ModelRunner
     from tests.engines import deployment_of, request
 
     checkpoint = load_checkpoint(EMBEDDED_MODEL, device="cuda")

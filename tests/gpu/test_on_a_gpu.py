@@ -18,20 +18,19 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu_attention import angle_errors
 from benchmarks.gpu_inputs import LLAMA_3_8B
-from model_runtime.attention.backends import backend_for
-from model_runtime.attention.prompt_groups import Mask
-from model_runtime.attention.torch_backend import TorchAttention
-from model_runtime.attention.triton import flash as triton_flash
-from model_runtime.attention.triton.backend import TritonAttention
-from model_runtime.config import EngineConfig
-from model_runtime.engine.build_engine import build_engine
-from model_runtime.engine.memory_profile import CudaMeter
-from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from model_runtime.request import FinishReason
-from model_runtime.runner.cuda_graphs import recorded_sizes
-from model_runtime.runner.launched_step import LaunchedStep
-from model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.attention.prompt_groups import Mask
+from ropewalk.model_runtime.attention.torch_backend import TorchAttention
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.build_engine import build_engine
+from ropewalk.model_runtime.engine.memory_profile import CudaMeter
+from ropewalk.model_runtime.gpu import flash as triton_flash
+from ropewalk.model_runtime.gpu.backend import TritonAttention
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.request import FinishReason
+from ropewalk.model_runtime.runner.backends import backend_for
+from ropewalk.model_runtime.runner.cuda_graphs import recorded_sizes
+from ropewalk.model_runtime.runner.model_runner import LaunchedStep, ModelRunner
 from tests.attention_cases import Case, Laid, relative_error
 from tests.compilations import CONFIG as COMPILED_FOR
 from tests.compilations import PROFILES, random_steps
@@ -202,9 +201,9 @@ def test_a_cache_sized_by_a_step_leaves_room_for_any(
     """Full prompts with all logprobs and sampled answers stay within the share."""
     for package in ("pydantic_settings", "prometheus_client"):
         pytest.importorskip(package, reason="settings are the server's")
-    from server.settings.load import load_settings
-    from server.startup.model_facts import facts_of
-    from server.startup.serving_plan import plan_serving
+    from ropewalk.server.settings.load import load_settings
+    from ropewalk.server.startup.banner_lines import facts_of
+    from ropewalk.server.startup.serving_plan import plan_serving
 
     meter = CudaMeter(on_gpu.device)
     meter.reset()

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from model_runtime.deployment import Deployment, RopeRequest
-from model_runtime.make_deployment import DeploymentOptions, make_deployment
-from rope import native_rope
+from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
+from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
+from ropewalk.rope import native_rope
 
 NATIVE = native_rope({"max_position_embeddings": 256, "head_dim": 16})
 

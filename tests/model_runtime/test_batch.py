@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runtime.batch import PageRow, PageTable, Span, build_batch
+from ropewalk.model_runtime.attention.batch import PageRow, PageTable, Span, build_batch
 
 PAGE_SIZE = 4
 

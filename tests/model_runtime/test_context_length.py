@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from model_runtime.deployment import Deployment, RopeRequest
-from model_runtime.errors import ContextLengthError
-from model_runtime.make_deployment import DeploymentOptions, make_deployment
-from rope import native_rope
+from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
+from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
+from ropewalk.model_runtime.errors import ContextLengthError
+from ropewalk.rope import native_rope
 
 PLAIN = native_rope({"max_position_embeddings": 256, "head_dim": 16})
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from model_runtime.deployment import Deployment, RopeRequest
-from model_runtime.errors import ContextLengthError, RequestError
-from model_runtime.make_deployment import DeploymentOptions, make_deployment
-from rope import DynamicNTK, Linear, RopeConfigError, Unscaled, Yarn, native_rope
+from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
+from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
+from ropewalk.model_runtime.errors import ContextLengthError, RequestError
+from ropewalk.rope import DynamicNTK, Linear, RopeConfigError, Unscaled, Yarn, native_rope
 
 CONFIG = {"max_position_embeddings": 256, "head_dim": 16}
 PLAIN = native_rope(CONFIG)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model_runtime.work_list import (
+from ropewalk.model_runtime.attention.work_list import (
     Cut,
     WorkList,
     _placed,
@@ -19,7 +19,7 @@ from model_runtime.work_list import (
     refill,
     whole_contexts,
 )
-from rope import DualChunk, KeyMap, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
+from ropewalk.rope import DualChunk, KeyMap, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
 
 TILE = 64
 KEY_HEADS = 8

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, expect
 
-from server.terminal.quantile import quantile
+from ropewalk.server.terminal.top import quantile
 from tests.playground.conftest import Watched, watched
 from tests.processes import Server, command
 

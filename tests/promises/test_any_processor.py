@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from model_runtime.attention import backends
-from model_runtime.attention.torch_backend import TorchAttention
-from model_runtime.cpu_kernels import trials
-from model_runtime.cpu_kernels.processor import vectors
-from model_runtime.errors import ModelError
-from model_runtime.layers import packed_linear
-from model_runtime.layers.fused_decoder import DecoderLayers
-from model_runtime.layers.packed_product import Way, Workshop
-from model_runtime.layers.way_trial import is_possible
-from model_runtime.loading import checkpoint
-from model_runtime.loading.load_faults import faults_of
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from model_runtime.make_deployment import make_deployment
+from ropewalk.model_runtime.attention.torch_backend import TorchAttention
+from ropewalk.model_runtime.cpu_kernels import trials
+from ropewalk.model_runtime.cpu_kernels.simd import vectors
+from ropewalk.model_runtime.deployments.make_deployment import make_deployment
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.layers import packed_linear
+from ropewalk.model_runtime.layers.fused_decoder import DecoderLayers
+from ropewalk.model_runtime.layers.packed_product import Way, Workshop
+from ropewalk.model_runtime.layers.way_trial import is_possible
+from ropewalk.model_runtime.loading import checkpoint
+from ropewalk.model_runtime.loading.load_progress import faults_of
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.runner import backends
 from tests.engines import EngineFactory, answer, checkpoint_of, request
 from tests.processors import OLDER
 from tests.tiny_models import in_dtype, tiny_model
@@ -82,7 +82,7 @@ def test_whatever_a_load_raises_is_a_sentence_with_another_setting() -> None:
 def test_an_older_processor_is_played_in_all_three_libraries(name: str) -> None:
     """Unless oneDNN, torch and numba obey their variables, `make test ISA=...` tests nothing."""
     code = (
-        "import torch; from model_runtime.cpu_kernels.processor import vectors;"
+        "import torch; from ropewalk.model_runtime.cpu_kernels.simd import vectors;"
         "print(torch.backends.cpu.get_cpu_capability(), vectors().name, vectors().lanes);"
         "torch.nn.functional.linear(torch.ones(4, 8), torch.ones(8, 8));"
         "torch.ops.mkldnn._reorder_linear_weight(torch.ones(64, 64), 4096)"

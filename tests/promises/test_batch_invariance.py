@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_runtime.batch import Span
-from model_runtime.deployment import Deployment, RopeRequest
-from model_runtime.engine.engine import Engine
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import Request
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
+from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import Request
 from tests.draft_adversary import Counted, tell, use_adversary
 from tests.engines import (
     EngineFactory,

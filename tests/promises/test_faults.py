@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model_runtime.batch import Span
-from model_runtime.config import EngineConfig
-from model_runtime.engine import engine as engine_module
-from model_runtime.engine.engine import Engine
-from model_runtime.engine.step_faults import is_out_of_memory
-from model_runtime.errors import EngineStoppedError
-from model_runtime.layers.merged_linear import MergedPart
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import FinishReason, Output
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine import engine as engine_module
+from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.engine.runner import is_out_of_memory
+from ropewalk.model_runtime.errors import EngineStoppedError
+from ropewalk.model_runtime.layers.merged_linear import MergedPart
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import FinishReason, Output
 from tests.engines import (
     EngineFactory,
     Preemptions,

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from model_runtime.deployment import Deployment, RopeRequest
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import SamplingParams
-from model_runtime.runner.penalties import SeenTokens
-from model_runtime.runner.sampler import SamplingRow, sample
-from rope import Policy, Yarn
+from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import SamplingParams
+from ropewalk.model_runtime.runner.logit_changes import SeenTokens
+from ropewalk.model_runtime.runner.sampler import SamplingRow, sample
+from ropewalk.rope import Policy, Yarn
 from tests.engines import (
     EngineFactory,
     Result,

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from model_runtime.cache.rope_tables import LayerTables
-from model_runtime.engine import postprocess
-from model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.attention.rope_tables import LayerTables
+from ropewalk.model_runtime.engine import postprocess
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from model_runtime.deployment import RopeRequest
-from rope import Yarn
+from ropewalk.model_runtime.deployments.deployment import RopeRequest
+from ropewalk.rope import Yarn
 from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.promises.test_static_parity import reference_logprobs
 from tests.tiny_models import tiny_model

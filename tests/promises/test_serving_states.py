@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from model_runtime.config import EngineConfig
-from model_runtime.deployment import RopeRequest
-from model_runtime.make_deployment import DeploymentOptions, make_deployment
-from model_runtime.request import Request, SamplingParams
-from model_runtime.scheduling.scheduler import Scheduler
-from model_runtime.scheduling.sequence import Sequence
-from model_runtime.scheduling.step_plan import StepPlan
-from rope import POLICIES, native_rope
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.deployments.deployment import RopeRequest
+from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
+from ropewalk.model_runtime.request import Request, SamplingParams
+from ropewalk.model_runtime.scheduling.scheduler import Scheduler
+from ropewalk.model_runtime.scheduling.sequence import Sequence
+from ropewalk.model_runtime.scheduling.step_plan import StepPlan
+from ropewalk.rope import POLICIES, native_rope
 
 PAGE, PAGES = 4, 20
 NATIVE = native_rope({"max_position_embeddings": 16, "head_dim": 8})

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from model_runtime.deployment import RopeRequest
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.deployments.deployment import RopeRequest
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.tiny_models import tiny_model
 

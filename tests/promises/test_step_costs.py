@@ -16,13 +16,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model_runtime.config import EngineConfig
-from model_runtime.engine.build_engine import build_runner
-from model_runtime.engine.engine_core import EngineCore
-from model_runtime.engine.observer import Observer
-from model_runtime.engine.request_state import RequestState
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.build_engine import build_runner
+from ropewalk.model_runtime.engine.engine_core import EngineCore
+from ropewalk.model_runtime.engine.request_state import Observer, RequestState
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from tests.engines import deployment_of, request
 from tests.scripted_model import Script
 from tests.tiny_models import VOCAB_SIZE

@@ -18,7 +18,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     lens = ",".join(str(NATIVE * times // 2) for times in (1, 2, 8, 16))
     subprocess.run(
         [
-            *(sys.executable, "-m", "server", "eval", "--output", str(folder)),
+            *(sys.executable, "-m", "ropewalk", "eval", "--output", str(folder)),
             *("--methods", f"{NONE},{PINNED}", "--rope-policies", "pinned"),
             *("--context-lens", lens, "--windows", "5", "--queries", "20", "--threads", "2"),
         ],

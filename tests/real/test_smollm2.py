@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from server.corpus.needles import SENTENCE, Needle
+from ropewalk.server.corpus.needles import SENTENCE, Needle
 from tests.openai_client import openai_client_of
 from tests.processes import Server
 from tests.real_client import TEXT, complete, echoed, rope_of, text_of

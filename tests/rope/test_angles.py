@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rope import (
+from ropewalk.rope import (
     Angles,
     Rotary,
     Unscaled,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rope import (
+from ropewalk.rope import (
     Frequencies,
     Linear,
     Moments,

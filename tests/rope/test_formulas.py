@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rope import (
+from ropewalk.rope import (
     NTK,
     DynamicNTK,
     Linear,
@@ -18,7 +18,7 @@ from rope import (
     logn_scale,
     rotate,
 )
-from rope.angles import Angles
+from ropewalk.rope.angles import Angles
 
 
 @pytest.mark.parametrize("rotary_dim", [32, 64, 96, 128])

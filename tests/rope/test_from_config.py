@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rope import (
+from ropewalk.rope import (
     DynamicNTK,
     Linear,
     Llama3,

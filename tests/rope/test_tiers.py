@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rope import (
+from ropewalk.rope import (
     POLICIES,
     DynamicNTK,
     Linear,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rope import RopeConfigError, native_rope
+from ropewalk.rope import RopeConfigError, native_rope
 
 CONFIG = {"max_position_embeddings": 4096, "hidden_size": 64, "num_attention_heads": 4}
 QWEN_1M = {

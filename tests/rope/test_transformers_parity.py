@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rope import Rotary, native_rope, parse_method
+from ropewalk.rope import Rotary, native_rope, parse_method
 
 WIDTHS = [
     (32, 1.0),

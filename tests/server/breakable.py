@@ -29,9 +29,9 @@ def break_on_signals() -> None:
     """Put the faults where a signal can reach them."""
     import torch
 
-    from model_runtime.engine.engine_core import EngineCore
-    from model_runtime.runner.model_runner import ModelRunner
-    from server.startup.lifecycle import GracefulServer
+    from ropewalk.model_runtime.engine.engine_core import EngineCore
+    from ropewalk.model_runtime.runner.model_runner import ModelRunner
+    from ropewalk.server.startup.lifecycle import GracefulServer
 
     dies, fails, flows, breaks = (threading.Event() for _ in range(4))
     flows.set()
@@ -90,7 +90,7 @@ def log_everything() -> None:
 
 
 if __name__ == "__main__":
-    from server.__main__ import main
+    from ropewalk.__main__ import main
 
     log_everything()
     break_on_signals()

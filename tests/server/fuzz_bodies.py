@@ -12,17 +12,17 @@ from typing import Any, get_args
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import BaseModel
 
-from server.api.chat_schema import ChatRequest, Message, TextPart
-from server.api.completion_schema import CompletionRequest
-from server.api.fields.rope_schema import RopeField
-from server.api.fields.structured_schema import ResponseFormat, StructuredOutputs
-from server.api.generation_schema import StreamOptions
-from server.api.messages.block_schema import ToolResultBlock
-from server.api.messages.message_schema import CountTokensRequest, MessagesRequest, OutputConfig
-from server.api.model_schema import DetokenizeRequest, TokenizeRequest
-from server.api.responses.item_schema import MessageItem
-from server.api.responses.response_schema import ReasoningConfig, ResponsesRequest, TextFormat
-from server.api.tools.tool_schema import CallField, FunctionField, ToolChoice, ToolField
+from ropewalk.server.api.completion_schema import CompletionRequest
+from ropewalk.server.api.generation_schema import StreamOptions
+from ropewalk.server.api.rope_schema import RopeField
+from ropewalk.server.api.structured_schema import ResponseFormat, StructuredOutputs
+from ropewalk.server.turns.block_schema import ToolResultBlock
+from ropewalk.server.turns.chat_schema import ChatRequest, Message, TextPart
+from ropewalk.server.turns.item_schema import MessageItem
+from ropewalk.server.turns.message_schema import CountTokensRequest, MessagesRequest, OutputConfig
+from ropewalk.server.turns.models import DetokenizeRequest, TokenizeRequest
+from ropewalk.server.turns.response_schema import ReasoningConfig, ResponsesRequest, TextFormat
+from ropewalk.server.turns.tool_schema import CallField, FunctionField, ToolChoice, ToolField
 
 # path -> (model, a body that is answered at once)
 ROUTES: Mapping[str, tuple[type[BaseModel], Mapping[str, str]]] = {

@@ -62,8 +62,8 @@ FACTOR = 8.0
 
 def needles_in_text(num_texts: int) -> list[dict[str, Any]]:
     """Held-out source text with needles, and a question for each of them."""
-    from server.corpus.held_out import library_documents
-    from server.corpus.needles import FORMS, random_needles
+    from ropewalk.server.corpus.held_out import library_documents
+    from ropewalk.server.corpus.needles import FORMS, random_needles
 
     rng = random.Random(0)
     documents = [each for each in library_documents(held_out=True) if len(each.text) > 20_000]
@@ -84,7 +84,7 @@ def needles_in_text(num_texts: int) -> list[dict[str, Any]]:
 
 def scaled_model(folder: Path) -> Path:
     """The embedded model with the static table that the server reads such lengths by."""
-    from model_runtime.loading.model_config import EMBEDDED_MODEL
+    from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 
     folder.mkdir()
     for path in Path(EMBEDDED_MODEL).iterdir():
@@ -136,7 +136,7 @@ def _answer(response: Any) -> str | float:
 
 def main(folder: Path, url: str) -> None:
     """Run both models in this order, with the harness's names and arguments for them."""
-    from model_runtime.loading.model_config import EMBEDDED_MODEL
+    from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 
     needles = needles_in_text(num_texts=1)
     for name, template, questions in (

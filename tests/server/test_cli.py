@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from model_runtime.errors import ModelError
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from server.settings.load import ServeSettings, SettingsError, load_settings
-from server.startup.dry_run import refuse_ahead
-from server.startup.listener import bound_socket
-from server.startup.load_service import load_service
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
+from ropewalk.server.startup.dry_run import refuse_ahead
+from ropewalk.server.startup.gate import bound_socket
+from ropewalk.server.startup.load_service import load_service
 from tests.processes import Server, command, run_here, run_to_end
 
 

@@ -3,7 +3,7 @@
 import pytest
 from click.testing import CliRunner
 
-from server.cli import ropewalk
+from ropewalk.cli import ropewalk
 
 EVAL = (["eval"], ["eval", "lengths"], ["eval", "ruler"], ["eval", "policies"])
 COMMANDS = (["serve"], ["inspect"], ["bench"], *EVAL, ["config", "check"])

@@ -202,16 +202,16 @@ def version(name):
         raise metadata.PackageNotFoundError(name)
     return there(name)
 metadata.version = version
-from server.settings.load import SettingsError, load_settings
-from server.startup.gate import check_traces
+from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.gate import check_traces
 check_traces(load_settings({}))
 try:
     check_traces(load_settings({"traces": True}))
 except SettingsError as error:
     print(error)
-import server.app, server.startup.lifecycle
+import ropewalk.server.startup.app, ropewalk.server.startup.lifecycle
 print([name for name in sys.modules if name.startswith("opentelemetry.sdk")])
-print("server.access.spans" in sys.modules)
+print("ropewalk.server.access.spans" in sys.modules)
 """
 
 

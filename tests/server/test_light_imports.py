@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from model_runtime.gguf.rope_block import llama3_divisors_P
-from server.cli import _COMMANDS, _CONFIG_COMMANDS, ropewalk
+from ropewalk.cli import _COMMANDS, _CONFIG_COMMANDS, ropewalk
+from ropewalk.model_runtime.formats.gguf_config import llama3_divisors_P
 from tests.gguf_cases import CASES
 from tests.gguf_files import Written
 
@@ -20,7 +20,7 @@ HEAVY = (
 SETTINGS = ("pydantic", "pydantic_settings", "yaml", "structlog", "numpy", "asyncio")
 _PROGRAM = """
 import sys
-from ropewalk import main
+from ropewalk.__main__ import main
 try:
     main()
 except SystemExit as end:

@@ -30,14 +30,14 @@ def test_eval_logs_in_the_format_of_serve(tmp_path: Path) -> None:
 
 
 _LIBRARY_LINES = """
-from server.log_lines import log_to_stderr
+from ropewalk.server.log_lines import log_to_stderr
 log_to_stderr()
 import sys
 assert not {"uvicorn", "transformers"} & set(sys.modules)
 import logging, uvicorn
 from transformers.utils import logging as of_transformers
-from server.settings.load import ServeSettings
-from server.startup.lifecycle import _uvicorn_config
+from ropewalk.server.settings.load import ServeSettings
+from ropewalk.server.startup.lifecycle import _uvicorn_config
 _uvicorn_config(ServeSettings(), object())
 of_transformers.get_logger("transformers.some").warning("is %s", 1)
 try:
@@ -69,7 +69,7 @@ def test_lines_of_libraries_have_the_format_of_ours(ci: dict[str, str]) -> None:
 
 _HOSTILE_LINES = r"""
 import sys
-from server.log_lines import log_to_stderr
+from ropewalk.server.log_lines import log_to_stderr
 log_to_stderr(*sys.argv[1:])
 import logging, structlog, warnings
 log = structlog.get_logger("x")

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.settings.load import ServeSettings
+from ropewalk.server.settings.load import ServeSettings
 from tests.processes import Server, running_server
 from tests.progress import say
 from tests.server.attack import ask_health, greedy, wait_until_idle

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from server.startup import load_service
-from server.torch_build import TorchBuild, mismatch
+from ropewalk.server.startup import load_service
+from ropewalk.server.startup.load_model import TorchBuild, mismatch
 
 
 @pytest.mark.parametrize(

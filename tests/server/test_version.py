@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from server import version as version_module
+from ropewalk.server import version as version_module
 
 ROOT = Path(__file__).parents[2]
 _PACKED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "ropewalk.py")
@@ -35,7 +35,7 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 
 def told(folder: Path) -> str:
     """The first line of `--version` of the packages in a folder."""
-    return run(sys.executable, "-m", "server", "--version", cwd=folder)
+    return run(sys.executable, "-m", "ropewalk", "--version", cwd=folder)
 
 
 @pytest.fixture(scope="module")

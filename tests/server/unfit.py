@@ -6,8 +6,8 @@
 from typing import Any
 
 if __name__ == "__main__":
-    from model_runtime.layers import packed_linear
-    from server.__main__ import main
+    from ropewalk.__main__ import main
+    from ropewalk.model_runtime.layers import packed_linear
 
     def refuse(*_: Any) -> None:
         """Raise in the midst of a load."""

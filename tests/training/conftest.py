@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from server.corpus.held_out import library_documents
+from ropewalk.server.corpus.held_out import library_documents
 from training.shape import Shape
 from training.text import Corpus
 from training.tokenizer import EOS_ID, train_tokenizer

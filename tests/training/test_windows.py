@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from server.corpus.held_out import is_held_out, library_documents
+from ropewalk.server.corpus.held_out import is_held_out, library_documents
 from training.pieces import Kind, Piece
 from training.text import Corpus
 from training.tokenizer import ASSISTANT, BOS_ID, EOS, EOS_ID, USER_ID

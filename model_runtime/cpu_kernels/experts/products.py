@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from model_runtime.cpu_kernels.bfloat16 import narrow, widen
-from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
-from model_runtime.cpu_kernels.simd import WIDTH, broadcast, fma, load, store
-from model_runtime.cpu_kernels.skinny_gemm import PANEL
-from model_runtime.cpu_kernels.threads import parallel_for
+from ropewalk.model_runtime.cpu_kernels.elementwise import narrow, widen
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, broadcast, fma, load, store
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL
+from ropewalk.model_runtime.cpu_kernels.threads import parallel_for
 
 Integers = NDArray[np.int64]
 _WORK_PER_SHARE = 4 << 20  # bytes; with a smaller part, waking a thread costs more than it saves

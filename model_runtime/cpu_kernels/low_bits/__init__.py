@@ -1,4 +1,1 @@
-"""Weights in eight to four bits: their panels, and products that widen them on the way.
-
-May import: cpu_kernels.
-"""
+"""Weights in eight to four bits: their panels, and products that widen them on the way."""

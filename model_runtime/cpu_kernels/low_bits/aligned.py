@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from model_runtime.cpu_kernels.low_bits.formats import FLOAT32, PANEL, Format
-from model_runtime.cpu_kernels.low_bits.panels import (
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, PANEL, Format
+from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (
     LowBitPanels,
     PanelWriter,
     float_parts,

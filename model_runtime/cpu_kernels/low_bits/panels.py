@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model_runtime.cpu_kernels.low_bits.formats import FLOAT32, INT8, PANEL, Format
-from model_runtime.cpu_kernels.low_bits.widen import widener
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, INT8, PANEL, Format
+from ropewalk.model_runtime.cpu_kernels.low_bits.widen import widener
 
 Bytes = NDArray[np.uint8]
 _MOST = 127  # of int8, so that a weight and its negative are stored alike

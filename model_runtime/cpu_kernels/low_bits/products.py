@@ -18,13 +18,13 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
-from model_runtime.cpu_kernels.low_bits.formats import Format
-from model_runtime.cpu_kernels.low_bits.panels import LowBitPanels, joined_table
-from model_runtime.cpu_kernels.low_bits.widen import numbers_of, row_adder, widener
-from model_runtime.cpu_kernels.register_tiles import add_products
-from model_runtime.cpu_kernels.skinny_gemm import (
+from ropewalk.model_runtime.cpu_kernels.bf16_dot import add_products
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import Format
+from ropewalk.model_runtime.cpu_kernels.low_bits.panels import LowBitPanels, joined_table
+from ropewalk.model_runtime.cpu_kernels.low_bits.widen import numbers_of, row_adder, widener
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     CHUNK,
     MOST_ROWS,
     PANEL,

@@ -13,13 +13,15 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from model_runtime.cpu_kernels.low_bits.formats import PANEL, Format
-from model_runtime.cpu_kernels.low_bits.loads import (
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import PANEL, Format
+from ropewalk.model_runtime.cpu_kernels.low_bits.loads import (
+    HAS_FLOAT_TABLES,
     constant_ints,
     emit_bfloat16,
     emit_floats,
     emit_halves,
     emit_joined,
+    emit_looked_up,
     emit_numbers,
     emit_powers,
     emit_signed,
@@ -27,9 +29,7 @@ from model_runtime.cpu_kernels.low_bits.loads import (
     emit_words,
     further,
 )
-from model_runtime.cpu_kernels.low_bits.lookups import HAS_FLOAT_TABLES, emit_looked_up
-from model_runtime.cpu_kernels.processor import vectors
-from model_runtime.cpu_kernels.simd import (
+from ropewalk.model_runtime.cpu_kernels.simd import (
     LANES,
     WIDTH,
     address_of,
@@ -37,6 +37,7 @@ from model_runtime.cpu_kernels.simd import (
     emit_constant,
     emit_fma,
     emit_store,
+    vectors,
 )
 
 _FEWEST_INPUTS = 4  # that straight code unpacks

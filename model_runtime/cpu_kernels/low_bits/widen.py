@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
-from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.kernel_arguments import Floats
-from model_runtime.cpu_kernels.low_bits.formats import FORMATS, PANEL, Format
-from model_runtime.cpu_kernels.low_bits.loads import prefetch_at
-from model_runtime.cpu_kernels.low_bits.unpack import unpacking
-from model_runtime.cpu_kernels.register_tiles import load_sums, no_sums, store_sums
-from model_runtime.cpu_kernels.simd import WIDTH
+from ropewalk.model_runtime.cpu_kernels.bf16_dot import load_sums, no_sums, store_sums
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FORMATS, PANEL, Format
+from ropewalk.model_runtime.cpu_kernels.low_bits.loads import prefetch_at
+from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import unpacking
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 
 _LINE_BYTES = 64
 # How far ahead memory is prefetched: more than a latency of 100 ns at 30 GB/s, and not much more.

@@ -20,20 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model_runtime.cpu_kernels.bfloat16 import as_numpy, as_tensor
-from model_runtime.cpu_kernels.elementwise import gated
-from model_runtime.cpu_kernels.experts.products import (
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, gated
+from ropewalk.model_runtime.cpu_kernels.experts.products import (
     ExpertPanels,
     add_experts,
     grouped,
     multiplier,
 )
-from model_runtime.cpu_kernels.skinny_gemm import FLOAT32, PANEL, RowProducts, own_panels
-from model_runtime.layers.experts.routing import expert_blocks, rules_of
-from model_runtime.layers.merged_linear import placeholder
-from model_runtime.layers.packed_product import DTYPES
-from model_runtime.layers.replace_modules import Replacement
-from model_runtime.probing.equivalence import equal_by_row, trial_rows
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32, PANEL, RowProducts, own_panels
+from ropewalk.model_runtime.layers.experts.routing import expert_blocks, rules_of
+from ropewalk.model_runtime.layers.merged_linear import placeholder
+from ropewalk.model_runtime.layers.packed_product import DTYPES
+from ropewalk.model_runtime.layers.replace_modules import Replacement
+from ropewalk.model_runtime.probing.equivalence import equal_by_row, trial_rows
 
 _TRIAL_SCALES = (0.1, 1.0, 30.0)  # reveal other activations, and those that clip large values
 _ROUNDING = {torch.float32: 1e-5}

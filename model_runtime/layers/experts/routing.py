@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from model_runtime.layers.packed_linear import rowwise
+from ropewalk.model_runtime.layers.packed_linear import rowwise
 
 _ROUTER_NAMES = {"gate", "router"}
 _CONVERSIONS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.type_as}

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_runtime.attention.cpu_backend import CpuAttention
-from model_runtime.attention.paged_attention import LayerRead
-from model_runtime.attention.torch_backend import TorchAttention
-from model_runtime.batch import Batch, Span, build_batch
-from model_runtime.cache.rope_tables import LayerTables, RopeTables
-from model_runtime.cpu_kernels import attention_dot
-from rope import Linear, Profile, Unscaled, Yarn, native_rope
+from ropewalk.model_runtime.attention.batch import Batch, Span, build_batch
+from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
+from ropewalk.model_runtime.attention.paged_attention import LayerRead
+from ropewalk.model_runtime.attention.rope_tables import LayerTables, RopeTables
+from ropewalk.model_runtime.attention.torch_backend import TorchAttention
+from ropewalk.model_runtime.cpu_kernels import attention_dot
+from ropewalk.rope import Linear, Profile, Unscaled, Yarn, native_rope
 
 HEADS, KEY_HEADS, DIM = 6, 2, 24
 YARN = Yarn(factor=4.0, original_max_position_embeddings=64)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from model_runtime.attention.cpu_backend import CpuAttention
-from model_runtime.attention.paged_attention import LayerRead
-from model_runtime.attention.torch_backend import TorchAttention
-from model_runtime.batch import Span, build_batch
-from rope import DualChunk, PositionMethod, ReRope, RopeConfigError, SelfExtend
+from ropewalk.model_runtime.attention.batch import Span, build_batch
+from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
+from ropewalk.model_runtime.attention.paged_attention import LayerRead
+from ropewalk.model_runtime.attention.torch_backend import TorchAttention
+from ropewalk.rope import DualChunk, PositionMethod, ReRope, RopeConfigError, SelfExtend
 from tests import position_oracle as oracle
 from tests.range_cases import CPU, LAYERS, METHODS, PAGE, PlacedReads, largest_error
 

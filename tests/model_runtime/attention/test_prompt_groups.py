@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_runtime.attention import prompt_groups
-from model_runtime.attention.prompt_groups import PromptGroup, Prompts
-from model_runtime.batch import Batch, Span, build_batch
+from ropewalk.model_runtime.attention import prompt_groups
+from ropewalk.model_runtime.attention.batch import Batch, Span, build_batch
+from ropewalk.model_runtime.attention.prompt_groups import PromptGroup, Prompts
 
 PAGE = 4
 # Context, query tokens and table of each sequence; the second and the last have one token.

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from model_runtime.attention.torch_backend import TorchAttention
-from model_runtime.loading.checkpoint import prepare_model
+from ropewalk.model_runtime.attention.torch_backend import TorchAttention
+from ropewalk.model_runtime.loading.checkpoint import prepare_model
 from tests.attention_cases import Case, Laid, cases, relative_error, tolerance
 from tests.compilations import CHOSEN
 from tests.sampling import sampled
@@ -26,8 +26,8 @@ from tests.tokens import byte_tokenizer
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
-from model_runtime.attention.triton.backend import TritonAttention
-from model_runtime.attention.triton.pieces import jit
+from ropewalk.model_runtime.gpu.backend import TritonAttention
+from ropewalk.model_runtime.gpu.rotate import jit
 from tests.triton_attention import use_triton
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -18,10 +18,10 @@ from tests.sampling import sampled
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
-from model_runtime.attention import prompt_groups
-from model_runtime.attention.prompt_groups import Mask
-from model_runtime.attention.triton import flash as triton_flash
-from model_runtime.attention.triton.backend import TritonAttention
+from ropewalk.model_runtime.attention import prompt_groups
+from ropewalk.model_runtime.attention.prompt_groups import Mask
+from ropewalk.model_runtime.gpu import flash as triton_flash
+from ropewalk.model_runtime.gpu.backend import TritonAttention
 from tests.launches import counted_launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
-from model_runtime.attention import prompt_groups
-from model_runtime.attention.placed_prompts import PlacedPrompts
-from model_runtime.attention.prompt_groups import Mask
-from model_runtime.attention.triton import flash as triton_flash
-from model_runtime.attention.triton.backend import TritonAttention
-from model_runtime.batch import Span, build_batch
-from rope import DualChunk, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
+from ropewalk.model_runtime.attention import prompt_groups
+from ropewalk.model_runtime.attention.batch import Span, build_batch
+from ropewalk.model_runtime.attention.placed_prompts import PlacedPrompts
+from ropewalk.model_runtime.attention.prompt_groups import Mask
+from ropewalk.model_runtime.gpu import flash as triton_flash
+from ropewalk.model_runtime.gpu.backend import TritonAttention
+from ropewalk.rope import DualChunk, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
 from tests.exact_flash import exact_flash
 from tests.range_cases import CPU, LAYERS, METHODS, PlacedReads, largest_error
 
@@ -96,7 +96,7 @@ def test_flash_attention_reads_the_parts(
 
 def test_a_part_without_keys_weighs_nothing_and_gives_no_nan() -> None:
     """A row whose log-sum-exp is minus infinity changes neither a part before nor one behind."""
-    from model_runtime.attention.triton.placed_prefill import _add
+    from ropewalk.model_runtime.gpu.prefill import _add
 
     none = -torch.inf
     sums, lses = torch.zeros(3, 2, 16), torch.full((3, 2), none)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_runtime.cache.page_pool import PagePool
-from model_runtime.cache.prefix_cache import PrefixIndex, next_key, root_key
-from rope import Profile, Unscaled, Yarn
+from ropewalk.model_runtime.scheduling.page_pool import PagePool
+from ropewalk.model_runtime.scheduling.prefix_cache import PrefixIndex, next_key, root_key
+from ropewalk.rope import Profile, Unscaled, Yarn
 
 
 def key(number: int) -> bytes:

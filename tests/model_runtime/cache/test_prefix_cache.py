@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from model_runtime.deployment import RopeRequest
-from model_runtime.engine.engine import Engine
-from model_runtime.engine.observer import Observer
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import Output, Request
+from ropewalk.model_runtime.deployments.deployment import RopeRequest
+from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import Output, Request
 from tests.engines import EngineFactory, Result, answer, deployment_of, request
 from tests.tiny_models import VOCAB_SIZE
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_runtime.attention.cpu_backend import CpuAttention
-from model_runtime.attention.paged_attention import LayerRead
-from model_runtime.attention.torch_backend import TorchAttention
-from model_runtime.batch import Span, build_batch
-from model_runtime.cache.rope_tables import RopeTables
-from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.register_tiles import add_products, load_sums, no_sums, store_sums
-from model_runtime.cpu_kernels.simd import WIDTH
-from rope import Profile, Yarn, native_rope
+from ropewalk.model_runtime.attention.batch import Span, build_batch
+from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
+from ropewalk.model_runtime.attention.paged_attention import LayerRead
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.attention.torch_backend import TorchAttention
+from ropewalk.model_runtime.cpu_kernels.bf16_dot import add_products, load_sums, no_sums, store_sums
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
+from ropewalk.rope import Profile, Yarn, native_rope
 
 CPU = torch.device("cpu")
 CONTEXT = 77

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from model_runtime.attention import cpu_backend
-from model_runtime.attention.cpu_backend import CpuAttention
-from model_runtime.cpu_kernels import attention_dot
-from model_runtime.cpu_kernels.attention_dot import uses_pairs
-from model_runtime.cpu_kernels.bf16_dot import HAS_PAIR_PRODUCTS
-from model_runtime.cpu_kernels.bfloat16 import as_numpy
+from ropewalk.model_runtime.attention import cpu_backend
+from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
+from ropewalk.model_runtime.cpu_kernels import attention_dot
+from ropewalk.model_runtime.cpu_kernels.attention_dot import uses_pairs
+from ropewalk.model_runtime.cpu_kernels.bf16_dot import HAS_PAIR_PRODUCTS
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy
 from tests.attention_cases import Case, Laid, cases, relative_error, rotated
 
 CASES = {name: case for name, case in cases().items() if not name.endswith("16")}

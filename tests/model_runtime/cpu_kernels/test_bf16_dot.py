@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from model_runtime.cpu_kernels.bf16_dot import (
+from ropewalk.model_runtime.cpu_kernels.bf16_dot import (
     FIRST,
     HAS_PAIR_PRODUCTS,
     SECOND,
     add_half_products,
     add_pair_products,
     copy_as_pairs,
+    load_sums,
     store_pairs,
+    store_sums,
 )
-from model_runtime.cpu_kernels.jit import jit
-from model_runtime.cpu_kernels.register_tiles import load_sums, store_sums
-from model_runtime.cpu_kernels.simd import WIDTH, load, store
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, load, store
 
 pytestmark = pytest.mark.skipif(not HAS_PAIR_PRODUCTS, reason="no products of pairs here")
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model_runtime.cpu_kernels import fused_decode
-from model_runtime.cpu_kernels import jit as compiled
-from model_runtime.cpu_kernels.attention import attend, attend_in_pairs
-from model_runtime.cpu_kernels.jit import SOURCES, jit
-from model_runtime.cpu_kernels.skinny_gemm import FLOAT32, IN_PAIRS, WIDENED
+from ropewalk.model_runtime.cpu_kernels import fused_decode
+from ropewalk.model_runtime.cpu_kernels import jit as compiled
+from ropewalk.model_runtime.cpu_kernels.attention import attend, attend_in_pairs
+from ropewalk.model_runtime.cpu_kernels.jit import SOURCES, jit
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32, IN_PAIRS, WIDENED
 
 FOLDER = Path(compiled.__file__).parent
 
@@ -58,7 +58,7 @@ def test_code_is_kept_until_a_source_changes(
 def test_kernels_made_of_kernels_are_found_again_by_another_process(tmp_path: Path) -> None:
     """Numba's own cache key of such kernels differs between processes."""
     code = (
-        "import numpy as np; from model_runtime.cpu_kernels.skinny_gemm import FLOAT32;"
+        "import numpy as np; from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32;"
         "multiply = FLOAT32.multiply;"
         "row, none = np.ones((1, 64), np.float32), np.empty(0, np.float32);"
         "multiply(row, np.ones(64 * 64, np.float32), none, np.empty_like(row), 64, 64, 0, 1);"

@@ -14,12 +14,12 @@ import pytest
 import structlog
 from numba.core.caching import IndexDataCacheFile
 
-from model_runtime.cpu_kernels import jit as compiled
-from model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels import jit as compiled
+from ropewalk.model_runtime.cpu_kernels.jit import jit
 
 ROOT = Path(compiled.__file__).parents[2]
 SCRIPT = """
-from model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.jit import jit
 
 def doubled(x):
     return 2 * x

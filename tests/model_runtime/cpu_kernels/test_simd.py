@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from model_runtime.cpu_kernels.bfloat16 import as_numpy
-from model_runtime.cpu_kernels.processor import target_features, vectors
-from model_runtime.cpu_kernels.simd import (
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy
+from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
     add,
     broadcast,
@@ -21,6 +20,8 @@ from model_runtime.cpu_kernels.simd import (
     reduce_max,
     store,
     subtract,
+    target_features,
+    vectors,
 )
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from model_runtime.config import EngineConfig
-from model_runtime.engine.admission import AdmissionQueue
-from model_runtime.errors import EngineStoppedError, QueueFullError, RequestError
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.admission import AdmissionQueue
+from ropewalk.model_runtime.errors import EngineStoppedError, QueueFullError, RequestError
 
 
 def opened(**limits: int) -> AdmissionQueue:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from model_runtime.config import EngineConfig
-from model_runtime.engine.memory_profile import crowded_step
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.memory_profile import crowded_step
 
 
 @pytest.mark.parametrize(

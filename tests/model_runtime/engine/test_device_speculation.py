@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from model_runtime.batch import Span
-from model_runtime.engine import speculator
-from model_runtime.engine.engine_core import EngineCore
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import FinishReason, Request
-from model_runtime.speculation.drafter import NO_DRAFT, Draft, Drafter
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.engine import speculator
+from ropewalk.model_runtime.engine.engine_core import EngineCore
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import FinishReason, Request
+from ropewalk.model_runtime.scheduling.drafter import NO_DRAFT, Draft, Drafter
 from tests.deferred_runner import CONFIG, Answers, core_of, device_of
 from tests.draft_adversary import Adversary, Counted, tell, use_adversary
 from tests.engines import Result, deployment_of, request

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_runtime.batch import Span
-from model_runtime.config import EngineConfig
-from model_runtime.engine.engine import Engine
-from model_runtime.engine.observer import Observer
-from model_runtime.errors import (
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.errors import (
     CacheCapacityError,
     EngineStoppedError,
     QueueFullError,
     RequestError,
 )
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import FinishReason, Output, Request
-from rope import Tier
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import FinishReason, Output, Request
+from ropewalk.rope import Tier
 from tests.engines import EngineFactory, Result, answer, deployment_of, request
 from tests.scripted_model import Script
 

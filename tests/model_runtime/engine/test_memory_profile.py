@@ -9,28 +9,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_runtime.batch import Span
-from model_runtime.cache.kv_cache import KVCache
-from model_runtime.config import EngineConfig
-from model_runtime.engine import build_engine, memory_profile
-from model_runtime.engine.cache_size import MemoryProfile
-from model_runtime.engine.memory_profile import (
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.kv_cache import KVCache
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine import build_engine, memory_profile
+from ropewalk.model_runtime.engine.memory_profile import (
     GRAPH_BYTES,
     WORKSPACE_BYTES,
     CudaMeter,
+    MemoryProfile,
     Reading,
     graphs_bytes,
     largest_step,
     profile_memory,
 )
-from model_runtime.errors import ModelError
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import MAX_LOGPROBS
-from model_runtime.runner import sampler
-from model_runtime.runner.model_runner import ModelRunner
-from model_runtime.runner.ranked_draw import NOT_FOUND
-from model_runtime.runner.sampler import SamplingRow, in_one_transfer, rows_at
-from rope import Profile
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import MAX_LOGPROBS
+from ropewalk.model_runtime.runner import sampler
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.runner.ranked_draw import NOT_FOUND
+from ropewalk.model_runtime.runner.sampler import SamplingRow, in_one_transfer, rows_at
+from ropewalk.rope import Profile
 from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
 from tests.runner_spy import spy_on_every_runner
 from tests.tensor_meter import TensorMeter

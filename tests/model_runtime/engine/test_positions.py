@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from model_runtime.config import EngineConfig
-from model_runtime.deployment import Deployment, RopeRequest
-from model_runtime.engine.build_engine import build_runner
-from model_runtime.errors import ModelError
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import Request
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
+from ropewalk.model_runtime.engine.build_engine import build_runner
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import Request
 from tests import position_references as references
 from tests.engines import (
     EngineFactory,

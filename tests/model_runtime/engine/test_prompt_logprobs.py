@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from model_runtime.batch import Span
-from model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from tests.engines import EngineFactory, answer, deployment_of, request
 from tests.runner_spy import RunnerSpy
 from tests.tiny_models import VOCAB_SIZE

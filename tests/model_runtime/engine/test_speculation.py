@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model_runtime.engine import speculator
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import Request
-from model_runtime.text.grammar import GrammarCompiler
+from ropewalk.model_runtime.engine import speculator
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import Request
+from ropewalk.model_runtime.text.grammar import GrammarCompiler
 from tests.draft_adversary import Adversary, Counted, take_all, tell, use_adversary
 from tests.engines import EngineFactory, Result, answer, deployment_of, request
 from tests.fixed_costs import fix_step_costs

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from model_runtime.batch import Span
-from model_runtime.engine.engine_core import EngineCore
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import FinishReason, Request
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.engine.engine_core import EngineCore
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import FinishReason, Request
 from tests.deferred_runner import Answers, core_of, device_of
 from tests.engines import deployment_of, request
 from tests.random_workloads import YARN, Workload, check, serve, workload

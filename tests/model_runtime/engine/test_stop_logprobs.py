@@ -5,10 +5,16 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runtime.deployment import Placement
-from model_runtime.engine.output_processor import Answer
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
+from ropewalk.model_runtime.deployments.deployment import Placement
+from ropewalk.model_runtime.engine.output_processor import Answer
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import (
+    FinishReason,
+    Output,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from tests.engines import EngineFactory, answer, deployment_of, request
 from tests.scripted_model import Script
 from tests.tokens import byte_tokenizer

@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
-from model_runtime.batch import Span
-from model_runtime.config import EngineConfig
-from model_runtime.engine.build_engine import build_runner, warm_up
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.build_engine import build_runner, warm_up
 from tests.engines import deployment_of, tiny_checkpoint
 from tests.triton_attention import use_triton
 

@@ -10,12 +10,12 @@ import gguf
 import numpy as np
 import pytest
 
-from model_runtime.errors import ModelError
-from model_runtime.gguf import file
-from model_runtime.gguf.file import read_gguf
-from model_runtime.gguf.locate import find_gguf
-from model_runtime.loading.checkpoint import load_checkpoint
-from model_runtime.loading.model_config import read_outline
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.formats import gguf_file as file
+from ropewalk.model_runtime.formats.gguf_file import read_gguf
+from ropewalk.model_runtime.formats.gguf_weights import find_gguf
+from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+from ropewalk.model_runtime.loading.model_config import read_outline
 from tests.gguf_cases import CASES
 from tests.gguf_files import Written, byte_vocabulary, same_weights
 from tests.processes import run_here
@@ -213,7 +213,7 @@ def test_all_parts_of_a_split_file_are_loaded(tmp_path: Path) -> None:
     for source in (tmp_path, parts[0], parts[1]):
         loaded = load_checkpoint(source, device="cpu")
         assert loaded.vocab_size == 300
-    from model_runtime.loading.gguf_checkpoint import gguf_config, load_gguf_model
+    from ropewalk.model_runtime.loading.gguf_checkpoint import gguf_config, load_gguf_model
 
     loaded_model = load_gguf_model(parts[0], gguf_config(parts[0]), loaded.dtype)
     assert same_weights(loaded_model, LLAMA.model())

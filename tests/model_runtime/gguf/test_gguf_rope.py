@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from model_runtime.errors import ModelError
-from model_runtime.gguf.architectures import config_of
-from model_runtime.gguf.file import read_gguf
-from model_runtime.loading.checkpoint import load_checkpoint
-from model_runtime.loading.model_config import read_outline
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.formats.gguf_architectures import config_of
+from ropewalk.model_runtime.formats.gguf_file import read_gguf
+from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+from ropewalk.model_runtime.loading.model_config import read_outline
 from tests.gguf_cases import CASES, Case
 from tests.gguf_files import Written
 

@@ -12,8 +12,8 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from model_runtime.loading import model_config
-from model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.loading import model_config
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from tests.gguf_files import Encode, config_metadata, file_tensors, quantised, write_file
 from tests.k_quants import q4_k
 from tests.processes import run_here, running_server

@@ -8,12 +8,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from model_runtime.errors import ModelError
-from model_runtime.gguf import tensors
-from model_runtime.gguf.file import read_gguf
-from model_runtime.gguf.ggml import READ_TYPES, block_of
-from model_runtime.gguf.tensors import read_tensor, read_values
-from model_runtime.gguf.weights import half_split_rows
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.formats import gguf_blocks as tensors
+from ropewalk.model_runtime.formats.ggml import READ_TYPES, block_of
+from ropewalk.model_runtime.formats.gguf_blocks import read_tensor, read_values
+from ropewalk.model_runtime.formats.gguf_file import read_gguf
+from ropewalk.model_runtime.formats.gguf_weights import half_split_rows
 from tests.gguf_files import interleaved_rows
 from tests.k_quants import q4_k
 

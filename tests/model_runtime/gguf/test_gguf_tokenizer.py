@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from model_runtime.errors import ModelError
-from model_runtime.gguf.file import read_gguf
-from model_runtime.gguf.pre_tokenizers import PRE_TOKENIZERS
-from model_runtime.gguf.tokenizer import FileTokenizer, read_tokenizer
-from model_runtime.loading.gguf_checkpoint import load_gguf_tokenizer
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.formats.gguf_file import read_gguf
+from ropewalk.model_runtime.formats.gguf_tokenizer import (
+    PRE_TOKENIZERS,
+    FileTokenizer,
+    read_tokenizer,
+)
+from ropewalk.model_runtime.loading.gguf_checkpoint import load_gguf_tokenizer
 from tests.gguf_files import byte_vocabulary, write_file
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)

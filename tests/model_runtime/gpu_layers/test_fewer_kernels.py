@@ -17,18 +17,25 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from benchmarks import gpu_launches
-from model_runtime.attention.paged_attention import STEP, AttentionCall
-from model_runtime.gpu_layers.fewer_kernels import use_fewer_kernels
-from model_runtime.gpu_layers.gated_block import GatedBlock
-from model_runtime.gpu_layers.residual_layer import ResidualLayer, fuse_residuals
-from model_runtime.gpu_layers.rms_norm import GpuRmsNorm, candidates
-from model_runtime.gpu_layers.triton_gate import Activation, gated
-from model_runtime.gpu_layers.triton_norm import Scale, add_and_normalize, normalize
-from model_runtime.layers.last_layer import pruned_layer
-from model_runtime.layers.match_norm import replace_norms
-from model_runtime.layers.merged_linear import forget_results, shared_inputs
-from model_runtime.loading import checkpoint as loading
-from model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.attention.paged_attention import STEP, AttentionCall
+from ropewalk.model_runtime.gpu.gated_block import Activation, GatedBlock, gated
+from ropewalk.model_runtime.gpu.residual_layer import (
+    ResidualLayer,
+    fuse_residuals,
+    use_fewer_kernels,
+)
+from ropewalk.model_runtime.gpu.rms_norm import (
+    GpuRmsNorm,
+    Scale,
+    add_and_normalize,
+    candidates,
+    normalize,
+)
+from ropewalk.model_runtime.layers.last_layer import pruned_layer
+from ropewalk.model_runtime.layers.match_norm import replace_norms
+from ropewalk.model_runtime.layers.merged_linear import forget_results, shared_inputs
+from ropewalk.model_runtime.loading import checkpoint as loading
+from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
 from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.tiny_models import tiny_model
 from tests.triton_attention import use_triton

@@ -23,19 +23,19 @@ sys.meta_path.insert(0, Refuse())
 # The model is on the CPU, where Triton's interpreter stands for the GPU.
 SERVE = """
 import torch
-from model_runtime.attention import backends
-from model_runtime.config import EngineConfig
+from ropewalk.model_runtime.attention import backends
+from ropewalk.model_runtime.config import EngineConfig
 
 backends.has_cpu_kernels = lambda device: False
 backends.has_gpu_kernels = lambda device: True
 
-from model_runtime.engine.build_engine import build_engine
-from model_runtime.engine import memory_profile
-from model_runtime.loading.checkpoint import load_checkpoint
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from model_runtime.make_deployment import DeploymentOptions, make_deployment
-from model_runtime.deployment import RopeRequest
-from model_runtime.request import Request, SamplingParams
+from ropewalk.model_runtime.engine.build_engine import build_engine
+from ropewalk.model_runtime.engine import memory_profile
+from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
+from ropewalk.model_runtime.deployments.deployment import RopeRequest
+from ropewalk.model_runtime.request import Request, SamplingParams
 
 checkpoint = load_checkpoint(EMBEDDED_MODEL, device="cpu", dtype="float32")
 assert backends.described(checkpoint.device) == "Triton"
@@ -75,14 +75,16 @@ def test_a_model_is_loaded_and_answers_where_numba_does_not_load() -> None:
 
 def test_the_server_is_imported_where_numba_does_not_load() -> None:
     """Settings, planning, the application and the client of the benchmarks."""
-    ended = run("import server.app, server.startup.serving_plan, server.bench.load")
+    ended = run(
+        "import ropewalk.server.startup.app, ropewalk.server.startup.serving_plan, ropewalk.studies.bench.load"
+    )
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
 def test_a_cpu_without_numba_is_served_by_torch() -> None:
     """The description names the fault. It also shows that the refusal works."""
     ended = run(
-        "import torch; from model_runtime.attention.backends import backend_for, described\n"
+        "import torch; from ropewalk.model_runtime.runner.backends import backend_for, described\n"
         "cpu = torch.device('cpu')\nprint(backend_for(cpu).__name__, described(cpu))"
     )
     assert ended.returncode == 0, ended.stderr[-2000:]

@@ -13,8 +13,8 @@ import structlog
 import torch
 from safetensors.torch import save
 
-from model_runtime.errors import ModelError
-from model_runtime.hub.local_model import Wanted, is_hub_id, local_model
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.hub.local_model import Wanted, is_hub_id, local_model
 from tests.hub_server import MODEL, FakeHub, commit_of, serving, use_hub
 
 WEIGHTS, CONFIGS = Wanted(weights=True), Wanted(weights=False)
@@ -309,7 +309,7 @@ def test_progress_is_lines_of_the_log(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before the download there are its bytes, the cache and the free bytes; then the progress."""
-    monkeypatch.setattr("model_runtime.hub.download_progress._INTERVAL_S", 0.0)
+    monkeypatch.setattr("ropewalk.model_runtime.loading.hub.download_progress._INTERVAL_S", 0.0)
     with structlog.testing.capture_logs() as lines:
         local_model(MODEL, WEIGHTS)
     begin, *rest = [line for line in lines if line["event"].startswith("download")]

@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model_runtime.attention.backends import new_store
-from model_runtime.attention.paged_attention import LayerPlan
-from model_runtime.batch import Span
-from model_runtime.cache.rope_tables import RopeTables
-from model_runtime.cpu_kernels.skinny_gemm import RowProducts
-from model_runtime.layers.fused_decoder import restore
-from model_runtime.layers.gated_mlp import GatedMlp
-from model_runtime.layers.merged_linear import shared_inputs
-from model_runtime.layers.packed_product import PackedProduct
-from model_runtime.layers.rms_norm import RmsNorm
-from model_runtime.loading.checkpoint import prepare_model
-from model_runtime.loading.patch_model import patch_model, read_native_rope
-from model_runtime.runner.model_runner import ModelRunner
-from rope import NativeRope, Profile
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.paged_attention import LayerPlan
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import RowProducts
+from ropewalk.model_runtime.layers.fused_decoder import restore
+from ropewalk.model_runtime.layers.gated_mlp import GatedMlp
+from ropewalk.model_runtime.layers.match_norm import RmsNorm
+from ropewalk.model_runtime.layers.merged_linear import shared_inputs
+from ropewalk.model_runtime.layers.packed_product import PackedProduct
+from ropewalk.model_runtime.loading.checkpoint import prepare_model
+from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.runner.backends import new_store
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.rope import NativeRope, Profile
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 

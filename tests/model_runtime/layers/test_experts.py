@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model_runtime.layers import packed_linear
-from model_runtime.layers.experts.packed import pack
-from model_runtime.layers.experts.routing import expert_blocks, rule
+from ropewalk.model_runtime.layers import packed_linear
+from ropewalk.model_runtime.layers.experts.packed import pack
+from ropewalk.model_runtime.layers.experts.routing import expert_blocks, rule
 from tests.tiny_models import in_dtype, tiny_model
 
 # Joined gate and up; transposed; transposed with gate and up in turn, biases and a clamp.

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_runtime.attention import cpu_backend
-from model_runtime.batch import Span
-from model_runtime.config import EngineConfig
-from model_runtime.cpu_kernels.skinny_gemm import FLOAT32, MOST_ROWS
-from model_runtime.engine.build_engine import build_runner
-from model_runtime.layers import fused_decoder
-from model_runtime.layers.fused_decoder import DecoderLayers, restore
-from model_runtime.layers.last_layer import pruned_layer
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.runner.model_runner import ModelRunner
-from rope import Profile, Yarn
+from ropewalk.model_runtime.attention import cpu_backend
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32, MOST_ROWS
+from ropewalk.model_runtime.engine.build_engine import build_runner
+from ropewalk.model_runtime.layers import fused_decoder
+from ropewalk.model_runtime.layers.fused_decoder import DecoderLayers, restore
+from ropewalk.model_runtime.layers.last_layer import pruned_layer
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.rope import Profile, Yarn
 from tests.engines import checkpoint_of, tiny_checkpoint
 from tests.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
 

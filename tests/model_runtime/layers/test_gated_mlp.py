@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from model_runtime.cpu_kernels.elementwise import gated
-from model_runtime.layers import packed_linear
-from model_runtime.layers.gated_mlp import GatedMlp, fuse
-from model_runtime.layers.merged_linear import shared_inputs
-from model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.cpu_kernels.elementwise import gated
+from ropewalk.model_runtime.layers import packed_linear
+from ropewalk.model_runtime.layers.gated_mlp import GatedMlp, fuse
+from ropewalk.model_runtime.layers.merged_linear import shared_inputs
+from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
 from tests.tiny_models import tiny_model
 
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_runtime.attention.paged_attention import LayerPlan
-from model_runtime.batch import Span
-from model_runtime.config import EngineConfig
-from model_runtime.engine.build_engine import build_runner
-from model_runtime.layers import last_layer
-from model_runtime.layers.fused_decoder import restore
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.runner.model_runner import ModelRunner
-from rope import Profile
-from server.policy_eval.stale_keys import StaleKeyRunner
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.paged_attention import LayerPlan
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.build_engine import build_runner
+from ropewalk.model_runtime.layers import last_layer
+from ropewalk.model_runtime.layers.fused_decoder import restore
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.rope import Profile
+from ropewalk.studies.policies.stale_keys import StaleKeyRunner
 from tests.engines import tiny_checkpoint
 from tests.tiny_models import VOCAB_SIZE
 

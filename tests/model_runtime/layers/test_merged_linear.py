@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from model_runtime.layers.merged_linear import MergedPart, join, shared_inputs
-from model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.layers.merged_linear import MergedPart, join, shared_inputs
+from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
 from tests.tiny_models import tiny_model
 
 

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from model_runtime.layers import onednn, packed_product
-from model_runtime.layers.onednn import OneDnnWeight
-from model_runtime.layers.packed_linear import PackedLinear, RowwiseActivation, pack
-from model_runtime.layers.packed_product import PackedProduct, Way, Workshop
-from model_runtime.layers.way_trial import choose_way, is_possible
+from ropewalk.model_runtime.layers import merged_linear as onednn
+from ropewalk.model_runtime.layers import packed_product
+from ropewalk.model_runtime.layers.merged_linear import OneDnnWeight
+from ropewalk.model_runtime.layers.packed_linear import PackedLinear, RowwiseActivation, pack
+from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way, Workshop
+from ropewalk.model_runtime.layers.way_trial import choose_way, is_possible
 
 ROWS = (1, 2, 3, 7, 8, 16, 31, 32, 33, 64, 65, 100, 128, 257, 512)
 WAYS = [(dtype, way) for dtype in (torch.float32, torch.bfloat16) for way in Way]

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from model_runtime.cpu_kernels import skinny_gemm
-from model_runtime.cpu_kernels.skinny_gemm import MOST_ROWS
-from model_runtime.layers import onednn, packed_product
-from model_runtime.layers.packed_product import PackedProduct, Way, Workshop
-from model_runtime.layers.way_trial import is_possible
+from ropewalk.model_runtime.cpu_kernels import skinny_gemm
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import MOST_ROWS
+from ropewalk.model_runtime.layers import merged_linear as onednn
+from ropewalk.model_runtime.layers import packed_product
+from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way, Workshop
+from ropewalk.model_runtime.layers.way_trial import is_possible
 
 
 def product_of(linear: nn.Linear, way: Way = Way.ONEDNN) -> PackedProduct:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_runtime.batch import Span
-from model_runtime.config import EngineConfig
-from model_runtime.engine.build_engine import build_runner
-from model_runtime.loading.checkpoint import Checkpoint, prepare_model
-from rope import Profile
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.build_engine import build_runner
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
+from ropewalk.rope import Profile
 from tests.adversarial_weights import (
     KINDS,
     Change,

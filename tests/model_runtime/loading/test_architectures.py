@@ -8,12 +8,12 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from model_runtime.errors import ModelError
-from model_runtime.loading.model_config import ModelConfig
-from model_runtime.loading.patch_model import patch_model, read_native_rope
-from model_runtime.loading.self_check import PagedPrompts, check
-from model_runtime.probing.untouched import original_logits
-from model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.model_config import ModelConfig
+from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.loading.self_check import PagedPrompts, check
+from ropewalk.model_runtime.probing.untouched import original_logits
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from tests.engines import checkpoint_of, tiny_checkpoint
 from tests.models_page import NOT_TRIED, REFUSED, SERVED
 from tests.tiny_models import tiny_model

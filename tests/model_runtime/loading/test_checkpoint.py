@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model_runtime.errors import ModelError
-from model_runtime.loading.checkpoint import load_checkpoint
-from model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer_fast
 
@@ -126,7 +126,7 @@ def test_a_device_that_is_not_there_is_a_sentence(folder: Path) -> None:
 
 def test_sampling_defaults_come_from_generation_config(folder: Path) -> None:
     """Sampling defaults fill the fields that a request leaves out; a request's fields win."""
-    from server.api.completion_schema import CompletionRequest
+    from ropewalk.server.api.completion_schema import CompletionRequest
 
     stated = {"eos_token_id": 1, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
     (folder / "generation_config.json").write_text(json.dumps({**stated, "max_length": 99}))

@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_runtime.batch import Span
-from model_runtime.layers import packed_linear
-from model_runtime.layers.last_layer import pruned_layer
-from model_runtime.loading import choose_forward as choosing
-from model_runtime.loading.choose_forward import choose_forward
-from model_runtime.loading.patch_model import patch_model, read_native_rope
-from model_runtime.loading.self_check import PagedPrompts, check
-from model_runtime.probing.untouched import original_logits
-from model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.layers import packed_linear
+from ropewalk.model_runtime.layers.last_layer import pruned_layer
+from ropewalk.model_runtime.loading import self_check as choosing
+from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.loading.self_check import PagedPrompts, check, choose_forward
+from ropewalk.model_runtime.probing.untouched import original_logits
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from tests.engines import tiny_checkpoint
 from tests.tiny_models import tiny_model
 

@@ -8,8 +8,8 @@ import pytest
 import structlog
 from transformers.utils import logging as transformers_logging
 
-from model_runtime.loading import load_progress
-from model_runtime.loading.load_progress import logged_progress
+from ropewalk.model_runtime.loading import load_progress
+from ropewalk.model_runtime.loading.load_progress import logged_progress
 
 Counted = dict[str, Any]
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from model_runtime.cache.token_bytes import bytes_per_token
-from model_runtime.errors import ModelError
-from model_runtime.layers.merged_linear import MergedPart
-from model_runtime.layers.packed_product import PackedProduct
-from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from model_runtime.loading.model_config import (
+from ropewalk.model_runtime.attention.kv_cache import bytes_per_token
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.layers.merged_linear import MergedPart
+from ropewalk.model_runtime.layers.packed_product import PackedProduct
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from ropewalk.model_runtime.loading.model_config import (
     EMBEDDED_MODEL,
     ModelConfig,
     read_model_config,

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from model_runtime.errors import ModelError
-from model_runtime.layers import packed_linear
-from model_runtime.loading.patch_model import patch_model, read_native_rope
-from model_runtime.loading.self_check import PagedPrompts, SelfCheckReport, check
-from model_runtime.probing.untouched import original_logits
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.layers import packed_linear
+from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.loading.self_check import PagedPrompts, SelfCheckReport, check
+from ropewalk.model_runtime.probing.untouched import original_logits
 from tests.models_page import OTHER_BITS, REFUSED, SERVED, Outcome, outcome, page
 from tests.sampling import IS_WHOLE, sampled
 from tests.tiny_models import tiny_model
@@ -114,7 +114,7 @@ def test_a_window_that_is_ignored_is_seen() -> None:
     plans = patch_model(model, native)
     import transformers
 
-    from model_runtime.attention.paged_attention import paged_attention
+    from ropewalk.model_runtime.attention.paged_attention import paged_attention
 
     def forgetful(*arguments: Any, sliding_window: int | None = None, **rest: Any) -> Any:
         return paged_attention(*arguments, **rest)

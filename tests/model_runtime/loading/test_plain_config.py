@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from model_runtime.cache.token_bytes import bytes_per_token
-from model_runtime.loading import known_products
-from model_runtime.loading.known_products import expected_computing
-from model_runtime.loading.model_config import (
+from ropewalk.model_runtime.attention.kv_cache import bytes_per_token
+from ropewalk.model_runtime.loading import known_products
+from ropewalk.model_runtime.loading.known_products import expected_computing
+from ropewalk.model_runtime.loading.model_config import (
     EMBEDDED_MODEL,
     ModelConfig,
     read_model_config,
     read_outline,
 )
-from model_runtime.loading.plain_config import (
+from ropewalk.model_runtime.loading.plain_config import (
     PLAIN_TYPES,
     PlainConfig,
     PlainDevice,

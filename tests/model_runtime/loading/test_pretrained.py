@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from model_runtime.errors import ModelError
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from model_runtime.loading.pretrained import load_tokenizer
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.loading.pretrained import load_tokenizer
 
 TEXT = "print(PORT_4821)  # -> 93175\n    def _close(self):\r\n\treturn '12 345'\n"
 

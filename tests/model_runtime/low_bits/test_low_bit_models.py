@@ -15,17 +15,21 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, INT8
-from model_runtime.cpu_kernels.low_bits.panels import PanelWriter, gathered, int8_parts, widened
-from model_runtime.errors import ModelError
-from model_runtime.layers.fused_decoder import DecoderLayers
-from model_runtime.layers.low_bits.modules import LowBitEmbedding, LowBitLinear
-from model_runtime.layers.low_bits.product import LowBitProduct
-from model_runtime.layers.packed_linear import products_of
-from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from model_runtime.loading.low_bits.planned import planned_storage
-from model_runtime.loading.low_bits.quantise import distance, quantise_model
-from model_runtime.loading.model_config import EMBEDDED_MODEL, read_outline
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, INT8
+from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (
+    PanelWriter,
+    gathered,
+    int8_parts,
+    widened,
+)
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.layers.fused_decoder import DecoderLayers
+from ropewalk.model_runtime.layers.low_bit_linear import LowBitEmbedding, LowBitLinear
+from ropewalk.model_runtime.layers.packed_linear import LowBitProduct, products_of
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from ropewalk.model_runtime.loading.low_bits import distance, quantise_model
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, read_outline
+from ropewalk.model_runtime.loading.planned_bits import planned_storage
 from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.gguf_cases import CASES
 from tests.gguf_files import Written, as_float32, quantised
@@ -298,10 +302,10 @@ def test_a_model_of_floats_does_not_import_the_kernels_of_few_bits() -> None:
     """A load and a product, in a new interpreter."""
     code = (
         "import sys\n"
-        "from model_runtime.loading.checkpoint import load_checkpoint\n"
-        "from model_runtime.loading.model_config import EMBEDDED_MODEL\n"
+        "from ropewalk.model_runtime.loading.checkpoint import load_checkpoint\n"
+        "from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL\n"
         "load_checkpoint(EMBEDDED_MODEL, device='cpu')\n"
-        "assert 'model_runtime.cpu_kernels.skinny_gemm' in sys.modules\n"
+        "assert 'ropewalk.model_runtime.cpu_kernels.skinny_gemm' in sys.modules\n"
         "found = [each for each in sys.modules if 'cpu_kernels.low_bits.' in each]\n"
         "print([each for each in found if not each.endswith('.formats')])\n"
     )

@@ -7,8 +7,8 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 
-from model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, FORMATS, INT8
-from model_runtime.cpu_kernels.low_bits.panels import (
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, FORMATS, INT8
+from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (
     LowBitPanels,
     PanelWriter,
     Parts,
@@ -16,11 +16,10 @@ from model_runtime.cpu_kernels.low_bits.panels import (
     int8_parts,
     widened,
 )
-from model_runtime.gguf.blocks import UNPACKED, unpacked
-from model_runtime.layers.low_bits.modules import LowBitLinear, in_float_panels
-from model_runtime.layers.low_bits.product import LowBitProduct, LowBitWorkshop
-from model_runtime.layers.packed_linear import PackedLinear
-from model_runtime.layers.packed_product import PackedProduct, Way, Workshop
+from ropewalk.model_runtime.formats.gguf_blocks import UNPACKED, unpacked
+from ropewalk.model_runtime.layers.low_bit_linear import LowBitLinear, in_float_panels
+from ropewalk.model_runtime.layers.packed_linear import LowBitProduct, LowBitWorkshop, PackedLinear
+from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way, Workshop
 from tests.random_blocks import random_rows
 
 ROWS = (*range(1, 65), 512)

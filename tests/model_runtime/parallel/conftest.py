@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from model_runtime.parallel.ranks import Ranks
+from ropewalk.model_runtime.parallel.ranks import Ranks
 from tests.model_runtime.parallel.divided_models import remove_folders
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from model_runtime.loading.model_config import ModelConfig
-from model_runtime.parallel.ranks import Ranks
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from ropewalk.model_runtime.loading.model_config import ModelConfig
+from ropewalk.model_runtime.parallel.ranks import Ranks
 from tests.tiny_models import SPECIAL, tiny_config, tiny_model
 from tests.tokens import byte_tokenizer_fast
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model_runtime.errors import ModelError
-from model_runtime.parallel.plan import check_devices, plan_of
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.parallel.plan import check_devices, plan_of
 from tests.model_runtime.parallel.divided_models import DIVIDED, SHAPE, outline_of
 from tests.models_page import SERVED
 

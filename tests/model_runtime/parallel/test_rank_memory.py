@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from model_runtime.config import EngineConfig
-from model_runtime.engine.build_engine import build_runner
-from model_runtime.layers.packed_product import PackedProduct
-from model_runtime.loading import checkpoint
-from model_runtime.parallel.cut import MappedLinear
-from model_runtime.parallel.packed_cut import GatheredProduct
-from model_runtime.parallel.ranks import Ranks
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.build_engine import build_runner
+from ropewalk.model_runtime.layers.packed_product import PackedProduct
+from ropewalk.model_runtime.loading import checkpoint
+from ropewalk.model_runtime.parallel.division import GatheredProduct, MappedLinear
+from ropewalk.model_runtime.parallel.ranks import Ranks
 from tests.model_runtime.parallel.divided_models import divided, overrides_of, whole
 from tests.model_runtime.parallel.test_same_bits import compare
 from tests.tiny_models import in_dtype, tiny_model

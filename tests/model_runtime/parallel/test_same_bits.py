@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_runtime.batch import Span
-from model_runtime.config import EngineConfig
-from model_runtime.engine.build_engine import build_engine, build_runner
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.parallel.ranks import Ranks
-from model_runtime.request import SamplingParams
-from model_runtime.runner.model_runner import ModelRunner
-from model_runtime.runner.sampler import SamplingRow
-from rope import Linear, Profile, Unscaled
-from rope.positions.two_ranges import ReRope
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.build_engine import build_engine, build_runner
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.parallel.ranks import Ranks
+from ropewalk.model_runtime.request import SamplingParams
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.runner.sampler import SamplingRow
+from ropewalk.rope import Linear, Profile, Unscaled
+from ropewalk.rope.two_ranges import ReRope
 from tests.draft_adversary import Counted, tell, use_adversary
 from tests.engines import EngineFactory, Preemptions, answer, deployment_of, request
 from tests.model_runtime.parallel.divided_models import DIVIDED, divided, whole

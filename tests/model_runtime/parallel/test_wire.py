@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_runtime.batch import Span
-from model_runtime.parallel.wire import (
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.parallel.wire import (
     Kind,
     Link,
     json_bytes,
@@ -18,9 +18,9 @@ from model_runtime.parallel.wire import (
     profile_values,
     unpack_spans,
 )
-from rope import NTK, DynamicNTK, Linear, Llama3, LongRope, Profile, Unscaled, Yarn
-from rope.positions.dual_chunk import DualChunk
-from rope.positions.two_ranges import ReRope, SelfExtend, Shifted, Sinks
+from ropewalk.rope import NTK, DynamicNTK, Linear, Llama3, LongRope, Profile, Unscaled, Yarn
+from ropewalk.rope.positions import DualChunk
+from ropewalk.rope.two_ranges import ReRope, SelfExtend, Shifted, Sinks
 
 numbers = st.integers(0, 2**31 - 1)
 spans = st.builds(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model_runtime.probing.equivalence import (
+from ropewalk.model_runtime.probing.equivalence import (
     IsEqual,
     equal_by_row,
     equal_by_scale,

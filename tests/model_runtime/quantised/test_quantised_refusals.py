@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers.utils.quantization_config import QuantizationMethod
 
-from model_runtime.errors import ModelError
-from model_runtime.loading.checkpoint import load_checkpoint
-from model_runtime.loading.model_config import read_model_config, read_outline
-from model_runtime.quantised.read_scheme import _READERS, read_scheme
-from model_runtime.quantised.scheme import FORMATS
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.formats.quantised_scheme import FORMATS
+from ropewalk.model_runtime.formats.read_scheme import _READERS, read_scheme
+from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+from ropewalk.model_runtime.loading.model_config import read_model_config, read_outline
 from tests.quantised_cases import CASES, case
 from tests.quantised_files import Written, change_config
 

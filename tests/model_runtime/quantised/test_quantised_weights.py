@@ -12,14 +12,13 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from model_runtime.loading.model_config import read_model_config
-from model_runtime.loading.quantised_checkpoint import load_quantised
-from model_runtime.quantised import dequantise
-from model_runtime.quantised.dequantise import unpack
-from model_runtime.quantised.inventory import read_inventory
-from model_runtime.quantised.read_scheme import read_scheme
-from model_runtime.quantised.weights import open_weights
+from ropewalk.model_runtime.formats import dequantise
+from ropewalk.model_runtime.formats.dequantise import open_weights, unpack
+from ropewalk.model_runtime.formats.quantised_inventory import read_inventory
+from ropewalk.model_runtime.formats.read_scheme import read_scheme
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from ropewalk.model_runtime.loading.model_config import read_model_config
+from ropewalk.model_runtime.loading.quantised_checkpoint import load_quantised
 from tests.engines import EngineFactory, answer, deployment_of, request
 from tests.quantised_cases import CASES, case
 from tests.quantised_files import (

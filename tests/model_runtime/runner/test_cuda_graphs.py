@@ -16,19 +16,19 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
-from model_runtime import work_list
-from model_runtime.batch import Batch, Span
-from model_runtime.cache.kv_cache import KVCache
-from model_runtime.cache.rope_tables import RopeTables
-from model_runtime.deployment import Deployment
-from model_runtime.engine.build_engine import build_runner
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import SamplingParams
-from model_runtime.runner import cuda_graphs
-from model_runtime.runner.cuda_graphs import MOST_RECORDED, DecodeGraphs, recorded_sizes
-from model_runtime.runner.model_runner import ModelRunner
-from model_runtime.runner.sampler import SamplingRow
-from rope import Profile
+from ropewalk.model_runtime.attention import work_list
+from ropewalk.model_runtime.attention.batch import Batch, Span
+from ropewalk.model_runtime.attention.kv_cache import KVCache
+from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.deployments.deployment import Deployment
+from ropewalk.model_runtime.engine.build_engine import build_runner
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import SamplingParams
+from ropewalk.model_runtime.runner import cuda_graphs
+from ropewalk.model_runtime.runner.cuda_graphs import MOST_RECORDED, DecodeGraphs, recorded_sizes
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.runner.sampler import SamplingRow
+from ropewalk.rope import Profile
 from tests.engines import deployment_of
 from tests.recorded_runners import CONFIG, SPARE, Again, Conversations, runner_of
 from tests.triton_attention import interpreted_checkpoint

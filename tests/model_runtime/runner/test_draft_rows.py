@@ -8,14 +8,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
-from model_runtime import work_list
-from model_runtime.batch import Span, single_rows
-from model_runtime.config import EngineConfig
-from model_runtime.engine.engine_core import EngineCore
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.runner.cuda_graphs import DecodeGraphs
-from model_runtime.runner.model_runner import ModelRunner
-from rope import Linear, Profile, ReRope, Sinks, Unscaled
+from ropewalk.model_runtime.attention import work_list
+from ropewalk.model_runtime.attention.batch import Span, single_rows
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.engine_core import EngineCore
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.runner.cuda_graphs import DecodeGraphs
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.rope import Linear, Profile, ReRope, Sinks, Unscaled
 from tests.deferred_runner import Answers, DeferredRunner
 from tests.draft_adversary import Counted, tell, use_adversary
 from tests.engines import Result, deployment_of, request

@@ -6,8 +6,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
-from model_runtime.attention.paged_attention import STEP, AttentionCall
-from model_runtime.loading.patch_model import patch_model, read_native_rope
+from ropewalk.model_runtime.attention.paged_attention import STEP, AttentionCall
+from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
 from tests.tiny_models import tiny_model
 
 

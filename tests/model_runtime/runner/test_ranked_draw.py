@@ -17,10 +17,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model_runtime.request import SamplingParams
-from model_runtime.runner import sampler
-from model_runtime.runner.ranked_draw import NOT_FOUND, draw_on_device, draw_on_host, pointed_at
-from model_runtime.runner.sampler import SamplingRow, in_one_transfer, sample, uniform, unpacked
+from ropewalk.model_runtime.request import SamplingParams
+from ropewalk.model_runtime.runner import sampler
+from ropewalk.model_runtime.runner.ranked_draw import (
+    NOT_FOUND,
+    draw_on_device,
+    draw_on_host,
+    pointed_at,
+)
+from ropewalk.model_runtime.runner.sampler import (
+    SamplingRow,
+    in_one_transfer,
+    sample,
+    uniform,
+    unpacked,
+)
 
 INFINITY = math.inf
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
-from model_runtime import work_list
-from model_runtime.batch import Span
-from model_runtime.engine.build_engine import build_runner
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.runner.model_runner import ModelRunner
-from rope import DualChunk, Profile, ReRope, SelfExtend, Shifted, Sinks, Unscaled
+from ropewalk.model_runtime.attention import work_list
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.engine.build_engine import build_runner
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.rope import DualChunk, Profile, ReRope, SelfExtend, Shifted, Sinks, Unscaled
 from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
 from tests.recorded_runners import CONFIG, Again, Conversations, runner_of
 from tests.triton_attention import use_triton

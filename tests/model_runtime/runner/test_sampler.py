@@ -16,9 +16,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from model_runtime.request import MAX_LOGPROBS, SamplingParams
-from model_runtime.runner.penalties import SeenTokens, has_penalty
-from model_runtime.runner.sampler import (
+from ropewalk.model_runtime.request import MAX_LOGPROBS, SamplingParams
+from ropewalk.model_runtime.runner.logit_changes import SeenTokens, has_penalty
+from ropewalk.model_runtime.runner.sampler import (
     SamplingRow,
     adjusted,
     finite_rows,

@@ -4,13 +4,12 @@ import random
 
 import pytest
 
-from model_runtime.config import EngineConfig
-from model_runtime.deployment import Placement
-from model_runtime.request import Request, SamplingParams
-from model_runtime.scheduling.kept_pages import HOLE, most_pages
-from model_runtime.scheduling.scheduler import Scheduler
-from model_runtime.scheduling.sequence import Sequence
-from rope import Policy, Profile, Sinks, Tier, Unscaled
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.deployments.deployment import Placement
+from ropewalk.model_runtime.request import Request, SamplingParams
+from ropewalk.model_runtime.scheduling.scheduler import Scheduler
+from ropewalk.model_runtime.scheduling.sequence import HOLE, Sequence, most_pages
+from ropewalk.rope import Policy, Profile, Sinks, Tier, Unscaled
 
 PAGE, CHUNK = 4, 16
 NATIVE = Tier(32, 1.0, Profile(Unscaled()))

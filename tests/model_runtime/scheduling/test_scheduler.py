@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from model_runtime.config import EngineConfig
-from model_runtime.deployment import RopeRequest
-from model_runtime.make_deployment import make_deployment
-from model_runtime.request import Request, SamplingParams
-from model_runtime.scheduling.scheduler import Scheduler
-from model_runtime.scheduling.sequence import Sequence
-from model_runtime.scheduling.step_plan import StepPlan
-from rope import native_rope
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.deployments.deployment import RopeRequest
+from ropewalk.model_runtime.deployments.make_deployment import make_deployment
+from ropewalk.model_runtime.request import Request, SamplingParams
+from ropewalk.model_runtime.scheduling.scheduler import Scheduler
+from ropewalk.model_runtime.scheduling.sequence import Sequence
+from ropewalk.model_runtime.scheduling.step_plan import StepPlan
+from ropewalk.rope import native_rope
 
 DEPLOYMENT = make_deployment("m", native_rope({"max_position_embeddings": 256, "head_dim": 8}))
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from model_runtime.speculation.drafter import NO_DRAFT, Draft, Drafter
-from model_runtime.speculation.lengths import Offer, take
-from model_runtime.speculation.step_cost import StepCost
+from ropewalk.model_runtime.scheduling.draft_lengths import Offer, StepCost, take
+from ropewalk.model_runtime.scheduling.drafter import NO_DRAFT, Draft, Drafter
 
 
 def proposed(drafter: Drafter, token_ids: list[int], num_prompt: int, most: int = 6) -> list[int]:

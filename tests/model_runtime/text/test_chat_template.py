@@ -6,9 +6,9 @@ import pytest
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from model_runtime.errors import ModelError, RequestError
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from model_runtime.text.chat_template import RESERVED, ChatTemplate
+from ropewalk.model_runtime.errors import ModelError, RequestError
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.text.chat_template import RESERVED, ChatTemplate
 from tests.tokens import byte_tokenizer_fast
 from tests.tool_templates import TOOL_TEMPLATES
 

@@ -6,8 +6,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from model_runtime.text.detokenizer import Detokenizer
-from model_runtime.text.tokenizer import Tokenizer
+from ropewalk.model_runtime.text.tokenizer import Detokenizer, Tokenizer
 from tests.tokens import byte_tokenizer, byte_tokenizer_fast
 
 TOKENIZER = byte_tokenizer()

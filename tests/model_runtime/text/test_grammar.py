@@ -10,12 +10,12 @@ import jsonschema_rs
 import pytest
 import torch
 
-from model_runtime.errors import QueueFullError, RequestError
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import FinishReason, Request, SamplingParams
-from model_runtime.runner.sampler import SamplingRow, adjusted, sample
-from model_runtime.text import grammar as grammar_module
-from model_runtime.text.grammar import ANY_OBJECT, Grammar, GrammarCompiler
+from ropewalk.model_runtime.errors import QueueFullError, RequestError
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import FinishReason, Request, SamplingParams
+from ropewalk.model_runtime.runner.sampler import SamplingRow, adjusted, sample
+from ropewalk.model_runtime.text import grammar as grammar_module
+from ropewalk.model_runtime.text.grammar import ANY_OBJECT, Grammar, GrammarCompiler
 from tests.engines import (
     EngineFactory,
     Preemptions,

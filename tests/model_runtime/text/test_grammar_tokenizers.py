@@ -8,8 +8,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from model_runtime.text.grammar import GrammarCompiler
-from model_runtime.text.tokenizer import Tokenizer
+from ropewalk.model_runtime.text.grammar import GrammarCompiler
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from model_runtime.errors import ModelError, RequestError, TemplateLimitError
-from model_runtime.text import template_processes
-from model_runtime.text.chat_template import ChatTemplate
-from model_runtime.tools.find_format import find_formats
+from ropewalk.model_runtime.errors import ModelError, RequestError, TemplateLimitError
+from ropewalk.model_runtime.text import template_processes
+from ropewalk.model_runtime.text.chat_template import ChatTemplate
+from ropewalk.model_runtime.text.tools.find_format import find_formats
 from tests.processes import children_of
 from tests.tokens import byte_tokenizer_fast
 
@@ -128,7 +128,7 @@ def test_many_that_loop_hold_up_no_other() -> None:
 
 def children(pid: int) -> set[int]:
     """The template processes of a process."""
-    return set(children_of(pid, "model_runtime.text.template_process"))
+    return set(children_of(pid, "ropewalk.model_runtime.text.template_process"))
 
 
 def kill_all() -> set[int]:
@@ -189,7 +189,7 @@ def test_an_interrupt_of_the_group_leaves_the_processes_alone() -> None:
 _PROGRAM = """
 import sys, time, types
 sys.path.insert(0, sys.argv[1])
-from model_runtime.text.chat_template import ChatTemplate
+from ropewalk.model_runtime.text.chat_template import ChatTemplate
 hello = [{"role": "user", "content": "Hello."}]
 for text in sys.argv[2:]:
     ChatTemplate(types.SimpleNamespace(), text, 2.0).submit(hello)

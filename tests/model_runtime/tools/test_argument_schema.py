@@ -9,12 +9,11 @@ import jsonschema_rs
 import pytest
 from pydantic import BaseModel, Field
 
-from model_runtime.errors import RequestError
-from model_runtime.text.grammar_trial import grammar_of, matcher_of, problem_of
-from model_runtime.text.schema_keywords import refuse_unsupported
-from model_runtime.text.whitespace import ONE_SPACE
-from model_runtime.tools.argument_schema import arguments_schema
-from model_runtime.tools.tool_format import Tool
+from ropewalk.model_runtime.errors import RequestError
+from ropewalk.model_runtime.text.grammar_trial import ONE_SPACE, grammar_of, matcher_of, problem_of
+from ropewalk.model_runtime.text.schema_keywords import refuse_unsupported
+from ropewalk.model_runtime.text.tools.argument_schema import arguments_schema
+from ropewalk.model_runtime.text.tools.tool_format import Tool
 from tests.model_runtime.tools.test_call_grammar import tokenizer, vocabulary
 
 OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -12,17 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
-from model_runtime.text.chat_template import ChatTemplate
-from model_runtime.text.grammar import Grammar
-from model_runtime.text.grammar_trial import matcher_of, problem_of
-from model_runtime.text.tokenizer import Tokenizer
-from model_runtime.text.whitespace import ONE_SPACE
-from model_runtime.tools.answer_reader import AnswerReader, ReadingPlan, TextDelta
-from model_runtime.tools.argument_schema import arguments_schema
-from model_runtime.tools.call_grammar import AnswerGrammar, Mode, Thinking
-from model_runtime.tools.call_stream import whole_calls
-from model_runtime.tools.find_format import ChatFormats, find_formats
-from model_runtime.tools.tool_format import ReasoningFormat, Tool, ToolCall
+from ropewalk.model_runtime.text.chat_template import ChatTemplate
+from ropewalk.model_runtime.text.grammar import Grammar
+from ropewalk.model_runtime.text.grammar_trial import ONE_SPACE, matcher_of, problem_of
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
+from ropewalk.model_runtime.text.tools.answer_reader import AnswerReader, ReadingPlan, TextDelta
+from ropewalk.model_runtime.text.tools.argument_schema import arguments_schema
+from ropewalk.model_runtime.text.tools.call_grammar import AnswerGrammar, Mode, Thinking
+from ropewalk.model_runtime.text.tools.call_stream import whole_calls
+from ropewalk.model_runtime.text.tools.find_format import ChatFormats, find_formats
+from ropewalk.model_runtime.text.tools.tool_format import ReasoningFormat, Tool, ToolCall
 from tests.tokens import byte_tokenizer_fast
 from tests.tool_templates import TOOL_TEMPLATES
 
@@ -57,7 +56,7 @@ def tokenizer() -> Tokenizer:
 @cache
 def vocabulary() -> LLTokenizer:
     """The library's form of it."""
-    from model_runtime.text.grammar import _vocabulary_of
+    from ropewalk.model_runtime.text.grammar import _vocabulary_of
 
     return _vocabulary_of(tokenizer())
 

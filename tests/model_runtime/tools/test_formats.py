@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from model_runtime.errors import ModelError
-from model_runtime.text.chat_template import ChatTemplate
-from model_runtime.tools.find_format import find_formats
-from model_runtime.tools.instructions import with_instructions
-from model_runtime.tools.tool_format import GENERIC, ReasoningFormat, Tool
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.text.chat_template import ChatTemplate
+from ropewalk.model_runtime.text.tools.find_format import find_formats
+from ropewalk.model_runtime.text.tools.instructions import with_instructions
+from ropewalk.model_runtime.text.tools.tool_format import GENERIC, ReasoningFormat, Tool
 from tests.tokens import byte_tokenizer_fast
 from tests.tool_templates import (
     HERMES,

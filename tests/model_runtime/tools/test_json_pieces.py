@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runtime.tools.json_pieces import MAX_DEPTH, JsonPieces
+from ropewalk.model_runtime.text.tools.json_pieces import MAX_DEPTH, JsonPieces
 
 TEXTS = st.text('ab"\\/\n\t\x01\x7fé🧶\u2028 {}[],:', max_size=8)
 VALUES = st.recursive(

@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_runtime.tools.call_stream import CallEnd, CallEvent, CallPiece, CallStart
-from model_runtime.tools.new_calls import NewCalls
+from ropewalk.model_runtime.text.tools.call_stream import (
+    CallEnd,
+    CallEvent,
+    CallPiece,
+    CallStart,
+    NewCalls,
+)
 
 CALL = st.tuples(st.sampled_from("fg"), st.lists(st.sampled_from(["", "a", "b", "ab"]), max_size=4))
 

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runtime.tools.answer_reader import (
+from ropewalk.model_runtime.text.tools.answer_reader import (
     AnswerReader,
     Event,
     ReadingPlan,
     ReasoningDelta,
     TextDelta,
 )
-from model_runtime.tools.call_stream import CallEnd, CallPiece, CallStart
-from model_runtime.tools.tool_format import (
+from ropewalk.model_runtime.text.tools.call_stream import CallEnd, CallPiece, CallStart
+from ropewalk.model_runtime.text.tools.tool_format import (
     GENERIC,
     KNOWN_FORMATS,
     ReasoningFormat,

@@ -6,17 +6,21 @@ from typing import Any
 
 import pytest
 
-from model_runtime.deployment import RopeRequest
-from model_runtime.errors import RequestError
-from model_runtime.make_deployment import make_deployment
-from model_runtime.request import FinishReason
-from rope import native_rope
-from server.access.allowance import Allowance
-from server.access.key_metrics import KeyMetrics, Outcome
-from server.access.keys import KeyBounds
-from server.access.open_request import EndedAnswer, OpenRequest
-from server.access.refusals import ClientDisconnectedError, KeyLimitError
-from server.metrics import MetricFactory
+from ropewalk.model_runtime.deployments.deployment import RopeRequest
+from ropewalk.model_runtime.deployments.make_deployment import make_deployment
+from ropewalk.model_runtime.errors import RequestError
+from ropewalk.model_runtime.request import FinishReason
+from ropewalk.rope import native_rope
+from ropewalk.server.access.allowance import (
+    Allowance,
+    ClientDisconnectedError,
+    KeyLimitError,
+    KeyMetrics,
+    Outcome,
+)
+from ropewalk.server.access.keys import KeyBounds
+from ropewalk.server.access.open_request import EndedAnswer, OpenRequest
+from ropewalk.server.metrics import MetricFactory
 
 
 async def stays() -> None:

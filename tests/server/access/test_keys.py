@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from server.access.key_metrics import KeyMetrics
-from server.access.key_ring import KeyRing
-from server.access.keys import (
+from ropewalk.server.access.allowance import KeyMetrics, KeyRing
+from ropewalk.server.access.keys import (
     UNNAMED,
     KeyBounds,
     KeyChanges,
@@ -14,9 +13,9 @@ from server.access.keys import (
     changes_between,
     named_key,
 )
-from server.metrics import MetricFactory
-from server.settings.load import SettingsError, load_settings
-from server.startup.gate import key_table_of
+from ropewalk.server.metrics import MetricFactory
+from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.gate import key_table_of
 
 
 def table(tmp_path: Path, lines: str, **flags: str) -> KeyTable:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.access.trace import trace_id_of
+from ropewalk.server.access.access_log import trace_id_of
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from tests.openai_client import openai_client_of
 from tests.processes import Server, running_server, without_replicas
 

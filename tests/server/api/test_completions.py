@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from tests.processes import Server
 
 GREEDY: dict[str, Any] = {"model": "ropewalk-demo", "temperature": 0}

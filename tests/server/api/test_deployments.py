@@ -13,7 +13,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from tests.processes import REPLICAS, Server, run_here, running_server
 
 FILE = """

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from typing import Any
 
-from server.api.output_queue import OutputQueue
+from ropewalk.server.api.output_queue import OutputQueue
 
 
 class CountingLoop(asyncio.SelectorEventLoop):

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
-from model_runtime.engine.admission import Places
-from model_runtime.request import FinishReason, Output, Request, SamplingParams
-from server.api.messages.answer import MessageAnswer
-from server.api.messages.message_schema import MessagesRequest
-from server.api.output_queue import OutputQueue, Submission
-from server.api.responses.answer import ResponseAnswer
-from server.api.responses.response_schema import ResponsesRequest
-from server.api.sse import KEEP_ALIVE
-from server.api.tools.part_answer import PartAnswer
-from server.api.tools.turn_request import TurnRequest
+from ropewalk.model_runtime.engine.admission import Places
+from ropewalk.model_runtime.request import FinishReason, Output, Request, SamplingParams
+from ropewalk.server.api.output_queue import KEEP_ALIVE, OutputQueue, Submission
+from ropewalk.server.api.turn_request import TurnRequest
+from ropewalk.server.turns.message_schema import MessagesRequest
+from ropewalk.server.turns.messages import MessageAnswer
+from ropewalk.server.turns.part_answer import PartAnswer
+from ropewalk.server.turns.response_schema import ResponsesRequest
+from ropewalk.server.turns.responses import ResponseAnswer
 from tests.server.api.test_stream_events import PLACEMENT, PROMPT_IDS, Outputs, sent_by
 
 USER = {"role": "user", "content": "a"}

@@ -12,8 +12,8 @@ import openai
 import pydantic
 import pytest
 
-from server.settings.load import SettingsError, load_settings
-from server.startup.load_service import load_service
+from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.load_service import load_service
 from tests.processes import Server
 from tests.schemas import HOSTILE
 

@@ -79,7 +79,7 @@ def test_zero_means_no_comments(server: Server) -> None:
     """The default is fifteen seconds, which no request of this test reaches."""
     body = {"prompt": [7] * 1500, "max_tokens": 2, "stream": True, "cache_salt": "quiet"}
     assert not [line for line in lines_of(server, body) if "keep-alive" in line]
-    from server.settings.load import load_settings
+    from ropewalk.server.settings.load import load_settings
 
     assert load_settings({}).sse_keep_alive_seconds == 15
 

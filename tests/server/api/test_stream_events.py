@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from pydantic_core import PydanticSerializationError
 
-from model_runtime.deployment import RopeRequest
-from model_runtime.engine.admission import Places
-from model_runtime.request import (
+from ropewalk.model_runtime.deployments.deployment import RopeRequest
+from ropewalk.model_runtime.engine.admission import Places
+from ropewalk.model_runtime.request import (
     FinishReason,
     OnOutput,
     Output,
@@ -20,14 +20,20 @@ from model_runtime.request import (
     SamplingParams,
     TokenLogprob,
 )
-from server.api.chat import _ChatAnswer
-from server.api.chat_schema import ChatRequest
-from server.api.completion_schema import CompletionRequest
-from server.api.completions import _CompletionAnswer
-from server.api.generation_response import ChunkAnswer
-from server.api.output_queue import OutputQueue, Submission
-from server.api.sse import DONE, KEEP_ALIVE, OPENING, event
-from server.api.tools.chat_turn import ChatTurn
+from ropewalk.server.api.completion_schema import CompletionRequest
+from ropewalk.server.api.completions import _CompletionAnswer
+from ropewalk.server.api.generation_response import ChunkAnswer
+from ropewalk.server.api.output_queue import (
+    DONE,
+    KEEP_ALIVE,
+    OPENING,
+    OutputQueue,
+    Submission,
+    event,
+)
+from ropewalk.server.turns.chat import _ChatAnswer
+from ropewalk.server.turns.chat_schema import ChatRequest
+from ropewalk.server.turns.chat_turn import ChatTurn
 from tests.engines import deployment_of, tiny_checkpoint
 from tests.tokens import byte_tokenizer
 

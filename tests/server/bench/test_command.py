@@ -17,10 +17,10 @@ import pytest
 from click.testing import CliRunner, Result
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.bench.command import bench
-from server.bench.plan import BenchError, LoadPlan, choose_context_lens
-from server.bench.report import percentile
-from server.bench.target import IdPrompts, WordPrompts, root_of
+from ropewalk.studies.bench.command import bench
+from ropewalk.studies.bench.plan import BenchError, LoadPlan, choose_context_lens
+from ropewalk.studies.bench.report import percentile
+from ropewalk.studies.bench.target import IdPrompts, WordPrompts, root_of
 from tests.processes import Server, run_here
 
 pytestmark = pytest.mark.alone
@@ -231,8 +231,8 @@ def test_a_plot_without_matplotlib_is_refused_before_the_load(
 
 def test_the_command_waits_for_neither_torch_nor_its_own_client() -> None:
     """Matplotlib is not imported before the plot either."""
-    code = "import sys, server.bench; print({'torch', 'httpx', 'matplotlib'} & {*sys.modules})"
-    load = "import sys, server.bench.run; print({'torch', 'matplotlib'} & {*sys.modules})"
+    code = "import sys, ropewalk.studies.bench; print({'torch', 'httpx', 'matplotlib'} & {*sys.modules})"
+    load = "import sys, ropewalk.studies.bench.run; print({'torch', 'matplotlib'} & {*sys.modules})"
     for each in (code, load):
         ended = subprocess.run(
             [sys.executable, "-c", each], capture_output=True, text=True, check=True

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from server.bench.command import bench
+from ropewalk.studies.bench.command import bench
 from tests.sse_server import DONE, Script, SseServer, data, serving, token
 
 pytestmark = pytest.mark.alone

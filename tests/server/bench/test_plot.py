@@ -11,8 +11,8 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from server.bench import plot as drawing
-from server.bench.report import spread
+from ropewalk.studies.bench import plot as drawing
+from ropewalk.studies.bench.report import spread
 
 SIX = (64, 128, 256, 512, 1024, 2032)
 

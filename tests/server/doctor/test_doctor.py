@@ -9,13 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from model_runtime.engine.machine_memory import MachineMemory
-from server.doctor.command import findings
-from server.doctor.finding import Finding, checked
-from server.doctor.machine import check_hub_cache, check_kernel_cache, check_memory, check_processor
-from server.doctor.packages import TorchFacts, check_device, check_packages, read_torch
-from server.settings.load import load_settings
-from server.torch_build import TorchBuild
+from ropewalk.model_runtime.engine.machine_memory import MachineMemory
+from ropewalk.server.settings.load import load_settings
+from ropewalk.server.startup.load_model import TorchBuild
+from ropewalk.studies.doctor.command import findings
+from ropewalk.studies.doctor.finding import Finding, checked
+from ropewalk.studies.doctor.machine import (
+    check_hub_cache,
+    check_kernel_cache,
+    check_memory,
+    check_processor,
+)
+from ropewalk.studies.doctor.packages import TorchFacts, check_device, check_packages, read_torch
 from tests.hub_server import use_hub
 from tests.processes import run_here, run_to_end
 
@@ -141,7 +146,7 @@ def test_rocm_is_a_warning() -> None:
 def test_missing_and_old_packages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them is named with the version that is needed."""
     needed = [("numpy", "99.0"), ("no-such-package", "1.0"), ("click", "8.1")]
-    monkeypatch.setattr("server.doctor.packages._requirements", lambda: needed)
+    monkeypatch.setattr("ropewalk.studies.doctor.packages._requirements", lambda: needed)
     found = check_packages()
     assert found.status == "fail"
     expected = r"numpy is [\d.]+, and at least 99.0 is needed, no-such-package is missing"
@@ -150,7 +155,7 @@ def test_missing_and_old_packages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_requirements_are_those_of_the_package() -> None:
     """They have lower bounds; torch has a check of its own, and extras are left out."""
-    from server.doctor.packages import _requirements
+    from ropewalk.studies.doctor.packages import _requirements
 
     found = dict(_requirements())
     assert {"click", "numba", "transformers", "uvicorn"} <= set(found)
@@ -173,7 +178,7 @@ def test_kernels_that_are_not_kept_are_a_warning(
     def no_locator(_: object) -> None:
         raise RuntimeError("no locator available")
 
-    monkeypatch.setattr("model_runtime.cpu_kernels.jit.KeptCode", no_locator)
+    monkeypatch.setattr("ropewalk.model_runtime.cpu_kernels.jit.KeptCode", no_locator)
     assert "each start compiles" in check_kernel_cache().text
 
 
@@ -205,7 +210,7 @@ def test_one_thread_is_one_thread() -> None:
 
 def test_a_narrow_processor_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The instruction set is that of the kernels."""
-    from model_runtime.cpu_kernels import processor
+    from ropewalk.model_runtime.cpu_kernels import simd as processor
 
     assert check_processor().status == "ok"
     narrow = processor.Vectors("SSE", 4, 16, has_fma=False)
@@ -220,15 +225,17 @@ def test_little_memory_and_disk_are_warnings(
 ) -> None:
     """The hub's cache may not exist yet; its disk is that of the nearest folder."""
     use_hub(monkeypatch, "http://127.0.0.1:9", str(tmp_path / "a" / "b"), offline=True)
-    monkeypatch.setattr("server.doctor.machine._LEAST_DISK", 0)
+    monkeypatch.setattr("ropewalk.studies.doctor.machine._LEAST_DISK", 0)
     found = check_hub_cache()
     assert found.status == "ok"
     assert f"{tmp_path / 'a' / 'b'}, " in found.text
     assert found.text.endswith("free, HF_HUB_OFFLINE is set")
-    monkeypatch.setattr("server.doctor.machine._LEAST_DISK", 1 << 60)
+    monkeypatch.setattr("ropewalk.studies.doctor.machine._LEAST_DISK", 1 << 60)
     assert check_hub_cache().status == "warn"
     memory = MachineMemory(1 << 30, 1 << 29)
-    monkeypatch.setattr("model_runtime.engine.machine_memory.machine_memory", lambda: memory)
+    monkeypatch.setattr(
+        "ropewalk.model_runtime.engine.machine_memory.machine_memory", lambda: memory
+    )
     assert check_memory().status == "warn"
     assert check_memory().text == "1 GiB in total, 512 MiB free"
     monkeypatch.setattr(os, "access", lambda *_: False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from server.startup import load_service
+from ropewalk.server.startup import load_service
 from tests.processes import run_here, run_to_end
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer_fast

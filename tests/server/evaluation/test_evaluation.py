@@ -12,15 +12,15 @@ import torch
 from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM
 
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from server.evaluation import run as run_module
-from server.evaluation.command import evaluate
-from server.evaluation.plan import LengthOptions, make_plan
-from server.evaluation.subject import native_of
-from server.evaluation.texts import choose_windows, make_texts, read_documents
-from server.settings.load import load_settings
-from server.startup.serving_plan import plan_deployments
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.server.settings.load import load_settings
+from ropewalk.server.startup.serving_plan import plan_deployments
+from ropewalk.studies.evaluation import run as run_module
+from ropewalk.studies.evaluation.command import evaluate
+from ropewalk.studies.evaluation.plan import LengthOptions, make_plan
+from ropewalk.studies.evaluation.subject import native_of
+from ropewalk.studies.evaluation.texts import choose_windows, make_texts, read_documents
 
 LENS = (128, 256, 1024)
 ARGUMENTS = (

@@ -9,20 +9,20 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from model_runtime.loading.checkpoint import Checkpoint
-from server.corpus.haystack import Haystack, Query
-from server.corpus.held_out import Document
-from server.corpus.needles import FORMS, SENTENCE
-from server.evaluation.plan import LengthPlan
-from server.evaluation.texts import (
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.server.corpus.haystack import Haystack, Query
+from ropewalk.server.corpus.held_out import Document
+from ropewalk.server.corpus.needles import FORMS, SENTENCE
+from ropewalk.studies.evaluation.plan import LengthPlan
+from ropewalk.studies.evaluation.texts import (
     Texts,
     choose_haystacks,
     choose_windows,
     make_texts,
     read_documents,
 )
-from server.study.eval_run import EvalError
-from server.study.intervals import Z, exponential, mean, proportion
+from ropewalk.studies.harness.eval_run import EvalError
+from ropewalk.studies.harness.intervals import Z, exponential, mean, proportion
 
 DEPTHS = (0.0, 0.14, 0.29, 0.43, 0.57, 0.71, 0.86, 1.0)
 LENS = (128, 300, 2048)

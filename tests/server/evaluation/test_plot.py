@@ -10,10 +10,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from server.evaluation.cells import RETRIEVAL, QueryScore, Score
-from server.evaluation.plan import Variant
-from server.evaluation.plot import _heat_map, _lines
-from server.evaluation.report import LengthRow
+from ropewalk.studies.evaluation.cells import RETRIEVAL, QueryScore, Score
+from ropewalk.studies.evaluation.plan import Variant
+from ropewalk.studies.evaluation.plot import _heat_map, _lines
+from ropewalk.studies.evaluation.report import LengthRow
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, draw: Callable[[], None]) -> Figure:

@@ -4,10 +4,17 @@ from typing import Any
 
 import pytest
 
-from rope import NativeRope, native_rope
-from server.evaluation.plan import METHODS, PLACED, LengthOptions, LengthPlan, Variant, make_plan
-from server.startup.serving_plan import DeploymentOptions, make_deployment
-from server.study.eval_run import EvalError
+from ropewalk.rope import NativeRope, native_rope
+from ropewalk.server.startup.serving_plan import DeploymentOptions, make_deployment
+from ropewalk.studies.evaluation.plan import (
+    METHODS,
+    PLACED,
+    LengthOptions,
+    LengthPlan,
+    Variant,
+    make_plan,
+)
+from ropewalk.studies.harness.eval_run import EvalError
 
 NATIVE: NativeRope = native_rope({"max_position_embeddings": 256, "head_dim": 16})
 

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner, Result
 from transformers import AutoTokenizer
 
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from server.evaluation.command import evaluate
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.studies.evaluation.command import evaluate
 from tests.server.evaluation.qa_data import hotpotqa, squad, written
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from model_runtime.loading.checkpoint import Checkpoint
-from server.evaluation.tasks.make import make_samples
-from server.evaluation.tasks.qa import QA_TASKS, QuestionSet
-from server.evaluation.tasks.qa_files import read_question_sets
-from server.evaluation.tasks.sample import Sample
-from server.evaluation.tasks.score import metric_of, string_match_part
-from server.study.eval_run import EvalError
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.studies.harness.eval_run import EvalError
+from ropewalk.studies.ruler.make import make_samples
+from ropewalk.studies.ruler.qa import QA_TASKS, QuestionSet
+from ropewalk.studies.ruler.qa_files import read_question_sets
+from ropewalk.studies.ruler.sample import Sample
+from ropewalk.studies.ruler.score import metric_of, string_match_part
 from tests.server.evaluation.qa_data import TOWNS, hotpotqa, paragraph, squad, written
 
 INSTRUCTION = (

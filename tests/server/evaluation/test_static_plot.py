@@ -12,10 +12,10 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from server.evaluation.cells import WindowScore
-from server.evaluation.plan import Variant
-from server.evaluation.plot import added_cost, plot_static
-from server.evaluation.report import LengthReport, LengthRow
+from ropewalk.studies.evaluation.cells import WindowScore
+from ropewalk.studies.evaluation.plan import Variant
+from ropewalk.studies.evaluation.plot import added_cost, plot_static
+from ropewalk.studies.evaluation.report import LengthReport, LengthRow
 from tests.doc_commands import blocks
 
 ROOT = Path(__file__).resolve().parents[3]

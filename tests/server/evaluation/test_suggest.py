@@ -3,11 +3,11 @@
 import random
 from collections.abc import Sequence
 
-from server.corpus.needles import FORMS
-from server.evaluation.cells import PERPLEXITY, RETRIEVAL, QueryScore, WindowScore
-from server.evaluation.plan import LengthPlan, Variant
-from server.evaluation.report import LengthReport, LengthRow
-from server.evaluation.suggest import suggestion
+from ropewalk.server.corpus.needles import FORMS
+from ropewalk.studies.evaluation.cells import PERPLEXITY, RETRIEVAL, QueryScore, WindowScore
+from ropewalk.studies.evaluation.plan import LengthPlan, Variant
+from ropewalk.studies.evaluation.report import LengthReport, LengthRow
+from ropewalk.studies.evaluation.suggest import suggestion
 
 UNTOUCHED, PINNED = Variant("none", None), Variant("yarn", "pinned")
 FIXED, LOGN = Variant("yarn", "fixed"), Variant("yarn+logn", "pinned")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from server.evaluation.command import evaluate
-from server.evaluation.plan import LengthPlan, Variant
-from server.evaluation.report import Answered, LengthReport, LengthRow, table
-from server.evaluation.tasks.sample import Draft, Sample, SampleScore
+from ropewalk.studies.evaluation.command import evaluate
+from ropewalk.studies.evaluation.plan import LengthPlan, Variant
+from ropewalk.studies.evaluation.report import Answered, LengthReport, LengthRow, table
+from ropewalk.studies.ruler.sample import Draft, Sample, SampleScore
 
 LENS = (256, 384)
 ARGUMENTS = ("--tasks", "fwe", "--methods", "none,yarn", "--rope-policies", "pinned", "--samples")

@@ -8,16 +8,16 @@ from itertools import pairwise
 
 import pytest
 
-from model_runtime.loading.checkpoint import Checkpoint
-from server.evaluation.tasks.frequencies import zipf_counts
-from server.evaluation.tasks.make import ESSAY_TASKS, TASKS, make_samples
-from server.evaluation.tasks.niah import NIAH_TASKS
-from server.evaluation.tasks.qa import QA_TASKS
-from server.evaluation.tasks.sample import Draft, Maker, MisfitError, Sample, fit
-from server.evaluation.tasks.score import string_match_all
-from server.evaluation.tasks.templates import NOISE
-from server.evaluation.tasks.words import ADJECTIVES, NOUNS
-from server.study.eval_run import EvalError
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.studies.harness.eval_run import EvalError
+from ropewalk.studies.ruler.frequencies import zipf_counts
+from ropewalk.studies.ruler.make import ESSAY_TASKS, TASKS, make_samples
+from ropewalk.studies.ruler.niah import NIAH_TASKS
+from ropewalk.studies.ruler.qa import QA_TASKS
+from ropewalk.studies.ruler.sample import Draft, Maker, MisfitError, Sample, fit
+from ropewalk.studies.ruler.score import string_match_all
+from ropewalk.studies.ruler.templates import NOISE
+from ropewalk.studies.ruler.words import ADJECTIVES, NOUNS
 
 ESSAY = [f"word{number}{'.' if number % 9 == 8 else ''}" for number in range(4000)]
 GENERATED = tuple(task for task in TASKS if task not in QA_TASKS)  # from no file

@@ -23,16 +23,16 @@ import torch
 from click.testing import CliRunner
 from matplotlib.figure import Figure
 
-from model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from server.bench import run as bench_run
-from server.bench.load import Failure, RequestRecord, Timing
-from server.bench.plan import Group, LoadPlan
-from server.bench.target import IdPrompts, Target
-from server.cli import ropewalk
-from server.evaluation import subject
-from server.inspection import heads
-from server.policy_eval import run as crossing_run
+from ropewalk.cli import ropewalk
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.studies.bench import run as bench_run
+from ropewalk.studies.bench.load import Failure, RequestRecord, Timing
+from ropewalk.studies.bench.plan import Group, LoadPlan
+from ropewalk.studies.bench.target import IdPrompts, Target
+from ropewalk.studies.evaluation import subject
+from ropewalk.studies.inspection import heads
+from ropewalk.studies.policies import run as crossing_run
 from tests.server.evaluation.qa_data import squad, written
 from tests.server.goldens.figures import in_words
 

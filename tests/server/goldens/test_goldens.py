@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from tests.server.goldens.runs import GOLDENS, RUNS, produce, refusals
 
 # Numbers of `inspect` are computed here, and a processor may round them in another way. Those of

@@ -5,11 +5,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from rope import Frequencies, Yarn, expected_score, score_spread
-from server.corpus.held_out import library_documents
-from server.inspection.head_statistics import LayerStatistics, head_statistics
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.rope import Frequencies, Yarn, expected_score, score_spread
+from ropewalk.server.corpus.held_out import library_documents
+from ropewalk.studies.inspection.head_statistics import LayerStatistics, head_statistics
 
 LEN, NUM = 256, 12
 

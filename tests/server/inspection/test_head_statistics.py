@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model_runtime.loading.checkpoint import Checkpoint
-from server.inspection.head_statistics import head_statistics, sequence_len
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.studies.inspection.head_statistics import head_statistics, sequence_len
 from tests.engines import checkpoint_of, tiny_checkpoint
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 

@@ -12,11 +12,11 @@ import pytest
 import structlog
 from click.testing import CliRunner, Result
 
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from server.cli import ropewalk
-from server.corpus.held_out import Document
-from server.inspection.heads import _sequences
+from ropewalk.cli import ropewalk
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.server.corpus.held_out import Document
+from ropewalk.studies.inspection.heads import _sequences
 from tests.tiny_models import tiny_model
 
 TWO = """
@@ -51,14 +51,14 @@ def _logs_elsewhere() -> Iterator[None]:
 @pytest.fixture
 def loaded(embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded model, loaded once for all runs."""
-    monkeypatch.setattr("server.inspection.heads.load_model", lambda *_, **__: embedded)
+    monkeypatch.setattr("ropewalk.studies.inspection.heads.load_model", lambda *_, **__: embedded)
 
 
 @pytest.fixture(scope="module")
 def heads(embedded: Checkpoint) -> dict[str, Any]:
     """The embedded model's heads on a little text."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("server.inspection.heads.load_model", lambda *_, **__: embedded)
+        patch.setattr("ropewalk.studies.inspection.heads.load_model", lambda *_, **__: embedded)
         return found("--heads", "all", "--sample-tokens", str(TOKENS), "--rope-tiers", "1,8")
 
 

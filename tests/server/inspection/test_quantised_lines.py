@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import structlog
 
-from model_runtime.size_text import size_text
-from server.settings.load import load_settings
-from server.startup.load_service import load_service
+from ropewalk.model_runtime.size_text import size_text
+from ropewalk.server.settings.load import load_settings
+from ropewalk.server.startup.load_service import load_service
 from tests.processes import run_here
 from tests.quantised_cases import case
 from tests.quantised_files import change_config

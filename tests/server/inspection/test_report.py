@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from model_runtime.errors import ModelError
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from model_runtime.make_deployment import make_deployment
-from model_runtime.size_text import size_text
-from rope import native_rope
-from server.inspection.inspected import inspected
-from server.settings.load import SettingsError, load_settings
-from server.startup.dry_run import outlook_of
-from server.startup.load_service import load_service
+from ropewalk.model_runtime.deployments.make_deployment import make_deployment
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.size_text import size_text
+from ropewalk.rope import native_rope
+from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.dry_run import outlook_of
+from ropewalk.server.startup.load_service import load_service
+from ropewalk.studies.inspection.inspected import inspected
 from tests.processes import Server, run_here, run_to_end
 from tests.tiny_models import tiny_model
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rope import DualChunk, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
+from ropewalk.rope import DualChunk, PositionMethod, ReRope, SelfExtend, Shifted, Sinks
 from tests import position_oracle as oracle
 from tests.processes import run_here
 

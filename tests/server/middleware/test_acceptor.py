@@ -10,8 +10,12 @@ import uvicorn
 from starlette.responses import PlainTextResponse
 from uvicorn.server import ServerState
 
-from server.middleware.acceptor import Acceptor
-from server.middleware.connections import ConnectionLimits, LimitedProtocol, OpenConnections
+from ropewalk.server.middleware.acceptor import Acceptor
+from ropewalk.server.middleware.connections import (
+    ConnectionLimits,
+    LimitedProtocol,
+    OpenConnections,
+)
 
 _LIMITS = ConnectionLimits(max_connections=2, head_timeout_s=20, send_timeout_s=20)
 

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.settings.load import SettingsError, load_settings
-from server.startup.gate import body_limits_of
+from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.gate import body_limits_of
 from tests.processes import Server
 
 _LONGEST = 2048  # tokens of the embedded model

@@ -5,13 +5,12 @@ import socket
 import httpx
 import pytest
 
-from server.access.key_metrics import KeyMetrics
-from server.access.key_ring import KeyRing
-from server.access.keys import UNNAMED, ApiKey, KeyTable, digest_of
-from server.metrics import MetricFactory
-from server.middleware.head_checks import AllowedHosts
-from server.settings.load import SettingsError, load_settings
-from server.startup.gate import access_policy_of
+from ropewalk.server.access.allowance import KeyMetrics, KeyRing
+from ropewalk.server.access.keys import UNNAMED, ApiKey, KeyTable, digest_of
+from ropewalk.server.metrics import MetricFactory
+from ropewalk.server.middleware.head_checks import AllowedHosts
+from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.gate import access_policy_of
 from tests.processes import Server
 from tests.server.raw_http import address_of, connection, exchange, read_replies
 

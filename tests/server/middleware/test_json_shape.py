@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.middleware import json_shape
-from server.middleware.json_shape import JsonShape
+from ropewalk.server.middleware import large_bodies as json_shape
+from ropewalk.server.middleware.large_bodies import JsonShape
 
 _LEAVES = st.none() | st.booleans() | st.integers() | st.text('"\\[]{},:a\u00e9', max_size=8)
 _TREES = st.recursive(

@@ -8,18 +8,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from model_runtime.loading.checkpoint import Checkpoint
-from server.corpus.held_out import Document
-from server.corpus.needles import FORMS, Needle
-from server.policy_eval.measure import CrossingPolicy, Outcome, run_windows
-from server.policy_eval.windows import (
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.server.corpus.held_out import Document
+from ropewalk.server.corpus.needles import FORMS, Needle
+from ropewalk.studies.harness.eval_run import EvalError
+from ropewalk.studies.policies.measure import CrossingPolicy, Outcome, run_windows
+from ropewalk.studies.policies.windows import (
     CrossingSource,
     CrossingWindow,
     Shape,
     draw_sources,
     lay_out,
 )
-from server.study.eval_run import EvalError
 from tests.engines import checkpoint_of
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 

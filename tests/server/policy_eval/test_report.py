@@ -10,18 +10,24 @@ from click.testing import CliRunner
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from server.corpus.held_out import library_documents
-from server.evaluation.command import evaluate
-from server.policy_eval import run as crossing_run
-from server.policy_eval.measure import CROSSING_POLICIES, CrossingPolicy, Outcome
-from server.policy_eval.options import CrossingOptions
-from server.policy_eval.plot import plot
-from server.policy_eval.report import CrossingReport, differences_of, files_of, rows_of, table
-from server.policy_eval.run import RECORD_FILE, run_crossings
-from server.settings.load import load_settings
-from server.study.eval_run import write_files
-from server.study.intervals import bootstrap, proportion
-from server.study.progress import Progress
+from ropewalk.server.corpus.held_out import library_documents
+from ropewalk.server.settings.load import load_settings
+from ropewalk.studies.evaluation.command import evaluate
+from ropewalk.studies.harness.eval_run import write_files
+from ropewalk.studies.harness.intervals import bootstrap, proportion
+from ropewalk.studies.harness.progress import Progress
+from ropewalk.studies.policies import run as crossing_run
+from ropewalk.studies.policies.measure import CROSSING_POLICIES, CrossingPolicy, Outcome
+from ropewalk.studies.policies.options import CrossingOptions
+from ropewalk.studies.policies.plot import plot
+from ropewalk.studies.policies.report import (
+    CrossingReport,
+    differences_of,
+    files_of,
+    rows_of,
+    table,
+)
+from ropewalk.studies.policies.run import RECORD_FILE, run_crossings
 
 OPTIONS: dict[str, Any] = {
     "methods": ("yarn",),

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from model_runtime.config import EngineConfig
-from server.ray.autoscale import TokenLoad, by_tokens
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.server.ray.ray_replicas import TokenLoad, by_tokens
 from tests.processes import running_server
 from tests.server.ray.cluster import body, metrics_of, stream
 

@@ -128,7 +128,7 @@ def test_serve_run_serves_behind_rays_own_proxy() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = (
-        "import sys, ray; from ray import serve; from server.ray_app import build\n"
+        "import sys, ray; from ray import serve; from ropewalk.server.ray_app import build\n"
         "ray.init(num_cpus=2, include_dashboard=False)\n"
         "serve.start(http_options={'host': '127.0.0.1', 'port': int(sys.argv[1])})\n"
         "serve.run(build({'replicas': '1', 'threads': '1'}), name='mine')\n"

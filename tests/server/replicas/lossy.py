@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from model_runtime.config import EngineConfig
-from model_runtime.engine.engine import Engine
-from model_runtime.engine.observer import Observer
-from model_runtime.request import FinishReason, Output, Request
-from rope import Tier
-from server.replicas.remote_engine import RemoteEngine, ReplicaLostError, Replicas, Take
-from server.replicas.wire import OutputDecoder, OutputEncoder, SentRequest
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.request import FinishReason, Output, Request
+from ropewalk.rope import Tier
+from ropewalk.server.replicas.remote_engine import RemoteEngine, ReplicaLostError, Replicas, Take
+from ropewalk.server.replicas.wire import OutputDecoder, OutputEncoder, SentRequest
 
 LIMIT_S = 30.0  # for anything here
 NONE_READY = ReplicaLostError(None, "none_ready")

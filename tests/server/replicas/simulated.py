@@ -4,11 +4,11 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from model_runtime.cache.page_pool import PagePool
-from model_runtime.cache.prefix_cache import PrefixIndex
-from rope import Profile, Unscaled
-from server.replicas.choice import ReplicaChoice
-from server.replicas.prompt_pages import PromptPages, prompt_pages
+from ropewalk.model_runtime.scheduling.page_pool import PagePool
+from ropewalk.model_runtime.scheduling.prefix_cache import PrefixIndex
+from ropewalk.rope import Profile, Unscaled
+from ropewalk.server.replicas.choice import ReplicaChoice
+from ropewalk.server.replicas.prompt_pages import PromptPages, prompt_pages
 
 PAGE_SIZE = 64
 NUM_QUEUED = 4  # the newest requests, which have no token yet

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from model_runtime.request import Output
-from server.replicas.channel import OutputChannel
-from server.replicas.outbox import Entry
-from server.replicas.remote_engine import LOST_REASONS, ReplicaLostError
-from server.replicas.wire import OutputDecoder, OutputEncoder
+from ropewalk.model_runtime.request import Output
+from ropewalk.server.replicas.channel import Entry, OutputChannel
+from ropewalk.server.replicas.remote_engine import LOST_REASONS, ReplicaLostError
+from ropewalk.server.replicas.wire import OutputDecoder, OutputEncoder
 from tests.virtual_time import run_at_once
 
 LIMIT_S = 20.0  # for anything here

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rope import Linear, Profile
-from server.replicas.choice import DECODE_WEIGHT, ReplicaChoice
-from server.replicas.prompt_pages import PromptPages, prompt_pages
+from ropewalk.rope import Linear, Profile
+from ropewalk.server.replicas.choice import DECODE_WEIGHT, ReplicaChoice
+from ropewalk.server.replicas.prompt_pages import PromptPages, prompt_pages
 from tests.server.replicas.simulated import PAGE_SIZE, PROFILE, Outcome, prompt_of, served
 
 TWO = {"a": 28, "b": 28}  # pages: seven prefixes of four

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runtime.deployment import Placement
-from model_runtime.engine.output_processor import Answer
-from model_runtime.request import (
+from ropewalk.model_runtime.deployments.deployment import Placement
+from ropewalk.model_runtime.engine.output_processor import Answer
+from ropewalk.model_runtime.request import (
     FinishReason,
     Output,
     PromptProgress,
@@ -18,8 +18,8 @@ from model_runtime.request import (
     SamplingParams,
     TokenLogprob,
 )
-from rope import Profile, Tier, Unscaled
-from server.replicas.continuation import DeliveredAnswer, DivergedError
+from ropewalk.rope import Profile, Tier, Unscaled
+from ropewalk.server.replicas.continuation import DeliveredAnswer, DivergedError
 from tests.tokens import byte_tokenizer
 
 TIER = Tier(128, 1.0, Profile(Unscaled()))

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from model_runtime.config import EngineConfig
-from model_runtime.deployment import Placement
-from model_runtime.request import FinishReason, Request, SamplingParams
-from rope import Profile, Tier, Unscaled
-from server.metrics import MetricFactory, Metrics
-from server.playground.stats import read_stats
-from server.replicas.fleet_metrics import FleetMetrics, MergedPages, Pages
-from server.replicas.remote_engine import CONTINUED, LOST_REASONS
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.deployments.deployment import Placement
+from ropewalk.model_runtime.request import FinishReason, Request, SamplingParams
+from ropewalk.rope import Profile, Tier, Unscaled
+from ropewalk.server.metrics import MetricFactory, Metrics
+from ropewalk.server.page.stats import read_stats
+from ropewalk.server.replicas.fleet_metrics import FleetMetrics, MergedPages, Pages
+from ropewalk.server.replicas.remote_engine import CONTINUED, LOST_REASONS
 
 CONFIG = EngineConfig(kv_cache_tokens=1024, max_model_len=128, page_size=16)
 TIER = Tier(128, 1.0, Profile(Unscaled()))
@@ -293,7 +293,7 @@ def test_replicas_that_do_not_answer_in_time_keep_their_last_numbers(
     fleet.replicas["a"].step()
     fleet.delay_s = 30.0
     with monkeypatch.context() as briefly:
-        briefly.setattr("server.replicas.fleet_metrics._COLLECT_S", 0.05)
+        briefly.setattr("ropewalk.server.replicas.fleet_metrics._COLLECT_S", 0.05)
         assert total(fleet.page()["ropewalk_steps"]) == 6
     fleet.delay_s = 0.0
     assert total(fleet.page()["ropewalk_steps"]) == 7

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from server.replicas.listener import ListenerLender, borrowed_listener
+from ropewalk.server.replicas.listener import ListenerLender, borrowed_listener
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="SO_PEERCRED is Linux's")
 
@@ -39,7 +39,7 @@ def test_a_borrowed_socket_accepts_what_came_before() -> None:
 
 _LEND_AND_DIE = """
 import os, signal, socket
-from server.replicas.listener import ListenerLender, borrowed_listener
+from ropewalk.server.replicas.listener import ListenerLender, borrowed_listener
 with socket.create_server(("127.0.0.1", 0)) as listener:
     lender = ListenerLender(listener, lambda: None)
     borrowed_listener(lender.path).close()

@@ -9,13 +9,13 @@ import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runtime.config import EngineConfig
-from model_runtime.deployment import Placement
-from model_runtime.errors import EngineStoppedError, QueueFullError, RequestError
-from model_runtime.request import FinishReason, Output, Request, SamplingParams
-from rope import Profile, Tier, Unscaled
-from server.replicas.remote_engine import CONTINUED, LOST_REASONS, ReplicaLostError, Take
-from server.replicas.wire import FULL
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.deployments.deployment import Placement
+from ropewalk.model_runtime.errors import EngineStoppedError, QueueFullError, RequestError
+from ropewalk.model_runtime.request import FinishReason, Output, Request, SamplingParams
+from ropewalk.rope import Profile, Tier, Unscaled
+from ropewalk.server.replicas.remote_engine import CONTINUED, LOST_REASONS, ReplicaLostError, Take
+from ropewalk.server.replicas.wire import FULL
 from tests.server.replicas.lossy import NONE_READY, Client, run, until
 
 

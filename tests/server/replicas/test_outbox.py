@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
-from server.replicas.outbox import Entry, Outbox, Outboxes
+from ropewalk.server.replicas.channel import Entry, Outbox, Outboxes
 from tests.virtual_time import run_at_once
 
 LIMIT_S = 20.0  # for anything here

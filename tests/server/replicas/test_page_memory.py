@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.replicas.page_memory import PageMemory
+from ropewalk.server.replicas.prompt_pages import PageMemory
 from tests.server.replicas.simulated import prompt_of
 
 

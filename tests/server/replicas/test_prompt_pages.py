@@ -2,13 +2,13 @@
 
 import pytest
 
-from model_runtime.deployment import Placement
-from model_runtime.request import Request, SamplingParams
-from model_runtime.scheduling.sequence import Sequence
-from model_runtime.scheduling.sequence_pages import SequencePages
-from rope import Linear, Policy, Profile, Tier, Unscaled
-from rope.positions.two_ranges import ReRope, Sinks
-from server.replicas.prompt_pages import MOST_PAGES, prompt_pages
+from ropewalk.model_runtime.deployments.deployment import Placement
+from ropewalk.model_runtime.request import Request, SamplingParams
+from ropewalk.model_runtime.scheduling.sequence import Sequence
+from ropewalk.model_runtime.scheduling.sequence_pages import SequencePages
+from ropewalk.rope import Linear, Policy, Profile, Tier, Unscaled
+from ropewalk.rope.two_ranges import ReRope, Sinks
+from ropewalk.server.replicas.prompt_pages import MOST_PAGES, prompt_pages
 
 PAGE_SIZE = 16
 MOVED = Tier(512, 4.0, Profile(Unscaled(), None, ReRope(window=32)))

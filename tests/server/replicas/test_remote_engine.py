@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from model_runtime.deployment import Deployment
-from model_runtime.engine.engine import Engine
-from model_runtime.loading.checkpoint import Checkpoint
-from model_runtime.request import FinishReason, Request
-from model_runtime.text.grammar import GrammarCompiler
-from model_runtime.text.whitespace import ONE_SPACE
+from ropewalk.model_runtime.deployments.deployment import Deployment
+from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import FinishReason, Request
+from ropewalk.model_runtime.text.grammar import GrammarCompiler
+from ropewalk.model_runtime.text.grammar_trial import ONE_SPACE
 from tests.draft_adversary import Counted, tell, use_adversary
 from tests.engines import EngineFactory, Result, deployment_of, request, tiny_checkpoint
 from tests.scripted_model import Script

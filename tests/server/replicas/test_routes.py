@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.replicas.choice import ReplicaChoice
-from server.replicas.routes import Asked, Routes
+from ropewalk.server.replicas.choice import ReplicaChoice
+from ropewalk.server.replicas.routes import Asked, Routes
 from tests.server.replicas.simulated import prompt_of
 
 TWO = {"a": 40, "b": 40}

@@ -8,7 +8,7 @@ import time
 
 _WATCHED = """
 import sys, time
-from server.replicas.watchdog import Watchdog
+from ropewalk.server.replicas.watchdog import Watchdog
 watchdog = Watchdog(1.0)
 print("ready", flush=True)
 if sys.argv[1] == "end":

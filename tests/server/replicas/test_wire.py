@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runtime.deployment import Placement
-from model_runtime.request import (
+from ropewalk.model_runtime.deployments.deployment import Placement
+from ropewalk.model_runtime.request import (
     FinishReason,
     Output,
     PromptProgress,
@@ -18,10 +18,15 @@ from model_runtime.request import (
     Timings,
     TokenLogprob,
 )
-from model_runtime.text.grammar import GrammarCompiler
-from model_runtime.text.whitespace import ONE_SPACE
-from rope import Linear, Profile, Tier, Unscaled
-from server.replicas.wire import MissingOutputError, OutputDecoder, OutputEncoder, SentRequest
+from ropewalk.model_runtime.text.grammar import GrammarCompiler
+from ropewalk.model_runtime.text.grammar_trial import ONE_SPACE
+from ropewalk.rope import Linear, Profile, Tier, Unscaled
+from ropewalk.server.replicas.wire import (
+    MissingOutputError,
+    OutputDecoder,
+    OutputEncoder,
+    SentRequest,
+)
 from tests.tokens import byte_tokenizer
 
 TIERS = [Tier(64, 1.0, Profile(Unscaled())), Tier(256, 4.0, Profile(Linear(factor=4.0)))]

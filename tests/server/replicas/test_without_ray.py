@@ -6,7 +6,7 @@ import sys
 _COMMAND = """
 import sys
 sys.modules["ray"] = None  # as if it were not installed
-from server.cli import ropewalk
+from ropewalk.cli import ropewalk
 ropewalk(["serve", "--port", "0", "--replicas", "2"])
 """
 

@@ -7,11 +7,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from server.cli import ropewalk
-from server.inspection.command import inspect
-from server.serve_command import serve
-from server.settings.foreign_flags import ALIASES, REFUSED
-from server.settings.load import ServeSettings, load_settings
+from ropewalk.cli import ropewalk
+from ropewalk.server.serve_command import serve
+from ropewalk.server.settings.foreign_flags import ALIASES, REFUSED
+from ropewalk.server.settings.load import ServeSettings, load_settings
+from ropewalk.studies.inspection.command import inspect
 from tests.processes import run_here
 from tests.settings_page import foreign_table
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from server.settings.fields import unit_of
-from server.settings.load import ServeSettings, SettingsError, load_settings
-from server.settings.sections import SECTIONS
+from ropewalk.server.settings.fields import unit_of
+from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
+from ropewalk.server.settings.sections import SECTIONS
 
 
 def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default(

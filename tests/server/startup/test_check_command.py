@@ -9,10 +9,10 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from server.settings.load import SettingsError, load_settings
-from server.startup.check_command import check
-from server.startup.load_service import load_service
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.dry_run import check
+from ropewalk.server.startup.load_service import load_service
 
 
 @pytest.mark.parametrize(

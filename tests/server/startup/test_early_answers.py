@@ -15,10 +15,10 @@ import httpx
 import numba
 import pytest
 
-from server.settings.load import SettingsError, load_settings
-from server.startup.early_answers import EarlyAnswers
-from server.startup.listener import bound_socket, tls_context
-from server.startup.progress import LoadingProgress
+from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.early_answers import EarlyAnswers
+from ropewalk.server.startup.gate import bound_socket, tls_context
+from ropewalk.server.startup.progress import LoadingProgress
 from tests.processes import command
 
 FLAGS = {"port": "0", "max_connections": "64", "head_timeout_seconds": "2"}
@@ -101,7 +101,7 @@ def test_only_our_kernels_are_counted() -> None:
     progress = LoadingProgress()
     progress.watch_compiler()
     foreign, own = (numba.njit(lambda x: x) for _ in range(2))
-    own.py_func.__module__ = "model_runtime.cpu_kernels.attention"
+    own.py_func.__module__ = "ropewalk.model_runtime.cpu_kernels.attention"
     foreign(1)
     assert "kernels_compiled" not in progress.as_json()
     own(1)

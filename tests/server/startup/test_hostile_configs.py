@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from model_runtime.config_limits import impossible
-from model_runtime.loading.config_values import text_values
-from model_runtime.loading.model_config import EMBEDDED_MODEL, INDEX, SINGLE
-from model_runtime.loading.plain_config import PLAIN_TYPES
+from ropewalk.model_runtime.config_limits import impossible
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, INDEX, SINGLE
+from ropewalk.model_runtime.loading.plain_config import PLAIN_TYPES, text_values
 from tests.gguf_cases import CASES
 from tests.gguf_files import Written
 from tests.models_page import SERVED

@@ -11,9 +11,9 @@ import httpx
 import pytest
 from safetensors.torch import load, save
 
-from model_runtime.hub.local_model import Wanted, local_model
-from model_runtime.loading.model_config import EMBEDDED_MODEL
-from server.settings.load import SettingsError, load_settings
+from ropewalk.model_runtime.loading.hub.local_model import Wanted, local_model
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.server.settings.load import SettingsError, load_settings
 from tests.hub_server import MODEL, FakeHub, serving, use_hub
 from tests.processes import command, run_here
 

@@ -25,7 +25,7 @@ ENDLESS = {"prompt": [7] * 20, "max_tokens": 2000, "ignore_eos": True, "n": 16}
 class Process:
     """A server process and its log; the constructor waits only for its address."""
 
-    def __init__(self, log: Path, *arguments: str, module: str = "server") -> None:
+    def __init__(self, log: Path, *arguments: str, module: str = "ropewalk") -> None:
         self._log = log
         self._stderr = log.open("w")
         self.process = subprocess.Popen(
@@ -63,7 +63,7 @@ class Process:
 
 
 @contextmanager
-def process(tmp_path: Path, *arguments: str, module: str = "server") -> Iterator[Process]:
+def process(tmp_path: Path, *arguments: str, module: str = "ropewalk") -> Iterator[Process]:
     """A server process that is always ended."""
     made = Process(tmp_path / "log", *arguments, module=module)
     try:

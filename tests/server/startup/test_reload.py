@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from model_runtime.loading.checkpoint import Checkpoint
-from server.settings.load import SettingsError
-from server.startup.reload import check_released_pages, check_table_room
-from server.startup.serving_plan import num_profiles
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.server.settings.load import SettingsError
+from ropewalk.server.startup.reload import check_released_pages, check_table_room
+from ropewalk.server.startup.serving_plan import num_profiles
 from tests.engines import deployment_of
 from tests.processes import Server, running_server
 from tests.server.soak_watch import wait_for

@@ -16,7 +16,7 @@ from tests.server.startup.test_lifecycle import ENDLESS, LONG, process, stream, 
 pytestmark = pytest.mark.alone
 
 RANKS = ("--tensor-parallel-size", "2", "--threads", "1")
-_FOLLOWER = "model_runtime.parallel.follower"
+_FOLLOWER = "ropewalk.model_runtime.parallel.follower"
 _MOST_S = 20.0  # until the other ranks have ended; a loaded machine takes seconds
 REQUESTS = [
     {

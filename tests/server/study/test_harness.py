@@ -12,11 +12,19 @@ import pytest
 from click.testing import CliRunner
 from pydantic import TypeAdapter
 
-from server.study.eval_run import EvalError, RunRecord, run_study
-from server.study.frame import Column, aligned, csv_of, flat, json_of, make_rows, text_of
-from server.study.intervals import Estimate
-from server.study.options import COUNT, Integers, Names, Percents, option, with_options
-from server.study.progress import Progress
+from ropewalk.studies.harness.eval_run import EvalError, RunRecord, run_study
+from ropewalk.studies.harness.frame import (
+    Column,
+    aligned,
+    csv_of,
+    flat,
+    json_of,
+    make_rows,
+    text_of,
+)
+from ropewalk.studies.harness.intervals import Estimate
+from ropewalk.studies.harness.options import COUNT, Integers, Names, Percents, option, with_options
+from ropewalk.studies.harness.progress import Progress
 
 COLUMNS = (
     Column("name", heading="\nname"),

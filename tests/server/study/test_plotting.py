@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.study.plotting import enclosing_ticks, length_ticks, milliseconds_text
+from ropewalk.studies.harness.plotting import enclosing_ticks, length_ticks, milliseconds_text
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from server.terminal.connection import ClientError
-from server.terminal.quantile import quantile
-from server.terminal.top import History
+from ropewalk.server.terminal.connection import ClientError
+from ropewalk.server.terminal.top import History, quantile
 from tests.docker.real_prometheus import tool
 
 BOUNDS = [0.001, 0.01, 0.1, 1.0, 10.0]

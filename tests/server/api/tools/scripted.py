@@ -13,16 +13,16 @@ import openai
 import torch
 from torch import Tensor
 
-from model_runtime.batch import Span
-from model_runtime.engine.engine import Engine
-from model_runtime.text.chat_template import ChatTemplate
-from model_runtime.text.grammar import GrammarCompiler
-from model_runtime.text.tokenizer import Tokenizer
-from model_runtime.tools.find_format import find_formats
-from server.api.service import Service
-from server.app import create_app
-from server.settings.load import load_settings
-from server.startup.load_service import load_service
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.text.chat_template import ChatTemplate
+from ropewalk.model_runtime.text.grammar import GrammarCompiler
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
+from ropewalk.model_runtime.text.tools.find_format import find_formats
+from ropewalk.server.api.service import Service
+from ropewalk.server.settings.load import load_settings
+from ropewalk.server.startup.app import create_app
+from ropewalk.server.startup.load_service import load_service
 from tests.tokens import byte_tokenizer_fast
 
 

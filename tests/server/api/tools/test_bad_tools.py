@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from server.api.chat_schema import ChatRequest
+from ropewalk.server.turns.chat_schema import ChatRequest
 from tests.schemas import HOSTILE
 from tests.server.api.tools.scripted import Scripted, saying
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.metrics import TOOL_OUTCOMES
+from ropewalk.server.metrics import TOOL_OUTCOMES
 from tests.server.api.tools.scripted import Scripted, saying
 from tests.tool_templates import HERMES, LLAMA, MISTRAL, QWEN3_CODER, THINKING
 

@@ -1,0 +1,208 @@
+"""The flat tensors of one step, built from the spans of its sequences.
+
+The tokens of all sequences are in one row. A page table maps each sequence's positions to pages.
+Position p of a sequence is at offset p % page_size of its page p // page_size.
+
+Shapes: S = sequences in the step, B = sequences with one token, T = flat tokens, N = pages of
+the longest sequence, R = rows of logits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ropewalk.model_runtime.attention.work_list import Cut, WorkList
+from ropewalk.model_runtime.transfer import on_device
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of one sequence that one step computes."""
+
+    token_ids: Sequence[int]
+    first_position: int
+    # Page table, long enough for the last position. An array must keep its numbers (`PageTable`).
+    pages: Sequence[int] | NDArray[np.int32]
+    table_id: int  # index of its rotation table
+    logit_rows: Sequence[int]  # tokens that need logits, counted from the span's start
+
+
+class Place(NamedTuple):
+    """The location of one sequence's tokens in a step."""
+
+    begin: int  # in the flat row
+    num_tokens: int
+    first_position: int  # absolute
+    table_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's tensors, on the model's device."""
+
+    token_ids_1T: Tensor  # int64
+    position_ids_1T: Tensor  # int64, absolute
+    page_T: Tensor  # int64, page of each token's key
+    offset_T: Tensor  # int64
+    page_table_SN: Tensor  # int32, padded with 0
+    cu_seqlens_S1: Tensor  # int64 [S + 1], start of each sequence's tokens in the row
+    first_position_S: Tensor  # int64, absolute position of each sequence's first token here
+    table_id_S: Tensor  # int64
+    logit_rows_R: Tensor  # int64, flat tokens that need logits
+    single_B: Tensor  # int64, sequences with one token here
+    places_S: tuple[Place, ...]  # the host's copy, which avoids a wait for the device
+    # Those of the GPU's decode kernel, each made when the first layer needs it.
+    work_lists: dict[Cut, WorkList] = field(default_factory=dict)
+
+
+class PageRow:
+    """A sequence's page table as an array, kept between steps.
+
+    A long context has a thousand pages, and a decode step adds at most one.
+    """
+
+    def __init__(self) -> None:
+        self._pages: Sequence[int] = ()
+        self._num_copied = 0
+        self._row_N = np.empty(0, dtype=np.int32)
+        self._used_N = self._row_N
+
+    def follow(self, pages: Sequence[int]) -> NDArray[np.int32]:
+        """Return the pages as int32 [N]. A different or shorter list is copied from its start.
+
+        The array is the same object as before if and only if the pages are.
+        """
+        if pages is self._pages and len(pages) == self._num_copied:
+            return self._used_N
+        if pages is not self._pages or len(pages) < self._num_copied:
+            self._pages, self._num_copied = pages, 0
+        if len(pages) > len(self._row_N):
+            grown_N = np.empty(2 * len(pages), dtype=np.int32)
+            grown_N[: self._num_copied] = self._row_N[: self._num_copied]
+            self._row_N = grown_N
+        self._row_N[self._num_copied : len(pages)] = pages[self._num_copied :]
+        self._num_copied = len(pages)
+        self._used_N = self._row_N[: len(pages)]
+        return self._used_N
+
+
+class PageTable:
+    """The page tables of the rows of a step as one array, kept between steps.
+
+    Most steps give no sequence another page, so most rows stay as they are.
+    """
+
+    def __init__(self, num_rows: int, num_pages: int, padding: int) -> None:
+        """Build a table whose rows are padding: their sequences hold the page `padding` only."""
+        self.pages_SN = np.full((num_rows, num_pages), padding, dtype=np.int32)
+        self._padding = padding
+        self._rows: list[object] = [None] * num_rows  # the array that a row was copied from
+        self._num_used = 0
+
+    def follow(self, spans: Sequence[Span]) -> tuple[slice, slice] | None:
+        """Copy the pages of the spans to the first rows, and return the part that changed.
+
+        The part is rows and columns; None: no row changed. Rows after the spans become padding.
+        An array that a row already has is not compared, so its numbers must be the same.
+        """
+        changed, width = [], 1
+        for row, span in enumerate(spans):
+            pages = span.pages
+            if pages is self._rows[row]:
+                continue
+            self._rows[row] = pages if isinstance(pages, np.ndarray) else None
+            used = pages[: self.pages_SN.shape[1]]
+            self.pages_SN[row, : len(used)] = used
+            changed.append(row)
+            width = max(width, len(used))
+        for row in range(len(spans), self._num_used):
+            self._rows[row] = None
+            self.pages_SN[row] = self._padding
+            changed.append(row)
+        self._num_used = len(spans)
+        return (slice(changed[0], changed[-1] + 1), slice(0, width)) if changed else None
+
+    def forget(self) -> None:
+        """Let the next `follow` return every row, after its last answer was not used."""
+        self._rows = [None] * len(self._rows)
+        self._num_used = len(self._rows)
+
+
+def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> Batch:
+    """Build the batch of the spans, with two transfers to a device.
+
+    It makes few numpy calls. After a forward, their code is not in the processor's cache, and
+    fetching it takes longer than the work of a decode step.
+    """
+    num_tokens_S = [len(span.token_ids) for span in spans]
+    begin_S1 = [0, *accumulate(num_tokens_S)]
+    places = tuple(
+        Place(begin, num_tokens, span.first_position, span.table_id)
+        for begin, num_tokens, span in zip(begin_S1, num_tokens_S, spans, strict=False)
+    )
+    positions = [
+        range(each.first_position, each.first_position + each.num_tokens) for each in places
+    ]
+    host = (
+        [*chain.from_iterable(span.token_ids for span in spans)],
+        [*chain.from_iterable(positions)],
+        begin_S1,
+        [place.first_position for place in places],
+        [place.table_id for place in places],
+        [
+            place.begin + row
+            for place, span in zip(places, spans, strict=True)
+            for row in span.logit_rows
+        ],
+        [index for index, num_tokens in enumerate(num_tokens_S) if num_tokens == 1],
+    )
+    sizes = [len(each) for each in host]
+    numbers = np.fromiter(chain.from_iterable(host), np.int64, sum(sizes))
+    num_tokens = begin_S1[-1]
+    columns, offsets = np.divmod(numbers[num_tokens : 2 * num_tokens], page_size)
+    width = max(each.stop - 1 for each in positions) // page_size + 1
+    table_SN = _page_table(spans, width)
+    pages = table_SN[np.repeat(np.arange(len(spans)), num_tokens_S), columns]
+    joined = on_device(np.concatenate((numbers, pages, offsets), dtype=np.int64), device)
+    split = joined.split_with_sizes([*sizes, num_tokens, num_tokens])
+    token_ids_T, position_ids_T, cu_seqlens_S1, first_position_S, table_id_S, *rest = split
+    logit_rows_R, single_B, page_T, offset_T = rest
+    return Batch(
+        token_ids_1T=token_ids_T[None],
+        position_ids_1T=position_ids_T[None],
+        page_T=page_T,
+        offset_T=offset_T,
+        page_table_SN=on_device(table_SN, device),
+        cu_seqlens_S1=cu_seqlens_S1,
+        first_position_S=first_position_S,
+        table_id_S=table_id_S,
+        logit_rows_R=logit_rows_R,
+        single_B=single_B,
+        places_S=places,
+    )
+
+
+def single_rows(spans: Sequence[Span]) -> list[Span]:
+    """Return each token of some decodes as a span of its own, which shares its sequence's pages.
+
+    All keys of a step are written before any are read, so a row sees those of the rows before it.
+    """
+    return [
+        Span((token_id,), span.first_position + row, span.pages, span.table_id, range(1))
+        for span in spans
+        for row, token_id in enumerate(span.token_ids)
+    ]
+
+
+def _page_table(spans: Sequence[Span], width: int) -> NDArray[np.int32]:
+    """Return the page table, int32 [S, N]; entries without a page are 0."""
+    table_SN = np.zeros((len(spans), width), dtype=np.int32)
+    for row_N, span in zip(table_SN, spans, strict=False):
+        used = span.pages[: len(row_N)]
+        row_N[: len(used)] = used
+    return table_SN

@@ -1,0 +1,105 @@
+"""The tensors of cached keys and values. Keys are stored unrotated and unscaled.
+
+Shapes: N = pages, K = key heads, O = offsets in a page, D = key dimensions, V = value dimensions.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Ints, PageArrays
+
+
+class LayerShape(Protocol):
+    """The cache shape of a layer."""
+
+    @property
+    def num_key_heads(self) -> int:
+        """K."""
+
+    @property
+    def key_dim(self) -> int:
+        """D."""
+
+    @property
+    def value_dim(self) -> int:
+        """V."""
+
+
+class NumberType(Protocol):
+    """A number type of torch, or its name and size."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number."""
+
+
+def bytes_per_token(layers: Mapping[int, LayerShape], dtype: NumberType) -> int:
+    """Return the cache bytes of one position over all layers."""
+    numbers = sum(
+        layer.num_key_heads * (layer.key_dim + layer.value_dim) for layer in layers.values()
+    )
+    return numbers * dtype.itemsize
+
+
+class KVCache:
+    """Pages of keys [N, K, D, O] and values [N, K, O, V] for every attention layer.
+
+    `row_keys`: if True, the numbers of one key are contiguous in memory, else those of one
+    dimension. The attention backend decides (`Backend.row_keys`). The tensor shapes are the same.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, LayerShape],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        row_keys: bool,
+    ) -> None:
+        self._pages: dict[int, tuple[Tensor, Tensor]] = {}
+        for index, layer in layers.items():
+            pages = (num_pages, layer.num_key_heads)
+            sides = (page_size, layer.key_dim) if row_keys else (layer.key_dim, page_size)
+            keys = torch.zeros(*pages, *sides, dtype=dtype, device=device)
+            self._pages[index] = (
+                keys.transpose(2, 3) if row_keys else keys,
+                torch.zeros(*pages, page_size, layer.value_dim, dtype=dtype, device=device),
+            )
+
+    @property
+    def num_pages(self) -> int:
+        """N."""
+        return len(next(iter(self._pages.values()))[0])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for pair in self._pages.values() for each in pair)
+
+    @cached_property
+    def arrays(self) -> dict[int, PageArrays]:
+        """Return the pages as numpy arrays, by layer; bfloat16 as its bits. On a CPU."""
+        from ropewalk.model_runtime.cpu_kernels.elementwise import (  # noqa: PLC0415  # imports numba
+            as_numpy,
+        )
+
+        return {
+            index: PageArrays(as_numpy(keys), as_numpy(values))
+            for index, (keys, values) in self._pages.items()
+        }
+
+    @cached_property
+    def addresses_L2(self) -> Ints:
+        """Return the start addresses of keys and values by layer order, int64. On a CPU."""
+        arrays = [self.arrays[index] for index in sorted(self.arrays)]
+        return np.array([[each.ctypes.data for each in pair] for pair in arrays], np.int64)
+
+    def pages(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys [N, K, D, O] and values [N, K, O, V]."""
+        return self._pages[layer_idx]

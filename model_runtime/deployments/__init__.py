@@ -1,0 +1,1 @@
+"""Served names: their methods, their tiers, and the tier of each request."""

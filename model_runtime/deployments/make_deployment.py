@@ -1,0 +1,321 @@
+"""Build a Deployment from settings and a checkpoint's rope block (design, section 2)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ropewalk.model_runtime.deployments.deployment import AnswerReserve, Deployment
+from ropewalk.model_runtime.deployments.position_tiers import (
+    allowed_position_tiers,
+    exact_tiers,
+    own_position_tiers,
+)
+from ropewalk.rope import (
+    ROPE_TYPES,
+    LongRope,
+    Method,
+    NativeRope,
+    Policy,
+    RopeConfigError,
+    Tier,
+    build_tiers,
+    fixed_tier,
+    longest,
+    native_tier,
+    parse_method,
+    rope_type_of,
+)
+
+# For a checkpoint without scaling: no change up to L, and scaling above it.
+DEFAULT_ROPE_SCALING: Mapping[str, Any] = {"rope_type": "yarn", "factor": 4.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentOptions:
+    """Hold an operator's choices for one deployment, under the names of the settings.
+
+    A field that is None leaves its choice to the checkpoint or to the scaling method.
+    """
+
+    rope_scaling: Mapping[str, Any] | None = None  # a block as in transformers' config.json
+    rope_policy: Policy | None = None
+    rope_tiers: Sequence[float] | None = None  # their ceilings, in native lengths, ascending
+    allowed_rope_types: Sequence[str] | None = None  # that a request may name; None: all possible
+    # Position methods that a request may name; None: the deployment's own, and native.
+    allowed_positions: Sequence[str] | None = None
+    max_rope_factor: float | None = None  # that a request may ask for; at least 1
+    # That a request may name exactly, beside those of the tiers.
+    exact_rope_factors: Sequence[float] | None = None
+    max_model_len: int | None = None  # tokens; at most the longest tier
+    answer_reserve_tokens: int | None = None  # for an answer without max_tokens; None: by tier
+    page_size: int = 1  # of the cache, which windows and chunks follow
+
+
+_DEFAULTS = DeploymentOptions()
+# The method, the policy and, by rope_type, the tiers that options and checkpoint result in. A tier
+# with positions has their method in its profile.
+_Choice = tuple[Method, Policy, dict[str, tuple[Tier, ...]]]
+
+
+def make_deployment(
+    name: str, native: NativeRope, options: DeploymentOptions = _DEFAULTS
+) -> Deployment:
+    """Build the deployment of a name (design, section 2). Raises RopeConfigError.
+
+    A checkpoint that carries scaling is served natively. The only accepted override is `fixed`,
+    which replaces its block as transformers would.
+    """
+    block = _rope_scaling(native, options)
+    method, policy, tiers = _choose(native, block, options)
+    rope_type = method.scaling.rope_type
+    own = tiers[rope_type]
+    native_len = native.native_len if method is native.method else method.native_len
+    max_len = _max_len(options.max_model_len, own)
+    positions = allowed_position_tiers(
+        options.allowed_positions, own, native, max_len, options.page_size
+    )
+    _check_allowed_types(name, rope_type, options.allowed_rope_types)
+    return Deployment(
+        name,
+        rope_type,
+        policy,
+        tiers,
+        native_len,
+        method.native_len,
+        _max_factor(name, options.max_rope_factor, own),
+        max_len,
+        overridable=not native.carries_scaling,
+        reserve=_answer_reserve(options.answer_reserve_tokens, native_len),
+        positions=positions,
+        exact=exact_tiers(options.exact_rope_factors, block, native, tiers),
+    )
+
+
+def _rope_scaling(native: NativeRope, options: DeploymentOptions) -> Mapping[str, Any] | None:
+    """Return the block to apply; None: the checkpoint's own scaling is served."""
+    if options.rope_scaling is not None or native.carries_scaling:
+        return options.rope_scaling
+    if native.chunked is not None:
+        return native.chunked.rope_block()
+    if options.rope_tiers:
+        return {**DEFAULT_ROPE_SCALING, "factor": None}  # `rope_tiers` sets the factor
+    return DEFAULT_ROPE_SCALING
+
+
+def _choose(
+    native: NativeRope, block: Mapping[str, Any] | None, options: DeploymentOptions
+) -> _Choice:
+    """Return the choice for a block; None: the checkpoint's own scaling is served."""
+    if block is None:
+        return _choose_natively(native, options)
+    longest_len = options.max_model_len
+    if options.rope_scaling is None and native.chunked is not None:
+        longest_len = longest_len or native.chunked.longest
+    placed = own_position_tiers(block, native, longest_len, options.page_size)
+    plain = {field: value for field, value in block.items() if field != "positions"}
+    if placed is None:
+        return _choose_by_block(native, plain, options)
+    return _choose_by_positions(native, plain, placed, options)
+
+
+def _choose_by_positions(
+    native: NativeRope,
+    block: Mapping[str, Any],
+    placed: tuple[Tier, ...],
+    options: DeploymentOptions,
+) -> _Choice:
+    """Return the choice of tiers with positions, which go with the checkpoint's own table."""
+    if options.rope_tiers is not None:
+        positions = placed[-1].profile.positions
+        assert positions is not None
+        raise RopeConfigError("rope_tiers", f"has no meaning beside positions ({positions.method})")
+    method = native.method
+    if not native.carries_scaling:
+        method = parse_method(block, native.rotary, native.native_len)
+        if method.native_len != native.native_len:
+            raise RopeConfigError(
+                "original_max_position_embeddings",
+                f"must be {native.native_len} beside positions; got {method.native_len}",
+            )
+    return method, options.rope_policy or "pinned", {method.scaling.rope_type: placed}
+
+
+def _choose_by_block(
+    native: NativeRope, block: Mapping[str, Any], options: DeploymentOptions
+) -> _Choice:
+    """Return the choice of tiers without positions, by a block."""
+    multiples = options.rope_tiers
+    _check_override(block, native)
+    method = _method(block, native, multiples)
+    policy = options.rope_policy or "pinned"
+    if native.carries_scaling:
+        _refuse_rescaling(native, policy)
+    if policy == "fixed" and multiples is not None:
+        raise RopeConfigError("rope_tiers", "has no meaning under rope_policy fixed, remove it")
+    if native.carries_scaling:
+        _refuse_allowed_types(options.allowed_rope_types)
+        return method, policy, {method.scaling.rope_type: (fixed_tier(method),)}
+    _refuse_two_lengths(method, multiples)
+    own = build_tiers(method, native, multiples)
+    return method, policy, _allowed_tiers(method, native, own, options.allowed_rope_types)
+
+
+def _choose_natively(native: NativeRope, options: DeploymentOptions) -> _Choice:
+    """Return the choice for a checkpoint that is served under its own scaling."""
+    _refuse_allowed_types(options.allowed_rope_types)
+    method = native.method
+    rope_type = method.scaling.rope_type
+    by_length = rope_type in ("longrope", "dynamic")
+    if by_length:
+        tiers = build_tiers(method, native, options.rope_tiers)
+    else:
+        _refuse_rescaling(native, options.rope_policy or "fixed")
+        if options.rope_tiers is not None:
+            raise RopeConfigError("rope_tiers", f"has no meaning for a checkpoint with {rope_type}")
+        tiers = (native_tier(native, native.native_len),)
+    policy = options.rope_policy or ("pinned" if by_length else "fixed")
+    return (
+        method,
+        policy,
+        {"default": (native_tier(native, longest(tiers)),), rope_type: tiers},
+    )
+
+
+def _method(
+    block: Mapping[str, Any], native: NativeRope, multiples: Sequence[float] | None
+) -> Method:
+    """Return the block's method; the largest multiple replaces an absent factor."""
+    takes_factor = block.get("factor") is None and rope_type_of(block) != "default"
+    standing_in = multiples if takes_factor else None
+    if standing_in:
+        block = {**block, "factor": max(standing_in)}
+    try:
+        return parse_method(block, native.rotary, native.native_len)
+    except RopeConfigError as error:
+        if standing_in and error.field == "factor":
+            raise RopeConfigError("rope_tiers", f"the largest {error.problem}") from error
+        raise
+
+
+def _refuse_two_lengths(method: Method, multiples: Sequence[float] | None) -> None:
+    """Raise if the method's factor differs from the last multiple, as no tier would use it."""
+    # Default has no factor; the factor of the other two is part of the formula on any tier.
+    if not multiples or method.scaling.rope_type in ("default", "dynamic", "longrope"):
+        return
+    if multiples[-1] != method.factor:
+        raise RopeConfigError(
+            "rope_tiers",
+            f"ends at {multiples[-1]:g}, but the factor of rope_scaling is {method.factor:g}: make "
+            "them equal, or leave one out",
+        )
+
+
+def _check_override(block: Mapping[str, Any], native: NativeRope) -> None:
+    """Raise if a block conflicts with the whole checkpoint."""
+    share = block.get("partial_rotary_factor")
+    if share is not None and share != native.partial_rotary_factor:
+        raise RopeConfigError(
+            "partial_rotary_factor",
+            f"is {native.partial_rotary_factor:g} in the model, and cannot be changed; got {share}",
+        )
+    stated = block.get("original_max_position_embeddings") is not None
+    if native.carries_scaling and not stated and rope_type_of(block) != "default":
+        raise RopeConfigError(
+            "original_max_position_embeddings",
+            "must be stated to replace a block that the checkpoint was trained with",
+        )
+
+
+def _refuse_rescaling(native: NativeRope, policy: Policy) -> None:
+    """Raise for any policy but `fixed`, because trained-in scaling has one table."""
+    if policy != "fixed":
+        raise RopeConfigError(
+            "rope_policy",
+            f"must be fixed: the checkpoint was trained with {native.method.scaling.rope_type}, "
+            f"and rescaling that by length is not supported yet; got {policy}",
+        )
+
+
+def _refuse_allowed_types(allowed_rope_types: Sequence[str] | None) -> None:
+    if allowed_rope_types is not None:
+        raise RopeConfigError(
+            "allowed_rope_types", "has no meaning for a checkpoint that carries scaling, remove it"
+        )
+
+
+def _allowed_tiers(
+    method: Method,
+    native: NativeRope,
+    own: tuple[Tier, ...],
+    allowed_rope_types: Sequence[str] | None,
+) -> dict[str, tuple[Tier, ...]]:
+    """Return the tiers of all allowed methods: same ceilings, each method's defaults."""
+    own_type = method.scaling.rope_type
+    has_lists = isinstance(method.scaling, LongRope)
+    possible = [name for name in ROPE_TYPES if name != "longrope" or has_lists]
+    if allowed_rope_types is None:
+        allowed_rope_types = possible
+    tiers = {own_type: own}
+    for name in allowed_rope_types:
+        if name not in possible:
+            raise RopeConfigError(
+                "allowed_rope_types", f"accepts {', '.join(possible)} here; got {name!r}"
+            )
+        if name == own_type:
+            continue
+        if name == "default":
+            tiers[name] = (native_tier(native, longest(own)),)
+            continue
+        # `dynamic` has its own factor beside the tier's; 1 is the plain form of the paper.
+        block = {
+            "rope_type": name,
+            "factor": 1.0 if name == "dynamic" else own[-1].factor,
+            "original_max_position_embeddings": method.native_len,
+        }
+        other = parse_method(block, native.rotary, native.native_len)
+        tiers[name] = build_tiers(other, native, [tier.factor for tier in own])
+    return tiers
+
+
+def _check_allowed_types(
+    name: str, rope_type: str, allowed_rope_types: Sequence[str] | None
+) -> None:
+    """Raise if the list lacks the deployment's own method, which every request gets."""
+    if allowed_rope_types is not None and rope_type not in allowed_rope_types:
+        given = ", ".join(allowed_rope_types) or "nothing"
+        raise RopeConfigError(
+            "allowed_rope_types",
+            f"must contain {rope_type}, the method of the deployment {name}; got {given}",
+        )
+
+
+def _answer_reserve(answer_reserve_tokens: int | None, native_len: int) -> AnswerReserve:
+    """Return the answer reserve; a number of the operator is obeyed as it is."""
+    if answer_reserve_tokens is None:
+        return AnswerReserve(native_len // 8, has_share=True)
+    return AnswerReserve(answer_reserve_tokens, has_share=False)
+
+
+def _max_factor(name: str, max_rope_factor: float | None, tiers: Sequence[Tier]) -> float:
+    highest = tiers[-1].factor
+    if max_rope_factor is None:
+        return highest
+    if max_rope_factor < 1:
+        raise RopeConfigError("max_rope_factor", f"must be >= 1, got {max_rope_factor:g}")
+    if max_rope_factor > highest:
+        raise RopeConfigError(
+            "max_rope_factor",
+            f"must be <= {highest:g}, the factor of the longest tier of the deployment {name}; got "
+            f"{max_rope_factor:g}",
+        )
+    return max_rope_factor
+
+
+def _max_len(max_model_len: int | None, tiers: Sequence[Tier]) -> int:
+    if max_model_len is not None and max_model_len > longest(tiers):
+        raise RopeConfigError(
+            "max_model_len",
+            f"must be <= the longest tier ({longest(tiers)} tokens), got {max_model_len}; a larger "
+            "rope_scaling factor makes longer tiers",
+        )
+    return max_model_len or longest(tiers)

@@ -1,0 +1,121 @@
+"""The cache on a GPU: Triton kernels, and torch's attention if that is faster.
+
+Sequences with one query token go to the decode kernel together, and the others to the prefill, or
+to the prefill of parts if their table has a position method.
+Importing this file imports triton, which torch's CUDA builds include.
+
+Shapes: T = flat query tokens, H = query heads, K = key heads, D = key dimensions, V = value
+dimensions, S = sequences, N = pages, O = offsets in a page.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ropewalk.model_runtime.attention.batch import Batch
+from ropewalk.model_runtime.attention.paged_attention import LayerRead
+from ropewalk.model_runtime.attention.placed_prompts import PlacedPrompts
+from ropewalk.model_runtime.attention.prompt_groups import Prompts
+from ropewalk.model_runtime.attention.work_list import WorkList, contexts_of
+from ropewalk.model_runtime.gpu.decode import cut_of, decode
+from ropewalk.model_runtime.gpu.prefill import prefill, prefill_placed
+from ropewalk.model_runtime.gpu.rotate import jit, key_strides, padded
+from ropewalk.rope import PositionMethod
+
+
+@jit("page_T", "offset_T")
+def _put(
+    key, value, page_T, offset_T, keys, values,
+    from_key_t, from_key_k, from_key_d, from_value_t, from_value_k, from_value_v,
+    KEY_N: tl.constexpr, KEY_K: tl.constexpr, KEY_O: tl.constexpr, KEY_D: tl.constexpr,
+    VALUE_N: tl.constexpr, VALUE_K: tl.constexpr, VALUE_O: tl.constexpr, VALUE_V: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
+    HEADS_2: tl.constexpr, DIM_2: tl.constexpr, VALUES_2: tl.constexpr,
+):  # fmt: skip
+    """Write one token's keys and values to its page, all heads."""
+    token = tl.program_id(0).to(tl.int64)
+    page, offset = tl.load(page_T + token), tl.load(offset_T + token)
+    k = tl.arange(0, HEADS_2)[:, None]
+    d, v = tl.arange(0, DIM_2)[None, :], tl.arange(0, VALUES_2)[None, :]
+    is_key, is_value = (k < HEADS) & (d < DIM), (k < HEADS) & (v < VALUES)
+    one = tl.load(key + token * from_key_t + k * from_key_k + d * from_key_d, mask=is_key)
+    place = keys + page * KEY_N + offset * KEY_O
+    tl.store(place + k * KEY_K + d * KEY_D, one, mask=is_key)
+    source = value + token * from_value_t
+    two = tl.load(source + k * from_value_k + v * from_value_v, mask=is_value)
+    place = values + page * VALUE_N + offset * VALUE_O
+    tl.store(place + k * VALUE_K + v * VALUE_V, two, mask=is_value)
+
+
+class TritonAttention:
+    """One step's reads and writes; the data that all layers use is prepared once."""
+
+    # A key is read and written as one row, in whole cache lines.
+    row_keys: ClassVar[bool] = True
+    can_capture: ClassVar[bool] = True
+
+    def __init__(self, batch: Batch) -> None:
+        if batch.page_T.is_cuda:
+            torch.cuda.set_device(batch.page_T.device)  # triton launches on the current device
+        self._batch = batch
+        self._prompts = Prompts(batch)  # of layers whose tables have no position method
+        self._divided: tuple[Prompts, PlacedPrompts] | None = None  # of the others
+
+    def write(
+        self, keys_NKDO: Tensor, values_NKOV: Tensor, key_TKD: Tensor, value_TKV: Tensor
+    ) -> None:
+        """Write the step's keys and values to the pages and offsets in the batch."""
+        num_tokens, num_heads, dim = key_TKD.shape
+        value_dim = value_TKV.shape[-1]
+        _put[(num_tokens,)](
+            key_TKD, value_TKV, self._batch.page_T, self._batch.offset_T, keys_NKDO, values_NKOV,
+            *key_TKD.stride(), *value_TKV.stride(),
+            *key_strides(keys_NKDO), *values_NKOV.stride(),
+            HEADS=num_heads, DIM=dim, VALUES=value_dim,
+            HEADS_2=padded(num_heads, 1), DIM_2=padded(dim), VALUES_2=padded(value_dim),
+        )  # fmt: skip
+
+    def read(self, read: LayerRead) -> Tensor:
+        """Return the attention of one layer, [T, H, V] in the query's dtype."""
+        num_tokens, num_heads, _ = read.query_THD.shape
+        out_THV = torch.empty(
+            num_tokens,
+            num_heads,
+            read.values_NKOV.shape[-1],
+            dtype=read.query_THD.dtype,
+            device=read.query_THD.device,
+        )
+        batch, methods = self._batch, read.tables.positions
+        if len(batch.single_B):
+            decode(read, batch, self._work(read), out_THV)
+        prompts = self._prompts
+        if methods:
+            prompts, placed = self._divided_by(methods)
+            if len(placed):
+                prefill_placed(read, placed, batch.page_table_SN, out_THV)
+        if len(prompts):
+            prefill(read, prompts, batch.page_table_SN, out_THV)
+        return out_THV
+
+    def _divided_by(self, methods: Mapping[int, PositionMethod]) -> tuple[Prompts, PlacedPrompts]:
+        """Return the prompts without a method, and those with one. All such layers share them."""
+        if self._divided is None:
+            self._divided = Prompts(self._batch, methods), PlacedPrompts(self._batch, methods)
+        return self._divided
+
+    def _work(self, read: LayerRead) -> WorkList:
+        """Return the pieces of the contexts with one query token, for a layer's cut."""
+        cut, lists, methods = cut_of(read), self._batch.work_lists, read.tables.positions
+        if cut not in lists:
+            places = self._batch.places_S
+            position_S = np.array(
+                [place.first_position if place.num_tokens == 1 else -1 for place in places]
+            )
+            table_id_S = np.array([place.table_id for place in places])
+            contexts = contexts_of(position_S, table_id_S, cut, methods)
+            lists[cut] = WorkList.of(contexts, cut, read.query_THD.device, methods)
+        return lists[cut]

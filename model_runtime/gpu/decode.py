@@ -1,0 +1,317 @@
+"""The GPU's read for one query token per sequence: unrotated keys, rotated in registers.
+
+A program takes one key head and one entry of the step's work list (work_list.py): a piece of a
+sequence's keys, tile by tile. A tile's keys are rotated by the angles of their offsets in the tile,
+from one small table for all tiles. The query is rotated to its own position, then rotated back by
+the tile's start.
+
+Pieces are merged by their log-sum-exp. So are the ranges of a position method. Their pieces carry
+the position of the query and the key map. Tiles begin anew with every period of the key map, so the
+angles in a tile are the same for all tiles there, too.
+
+Shapes: T = flat query tokens, B = sequences with one query token, S = sequences or tables,
+H = query heads, K = key heads, L = slots for partial results, V = value dimensions, N = pages,
+O = offsets in a page, P = rotated pairs.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ropewalk.model_runtime.attention.batch import Batch
+from ropewalk.model_runtime.attention.paged_attention import LayerRead
+from ropewalk.model_runtime.attention.rope_tables import TILE
+from ropewalk.model_runtime.attention.work_list import Cut, WorkList
+from ropewalk.model_runtime.gpu.rotate import (
+    KERNEL_LN_2,
+    LOG2_E,
+    angles,
+    capped,
+    is_interpreted,
+    jit,
+    key_strides,
+    padded,
+    product,
+    row,
+    tile_len,
+)
+
+_MERGE = tl.constexpr(16)  # pieces that the merge holds at once
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The compile options of the kernel, and the number of programs per processor."""
+
+    num_warps: int = 4
+    num_stages: int = 5  # 5: a page's number and two tiles are in flight; 3: one tile
+    programs_per_processor: int = 2  # run at the same time; the cut of the keys fills them
+
+
+AS_COMPILED = Tuning()
+
+
+@jit(
+    "page_table", "entries", "pieces", "query_start", "table_ids", "positions",
+    "num_starts", "table_width",
+)  # fmt: skip
+def _decode(
+    query, keys, values, page_table, entries, pieces, query_start, table_ids, positions,
+    start_cos, start_sin, offset_cos, offset_sin, tile_cos, tile_sin, factors, log_lens,
+    out, partials, lses,
+    scaling, softcap, num_starts, table_width,
+    query_t, query_h, out_t, out_h,
+    KEY_N: tl.constexpr, KEY_K: tl.constexpr, KEY_O: tl.constexpr, KEY_D: tl.constexpr,
+    VALUE_N: tl.constexpr, VALUE_K: tl.constexpr, VALUE_O: tl.constexpr, VALUE_V: tl.constexpr,
+    GROUP: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, TILE_ANGLES: tl.constexpr,
+    ROWS: tl.constexpr, PAIRS_2: tl.constexpr, REST_2: tl.constexpr, VALUES_2: tl.constexpr,
+    FIELDS: tl.constexpr, PLACED: tl.constexpr,
+    CAPPED: tl.constexpr, SUNK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One key head and one piece of a sequence. The only piece of one writes the output itself.
+
+    PLACED: the piece has its own position of the query and its own key map. Tiles begin anew with
+    every period, and keys stand at their index without whole moduli, over the divisor.
+    """
+    head, entry = tl.program_id(0), entries + FIELDS * tl.program_id(1)
+    sequence, slot = tl.load(entry), tl.load(entry + 3)
+    begin, end = tl.load(entry + 1), tl.load(entry + 2)
+    if begin == end:
+        return
+    num_pieces = tl.load(pieces + 2 * sequence + 1)
+    token = tl.load(query_start + sequence)
+    table_id = tl.load(table_ids + sequence)
+    true_position = tl.load(positions + sequence)
+    position = true_position
+    first_tile, end_tile = begin // TILE, (end + TILE - 1) // TILE
+    if PLACED:
+        position, period = tl.load(entry + 4), tl.load(entry + 5)
+        modulus, divisor = tl.load(entry + 6), tl.load(entry + 7)
+        per_period = (period + TILE - 1) // TILE
+        first_tile = begin // period * per_period + begin % period // TILE
+        end_tile = (end - 1) // period * per_period + (end - 1) % period // TILE + 1
+    r, t = tl.arange(0, ROWS), tl.arange(0, TILE)
+    in_tile = t // divisor if PLACED else t
+    p, e, v = tl.arange(0, PAIRS_2), tl.arange(0, REST_2), tl.arange(0, VALUES_2)
+
+    log_len = tl.load(log_lens + table_id)
+    if log_len > 0:
+        # By the true position, wherever a range places the query.
+        growth = tl.log(true_position.to(tl.float32) + 1.0) / log_len
+        scaling = scaling * tl.maximum(1.0, growth)
+    rows = query + token * query_t + (head * GROUP + r)[:, None] * query_h
+    is_row = (r < GROUP)[:, None]
+    starts, offsets = table_id * num_starts * PAIRS + p, table_id * PAGE * PAIRS + p
+    if PAIRS > 0:
+        own_cos, own_sin = angles(
+            start_cos, start_sin, offset_cos, offset_sin,
+            starts + position // PAGE * PAIRS, offsets + position % PAGE * PAIRS, p < PAIRS,
+        )  # fmt: skip
+        is_pair = is_row & (p < PAIRS)[None, :]
+        scale = scaling * tl.load(factors + table_id)
+        first = tl.load(rows + p[None, :], mask=is_pair, other=0.0).to(tl.float32) * scale
+        second = tl.load(rows + (p + PAIRS)[None, :], mask=is_pair, other=0.0).to(tl.float32)
+        second = second * scale
+    if REST > 0:
+        is_rest = is_row & (e < REST)[None, :]
+        rest = tl.load(rows + (e + 2 * PAIRS)[None, :], mask=is_rest, other=0.0)
+        rest = (rest.to(tl.float32) * scaling).to(keys.dtype.element_ty)
+
+    table = page_table + sequence * table_width
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUES_2], tl.float32)
+    for tile in range(first_tile, end_tile):
+        start, stop = tile * TILE, end
+        at = start  # the position of the tile's first key
+        if PLACED:
+            nth = tile // per_period
+            start = nth * period + (tile - nth * per_period) * TILE
+            stop = tl.minimum(end, (nth + 1) * period)
+            at = (start - nth * modulus) // divisor
+        # An index outside the piece loads a key of the piece again, with a probability of zero.
+        # Loads without masks are cheaper, and memory that may hold NaN is never read.
+        index = tl.minimum(tl.maximum(start + t, begin), stop - 1)
+        is_seen = index == start + t
+        if PAGE % TILE == 0:
+            # The tile is in one page, so its number is loaded once and not for every key.
+            page = tl.load(table + start // PAGE).to(tl.int64)
+            offset = index - start // PAGE * PAGE
+        else:
+            page = tl.load(table + index // PAGE).to(tl.int64)
+            offset = index % PAGE
+        key = keys + page * KEY_N + (head * KEY_K + offset * KEY_O)
+        scores = tl.zeros([ROWS, TILE], tl.float32)
+        if PAIRS > 0:
+            is_angle = (p < PAIRS)[None, :]
+            place = key[:, None] + p[None, :] * KEY_D
+            one = row(place, is_angle, PAIRS == PAIRS_2).to(tl.float32)
+            two = row(place + PAIRS * KEY_D, is_angle, PAIRS == PAIRS_2).to(tl.float32)
+            back_cos, back_sin = angles(
+                start_cos, start_sin, offset_cos, offset_sin,
+                starts + at // PAGE * PAIRS, offsets + at % PAGE * PAIRS, p < PAIRS,
+            )  # fmt: skip
+            cos = own_cos * back_cos + own_sin * back_sin
+            sin = own_sin * back_cos - own_cos * back_sin
+            first_rotated = (first * cos - second * sin).to(keys.dtype.element_ty)
+            second_rotated = (second * cos + first * sin).to(keys.dtype.element_ty)
+            place = table_id * TILE_ANGLES * PAIRS + in_tile[:, None] * PAIRS + p[None, :]
+            cos = row(tile_cos + place, is_angle, PAIRS == PAIRS_2)
+            sin = row(tile_sin + place, is_angle, PAIRS == PAIRS_2)
+            rotated = (one * cos - two * sin).to(keys.dtype.element_ty)
+            scores = product(first_rotated, tl.trans(rotated), scores, WIDE)
+            rotated = (two * cos + one * sin).to(keys.dtype.element_ty)
+            scores = product(second_rotated, tl.trans(rotated), scores, WIDE)
+        if REST > 0:
+            place = key[:, None] + (e + 2 * PAIRS)[None, :] * KEY_D
+            plain = row(place, (e < REST)[None, :], REST == REST_2)
+            scores = product(rest, tl.trans(plain), scores, WIDE)
+        if CAPPED:
+            scores = capped(scores, softcap)
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # The row sum adds the rounded probabilities, because the product uses the rounded ones.
+        probs = tl.exp2(scores - new_max[:, None]).to(values.dtype.element_ty)
+        keep = tl.exp2(row_max - new_max)
+        row_sum = row_sum * keep + tl.sum(probs.to(tl.float32), 1)
+        row_max = new_max
+        place = values + page * VALUE_N + (head * VALUE_K + offset * VALUE_O)
+        place = place[:, None] + v[None, :] * VALUE_V
+        value = row(place, (v < VALUES)[None, :], VALUES == VALUES_2)
+        acc = product(probs, value, acc * keep[:, None], WIDE)
+
+    acc = acc / row_sum[:, None]
+    heads = head * GROUP + r
+    is_value = is_row & (v < VALUES)[None, :]
+    if SUNK or num_pieces > 1:
+        line = slot.to(tl.int64) * tl.num_programs(0) * GROUP + heads
+        tl.store(partials + line[:, None] * VALUES + v[None, :], acc, mask=is_value)
+        tl.store(lses + line, (row_max + tl.log2(row_sum)) * KERNEL_LN_2, mask=r < GROUP)
+    else:
+        target = out + token * out_t + heads[:, None] * out_h + v[None, :]
+        tl.store(target, acc, mask=is_value)
+
+
+@jit("sequences", "query_start", "pieces")
+def _merge(
+    partials, lses, sinks, sequences, query_start, pieces, out, out_t, out_h,
+    VALUES: tl.constexpr, VALUES_2: tl.constexpr, PIECES: tl.constexpr, SUNK: tl.constexpr,
+):  # fmt: skip
+    """One sequence and query head: its pieces weighted by their log-sum-exp, with the sink's."""
+    sequence, head = tl.load(sequences + tl.program_id(0)), tl.program_id(1)
+    first = tl.load(pieces + 2 * sequence)
+    num_pieces = tl.load(pieces + 2 * sequence + 1)
+    if not SUNK and num_pieces == 1:
+        return  # the piece's program has written the output
+    token = tl.load(query_start + sequence)
+    num_heads = tl.num_programs(1)
+    lines = first.to(tl.int64) * num_heads + head
+    v, m = tl.arange(0, VALUES_2), tl.arange(0, PIECES)
+    none = float("-inf")
+    every = tl.load(lses + lines + m * num_heads, mask=m < num_pieces, other=none)
+    lse_max = tl.max(every, 0)
+    if SUNK:
+        sink = tl.load(sinks + head).to(tl.float32)
+        lse_max = tl.maximum(lse_max, sink)
+    lse_max = tl.where(lse_max == none, 0.0, lse_max)
+    weight = tl.sum(tl.exp(every - lse_max), 0)
+    if SUNK:
+        weight += tl.exp(sink - lse_max)
+    acc = tl.zeros([VALUES_2], tl.float32)
+    for at in range(0, num_pieces, _MERGE):
+        i = at + tl.arange(0, _MERGE)
+        is_piece = i < num_pieces
+        line = lines + i * num_heads
+        some = tl.exp(tl.load(lses + line, mask=is_piece, other=none) - lse_max)
+        part = tl.load(
+            partials + line[:, None] * VALUES + v[None, :],
+            mask=is_piece[:, None] & (v < VALUES)[None, :], other=0.0,
+        )  # fmt: skip
+        acc += tl.sum(some[:, None] * part, 0)
+    acc = acc / tl.where(weight > 0, weight, 1.0)
+    tl.store(out + token * out_t + head * out_h + v, acc, mask=v < VALUES)
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    """Return the device's number of multiprocessors; 8 under the interpreter, so keys are cut."""
+    if device.type != "cuda":
+        return 8
+    found: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return found
+
+
+def cut_of(read: LayerRead, tuning: Tuning = AS_COMPILED) -> Cut:
+    """Return how a layer cuts the contexts of its step."""
+    num_programs = _num_processors(read.query_THD.device) * tuning.programs_per_processor
+    num_places = max(1, num_programs // read.keys_NKDO.shape[1])
+    return Cut(read.sliding_window, _tile(read), num_places, bool(read.tables.positions))
+
+
+def _tile(read: LayerRead) -> int:
+    """Return the number of keys that a program holds at once."""
+    widest = max(read.query_THD.shape[-1], read.values_NKOV.shape[-1])
+    return tile_len(TILE, widest, read.keys_NKDO.dtype)
+
+
+def decode(
+    read: LayerRead, batch: Batch, work: WorkList, out_THV: Tensor, tuning: Tuning = AS_COMPILED
+) -> None:
+    """Write the rows of the batch's single query tokens to `out_THV`; no other row is changed.
+
+    `work`: the contexts, cut as `cut_of` says.
+    """
+    num_heads, value_dim = out_THV.shape[1:]
+    num_slots = len(work.entries_EF)
+    partials_LHV = torch.empty(num_slots, num_heads, value_dim, device=out_THV.device)
+    lses_LH = torch.empty(num_slots, num_heads, device=out_THV.device)
+    _launch(read, batch, work, out_THV, partials_LHV, lses_LH, tuning)
+    sinks_H = read.sinks_H
+    _merge[(len(batch.single_B), num_heads)](
+        partials_LHV, lses_LH, lses_LH if sinks_H is None else sinks_H,
+        batch.single_B, batch.cu_seqlens_S1, work.pieces_S2, out_THV, *out_THV.stride()[:2],
+        VALUES=value_dim, VALUES_2=padded(value_dim), PIECES=padded(work.most_pieces),
+        SUNK=sinks_H is not None,
+    )  # fmt: skip
+
+
+def _launch(
+    read: LayerRead,
+    batch: Batch,
+    work: WorkList,
+    out_THV: Tensor,
+    partials_LHV: Tensor,
+    lses_LH: Tensor,
+    tuning: Tuning,
+) -> None:
+    """Run the kernel on the pieces of all contexts."""
+    _, num_heads, dim = read.query_THD.shape
+    num_key_heads, _, page_size = read.keys_NKDO.shape[1:]
+    value_dim = read.values_NKOV.shape[-1]
+    group, pairs = num_heads // num_key_heads, read.tables.num_pairs
+    query_THD = read.query_THD if read.query_THD.stride(-1) == 1 else read.query_THD.contiguous()
+    rest = dim - 2 * pairs
+    softcap = read.softcap or 0.0
+    # Key heads first: the entries are in falling order, and so are then all programs.
+    _decode[(num_key_heads, len(work.entries_EF))](
+        query_THD, read.keys_NKDO, read.values_NKOV, batch.page_table_SN,
+        work.entries_EF, work.pieces_S2,
+        batch.cu_seqlens_S1, batch.table_id_S, batch.first_position_S,
+        *read.tables.device_tensors,
+        out_THV, partials_LHV, lses_LH,
+        read.scaling * (1.0 if softcap else LOG2_E), softcap,
+        read.tables.starts.cos.shape[1], batch.page_table_SN.shape[1],
+        *query_THD.stride()[:2], *out_THV.stride()[:2],
+        *key_strides(read.keys_NKDO), *read.values_NKOV.stride(),
+        GROUP=group, PAIRS=pairs, REST=rest, VALUES=value_dim, PAGE=page_size,
+        ROWS=padded(group), PAIRS_2=padded(pairs), REST_2=padded(rest), VALUES_2=padded(value_dim),
+        TILE=work.tile, TILE_ANGLES=TILE,
+        FIELDS=work.entries_EF.shape[1], PLACED=bool(work.methods),
+        CAPPED=softcap > 0, SUNK=read.sinks_H is not None,
+        WIDE=is_interpreted() and read.keys_NKDO.dtype == torch.bfloat16,
+        num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+    )  # fmt: skip

@@ -1,0 +1,311 @@
+"""The prefill's kernels that rotate: the queries of all prompts, and the keys of a group.
+
+Both write packed rows (prompt_groups.py). Queries include all factors of a logit except the layer's
+scaling. Keys are gathered from their pages together with the values.
+
+Shapes: T = packed query tokens, C = packed keys of a group, H = query heads, K = key heads,
+D = key dimensions, V = value dimensions.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ropewalk.model_runtime.attention.paged_attention import LayerRead
+from ropewalk.model_runtime.attention.prompt_groups import PromptGroup, QueryRows
+
+# Common functions of the GPU's kernels. Importing this file imports triton.
+#
+# In kernels, names in capitals are compile-time constants. A size that ends in _2 is a power of
+# two, not below the size of the same name without _2.
+
+LOG2_E = math.log2(math.e)
+KERNEL_LOG2_E = tl.constexpr(LOG2_E)  # a kernel can read a global only if it is a constexpr
+KERNEL_LN_2 = tl.constexpr(math.log(2))
+_LEAST = 16  # rows and columns of the smallest matrix product
+
+
+@overload
+def jit(function: Callable[..., Any], /) -> Any: ...
+
+
+@overload
+def jit(*by_request: str) -> Callable[[Callable[..., Any]], Any]: ...
+
+
+def jit(*by_request: Any) -> Any:
+    """Compile for the GPU; use Triton's interpreter if TRITON_INTERPRET was set before.
+
+    `@jit("num_keys", "page_table")` names the arguments that change from request to request. By
+    default, Triton compiles a kernel again for every kind of integer (1, multiples of 16, others)
+    and of address (multiples of 16 bytes or not). All requests would wait for it. Named arguments
+    have one kind. Others keep theirs, because aligned rows of keys are loaded in fewer
+    instructions. `@jit` alone names none. Raises ValueError for a name that the kernel lacks.
+    """
+    if len(by_request) == 1 and callable(by_request[0]):
+        return triton.jit(by_request[0])
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        lacking = set(by_request) - set(inspect.signature(function).parameters)
+        if lacking:
+            raise ValueError(f"{function.__name__} has no argument {sorted(lacking)}")
+        return triton.jit(
+            function, do_not_specialize=by_request, do_not_specialize_on_alignment=by_request
+        )
+
+    return compiled
+
+
+def is_interpreted() -> bool:
+    """Return whether kernels run in the interpreter, which has no products of bfloat16."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _let_interpreter_count() -> None:
+    """Make `range` work in Triton 3.6's interpreter with numpy 2.5 and later.
+
+    The interpreter converts a numpy array [1] to an int, which numpy refuses from 2.5 on. Triton's
+    compiler does not do so, and Triton 3.7 converts in another way.
+    """
+    from triton.runtime import interpreter  # noqa: PLC0415  # nothing that a GPU needs
+
+    patch_tensor = interpreter._patch_lang_tensor  # noqa: SLF001  # sets it anew for every launch
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch  # noqa: SLF001
+
+
+if is_interpreted() and triton.__version__.startswith("3.6."):
+    _let_interpreter_count()
+
+
+def padded(size: int, least: int = _LEAST) -> int:
+    """Return the next power of two from `size` on, at least `least`, as a kernel's block size."""
+    return max(least, int(triton.next_power_of_2(size)))
+
+
+def tile_len(most: int, width: int, dtype: torch.dtype) -> int:
+    """Return the number of rows that a program holds at once, a power of two.
+
+    It is `most` for rows of 128 bfloat16 values, and fewer for larger rows. The sizes come from the
+    compiler's report of register use (tests/hopper.py).
+    """
+    return max(_LEAST, min(most, most * 256 // (padded(width) * dtype.itemsize)))
+
+
+def key_strides(keys_NKDO: Tensor) -> tuple[int, ...]:
+    """Return the strides by page, head, offset and dimension."""
+    return tuple(keys_NKDO.stride(at) for at in (0, 1, 3, 2))
+
+
+@jit
+def product(a, b, acc, WIDE: tl.constexpr):
+    """Return acc + a @ b, float32. WIDE: the rounded operands are first widened to float32."""
+    if WIDE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@jit
+def row(at, mask, WHOLE: tl.constexpr):
+    """Load the values at `at`. WHOLE: the mask hides nothing and is not used."""
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@jit
+def angles(start_cos, start_sin, offset_cos, offset_sin, start_at, offset_at, mask):
+    """Return cosine and sine of page start + offset, from the places of both in their tables."""
+    a = tl.load(start_cos + start_at, mask=mask, other=0.0)
+    b = tl.load(start_sin + start_at, mask=mask, other=0.0)
+    c = tl.load(offset_cos + offset_at, mask=mask, other=0.0)
+    d = tl.load(offset_sin + offset_at, mask=mask, other=0.0)
+    return a * c - b * d, b * c + a * d
+
+
+@jit
+def capped(scores, softcap):
+    """Return softcap x tanh(scores / softcap), in units of log base 2."""
+    return (KERNEL_LOG2_E * softcap) * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
+
+
+_MOST_NUMBERS = 4096  # numbers of queries that a program holds at once
+_WARPS = 4
+
+
+@jit("rows", "positions", "placed", "table_ids", "num_starts")
+def _turn(
+    query, turned, rows, positions, placed, table_ids,
+    start_cos, start_sin, offset_cos, offset_sin, factors, log_lens,
+    num_starts, query_t, query_h,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    HEADS_2: tl.constexpr, PAIRS_2: tl.constexpr, REST_2: tl.constexpr, PLACED: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one query token. Positions and factors are the token's own.
+
+    PLACED: it stands at another position. Log-n takes the true one.
+    """
+    token = tl.program_id(0)
+    row = tl.load(rows + token).to(tl.int64)
+    position = tl.load(positions + token)
+    table_id = tl.load(table_ids + token).to(tl.int64)
+    log_len = tl.load(log_lens + table_id)
+    is_scaled = log_len > 0
+    growth = tl.log(position.to(tl.float32) + 1.0) / tl.where(is_scaled, log_len, 1.0)
+    scale = tl.where(is_scaled, tl.maximum(1.0, growth), 1.0)
+    h = tl.program_id(1) * HEADS_2 + tl.arange(0, HEADS_2)
+    source = query + row * query_t + (h * query_h)[:, None]
+    target = turned + (token.to(tl.int64) * HEADS + h)[:, None] * DIM
+    is_head = (h < HEADS)[:, None]
+    if PLACED:
+        position = tl.load(placed + token)
+    kind = turned.dtype.element_ty
+    if PAIRS > 0:
+        p = tl.arange(0, PAIRS_2)
+        cos, sin = angles(
+            start_cos, start_sin, offset_cos, offset_sin,
+            (table_id * num_starts + position // PAGE) * PAIRS + p,
+            (table_id * PAGE + position % PAGE) * PAIRS + p, p < PAIRS,
+        )  # fmt: skip
+        factor = scale * tl.load(factors + table_id)
+        cos, sin = (cos * factor)[None, :], (sin * factor)[None, :]
+        is_pair = is_head & (p < PAIRS)[None, :]
+        p = p[None, :]
+        one = tl.load(source + p, mask=is_pair, other=0.0).to(tl.float32)
+        two = tl.load(source + PAIRS + p, mask=is_pair, other=0.0).to(tl.float32)
+        tl.store(target + p, (one * cos - two * sin).to(kind), mask=is_pair)
+        tl.store(target + PAIRS + p, (two * cos + one * sin).to(kind), mask=is_pair)
+    if DIM > 2 * PAIRS:
+        e = 2 * PAIRS + tl.arange(0, REST_2)[None, :]
+        is_rest = is_head & (e < DIM)
+        rest = tl.load(source + e, mask=is_rest, other=0.0).to(tl.float32)
+        tl.store(target + e, (rest * scale).to(kind), mask=is_rest)
+
+
+@jit(
+    "page_table", "tiles", "cu_keys", "first_keys", "page_ats", "table_ids", "moduli", "divisors",
+    "num_starts",
+)  # fmt: skip
+def _gather(
+    keys, values, page_table, rotated, gathered,
+    start_cos, start_sin, offset_cos, offset_sin,
+    tiles, cu_keys, first_keys, page_ats, table_ids, moduli, divisors, num_starts,
+    KEY_N: tl.constexpr, KEY_K: tl.constexpr, KEY_O: tl.constexpr, KEY_D: tl.constexpr,
+    VALUE_N: tl.constexpr, VALUE_K: tl.constexpr, VALUE_O: tl.constexpr, VALUE_V: tl.constexpr,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, DIM: tl.constexpr, VALUES: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr,
+    PAIRS_2: tl.constexpr, REST_2: tl.constexpr, VALUES_2: tl.constexpr, PLACED: tl.constexpr,
+):  # fmt: skip
+    """A tile of one key head: keys rotated to their absolute positions, values unchanged.
+
+    PLACED: keys stand where the key map of their part says.
+    """
+    head = tl.program_id(1)
+    prompt = tl.load(tiles + 2 * tl.program_id(0))
+    place = tl.load(tiles + 2 * tl.program_id(0) + 1) + tl.arange(0, TILE)
+    first_row = tl.load(cu_keys + prompt)
+    is_key = place < tl.load(cu_keys + prompt + 1) - first_row
+    table_id = tl.load(table_ids + prompt).to(tl.int64)
+    index = tl.load(first_keys + prompt) + place
+    position = index
+    if PLACED:
+        position = index % tl.load(moduli + prompt) // tl.load(divisors + prompt)
+    page = tl.load(page_table + tl.load(page_ats + prompt) + index // PAGE, mask=is_key, other=0)
+    page = page.to(tl.int64)
+    row = (first_row + place).to(tl.int64) * HEADS + head
+    source = keys + page * KEY_N + (head * KEY_K + index % PAGE * KEY_O)
+    target = rotated + row * DIM
+    if PAIRS > 0:
+        p = tl.arange(0, PAIRS_2)
+        is_pair = is_key[:, None] & (p < PAIRS)[None, :]
+        cos, sin = angles(
+            start_cos, start_sin, offset_cos, offset_sin,
+            table_id * num_starts * PAIRS + (position // PAGE * PAIRS)[:, None] + p[None, :],
+            table_id * PAGE * PAIRS + (position % PAGE * PAIRS)[:, None] + p[None, :], is_pair,
+        )  # fmt: skip
+        one = tl.load(source[:, None] + p[None, :] * KEY_D, mask=is_pair, other=0.0)
+        two = tl.load(source[:, None] + (p + PAIRS)[None, :] * KEY_D, mask=is_pair, other=0.0)
+        one, two = one.to(tl.float32), two.to(tl.float32)
+        tl.store(target[:, None] + p[None, :], one * cos - two * sin, mask=is_pair)
+        tl.store(target[:, None] + (p + PAIRS)[None, :], two * cos + one * sin, mask=is_pair)
+    if DIM > 2 * PAIRS:
+        e = 2 * PAIRS + tl.arange(0, REST_2)
+        is_rest = is_key[:, None] & (e < DIM)[None, :]
+        rest = tl.load(source[:, None] + e[None, :] * KEY_D, mask=is_rest, other=0.0)
+        tl.store(target[:, None] + e[None, :], rest, mask=is_rest)
+    v = tl.arange(0, VALUES_2)
+    is_value = is_key[:, None] & (v < VALUES)[None, :]
+    source = values + page * VALUE_N + (head * VALUE_K + index % PAGE * VALUE_O)
+    value = tl.load(source[:, None] + v[None, :] * VALUE_V, mask=is_value, other=0.0)
+    tl.store(gathered + row[:, None] * VALUES + v[None, :], value, mask=is_value)
+
+
+def turned(read: LayerRead, queries: QueryRows) -> Tensor:
+    """Rotate the queries of all prompts to their positions, [T, H, D] in the cache's dtype.
+
+    The arithmetic is float32. The attention factor is included for query and key, because keys
+    are stored and gathered without it. So is the factor of the log-n switch.
+    """
+    _, num_heads, dim = read.query_THD.shape
+    query_THD = read.query_THD if read.query_THD.stride(-1) == 1 else read.query_THD.contiguous()
+    num_tokens = len(queries.row_T)
+    turned_THD = read.keys_NKDO.new_empty(num_tokens, num_heads, dim)
+    tensors, pairs = read.tables.device_tensors, read.tables.num_pairs
+    heads = heads_at_once(num_heads, dim)
+    _turn[(num_tokens, -(-num_heads // heads))](
+        query_THD, turned_THD, queries.row_T, queries.position_T,
+        queries.position_T if queries.placed_T is None else queries.placed_T, queries.table_id_T,
+        *tensors.pages, tensors.squared_factor_S, tensors.logn_S,
+        read.tables.starts.cos.shape[1], *query_THD.stride()[:2],
+        HEADS=num_heads, PAIRS=pairs, DIM=dim, PAGE=read.keys_NKDO.shape[-1],
+        HEADS_2=heads, PAIRS_2=padded(pairs), REST_2=padded(dim - 2 * pairs),
+        PLACED=queries.placed_T is not None,
+        num_warps=_WARPS,
+    )  # fmt: skip
+    return turned_THD
+
+
+def heads_at_once(num_heads: int, dim: int) -> int:
+    """Return the number of heads of a token that a program holds, a power of two."""
+    return min(padded(num_heads, 1), max(1, _MOST_NUMBERS // padded(dim)))
+
+
+def gathered(
+    read: LayerRead,
+    group: PromptGroup,
+    page_table_SN: Tensor,
+    tile: int,
+    key_maps: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gather the rotated keys [C, K, D] and the values [C, K, V] of a group, prompt by prompt.
+
+    The keys are without the attention factor, because the query includes it for both.
+    `key_maps`: modulus and divisor of each part; None: keys stand at their index.
+    """
+    num_heads, dim, page_size = read.keys_NKDO.shape[1:]
+    value_dim = read.values_NKOV.shape[-1]
+    pairs = read.tables.num_pairs
+    key_CKD = read.keys_NKDO.new_empty(group.num_keys, num_heads, dim)
+    value_CKV = read.values_NKOV.new_empty(group.num_keys, num_heads, value_dim)
+    _gather[(len(group.key_tiles_W2), num_heads)](
+        read.keys_NKDO, read.values_NKOV, page_table_SN, key_CKD, value_CKV,
+        *read.tables.device_tensors.pages,
+        group.key_tiles_W2, group.cu_keys_G1, group.first_key_G, group.page_at_G, group.table_id_G,
+        *(key_maps or (group.first_key_G,) * 2), read.tables.starts.cos.shape[1],
+        *key_strides(read.keys_NKDO), *read.values_NKOV.stride(),
+        HEADS=num_heads, PAIRS=pairs, DIM=dim, VALUES=value_dim, PAGE=page_size, TILE=tile,
+        PAIRS_2=padded(pairs), REST_2=padded(dim - 2 * pairs), VALUES_2=padded(value_dim),
+        PLACED=key_maps is not None,
+        num_warps=_WARPS,
+    )  # fmt: skip
+    return key_CKD, value_CKV

@@ -1,0 +1,95 @@
+"""Modules in the place of linears and embeddings whose weights are stored in few bits.
+
+A module's weight *is* its widened weight. A model with these modules is therefore an ordinary model
+with other numbers, and the self-check compares with it. The forward of a linear widens a part of
+its weight at a time. It is slow, and `packed_linear.py` replaces it once the model is patched.
+
+Nothing here imports numba before a forward runs.
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, PANEL
+
+if TYPE_CHECKING:
+    from ropewalk.model_runtime.cpu_kernels.low_bits.panels import LowBitPanels
+
+_PANELS_AT_ONCE = 64  # that a linear's own forward widens
+
+
+def _without_memory(num_inputs: int, dtype: torch.dtype) -> nn.Parameter:
+    """Return a weight without rows: model code may read its dtype and its device."""
+    return nn.Parameter(torch.empty(0, num_inputs, dtype=dtype), requires_grad=False)
+
+
+class LowBitLinear(nn.Module):
+    """A linear whose weight is stored in few bits."""
+
+    is_linear: ClassVar = True  # see random_numbers.py
+
+    def __init__(self, panels: "LowBitPanels", bias: Tensor | None, dtype: torch.dtype) -> None:
+        """Keep the panels. `dtype` is the number type of inputs and outputs."""
+        super().__init__()
+        self.in_features, self.out_features = panels.num_inputs, panels.num_outputs
+        self.panels = panels
+        self.weight = _without_memory(panels.num_inputs, dtype)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the linear, [..., K] -> [..., N]."""
+        from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (  # noqa: PLC0415  # numba
+            widened,
+        )
+
+        num_panels = -(-self.out_features // PANEL)
+        parts = []
+        for first in range(0, num_panels, _PANELS_AT_ONCE):
+            end = min(num_panels, first + _PANELS_AT_ONCE)
+            part_NK = widened(self.panels, self.weight.dtype, first, end)
+            parts.append(nn.functional.linear(x, part_NK))
+        out = torch.cat(parts, dim=-1)
+        return out if self.bias is None else out + self.bias
+
+
+def in_float_panels(linear: nn.Linear) -> LowBitLinear:
+    """Return a linear of floats with its weight in float32 panels, for a product with others.
+
+    The number of its inputs is a multiple of 32.
+    """
+    from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (  # noqa: PLC0415  # imports numba
+        PanelWriter,
+        float_parts,
+    )
+
+    writer = PanelWriter(FLOAT32, *linear.weight.shape)
+    writer.write(0, float_parts(linear.weight.detach()))
+    return LowBitLinear(writer.panels, linear.bias, linear.weight.dtype)
+
+
+class LowBitEmbedding(nn.Module):
+    """An embedding whose rows are stored in few bits, perhaps in a head's panels.
+
+    A row is multiplied by the embedding's own scale, if it has one (Gemma).
+    """
+
+    def __init__(self, panels: "LowBitPanels", original: nn.Embedding) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = panels.num_outputs, panels.num_inputs
+        self.padding_idx = original.padding_idx
+        self.panels = panels
+        self.weight = _without_memory(panels.num_inputs, original.weight.dtype)
+        scale: Any = getattr(original, "embed_scale", None)
+        self.embed_scale = scale
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the rows of token ids, [...] -> [..., K]."""
+        from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (  # noqa: PLC0415  # numba
+            gathered,
+        )
+
+        rows = gathered(self.panels, input_ids.reshape(-1).numpy(), self.weight.dtype)
+        rows = rows.view(*input_ids.shape, self.embedding_dim)
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)

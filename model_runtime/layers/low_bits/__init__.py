@@ -1,4 +1,0 @@
-"""Linears and embeddings with weights of few bits, and their products.
-
-May import: layers, cpu_kernels.
-"""

@@ -1,0 +1,82 @@
+"""The storage of weights in few bits, from the files' headers: no weight is read."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import safe_open
+
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8
+from ropewalk.model_runtime.formats.quantised_inventory import read_inventory
+from ropewalk.model_runtime.loading.low_bits import (
+    Storage,
+    Weights,
+    can_hold,
+    can_quantise,
+    format_of_type,
+    refuse_int8,
+)
+from ropewalk.model_runtime.loading.model_config import ModelConfig, weight_files
+
+_GGUF_EMBEDDING, _GGUF_HEAD, _GGUF_ROUTER = "token_embd.weight", "output.weight", "gate_inp"
+_HEAD = "lm_head.weight"
+_EMBEDDING = re.compile(r"\b(embed_tokens|embed_in|wte|word_embeddings)\b")
+
+
+def planned_storage(outline: ModelConfig, weights: Weights, *, is_divided: bool) -> Storage | None:
+    """Return the storage that a load would have; None if all weights are floats, or not here.
+
+    Raises ModelError if int8 is not possible with this device or this number of processes.
+    """
+    if weights == "int8":
+        refuse_int8(outline.device.type, is_divided=is_divided)
+    if outline.device.type != "cpu" or is_divided or weights == "dequantised":
+        return None
+    path = Path(outline.source)
+    if path.is_file():
+        found = _gguf(outline, path, to_int8=weights == "int8")
+    elif weights == "int8" and outline.has_weights:
+        found, is_tied = Storage(), outline.config.get_text_config().tie_word_embeddings
+        for name, shape in _shapes(outline, path):
+            kind = INT8 if can_quantise(name, shape) else None
+            is_product = is_tied or not _EMBEDDING.search(name)
+            found.add(name, shape, kind, outline.dtype.itemsize, is_product=is_product)
+    else:
+        return None
+    return found if found.by_format else None
+
+
+def _gguf(outline: ModelConfig, path: Path, *, to_int8: bool) -> Storage:
+    from ropewalk.model_runtime.formats.gguf_config import ROPE_TENSORS  # noqa: PLC0415
+    from ropewalk.model_runtime.formats.gguf_file import read_gguf  # noqa: PLC0415  # imports numpy
+
+    found, tensors = Storage(), read_gguf(path).tensors
+    for name, info in tensors.items():
+        if name in ROPE_TENSORS:
+            continue
+        kind = format_of_type(info.type_name)
+        if _GGUF_ROUTER in name or kind is None or not can_hold(name, info.shape, kind):
+            is_int8 = to_int8 and _GGUF_ROUTER not in name and can_quantise(name, info.shape)
+            kind = INT8 if is_int8 else None
+        is_head = _GGUF_HEAD not in tensors
+        is_product = is_head or name != _GGUF_EMBEDDING
+        found.add(name, info.shape, kind, outline.dtype.itemsize, is_product=is_product)
+        if name == _GGUF_EMBEDDING and kind is None and is_head:
+            found.add(name, info.shape, None, outline.dtype.itemsize)  # the head's packed copy
+    return found
+
+
+def _shapes(outline: ModelConfig, folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the names and shapes of a checkpoint's weights; a tied head counts once."""
+    is_tied = outline.config.get_text_config().tie_word_embeddings
+    files = weight_files(folder)
+    if outline.stored is not None:
+        inventory = read_inventory(files, outline.stored)
+        yield from ((each.name, tuple(each.shape)) for each in inventory.quantised)
+        yield from ((each.name, tuple(each.shape)) for each in inventory.plain)
+        return
+    for path in files:
+        with safe_open(path, framework="np") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                if not (is_tied and name == _HEAD):
+                    yield name, tuple(opened.get_slice(name).get_shape())

@@ -1,0 +1,84 @@
+"""The choice of the attention backend for a device, and a cache in that backend's layout.
+
+Each backend is imported only for its device. A machine with a GPU needs no working numba.
+"""
+
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+
+import torch
+
+from ropewalk.model_runtime.attention.kv_cache import KVCache, LayerShape
+from ropewalk.model_runtime.attention.paged_attention import Backend, LayerPlan
+from ropewalk.model_runtime.attention.torch_backend import TorchAttention
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.rope import ALL_LAYERS, Profile
+
+
+def has_cpu_kernels(device: torch.device) -> bool:
+    """Return whether the kernels that numba compiles serve the device."""
+    return device.type == "cpu" and _cpu_fault() is None
+
+
+def _cpu_fault() -> str | None:
+    """Return why the CPU's kernels cannot be used, in one line; None if they can."""
+    try:
+        from ropewalk.model_runtime.cpu_kernels.trials import kernel_fault  # noqa: PLC0415
+    except ImportError as error:  # versions beside each other that numba does not accept
+        return f"{type(error).__name__}: {error}"
+    return kernel_fault()
+
+
+def has_gpu_kernels(device: torch.device) -> bool:
+    """Return whether the kernels that triton compiles serve the device."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def backend_for(device: torch.device) -> type[Backend]:
+    """Return the compiled backend; plain torch if neither numba nor triton serves the device."""
+    if has_cpu_kernels(device):
+        from ropewalk.model_runtime.attention.cpu_backend import CpuAttention  # noqa: PLC0415
+
+        return CpuAttention
+    if has_gpu_kernels(device):
+        from ropewalk.model_runtime.gpu.backend import TritonAttention  # noqa: PLC0415  # optional
+
+        return TritonAttention
+    return TorchAttention
+
+
+def check_layers(profiles: Iterable[Profile], plans: Mapping[int, LayerPlan]) -> None:
+    """Raise ModelError if a layer reads every key and a profile's positions release pages."""
+    types = {plan.layer_type for plan in plans.values()}
+    for profile in profiles:
+        if profile.positions is not None and profile.positions.kept and types != {ALL_LAYERS}:
+            raise ModelError(
+                f"positions: {profile.positions.method} is not served for a model with layers "
+                "that rotate otherwise or not at all, because those read every key"
+            )
+
+
+def new_store(
+    layers: Mapping[int, LayerShape],
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:
+    """Return an empty cache in the layout of the device's backend."""
+    row_keys = backend_for(device).row_keys
+    return KVCache(layers, num_pages, page_size, dtype, device, row_keys=row_keys)
+
+
+def described(device: torch.device) -> str:
+    """Return the name of a device's backend, for the banner."""
+    if has_gpu_kernels(device):
+        return "Triton"
+    if device.type != "cpu":
+        return "torch"
+    fault = _cpu_fault()
+    if fault is not None:
+        return f"torch, slow (compiled kernels fail: {fault})"
+    from ropewalk.model_runtime.cpu_kernels.simd import vectors  # noqa: PLC0415
+
+    return f"{vectors().name}, {vectors().lanes} lanes"

@@ -1,0 +1,49 @@
+"""The limits and sampling of a turn, whatever body it came in."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import BaseModel
+
+from ropewalk.model_runtime.errors import RequestError
+from ropewalk.server.api.generation_schema import GenerationRequest
+
+# Fields that mean the same in all bodies.
+_ALIKE = ("model", "temperature", "top_p", "seed", "cache_salt", "rope", "stream")
+
+
+class TurnRequest(GenerationRequest):
+    """A generating request that a route builds from its own body, which has checked the fields."""
+
+    max_tokens: int | None = None
+
+    @classmethod
+    def of(cls, body: BaseModel, **others: Any) -> "TurnRequest":
+        """Build it from the fields that a body has under our names, and from `others`."""
+        alike = {name: getattr(body, name) for name in _ALIKE}
+        return cls.model_construct(None, **alike, **others)
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        """Return the max number of tokens; None: to the end of the tier."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Return None: these routes report no logprobs."""
+        return None
+
+
+@contextmanager
+def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors of the block name the fields as the body does. `names`: of ours, the body's."""
+    try:
+        yield
+    except RequestError as error:
+        told = str(error)
+        for ours, theirs in names.items():
+            told = told.replace(f"`{ours}`", f"`{theirs}`")
+        error.args = (told,)
+        error.param = names.get(error.param or "", error.param)
+        raise

@@ -1,0 +1,112 @@
+"""GET /stats: the numbers of /metrics that a page or a terminal draws, as JSON.
+
+All counts grow from the process's start, as those of /metrics do. A client subtracts two answers to
+see the time between them. The server keeps no windows of time.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+from ropewalk.server.api.strict_body import Body
+from ropewalk.server.metrics import ByContext, Metrics
+
+_TOTALS = {
+    "prompt_tokens": "ropewalk_prompt_tokens_total",
+    "prompt_tokens_cached": "ropewalk_prompt_tokens_cached_total",
+    "generated_tokens": "ropewalk_generated_tokens_total",
+    "preemptions": "ropewalk_preemptions_total",
+    "requests_running": "ropewalk_requests_running",
+    "requests_waiting": "ropewalk_requests_waiting",
+    "kv_cache_tokens": "ropewalk_kv_cache_tokens",
+}
+_REQUESTS = "ropewalk_requests_total"
+_CACHE_USAGE = "ropewalk_kv_cache_usage_ratio"
+
+
+class LatencyCounts(Body):
+    """One histogram of seconds for each context bucket, with cumulative counts."""
+
+    counts: list[list[int]]  # [context bucket][bound], as Prometheus' `le` counts them
+    sums: list[float]  # seconds in all, by context bucket
+
+
+class LatencyStats(LatencyCounts):
+    """The histograms of all deployments together, and of each that has some observations."""
+
+    bounds: list[float]  # upper bounds in seconds; one more bucket without a bound follows
+    models: dict[str, LatencyCounts]  # by deployment
+
+
+class RequestStats(Body):
+    """The requests that ended with one scaling for one reason."""
+
+    model_name: str
+    rope_type: str
+    factor: str
+    finish_reason: str
+    count: int
+
+
+class Stats(Body):
+    """The answer of /stats."""
+
+    context_bounds: list[int]  # upper bounds in tokens; one more bucket without a bound follows
+    time_to_first_token_seconds: LatencyStats
+    inter_token_latency_seconds: LatencyStats
+    prompt_tokens: int
+    prompt_tokens_cached: int
+    generated_tokens: int
+    preemptions: int
+    requests_running: int
+    requests_waiting: int
+    kv_cache_usage_ratio: float
+    kv_cache_tokens: int
+    requests: list[RequestStats]  # without those that count zero
+
+
+def read_stats(metrics: Metrics) -> Stats:
+    """Read the current numbers from the registry that /metrics renders."""
+    samples = _samples(metrics.collect())
+    # One sample, or one for each replica.
+    totals = {
+        field: int(sum(each.value for each in samples[name])) for field, name in _TOTALS.items()
+    }
+    usages = [each.value for each in samples[_CACHE_USAGE]]
+    return Stats(
+        context_bounds=list(metrics.first_tokens.context_bounds),
+        time_to_first_token_seconds=_latency(metrics.first_tokens),
+        inter_token_latency_seconds=_latency(metrics.next_tokens),
+        requests=[
+            RequestStats(**each.labels, count=int(each.value))
+            for each in samples[_REQUESTS]
+            if each.value
+        ],
+        kv_cache_usage_ratio=sum(usages) / max(1, len(usages)),
+        **totals,
+    )
+
+
+def _samples(families: Iterable[Metric]) -> dict[str, list[Sample]]:
+    found: dict[str, list[Sample]] = defaultdict(list)
+    for family in families:
+        for sample in family.samples:
+            found[sample.name].append(sample)
+    return found
+
+
+def _latency(histogram: ByContext) -> LatencyStats:
+    models = {
+        name: LatencyCounts(counts=model.cumulative(), sums=list(model.sums))
+        for name, model in histogram.models().items()
+    }
+    num_contexts, num_counts = len(histogram.context_bounds) + 1, len(histogram.bounds) + 1
+    counts = [[0] * num_counts for _ in range(num_contexts)]
+    sums = [0.0] * num_contexts
+    for model in models.values():
+        for at, more in enumerate(model.counts):
+            counts[at] = [one + other for one, other in zip(counts[at], more, strict=True)]
+            sums[at] += model.sums[at]
+    return LatencyStats(bounds=list(histogram.bounds), counts=counts, sums=sums, models=models)

@@ -1,0 +1,1 @@
+"""The routes of conversations: chat, responses, messages, and the tools of all three."""

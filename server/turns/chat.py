@@ -1,0 +1,285 @@
+"""POST /v1/chat/completions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from ropewalk.model_runtime.errors import RequestError
+from ropewalk.model_runtime.request import Output
+from ropewalk.model_runtime.text.tools.answer_reader import ReadingPlan, ReasoningDelta, TextDelta
+from ropewalk.server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
+from ropewalk.server.api.generation_schema import (
+    CompletionTokensDetails,
+    PromptProgressAnswer,
+    Usage,
+)
+from ropewalk.server.api.json_body import JsonBodyRoute
+from ropewalk.server.api.output_queue import Submission
+from ropewalk.server.api.service import Service
+from ropewalk.server.api.structured_schema import ChatLogprobs, TokenLogprobs, TopLogprob
+from ropewalk.server.turns.chat_schema import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatRequest,
+    ChatResponse,
+    ChunkChoice,
+    Delta,
+)
+from ropewalk.server.turns.chat_turn import ChatTurn, ToolSchemaError, checked_variables, prepare
+from ropewalk.server.turns.part_answer import ChoiceReader, NumberedCall, NumberedPiece, PartEvent
+from ropewalk.server.turns.tool_schema import (
+    AnswerCall,
+    AnswerFunction,
+    DeltaCall,
+    DeltaFunction,
+    call_choice,
+)
+
+
+def chat_router(service: Service) -> APIRouter:
+    """Build a router with the route over one service."""
+    router = APIRouter(route_class=JsonBodyRoute)
+
+    @router.post("/v1/chat/completions", response_model=ChatResponse)
+    async def chat(body: ChatRequest, http: Request) -> Response:
+        async with service.reserve(body, service.chat_template.stop) as reservation:
+            turn = _turn(service, body)
+            try:
+                prepared = await prepare(service, turn)
+            except ToolSchemaError as error:
+                index = [tool.name for tool in turn.tools].index(error.tool.name)
+                raise RequestError(
+                    str(error), param=f"tools.{index}.function.parameters"
+                ) from error
+            predicted_ids: Sequence[int] = ()
+            if body.prediction is not None:
+                predicted_ids = await service.tokenize(
+                    body.prediction.text, add_special_tokens=False, param="prediction"
+                )
+            submission = reservation.submit(
+                [prepared.prompt_ids],
+                prepared.grammar,
+                prepared.shown_ids,
+                prepared.masked_id,
+                predicted_ids,
+            )
+        return await respond(http, _ChatAnswer(service, submission, body, turn, prepared.plan))
+
+    return router
+
+
+def _turn(service: Service, body: ChatRequest) -> ChatTurn:
+    """Return what a body asks of the model. Raises RequestError."""
+    return ChatTurn(
+        messages=[message.for_template() for message in body.messages],
+        opens_answer=body.opens_answer,
+        continue_final_message=bool(body.continue_final_message),
+        add_special_tokens=bool(body.add_special_tokens),
+        variables=checked_variables(service, body.chat_template_kwargs),
+        reasoning_effort=body.reasoning_effort,
+        tools=[tool.tool() for tool in body.tools or ()],
+        choice=call_choice(body.tool_choice),
+        is_parallel=body.parallel_tool_calls is not False,
+        answer=body.asked_answer,
+        whitespace=body.whitespace_asked,
+    )
+
+
+class _ChatAnswer(ChunkAnswer[ChatRequest]):
+    """An answer in OpenAI's chat format."""
+
+    def __init__(
+        self,
+        service: Service,
+        submission: Submission,
+        body: ChatRequest,
+        turn: ChatTurn,
+        plan: ReadingPlan | None,
+    ) -> None:
+        """`plan`: how the answers are read; None: they are text."""
+        super().__init__(service, submission, body)
+        self._has_begun = [False for _ in submission.requests]
+        self._readers: list[ChoiceReader] = []
+        if plan is not None:
+            self._readers = [
+                ChoiceReader(plan, is_named=turn.choice.is_named) for _ in submission.requests
+            ]
+            self._tells_reasoning = plan.reasoning is not None
+            self.listener = self._read
+
+    def _read(self, index: int, output: Output) -> None:
+        reader = self._readers[index]
+        reader.read(output)
+        if output.finish_reason is not None:
+            self.service.metrics.tool_calls(reader.outcomes())
+
+    def usage(self) -> Usage:
+        """Return the token counts, with those of reasoning and of a prediction if there are any."""
+        details: dict[str, int] = {}
+        if self._readers and self._tells_reasoning:
+            details["reasoning_tokens"] = sum(each.num_reasoning_tokens for each in self._readers)
+        if self.body.prediction is not None:
+            # Only then: the numbers follow the measured steps, so they differ between equal bodies.
+            details["accepted_prediction_tokens"] = sum(each.drafts[0] for each in self.choices)
+            details["rejected_prediction_tokens"] = sum(each.drafts[1] for each in self.choices)
+        usage = super().usage()
+        if not details:
+            return usage
+        parts = CompletionTokensDetails(**details)
+        return usage.model_copy(update={"completion_tokens_details": parts})
+
+    def whole_body(self, outputs: Sequence[Output]) -> ChatResponse:
+        """Build the body with every choice."""
+        return ChatResponse(
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=[
+                ChatChoice(
+                    index=index,
+                    message=self._message(index, output),
+                    logprobs=self._logprobs(output),
+                    finish_reason=self._finish_reason(index, output),
+                    rope=self.rope(index, output),
+                    token_ids=self.token_ids(output),
+                )
+                for index, output in enumerate(outputs)
+            ],
+            usage=self.usage(),
+            timings=self.timings(),
+            prompt_logprobs=self.prompt_logprobs(outputs[0]),
+            prompt_token_ids=self.prompt_token_ids(0),
+        )
+
+    def _message(self, index: int, output: Output) -> AnswerMessage:
+        if not self._readers:
+            return AnswerMessage(content=output.text)
+        parts = self._readers[index].take()
+        calls = [
+            AnswerCall(
+                id=call.call_id, function=AnswerFunction(name=call.name, arguments=arguments)
+            )
+            for call, arguments in parts.calls
+        ]
+        return AnswerMessage(
+            content=parts.text if parts.text or not calls else None,
+            reasoning_content=parts.reasoning or None,
+            reasoning=parts.reasoning or None,
+            tool_calls=calls or None,
+        )
+
+    def piece(self, index: int, output: Output) -> ChunkChoice:
+        """Build the next piece of a choice that is text; the first one contains the role."""
+        return self._chunks(index, output, [{"content": output.text}])[0]
+
+    def pieces(self, index: int, output: Output) -> Sequence[ChunkChoice]:
+        """Build the next pieces of one choice, as OpenAI does.
+
+        A call begins in a piece of its own, after the role, and the end has an empty one after it.
+        """
+        if not self._readers:
+            return [self.piece(index, output)]
+        deltas = _deltas(self._readers[index].take_in_order())
+        if not self._has_begun[index] and deltas and "tool_calls" in deltas[0]:
+            deltas.insert(0, {})
+        if output.finish_reason is not None and (not deltas or "tool_calls" in deltas[-1]):
+            deltas.append({})
+        if not deltas and (output.logprobs or self.token_ids(output)):
+            deltas.append({})
+        return self._chunks(index, output, deltas)
+
+    def _chunks(
+        self, index: int, output: Output, deltas: Sequence[dict[str, Any]]
+    ) -> list[ChunkChoice]:
+        """Build a piece of each delta. The first has the tokens, and the last the reason."""
+        chunks = []
+        for at, fields in enumerate(deltas):
+            if not self._has_begun[index]:
+                self._has_begun[index] = True
+                fields["role"] = "assistant"
+            is_last = at + 1 == len(deltas)
+            chunks.append(
+                ChunkChoice(
+                    index=index,
+                    delta=Delta(**fields),
+                    logprobs=None if at else self._logprobs(output),
+                    finish_reason=self._finish_reason(index, output) if is_last else None,
+                    rope=self.rope(index, output),
+                    token_ids=None if at else self.token_ids(output),
+                )
+            )
+        return chunks
+
+    def _finish_reason(self, index: int, output: Output) -> str | None:
+        if self._readers:
+            return self._readers[index].finish_reason(output)
+        return finish_reason(output)
+
+    def event_body(
+        self,
+        choices: Sequence[ChunkChoice],
+        *,
+        usage: Usage | None = None,
+        progress: PromptProgressAnswer | None = None,
+    ) -> ChatChunk:
+        """Build OpenAI's chunk."""
+        return ChatChunk(
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=list(choices),
+            usage=usage,
+            timings=self.timings() if choices else None,
+            prompt_progress=progress,
+            prompt_token_ids=self.prompt_token_ids(0) if choices else None,
+        )
+
+    def _logprobs(self, output: Output) -> ChatLogprobs | None:
+        if not self.body.logprobs:
+            return None
+        return ChatLogprobs(
+            content=[
+                TokenLogprobs(
+                    **self._scored(entry.token_id, entry.logprob),
+                    top_logprobs=[TopLogprob(**self._scored(*each)) for each in entry.top],
+                )
+                for entry in output.logprobs
+            ]
+        )
+
+    def _scored(self, token_id: int, logprob: float) -> dict[str, Any]:
+        tokenizer = self.service.tokenizer
+        return {
+            "token": tokenizer.token_text(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
+
+def _deltas(events: Sequence[PartEvent]) -> list[dict[str, Any]]:
+    """Return the fields of deltas: one for text and reasoning that follow each other, one a call's.
+
+    Reasoning has two names, as clients read either.
+    """
+    found: list[dict[str, Any]] = []
+    for event in events:
+        if isinstance(event, NumberedCall):
+            function = DeltaFunction(name=event.name, arguments="")
+            begun = DeltaCall(
+                index=event.index, id=event.call_id, type="function", function=function
+            )
+            found.append({"tool_calls": [begun]})
+        elif isinstance(event, NumberedPiece):
+            function = DeltaFunction(arguments=event.text)
+            found.append({"tool_calls": [DeltaCall(index=event.index, function=function)]})
+        elif isinstance(event, TextDelta | ReasoningDelta):
+            if not found or "tool_calls" in found[-1]:
+                found.append({})
+            names = ["content"] if isinstance(event, TextDelta) else _REASONING
+            found[-1].update({name: found[-1].get(name, "") + event.text for name in names})
+    return found
+
+
+_REASONING = ("reasoning_content", "reasoning")

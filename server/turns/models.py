@@ -1,0 +1,257 @@
+"""Bodies of the routes about models and tokens."""
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated, Literal
+
+from fastapi import APIRouter
+from pydantic import ConfigDict, Field
+
+from ropewalk.model_runtime.deployments.deployment import Deployment
+from ropewalk.server.api.generation_schema import TokenId
+from ropewalk.server.api.json_body import JsonBodyRoute
+from ropewalk.server.api.rope_schema import PositionsField
+from ropewalk.server.api.service import Service
+from ropewalk.server.api.strict_body import Body, FirstMistakes, is_none
+from ropewalk.server.turns.chat_schema import (
+    Messages,
+    ReasoningEffort,
+    TemplateVariables,
+    Tools,
+    problems_of_opening,
+    problems_of_results,
+)
+from ropewalk.server.turns.chat_turn import ChatTurn, checked_variables, prompt_ids, render
+from ropewalk.server.turns.tool_schema import ToolChoiceField, call_choice, problems_of_choice
+
+
+class TierEntry(Body):
+    """One tier of a deployment."""
+
+    max_len: int  # tokens
+    factor: float
+    rope_type: str
+    positions: PositionsField | None = Field(None, exclude_if=is_none)
+
+
+class ModelMeta(Body):
+    """Lengths under llama.cpp's names, which agents read."""
+
+    n_ctx: int  # the longest context
+    n_ctx_train: int  # the length that the checkpoint was trained for
+
+
+class ScalingEntry(Body):
+    """The scaling of a deployment, and how its model writes calls."""
+
+    original_max_position_embeddings: int
+    rope_type: str
+    policy: str
+    tiers: list[TierEntry]
+    allowed_rope_types: list[str]
+    # Position methods that a request may name.
+    allowed_positions: list[str] | None = Field(None, exclude_if=is_none)
+    max_rope_factor: float
+    aliases: list[str] | None = Field(None, exclude_if=is_none)  # other names of the deployment
+    answer_reserve_tokens: int  # of a chat answer without max_tokens
+    tool_format: str | None  # None: requests with tools are refused
+    reasoning: str | None  # the marker that opens it; None: none is known
+
+
+class Model(Body):
+    """One served name."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["ropewalk"] = "ropewalk"
+    max_model_len: int
+    meta: ModelMeta
+    ropewalk: ScalingEntry
+
+
+class ModelList(Body):
+    """GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+_OF_MESSAGES = (
+    *("tools", "tool_choice", "reasoning_effort", "continue_final_message"),
+    "chat_template_kwargs",
+)
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: a text, or the messages of a chat."""
+
+    # One of two fields is required, which a list of required fields cannot say.
+    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "text"}]})
+
+    model: str | None = Field(None, max_length=256)
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoiceField | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    # Default: as the route does that generates: added to a prompt, not to messages.
+    add_special_tokens: bool | None = None
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield the field that is missing, or that belongs to the other kind."""
+        if self.prompt is None and self.messages is None:
+            yield "prompt", "is missing, and so is `messages`"
+        if self.prompt is not None and self.messages is not None:
+            yield "messages", "and `prompt` exclude each other"
+        if self.messages is None:
+            for name in _OF_MESSAGES:
+                if getattr(self, name):
+                    yield name, "needs `messages`"
+            return
+        yield from problems_of_results(self.messages)
+        yield from problems_of_choice(self.tools or (), self.tool_choice)
+        yield from problems_of_opening(
+            self.messages, opens=self.add_generation_prompt, continues=self.continue_final_message
+        )
+
+    @property
+    def opens_answer(self) -> bool:
+        """Return whether the prompt ends with the head of an assistant's turn."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+
+class TokenizeResponse(Body):
+    """How a text looks to the model."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = Field(None, max_length=256)
+    tokens: Annotated[list[TokenId], Field(fail_fast=True), FirstMistakes]
+    skip_special_tokens: bool | None = None
+
+
+class DetokenizeResponse(Body):
+    """Tokens as text."""
+
+    prompt: str
+
+
+class TokenizerInfo(Body):
+    """GET /tokenizer_info: what evaluation harnesses ask for."""
+
+    tokenizer_class: str
+    vocab_size: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str
+
+
+async def tokens_of(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
+    """Tokenise a text, or messages as the chat route renders them. Raises RequestError."""
+    asked = body.add_special_tokens
+    if body.messages is None:
+        assert body.prompt is not None, "checked by the schema"
+        return await service.tokenize(body.prompt, add_special_tokens=asked is not False)
+    turn = ChatTurn(
+        messages=[message.for_template() for message in body.messages],
+        opens_answer=body.opens_answer,
+        continue_final_message=bool(body.continue_final_message),
+        reasoning_effort=body.reasoning_effort,
+        add_special_tokens=bool(asked),
+        variables=checked_variables(service, body.chat_template_kwargs),
+        tools=[tool.tool() for tool in body.tools or ()],
+        choice=call_choice(body.tool_choice),
+    )
+    return await prompt_ids(service, turn, await render(service, turn))
+
+
+def model_router(service: Service) -> APIRouter:
+    """Build a router with the routes over one service."""
+    router = APIRouter(route_class=JsonBodyRoute)
+
+    def model_of(deployment: Deployment) -> Model:
+        formats = service.chat_formats
+        return Model(
+            id=deployment.name,
+            created=service.created,
+            max_model_len=deployment.max_len,
+            meta=ModelMeta(n_ctx=deployment.max_len, n_ctx_train=deployment.native_len),
+            ropewalk=ScalingEntry(
+                original_max_position_embeddings=deployment.original_len,
+                rope_type=deployment.rope_type,
+                policy=deployment.policy,
+                tiers=[
+                    TierEntry(
+                        max_len=min(tier.ceiling, deployment.max_len),
+                        factor=tier.factor,
+                        rope_type=tier.profile.scaling.rope_type,
+                        positions=PositionsField.of(tier.profile.positions),
+                    )
+                    for tier in deployment.own_tiers
+                ],
+                allowed_rope_types=sorted(deployment.tiers),
+                allowed_positions=sorted(deployment.positions) or None,
+                max_rope_factor=deployment.max_rope_factor,
+                aliases=service.aliases_of(deployment.name) or None,
+                answer_reserve_tokens=deployment.reserve.num_tokens,
+                tool_format=None if formats.tools is None else formats.tools.name,
+                reasoning=None if formats.reasoning is None else formats.reasoning.open,
+            ),
+        )
+
+    @router.get("/v1/models")
+    async def models() -> ModelList:
+        return ModelList(data=[model_of(each) for each in service.deployments.values()])
+
+    @router.get("/v1/models/{name:path}")  # a hub id has a slash
+    async def model(name: str) -> Model:
+        return model_of(service.deployment(name))
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+        deployment = service.deployment(body.model)
+        tokens = await tokens_of(service, body)
+        return TokenizeResponse(
+            count=len(tokens), max_model_len=deployment.max_len, tokens=list(tokens)
+        )
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        service.deployment(body.model)
+        service.check_token_id(max(body.tokens, default=0), "tokens")
+        decode = partial(
+            service.tokenizer.decode,
+            body.tokens,
+            skip_special_tokens=bool(body.skip_special_tokens),
+        )
+        return DetokenizeResponse(prompt=await asyncio.to_thread(decode))
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> TokenizerInfo:
+        special = service.tokenizer.special_tokens
+        return TokenizerInfo(
+            tokenizer_class=service.tokenizer.class_name,
+            vocab_size=service.vocab_size,
+            bos_token=special.get("bos_token"),
+            eos_token=special.get("eos_token"),
+            pad_token=special.get("pad_token"),
+            unk_token=special.get("unk_token"),
+            chat_template=service.chat_template.text,
+        )
+
+    return router

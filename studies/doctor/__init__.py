@@ -1,0 +1,1 @@
+"""`ropewalk doctor`: whether this machine, its packages and a model are fit to serve."""

@@ -1,0 +1,119 @@
+"""Checks of the machine: processor, memory, disks and the port."""
+
+import os
+import platform
+import shutil
+from pathlib import Path
+
+from ropewalk.model_runtime.size_text import size_text
+from ropewalk.server.settings.load import ServeSettings, SettingsError
+from ropewalk.server.startup.gate import bound_socket
+from ropewalk.server.startup.kernel_folders import kernel_folders, writer_of
+from ropewalk.server.wording import counted
+from ropewalk.studies.doctor.finding import Finding
+
+_FEATURES = ("avx2", "fma", "avx512f", "avx512vl", "avx512bf16", "amx-bf16", "neon", "bf16")
+_LEAST_KERNEL_BYTES = 20 << 20
+_LEAST_MEMORY, _LEAST_DISK = 2 << 30, 5 << 30
+
+
+def check_processor() -> Finding:
+    """Check the instruction sets that the kernels are compiled for."""
+    from ropewalk.model_runtime.cpu_kernels.simd import target_features, vectors  # noqa: PLC0415
+
+    found = vectors()
+    features = ", ".join(each for each in _FEATURES if each in target_features()) or "none known"
+    text = f"{platform.machine()}, {_num_cores()} cores, kernels in {found.name} ({features})"
+    if found.lanes >= 8 or found.name == "NEON":
+        return Finding("ok", "processor", text)
+    return Finding(
+        "warn",
+        "processor",
+        text,
+        "a processor with AVX2 is several times faster (docs/processors.md)",
+    )
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def check_kernel_cache() -> Finding:
+    """Check that compiled kernels outlive the process, and that only this user can write them."""
+    import numba  # noqa: PLC0415
+
+    from ropewalk.model_runtime.cpu_kernels.jit import KeptCode, fingerprint  # noqa: PLC0415
+
+    wanted = numba.config.CACHE_DIR
+    try:
+        # As for a kernel; any function of that folder has the same cache.
+        folder = Path(KeptCode(fingerprint).cache_path)
+    except RuntimeError:
+        return Finding(
+            "warn",
+            "kernel cache",
+            f"no folder can be written ({wanted or '__pycache__'}), so each start compiles for "
+            "half a minute",
+            "set NUMBA_CACHE_DIR to a folder that can be written",
+        )
+    free = shutil.disk_usage(folder).free
+    if free < _LEAST_KERNEL_BYTES:
+        return Finding(
+            "warn", "kernel cache", f"{folder} has {size_text(free)} free", "free 20 MB there"
+        )
+    if wanted and not folder.is_relative_to(wanted):
+        return Finding(
+            "warn",
+            "kernel cache",
+            f"NUMBA_CACHE_DIR {wanted} cannot be written, {folder} is used",
+            "set NUMBA_CACHE_DIR to a folder that can be written",
+        )
+    folders = kernel_folders()
+    writer = next(filter(None, map(writer_of, folders)), None)
+    if writer is not None:
+        return Finding("fail", "kernel cache", writer.text, writer.action)
+    num_kept = sum(1 for each in folders for _ in each.glob("*.nbc"))
+    state = "empty, the first start compiles"
+    if num_kept:
+        state = f"{counted(num_kept, 'kernel')} compiled"
+    return Finding("ok", "kernel cache", f"{folder}, {state}")
+
+
+def check_memory() -> Finding:
+    """Check the memory of the machine or its container."""
+    from ropewalk.model_runtime.engine.machine_memory import machine_memory  # noqa: PLC0415
+
+    memory = machine_memory()
+    text = f"{size_text(memory.total)} in total, {size_text(memory.free)} free"
+    if memory.total < _LEAST_MEMORY:
+        return Finding("warn", "memory", text, "only small models fit, set kv_cache_gib")
+    return Finding("ok", "memory", text)
+
+
+def check_hub_cache() -> Finding:
+    """Check the folder of downloaded models and the room on its disk."""
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    cache = Path(constants.HF_HUB_CACHE)
+    there = next(each for each in (cache, *cache.absolute().parents) if each.exists())
+    free = shutil.disk_usage(there).free
+    offline = ", HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+    text = f"{cache}, {size_text(free)} free{offline}"
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        action = "set HF_HOME to a folder that can be written, if models are downloaded"
+        return Finding("warn", "hub cache", f"{text}, not writable", action)
+    if free < _LEAST_DISK:
+        action = "free some, or set HF_HOME to a folder on a larger disk"
+        return Finding("warn", "hub cache", text, action)
+    return Finding("ok", "hub cache", text)
+
+
+def check_port(settings: ServeSettings) -> Finding:
+    """Check that the server could listen."""
+    try:
+        bound_socket(settings).close()
+    except SettingsError as error:
+        return Finding("fail", "port", str(error), "choose another --port, or end what uses it")
+    return Finding("ok", "port", f"{settings.host} port {settings.port} is free")

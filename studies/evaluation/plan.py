@@ -1,0 +1,301 @@
+"""The plan of `ropewalk eval`: lengths, methods, policies and counts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ropewalk.rope import NativeRope, parse_positions
+from ropewalk.server.corpus.needles import FORMS, SENTENCE, Form
+from ropewalk.server.settings.sections import DeploymentEntry
+from ropewalk.studies.harness.eval_run import EvalError
+from ropewalk.studies.harness.options import (
+    COUNT,
+    FILE,
+    MANY,
+    EvalOptions,
+    Integers,
+    Names,
+    Percents,
+    option,
+)
+from ropewalk.studies.ruler.make import ESSAY_TASKS, TASKS, read_essays
+from ropewalk.studies.ruler.qa import QA_FLAGS
+
+UNSCALED = "none"
+# Name -> rope_type and fields beside the factor.
+METHODS: dict[str, dict[str, Any]] = {
+    UNSCALED: {"rope_type": "default"},
+    "linear": {"rope_type": "linear"},
+    "ntk": {"rope_type": "ntk"},
+    "dynamic": {"rope_type": "dynamic"},
+    "yarn": {"rope_type": "yarn"},
+    "llama3": {"rope_type": "llama3"},
+    "yarn+logn": {"rope_type": "yarn", "use_logn_attn": True},
+}
+# Position methods under the trained table. `fixed` reads by them from the first token on.
+PLACED: dict[str, dict[str, Any]] = {
+    name: {"rope_type": "default", "positions": {"method": name}}
+    for name in ("dual_chunk", "rerope", "self_extend", "string", "sinks")
+}
+POLICIES = ("fixed", "pinned")
+_MOST_TARGETS = 128  # of a window, the default max
+_SHORTEST = 64  # tokens: needles, their question and some text
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A method and a policy, which is one row of the report."""
+
+    method: str
+    policy: str | None  # None: the untouched table, which has none
+
+    @property
+    def label(self) -> str:
+        """Return a label, for example `yarn pinned`."""
+        return self.method if self.policy is None else f"{self.method} {self.policy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthOptions(EvalOptions):
+    """The options of `ropewalk eval lengths` and `ruler`; with tasks, nothing else is measured."""
+
+    context_lens: tuple[int, ...] = option(
+        "Context lengths in tokens. Default: 1/2, 1, 2, 4 and 8 times the trained length; of RULER "
+        "from 1 on.",
+        Integers(),
+        (),
+    )
+    methods: tuple[str, ...] = option(
+        f"Methods: {', '.join(METHODS)}. Default: all of these. Position methods: "
+        f"{', '.join(PLACED)}.",
+        Names([*METHODS, *PLACED]),
+        tuple(METHODS),
+    )
+    rope_policies: tuple[str, ...] = option(
+        "Policies: fixed (one factor, the longest length's) and pinned (each length's own). "
+        "Default: both.",
+        Names(POLICIES),
+        POLICIES,
+    )
+    num_windows: int = option(
+        "Spans of text whose perplexity is measured, the same at every length. 0: none.", MANY, 6
+    )
+    target_tokens: int | None = option(
+        "Tokens of each span. Default: half of the shortest length, at most 128.", COUNT
+    )
+    num_queries: int = option(
+        "Questions per context length, about four in each context. The answer to each is a needle "
+        "hidden in the text. 0: none.",
+        MANY,
+        32,
+    )
+    forms: tuple[Form, ...] = option(
+        "Forms of the needles: print, assign, assert, passkey, and sentence for texts in English. "
+        "Default: all but sentence.",
+        Names({form.name: form for form in (*FORMS, SENTENCE)}),
+        FORMS,
+    )
+    depths: tuple[float, ...] = option(
+        "Depths of the needles, in percent of the text; 0 is its beginning. Default: "
+        "0,14,29,43,57,71,86,100.",
+        Percents(),
+        (0.0, 0.14, 0.29, 0.43, 0.57, 0.71, 0.86, 1.0),
+    )
+    suggest: tuple[int, ...] = option(
+        "Context lengths to suggest a deployment for. It is printed as YAML.", Integers(), ()
+    )
+    tasks: tuple[str, ...] = option(
+        f"Tasks of RULER: {', '.join(TASKS)}. qa_1 needs --squad, and qa_2 needs --hotpotqa. "
+        "Default: all whose files are given or not needed.",
+        Names(TASKS),
+        (),
+    )
+    num_samples: int = option("Samples of each task at each length. RULER has 500.", COUNT, 16)
+    squad: Path | None = option(  # noqa: RUF009  # a field
+        "File of SQuAD's JSON, v1.1 or v2.0: the questions and documents of qa_1.", FILE
+    )
+    hotpotqa: Path | None = option(  # noqa: RUF009  # a field
+        "File of HotpotQA's JSON: the questions and documents of qa_2.", FILE
+    )
+
+    @property
+    def qa_paths(self) -> dict[str, Path]:
+        paths = {"qa_1": self.squad, "qa_2": self.hotpotqa}
+        return {task: path for task, path in paths.items() if path is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class LengthPlan:
+    """The settings of one run. Lengths are in tokens, counts are per context length."""
+
+    native_len: int
+    carries_scaling: bool  # the checkpoint's own table is a scaled one, and the only one
+    context_lens: tuple[int, ...]
+    variants: tuple[Variant, ...]
+    num_windows: int
+    target_tokens: int  # of each window
+    num_queries: int
+    forms: tuple[Form, ...]
+    depths: tuple[float, ...]  # of needles, 0 to 1
+    seed: int
+    suggested_lens: tuple[int, ...]  # the lengths to suggest a deployment for
+    tasks: tuple[str, ...] = ()
+    num_samples: int = 0  # of each task
+
+    @property
+    def longest(self) -> int:
+        """Return the longest context, in tokens."""
+        return self.context_lens[-1]
+
+    @property
+    def factor(self) -> float:
+        return max(1.0, self.longest / self.native_len)
+
+    @property
+    def multiples(self) -> tuple[float, ...]:
+        """Return tiers as multiples of L, one that ends at each length beyond L."""
+        beyond = [each / self.native_len for each in self.context_lens if each > self.native_len]
+        return (1.0, *beyond)
+
+    def entry(self, variant: Variant) -> DeploymentEntry:
+        """Return the deployment that serves a variant, as an entry of a configuration file.
+
+        The untouched table is requested by name (`{"rope_type": "default"}`) from a deployment with
+        tiers that reach far enough. A checkpoint that carries scaling is served unchanged.
+        """
+        if self.carries_scaling:
+            return DeploymentEntry(name=variant.label)
+        if variant.method in PLACED:
+            return self._placed_entry(variant)
+        block = METHODS["linear" if variant.policy is None else variant.method]
+        scaling = {**block, "factor": self.factor}
+        if variant.policy == "fixed":
+            return DeploymentEntry(name=variant.label, rope_scaling=scaling, rope_policy="fixed")
+        return DeploymentEntry(
+            name=variant.label,
+            rope_scaling=scaling,
+            rope_policy="pinned",
+            rope_tiers=self.multiples,
+        )
+
+    def _placed_entry(self, variant: Variant) -> DeploymentEntry:
+        """Return the deployment of a position method, whose reach is the longest context."""
+        block = PLACED[variant.method]
+        when = "always" if variant.policy == "fixed" else "pinned"
+        if when == "pinned" and self.longest <= self.native_len:
+            return DeploymentEntry(name=variant.label, rope_scaling=METHODS[UNSCALED])
+        scaling = {**block, "positions": {**block["positions"], "when": when}}
+        return DeploymentEntry(
+            name=variant.label,
+            rope_scaling=scaling,
+            rope_policy="pinned",
+            max_model_len=self.longest,
+        )
+
+
+def make_plan(options: LengthOptions, native: NativeRope) -> LengthPlan:
+    """Check the options against each other and the model's length. Raises EvalError."""
+    if not options.tasks and options.num_windows == options.num_queries == 0:
+        raise EvalError("--windows and --queries must not both be 0: nothing would be measured")
+    if options.texts and options.tasks and not read_essays(options.tasks):
+        raise EvalError(
+            f"--text has no meaning for --tasks {','.join(options.tasks)}: only "
+            f"{', '.join(ESSAY_TASKS)} read texts"
+        )
+    _check_qa_paths(options)
+    lens = _context_lens(options, native.native_len)
+    _check_reach(options, native.native_len, lens[-1])
+    if native.carries_scaling:
+        if options.methods != (UNSCALED,):
+            raise EvalError(
+                f"--methods must be {UNSCALED}: the checkpoint was trained with "
+                f"{native.method.scaling.rope_type}, and rescaling that by length is not supported "
+                f"yet; got {','.join(options.methods)}"
+            )
+        if lens[-1] > native.native_len:
+            raise EvalError(
+                f"--context-lens must be <= {native.native_len} (the checkpoint's own length), got "
+                f"{lens[-1]}"
+            )
+    return LengthPlan(
+        native_len=native.native_len,
+        carries_scaling=native.carries_scaling,
+        context_lens=lens,
+        variants=_variants(options),
+        num_windows=0 if options.tasks else options.num_windows,
+        target_tokens=_target_tokens(options.target_tokens, lens[0]),
+        num_queries=0 if options.tasks else options.num_queries,
+        forms=options.forms,
+        depths=options.depths,
+        seed=options.seed,
+        suggested_lens=options.suggest,
+        tasks=options.tasks,
+        num_samples=options.num_samples if options.tasks else 0,
+    )
+
+
+def _check_qa_paths(options: LengthOptions) -> None:
+    """Raise EvalError if a task lacks its file, or a file its task."""
+    for task, flag in QA_FLAGS.items():
+        if task in options.tasks and task not in options.qa_paths:
+            raise EvalError(f"--tasks {task} needs {flag} with the path of its questions' file")
+        if task not in options.tasks and task in options.qa_paths:
+            raise EvalError(
+                f"{flag} has no meaning for --tasks {','.join(options.tasks)}: only {task} reads "
+                f"{options.qa_paths[task]}"
+            )
+
+
+def _check_reach(options: LengthOptions, native_len: int, longest: int) -> None:
+    """Raise EvalError if a method does not reach the longest context (`string`)."""
+    for name in options.methods:
+        if name not in PLACED:
+            continue
+        choice = parse_positions(PLACED[name]["positions"], native_len, longest)
+        reach = None if choice is None else choice.method.reach(native_len)
+        if reach is not None and reach < longest:
+            raise EvalError(
+                f"--context-lens must be <= {reach} for {name} (what it reaches), got {longest}"
+            )
+
+
+def _variants(options: LengthOptions) -> tuple[Variant, ...]:
+    """Return every method with every policy, and the untouched table once."""
+    variants = []
+    for method in options.methods:
+        if method == UNSCALED:
+            variants.append(Variant(method, None))
+        else:
+            variants += [Variant(method, policy) for policy in options.rope_policies]
+    return tuple(variants)
+
+
+def _context_lens(options: LengthOptions, native_len: int) -> tuple[int, ...]:
+    """Return the requested lengths, or the default L/2 and L; tasks begin at L.
+
+    Without lengths to suggest for, the default also has 2L, 4L and 8L. Lengths to suggest for are
+    always included. Raises EvalError.
+    """
+    lens = options.context_lens
+    if not lens:
+        lens = (native_len,) if options.tasks else (native_len // 2, native_len)
+        if not options.suggest:
+            lens += (2 * native_len, 4 * native_len, 8 * native_len)
+    lens = tuple(sorted({*lens, *options.suggest}))
+    if lens[0] < _SHORTEST:
+        raise EvalError(f"--context-lens must be >= {_SHORTEST} tokens, got {lens[0]}")
+    return lens
+
+
+def _target_tokens(asked: int | None, shortest: int) -> int:
+    """Return the number of targets, max half of the shortest context.
+
+    Every length then has some context before the targets. Raises EvalError.
+    """
+    if asked is None:
+        return min(_MOST_TARGETS, shortest // 2)
+    if asked >= shortest:
+        raise EvalError(
+            f"--target-tokens must be < {shortest} (the shortest of --context-lens), got {asked}"
+        )
+    return asked

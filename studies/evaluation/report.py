@@ -1,0 +1,334 @@
+"""The numbers of a run by variant and length: results.json, results.csv and the table.
+
+The table has a block per quantity, a line per variant and a column per length. Answers to RULER's
+tasks also become files that RULER's own scorer reads.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from ropewalk.studies.evaluation.cells import PERPLEXITY, RETRIEVAL, QueryScore, Score, WindowScore
+from ropewalk.studies.evaluation.plan import LengthPlan, Variant
+from ropewalk.studies.harness.eval_run import write_files
+from ropewalk.studies.harness.frame import Column, Form, aligned, csv_of, flat, make_rows, number
+from ropewalk.studies.harness.intervals import Estimate, exponential, mean, proportion
+from ropewalk.studies.ruler.sample import Sample, SampleScore
+from ropewalk.studies.ruler.score import metric_names
+
+NUM_BINS = 4  # of depth
+PASS_SHARE = 0.85  # of the score at L, at the effective length
+_LN_2 = 0.6931471805599453
+
+
+@dataclass(frozen=True, slots=True)
+class DepthBin:
+    """Questions about needles at similar depths."""
+
+    low: float  # inclusive, 0 to 1
+    high: float  # exclusive except for the last
+    num_right: int
+    num_queries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A sample of a task and its score."""
+
+    sample: Sample
+    score: SampleScore
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRow:
+    """One variant at one length, with statistics of its scores; None if not measured."""
+
+    variant: Variant
+    context_len: int  # tokens
+    factor: float  # of the table in force
+    scores: Mapping[str, Sequence[Score]]  # by kind of cell
+    answered: Mapping[str, Sequence[Answered]]  # by task
+
+    @property
+    def windows(self) -> list[WindowScore]:
+        return [each for each in self.scores.get(PERPLEXITY, ()) if isinstance(each, WindowScore)]
+
+    @property
+    def queries(self) -> list[QueryScore]:
+        return [each for each in self.scores.get(RETRIEVAL, ()) if isinstance(each, QueryScore)]
+
+    @property
+    def perplexity(self) -> Estimate | None:
+        """Return the perplexity per token of the targets."""
+        nats = [each.nats / each.target_tokens for each in self.windows]
+        return exponential(mean(nats)) if nats else None
+
+    @property
+    def bits_per_byte(self) -> Estimate | None:
+        """Return all bits over all bytes; the interval is a ratio's, of each window's residual."""
+        if not self.windows:
+            return None
+        ratio = sum(each.nats for each in self.windows) / _LN_2 / self.target_bytes
+        spread = mean([each.nats / _LN_2 - ratio * each.target_bytes for each in self.windows])
+        if spread.high is None:
+            return Estimate(ratio, None, None)
+        reach = (spread.high - spread.value) * len(self.windows) / self.target_bytes
+        return Estimate(ratio, ratio - reach, ratio + reach)
+
+    @property
+    def retrieval(self) -> Estimate | None:
+        return proportion(self.num_right, len(self.queries)) if self.queries else None
+
+    @property
+    def target_tokens(self) -> int:
+        return sum(each.target_tokens for each in self.windows)
+
+    @property
+    def target_bytes(self) -> int:
+        """Return the bytes of the targets' text, in UTF-8."""
+        return sum(each.target_bytes for each in self.windows)
+
+    @property
+    def num_right(self) -> int:
+        return sum(each.is_right for each in self.queries)
+
+    def task_score(self, only: str | None = None) -> Estimate | None:
+        """Return RULER's score, 0 to 1: the mean share over the samples of a task, or of all tasks.
+
+        The interval is Wilson's: shares spread less than right and wrong.
+        """
+        tasks = self.answered if only is None else (only,)
+        shares = [each.score.share for task in tasks for each in self.answered[task]]
+        return proportion(math.fsum(shares), len(shares)) if shares else None
+
+    def depth_bins(self) -> list[DepthBin]:
+        """Return equal bins of depth, from the beginning of the text to its end."""
+        inside: list[list[bool]] = [[] for _ in range(NUM_BINS)]
+        for each in self.queries:
+            inside[min(int(each.depth * NUM_BINS), NUM_BINS - 1)].append(each.is_right)
+        return [
+            DepthBin(at / NUM_BINS, (at + 1) / NUM_BINS, sum(right), len(right))
+            for at, right in enumerate(inside)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthReport:
+    """The results of a whole run."""
+
+    model: str
+    model_digest: str
+    dtype: str
+    device: str
+    text: str  # a description of the text
+    text_tokens: int
+    started_at: str  # ISO 8601, UTC
+    plan: LengthPlan
+    rows: tuple[LengthRow, ...]  # by variant, then length
+
+    def of(self, variant: Variant) -> list[LengthRow]:
+        """Return a variant's rows, shortest context first."""
+        return [row for row in self.rows if row.variant == variant]
+
+    def score_at_native_len(self, variant: Variant) -> float | None:
+        """Return the mean score at L that lengths are compared with, or None if not measured.
+
+        It is that of the untouched table if this was measured, otherwise the variant's own.
+        """
+        untouched = next((each for each in self.plan.variants if each.policy is None), variant)
+        for row in self.of(untouched):
+            score = row.task_score()
+            if row.context_len == self.plan.native_len and score is not None:
+                return score.value
+        return None
+
+    def effective_len(self, variant: Variant) -> int | None:
+        """Return the longest length with at least PASS_SHARE of the score at L, or None."""
+        base = self.score_at_native_len(variant)
+        scores = [(row.context_len, row.task_score()) for row in self.of(variant)]
+        passed = [at for at, each in scores if base and each and each.value >= PASS_SHARE * base]
+        return max(passed, default=None)
+
+
+def _columns(tasks: Sequence[str]) -> list[Column]:
+    """Return the columns of results.csv, which are numbers of results.json, too."""
+
+    def percent(row: LengthRow, only: str | None = None) -> Estimate | None:
+        score = row.task_score(only)
+        return score and score.times(100)  # RULER has its scores in percent
+
+    scores = {f"score_{task}": partial(percent, only=task) for task in tasks}
+    if tasks:
+        scores["score"] = partial(percent)
+    return [
+        Column("method", attrgetter("variant.method")),
+        Column("policy", attrgetter("variant.policy")),
+        *map(Column, ("context_len", "factor")),
+        *(Column(name, is_estimate=True) for name in ("perplexity", "bits_per_byte", "retrieval")),
+        *(Column(name, of, is_estimate=True) for name, of in scores.items()),
+        Column("num_windows", lambda row: len(row.windows)),
+        *map(Column, ("target_tokens", "target_bytes", "num_right")),
+        Column("num_queries", lambda row: len(row.queries)),
+    ]
+
+
+def write_report(report: LengthReport, folder: Path) -> None:
+    """Write results.json, results.csv, table.txt and the answers to tasks. Raises EvalError.
+
+    The fields are described in docs/evaluation.md.
+    """
+    columns = _columns(report.plan.tasks)
+    lines = flat(columns, make_rows(columns, report.rows))
+    write_files(
+        folder,
+        {
+            "results.json": _numbers(report, lines),
+            "results.csv": csv_of(lines),
+            "table.txt": table(report) + "\n",
+        },
+    )
+    for row in report.rows:
+        # A `--data_dir` of RULER's scripts/eval/evaluate.py.
+        inside = folder / "ruler" / row.variant.label.replace(" ", "-") / str(row.context_len)
+        for task, answered in row.answered.items():
+            lines_of_task = "".join(f"{json.dumps(_prediction(each))}\n" for each in answered)
+            write_files(inside, {f"{task}.jsonl": lines_of_task})
+
+
+def _numbers(report: LengthReport, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return results.json."""
+    plan = report.plan
+    return {
+        "model": report.model,
+        "model_digest": report.model_digest,
+        "dtype": report.dtype,
+        "device": report.device,
+        "native_len": plan.native_len,
+        "text": report.text,
+        "text_tokens": report.text_tokens,
+        "started_at": report.started_at,
+        "settings": {
+            "context_lens": plan.context_lens,
+            "variants": [each.label for each in plan.variants],
+            "windows": plan.num_windows,
+            "target_tokens": plan.target_tokens,
+            "queries": plan.num_queries,
+            "forms": [form.name for form in plan.forms],
+            "depths": plan.depths,
+            "seed": plan.seed,
+            "tasks": plan.tasks,
+            "samples": plan.num_samples,
+        },
+        "effective_lens": {
+            each.label: report.effective_len(each) for each in plan.variants if plan.tasks
+        },
+        "results": [
+            {
+                **line,
+                "depth_bins": [asdict(each) for each in row.depth_bins() if each.num_queries],
+                "windows": [asdict(each) for each in row.windows],
+                "queries": [asdict(each) for each in row.queries],
+            }
+            for line, row in zip(lines, report.rows, strict=True)
+        ],
+    }
+
+
+def _prediction(answered: Answered) -> dict[str, Any]:
+    """Return one line with RULER's fields, and the score."""
+    sample, score = answered.sample, answered.score
+    line = {
+        "index": sample.index,
+        "pred": score.pred,
+        "input": sample.draft.input,
+        "outputs": sample.draft.outputs,
+        "others": {},
+        "truncation": -1,
+        "length": sample.length,
+        # RULER adds the tokens of a chat template that `input` leaves out. There is none.
+        "length_w_model_temp": sample.length,
+        "answer_prefix": sample.draft.answer_prefix,
+        "tokens_to_generate": sample.max_tokens,
+        "score": 100 * score.share,
+    }
+    if sample.token_position_answer is not None:
+        line["token_position_answer"] = sample.token_position_answer
+    return line
+
+
+def table(report: LengthReport) -> str:
+    """Return all measurements with their intervals, with a blank line between the blocks."""
+    plan, first = report.plan, report.rows[0]
+
+    def block(
+        title: str, pick: Callable[[LengthRow], Estimate | None], form: Form = _percent
+    ) -> str:
+        head = ["", *(f"{each} tokens" for each in plan.context_lens)]
+        lines = [
+            [variant.label, *(number(pick(row), form) for row in report.of(variant))]
+            for variant in plan.variants
+        ]
+        return "\n".join([title, *aligned([head, *lines], num_left=1)])
+
+    blocks = [
+        f"{report.model}, {report.dtype} on {report.device}, trained for {plan.native_len} tokens; "
+        f"text: {report.text}"
+    ]
+    if first.windows:
+        what = (
+            f"{len(first.windows)} windows of {plan.target_tokens} tokens, the same at every "
+            f"length: {first.target_tokens} tokens, {first.target_bytes} bytes"
+        )
+        blocks += [
+            block(f"perplexity per token ({what})", lambda row: row.perplexity, _plain),
+            block("bits per byte (of the same)", lambda row: row.bits_per_byte, _plain),
+        ]
+    if first.queries:
+        what = f"right of {len(first.queries)} questions a length"
+        blocks.append(block(f"retrieval, % ({what})", lambda row: row.retrieval))
+    blocks += [
+        block(
+            f"{task} ({metric_names([task])} in %, {plan.num_samples} samples a length)",
+            partial(LengthRow.task_score, only=task),
+        )
+        for task in plan.tasks
+    ]
+    if len(plan.tasks) > 1:
+        blocks.append(block(f"mean of {len(plan.tasks)} tasks, %", LengthRow.task_score))
+    return "\n\n".join([*blocks, *_effective_lens(report)])
+
+
+def _effective_lens(report: LengthReport) -> list[str]:
+    """Return the block of effective lengths with their rule; none without tasks."""
+    if not report.plan.tasks:
+        return []
+    native_len = report.plan.native_len
+    rows = []
+    for variant in report.plan.variants:
+        base, length = report.score_at_native_len(variant), report.effective_len(variant)
+        if base is None:
+            text = f"- (--context-lens has no {native_len})"
+        elif not base:
+            text = f"none (the score at {native_len} tokens is 0)"
+        else:
+            found = "none" if length is None else f"{length} tokens"
+            text = f"{found} (at least {100 * PASS_SHARE * base:.1f} %)"
+        rows.append([variant.label, text])
+    title = (
+        "effective length: the longest one with a mean score of at least "
+        f"{100 * PASS_SHARE:.0f} % of the score at {native_len} tokens"
+    )
+    return ["\n".join([title, *aligned(rows, num_left=2)])]
+
+
+def _plain(value: float) -> str:
+    return f"{value:.3g}" if value >= 100 else f"{value:.2f}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f}"

@@ -1,0 +1,1 @@
+"""Records, intervals, progress and plots of the commands that measure a model or a server."""

@@ -1,0 +1,1 @@
+"""`ropewalk inspect`: tables, costs and attention against distance."""

@@ -1,0 +1,136 @@
+"""The memory that a model and a context take, as `inspect` reports it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ropewalk.model_runtime.attention.kv_cache import bytes_per_token
+from ropewalk.model_runtime.deployments.deployment import Deployment
+from ropewalk.model_runtime.loading.low_bits import Storage
+from ropewalk.model_runtime.loading.model_config import ModelConfig
+from ropewalk.model_runtime.size_text import size_text
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The memory that a context takes."""
+
+    kv_bytes_per_token: int
+    num_parameters: int | None  # None: a hub id without weights in the cache
+    parameter_bytes: int | None  # in the served dtype
+    tied_head_bytes: int  # of the packed copy of a tied head
+    file_bytes: int | None  # of a GGUF file; None: of other weights
+    file_types: str | None  # the number types in it
+    weight_bytes: int | None  # held once loaded: parameters, and the copy
+    longest_context: int  # tokens, of any deployment
+    memory_gib: float | None  # the size to report on
+    memory_holds_tokens: int | None  # of cache, beside the weights
+    longest_context_in_memory: int | None  # of one sequence
+    stored_in: str | None = None  # of weights that are dequantised; None for any other checkpoint
+    stored_bytes: int | None = None  # of their files
+    low_bits: str | None = None  # formats of weights in few bits; None: all are floats
+
+
+def costs_of(
+    outline: ModelConfig,
+    deployments: Sequence[Deployment],
+    page_size: int,
+    memory_gib: float | None,
+    low_bits: Storage | None = None,
+) -> Costs:
+    """Return the costs of a model's longest context, and what a stated memory holds.
+
+    `low_bits`: the storage of weights in few bits, if a load would have it.
+    """
+    token_bytes = bytes_per_token(outline.layers(), outline.dtype)
+    num_parameters, weight_bytes = outline.num_parameters(), outline.num_weight_bytes()
+    if low_bits is not None:
+        weight_bytes = low_bits.num_bytes
+    file_bytes, file_types = outline.gguf_storage() or (None, None)
+    longest = max(deployment.max_len for deployment in deployments)
+    holds: int | None = None
+    if memory_gib is not None and weight_bytes is not None:
+        left = int(memory_gib * 2**30) - weight_bytes
+        holds = max(0, left // token_bytes // page_size * page_size)
+    return Costs(
+        token_bytes,
+        num_parameters,
+        None if num_parameters is None else num_parameters * outline.dtype.itemsize,
+        outline.num_tied_head_bytes() if low_bits is None else 0,
+        file_bytes,
+        file_types,
+        weight_bytes,
+        longest,
+        memory_gib,
+        holds,
+        None if holds is None else min(longest, holds),
+        None if outline.stored is None else str(outline.stored),
+        outline.num_stored_bytes(),
+        None if low_bits is None else low_bits.formats,
+    )
+
+
+def too_small(costs: Costs, page_size: int) -> str | None:
+    """Return the problem if the stated memory does not hold the weights and a page of the cache."""
+    if costs.memory_holds_tokens != 0 or costs.weight_bytes is None:
+        return None
+    page_bytes = page_size * costs.kv_bytes_per_token
+    return (
+        f"--memory-gib: must hold the weights ({size_text(costs.weight_bytes)}) and a page of the "
+        f"cache ({page_size} tokens, {size_text(page_bytes)}), got {costs.memory_gib:g}"
+    )
+
+
+def cost_lines(costs: Costs) -> list[str]:
+    """Return the lines about weights, the longest context and the stated memory."""
+    longest = size_text(costs.longest_context * costs.kv_bytes_per_token)
+    lines = [
+        *_weight_lines(costs),
+        *_stored_lines(costs),
+        f"longest context  {costs.longest_context} tokens, {longest} of cache for one sequence",
+    ]
+    if costs.memory_gib is not None and costs.memory_holds_tokens is None:
+        lines.append(
+            f"in {costs.memory_gib:g} GiB".ljust(17) + "unknown: it has to hold the weights"
+        )
+    elif costs.memory_gib is not None and not costs.memory_holds_tokens:
+        lines.append(
+            f"in {costs.memory_gib:g} GiB".ljust(17)
+            + "0 tokens: the weights leave no room for a page of the cache"
+        )
+    elif costs.memory_gib is not None:
+        limit = "the longest tier"
+        if costs.longest_context_in_memory != costs.longest_context:
+            limit = "what fits"
+        lines.append(
+            f"in {costs.memory_gib:g} GiB".ljust(17)
+            + f"{costs.longest_context_in_memory} tokens ({limit}); the cache holds "
+            f"{costs.memory_holds_tokens} beside the weights"
+        )
+    return lines
+
+
+def _stored_lines(costs: Costs) -> list[str]:
+    """Return the line about weights that are dequantised; none for any other checkpoint."""
+    if costs.stored_in is None:
+        return []
+    size = "" if costs.stored_bytes is None else f", {size_text(costs.stored_bytes)} in the files"
+    return [f"stored in        {costs.stored_in}{size}; dequantised at load"]
+
+
+def _weight_lines(costs: Costs) -> list[str]:
+    """Return the size of the parameters, and the memory that they take once loaded."""
+    if costs.num_parameters is None or costs.parameter_bytes is None or costs.weight_bytes is None:
+        return ["parameters       unknown until loaded"]
+    held = f"held in memory   {size_text(costs.weight_bytes)}"
+    if costs.tied_head_bytes:
+        copy = size_text(costs.tied_head_bytes)
+        held += f": the parameters, and a packed copy of the tied head ({copy})"
+    millions = f"{costs.num_parameters / 1e6:,.4g} million"
+    lines = [f"parameters       {millions}, {size_text(costs.parameter_bytes)}", held]
+    if costs.low_bits is not None:
+        lines[-1] += f", in {costs.low_bits} and floats"
+    if costs.file_bytes is not None:
+        then = "dequantised when loaded" if costs.low_bits is None else "kept in few bits"
+        size = size_text(costs.file_bytes)
+        lines.insert(1, f"GGUF file        {size} in {costs.file_types}, {then}")
+    return lines

@@ -1,0 +1,40 @@
+"""A digest of a model, which differs if the model's answers may differ."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.model_config import weight_files
+
+
+def model_digest(checkpoint: Checkpoint) -> str:
+    """Return a digest of a model as it was loaded from its folder or file.
+
+    Rounding differs between dtypes and device types, so the digest has both.
+    """
+    assert checkpoint.source is not None
+    dtype = str(checkpoint.dtype).removeprefix("torch.")
+    weights = _files_digest(_files(checkpoint.source))
+    digest = hashlib.sha256(f"{weights} {dtype} {checkpoint.device.type}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _files(source: Path) -> Sequence[Path]:
+    """Return the files of the weights, and the config where it is a file of its own."""
+    if source.is_dir():
+        return [*sorted(weight_files(source)), source / "config.json"]
+    from ropewalk.model_runtime.formats.gguf_file import (  # noqa: PLC0415  # only for such a file
+        read_gguf,
+    )
+
+    return read_gguf(source).paths
+
+
+def _files_digest(paths: Sequence[Path]) -> str:
+    """Return a digest of the files' contents."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
