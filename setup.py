@@ -12,7 +12,7 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 _ROOT = Path(__file__).resolve().parent
-_VERSION = runpy.run_path(str(_ROOT / "server" / "version.py"))
+_VERSION = runpy.run_path(str(_ROOT / "ropewalk" / "server" / "version.py"))
 # For builds without a clone, such as the image's.
 _VARIABLE = "SOURCE_COMMIT"
 
@@ -20,7 +20,7 @@ _VARIABLE = "SOURCE_COMMIT"
 def _keep_commit(folder: Path) -> None:
     """Write the commit into a copy of the sources, or what an archive of them has kept."""
     name = _VERSION["COMMIT_FILE"]
-    kept, copied = _ROOT / "server" / name, folder / "server" / name
+    kept, copied = (each / "ropewalk" / "server" / name for each in (_ROOT, folder))
     commit = _VERSION["commit_of_clone"](_ROOT) or os.environ.get(_VARIABLE)
     if commit:
         copied.write_text(f"{commit}\n", encoding="utf-8")

@@ -41,21 +41,23 @@ if TYPE_CHECKING:
 
 # module -> its public names
 _HOMES = {
-    "angles": ("Angles", "offset_angles", "page_start_angles", "position_angles"),
+    "angles": (
+        "Angles",
+        "half_split_from_interleaved",
+        "logn_scale",
+        "offset_angles",
+        "page_start_angles",
+        "position_angles",
+        "rotate",
+    ),
     "decay": ("Moments", "decay_bound", "expected_score", "score_spread"),
     "errors": ("RopeConfigError",),
     "frequencies": ("Frequencies", "Rotary", "Scaling", "Unscaled"),
     "from_config": ("Method", "parse_method", "rope_type_of"),
-    "linear": ("Linear",),
-    "llama3": ("Llama3",),
-    "longrope": ("LongRope",),
+    "methods": ("NTK", "DynamicNTK", "Linear", "Llama3", "LongRope", "Yarn"),
     "native": ("ALL_LAYERS", "NativeRope", "NativeTable", "native_rope"),
-    "ntk": ("DynamicNTK", "NTK"),
-    "positions.dual_chunk": ("DualChunk",),
-    "positions.from_block": ("PositionChoice", "parse_positions"),
-    "positions.method": ("MOST_RANGES", "KeyMap", "PositionMethod", "Range"),
-    "positions.two_ranges": ("ReRope", "SelfExtend", "Shifted", "Sinks"),
-    "rotation": ("half_split_from_interleaved", "logn_scale", "rotate"),
+    "positions": ("MOST_RANGES", "DualChunk", "KeyMap", "PositionMethod", "Range"),
+    "positions_from_block": ("PositionChoice", "parse_positions"),
     "tiers": (
         "Profile",
         "Tier",
@@ -66,7 +68,7 @@ _HOMES = {
         "longest",
         "native_tier",
     ),
-    "yarn": ("Yarn",),
+    "two_ranges": ("ReRope", "SelfExtend", "Shifted", "Sinks"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -130,6 +132,6 @@ def __getattr__(name: str) -> Any:
     """Import the module of a public name, and keep the name here."""
     if name not in _HOME_OF:
         raise AttributeError(f"module 'rope' has no attribute {name!r}")
-    value = getattr(import_module(f"rope.{_HOME_OF[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value

@@ -1,4 +1,4 @@
-"""YaRN: fast pairs kept, slow pairs interpolated, logits a little hotter (arXiv 2309.00071)."""
+"""The scaling methods: linear, NTK, YaRN, Llama 3.1 and LongRoPE, each a frozen dataclass."""
 
 import math
 from dataclasses import dataclass, replace

@@ -3,24 +3,15 @@
 import gc
 import sys
 
-from ropewalk.server.startup.preflight import (
-    bound_memory,
-    foreign_package,
-    keep_hangups,
-    wait_briefly,
-)
+from ropewalk.server.startup.preflight import bound_memory, keep_hangups, wait_briefly
 
 
 def main() -> None:
-    """Check that Python will import our own packages, then run the command line."""
+    """Prepare the process before torch is imported, then run the command line."""
     keep_hangups(sys.argv[1:])
-    problem = foreign_package()
-    if problem is not None:
-        sys.stderr.write(f"ropewalk: {problem}\n")
-        sys.exit(2)
     bound_memory()
     wait_briefly()
-    from ropewalk.cli import ropewalk  # noqa: PLC0415  # not before the check
+    from ropewalk.cli import ropewalk  # noqa: PLC0415  # not before the limits
 
     try:
         ropewalk(prog_name="ropewalk")

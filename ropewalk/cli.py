@@ -1,4 +1,4 @@
-"""The `ropewalk` command: serve, chat, top, inspect, config check, bench, eval, doctor.
+"""The command line: serve, chat, top, inspect, config check, bench, eval, doctor.
 
 A command's module is imported when the command runs. The settings of `serve` take a third of a
 second to import and transformers takes seconds, and `--help` and `--version` need neither.

@@ -1,7 +1,7 @@
-"""The application for those who run Ray already: `serve run ropewalk.server.ray_app:build replicas=2`.
+"""The application for those who run Ray already.
 
-A Serve YAML file names it as `import_path`, with the same arguments under `args`
-(docs/scale-out.md).
+The command is `serve run ropewalk.server.ray_app:build replicas=2`. A Serve YAML file names it as
+`import_path`, with the same arguments under `args` (docs/scale-out.md).
 """
 
 from collections.abc import Mapping

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]  # a clone, or the folder of installed packages
 COMMIT_FILE = "commit.txt"  # beside this file in a wheel and in an archive of the sources
 _DESCRIBE = ("git", "--no-optional-locks", "describe", "--always", "--abbrev=12", "--dirty")
 _NO_TAGS = ("--exclude", "*")  # a tag's name would stand in front of the commit

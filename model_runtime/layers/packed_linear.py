@@ -154,7 +154,6 @@ def _low_bit_workshop(
     linears: Sequence[LowBitLinear], groups: Sequence[Sequence[LowBitLinear]]
 ) -> "LowBitWorkshop":
     """Return a workshop for weights of few bits; models without them do not import its kernels."""
-
     return LowBitWorkshop(linears, groups)
 
 

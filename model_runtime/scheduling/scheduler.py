@@ -1,6 +1,6 @@
 """The choice of tokens for the next step. Plain Python: it can be tested in milliseconds.
 
-Decodes go first, one token each (`decode.py`). The rest of the token budget goes to prefill in
+Decodes go first, one token each. The rest of the token budget goes to prefill in
 chunks (`prefill.py`).
 
 Sequences are ranked by priority (a lower number is earlier), then by arrival. Pages are allocated

@@ -157,7 +157,7 @@ class EngineReplica:
         return {"num_pages": self._served.plan.config.num_pages}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load, for the autoscaler (`ray_replicas.py`). Ray calls it from time to time."""
+        """Return the load, for the autoscaler (`ray_replicas.py`). Ray calls it regularly."""
         load = TokenLoad(
             sum(each.num_waiting for each in self._answers),
             sum(each.num_running for each in self._answers),

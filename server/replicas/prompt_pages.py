@@ -1,8 +1,8 @@
 """The page keys of a prompt, as the prefix cache of every replica computes them.
 
 Equal keys mean equal keys and values: the profile, the salt and all tokens are in them
-(`model_runtime/scheduling/prefix_cache.py`). A router that keeps the same keys therefore never takes
-another profile's or another salt's pages for its own.
+(`model_runtime/scheduling/prefix_cache.py`). A router that keeps the same keys therefore never
+takes another profile's or another salt's pages for its own.
 """
 
 from collections.abc import Sequence

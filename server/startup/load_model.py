@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING
 
 from ropewalk.model_runtime.formats.gguf_weights import find_gguf
 from ropewalk.model_runtime.gpu_nodes import NVIDIA_NODES, is_there
-from ropewalk.model_runtime.loading.hub.local_model import (
-    LocalModel,
-    OnBytes,
-    Wanted,
-    is_hub_id,
-    local_model,
-    no_bytes,
-)
+from ropewalk.model_runtime.loading.hub.local_model import is_hub_id, local_model
+from ropewalk.model_runtime.loading.hub.wanted import LocalModel, OnBytes, Wanted, no_bytes
 from ropewalk.model_runtime.loading.load_progress import OnPhase, no_phases
 from ropewalk.model_runtime.loading.low_bits import refuse_int8
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL

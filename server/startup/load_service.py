@@ -11,7 +11,7 @@ from ropewalk.model_runtime.engine.admission import EngineClient
 from ropewalk.model_runtime.engine.build_engine import build_engine, has_exact_drafts
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.loading.hub.local_model import OnBytes, no_bytes
+from ropewalk.model_runtime.loading.hub.wanted import OnBytes, no_bytes
 from ropewalk.model_runtime.loading.load_progress import OnPhase, no_phases
 from ropewalk.model_runtime.runner.backends import described
 from ropewalk.model_runtime.runner.model_runner import ModelRunner

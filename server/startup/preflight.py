@@ -1,17 +1,10 @@
-"""The steps before torch is imported: SIGHUP, our own packages, memory, and waiting threads.
-
-PyPI has another package called `rope` (a refactoring library that language servers pull in). If an
-environment has both, Python may import the other one. The installed command is safe from that
-(ropewalk.py); the check here is for `python -m server`. This module imports neither.
-"""
+"""The steps before torch is imported: SIGHUP, memory, and waiting threads."""
 
 import ctypes
-import importlib.util
 import os
 import signal
 import sys
 from collections.abc import MutableMapping, Sequence
-from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt
 _MOST_ARENAS = 2
@@ -44,25 +37,6 @@ def keep_hangups(arguments: Sequence[str]) -> None:
     """
     if arguments[:1] == ["serve"] and hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-
-
-def foreign_package() -> str | None:
-    """Return an instruction for the user if Python would import another project's package.
-
-    Return None if the packages are the right ones.
-    """
-    root = Path(__file__).resolve().parents[2]
-    for name in ("rope", "model_runtime"):
-        spec = importlib.util.find_spec(name)
-        found = Path(spec.origin).resolve().parent if spec is not None and spec.origin else None
-        if found is None:
-            return f"Python finds no package '{name}': install ropewalk again."
-        if found != root / name:
-            return (
-                f"Python finds the package '{name}' at {found}, not at {root / name}. Another "
-                "project has the same name: install ropewalk into a virtual environment of its own."
-            )
-    return None
 
 
 def bound_memory() -> None:

@@ -77,7 +77,7 @@ def _requirements() -> list[tuple[str, str]]:
     try:
         stated = metadata.requires("ropewalk") or []
     except metadata.PackageNotFoundError:  # sources that were never installed
-        pyproject = Path(__file__).parents[2] / "pyproject.toml"
+        pyproject = Path(__file__).parents[3] / "pyproject.toml"
         stated = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["dependencies"]
     found = []
     for line in stated:

@@ -9,8 +9,8 @@ from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.server.corpus.held_out import Document, library_documents
 from ropewalk.server.settings.load import ServeSettings, SettingsError, read_named
 from ropewalk.server.startup.load_model import load_model
-from ropewalk.studies.inspection.command import InspectOptions
 from ropewalk.studies.inspection.layer_statistics import LayerStatistics
+from ropewalk.studies.inspection.options import InspectOptions
 
 _DEFAULT_TOKENS = 2048
 _SEQUENCE_TOKENS = 512  # short, so that many texts are sampled at their beginning

@@ -13,7 +13,6 @@ from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.startup.dry_run import outline_of
 from ropewalk.server.startup.serving_plan import plan_deployments
 from ropewalk.studies.harness.plotting import PlotError, check_can_plot
-from ropewalk.studies.inspection.command import InspectOptions
 from ropewalk.studies.inspection.costs import Costs, cost_lines, costs_of, too_small
 from ropewalk.studies.inspection.decay import decay_lines, seen_lines
 from ropewalk.studies.inspection.heads import (
@@ -26,6 +25,7 @@ from ropewalk.studies.inspection.heads import (
     read_sample,
 )
 from ropewalk.studies.inspection.inspected import InspectedDeployment, inspected
+from ropewalk.studies.inspection.options import InspectOptions
 from ropewalk.studies.inspection.plot import plot
 from ropewalk.studies.inspection.scores import score_lines
 

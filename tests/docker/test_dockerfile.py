@@ -89,9 +89,7 @@ def test_the_image_serves_and_stops(image: Image) -> None:
 @pytest.mark.long
 def test_it_is_the_wheel_that_runs(image: Image) -> None:
     """The packages are in the environment's site-packages, with the demonstration model."""
-    code = (
-        "import ropewalk.server, model_runtime, rope; print(server.__file__); print(rope.__file__)"
-    )
+    code = "from ropewalk import rope, server; print(server.__file__); print(rope.__file__)"
     status, output = image.run(["python", "-c", code])
     assert status == 0, output
     for line in output.split():
@@ -99,10 +97,10 @@ def test_it_is_the_wheel_that_runs(image: Image) -> None:
         assert "site-packages" in line
     (wheel,) = (image.stages["wheel"] / "dist").glob("*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
-    for package in ("rope", "model_runtime", "server"):
+    for package in ("rope", "model_runtime", "server", "studies"):
         files = [*(ROOT / package).rglob("*.py"), *(ROOT / package).glob("embedded_model/*")]
         assert files
-        assert {str(path.relative_to(ROOT)) for path in files} <= packed
+        assert {f"ropewalk/{path.relative_to(ROOT)}" for path in files} <= packed
     assert not any(name.startswith("tests/") for name in packed)
 
 
@@ -122,7 +120,7 @@ def test_the_user_writes_to_its_home_and_the_models_only(image: Image) -> None:
     code = "import os, sys; print(*(os.access(path, os.W_OK) for path in sys.argv[1:]))"
     site_packages = next(image.path("/opt/ropewalk/lib").glob("python*/site-packages"))
     writable = [image.env["HOME"], image.env["NUMBA_CACHE_DIR"], str(image.path("/models"))]
-    paths = [*writable, str(site_packages), str(site_packages / "model_runtime")]
+    paths = [*writable, str(site_packages), str(site_packages / "ropewalk/model_runtime")]
     assert image.run(["python", "-c", code, *paths])[1] == "True True True False False\n"
 
 

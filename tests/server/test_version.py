@@ -15,8 +15,8 @@ import pytest
 from ropewalk.server import version as version_module
 
 ROOT = Path(__file__).parents[2]
-_PACKED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "ropewalk.py")
-_PACKED += ("rope", "model_runtime", "server")
+_PACKED = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+_PACKED += ("ropewalk", "rope", "model_runtime", "server", "studies")
 _WHAT = ("NAME", "EMAIL")
 # sha256 of the text at https://www.apache.org/licenses/LICENSE-2.0.txt
 _APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
@@ -45,7 +45,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in _PACKED:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, folder / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy2(source, folder / name)
     (folder / ".gitignore").write_text("__pycache__/\n/build/\n/dist/\n*.egg-info/\n")
@@ -102,11 +103,11 @@ def test_an_archive_of_the_sources_keeps_the_commit(clone: Path, head: str, tmp_
     assert told(sources).endswith(f" (commit {head})")
     built = tmp_path / "built"
     run(sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", built, cwd=sources)
-    assert (built / "server" / "commit.txt").read_text() == f"{head}\n"
+    assert (built / "ropewalk/server" / "commit.txt").read_text() == f"{head}\n"
     named = {"SOURCE_COMMIT": "0123456789ab"}  # as the image's builder is given it
     command = (sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", built)
     run(*command, cwd=sources, **named)
-    assert (built / "server" / "commit.txt").read_text() == "0123456789ab\n"
+    assert (built / "ropewalk/server" / "commit.txt").read_text() == "0123456789ab\n"
 
 
 def test_code_without_a_clone_says_that_its_commit_is_unknown(
@@ -115,7 +116,7 @@ def test_code_without_a_clone_says_that_its_commit_is_unknown(
     """The clone of another project round it is not asked."""
     for at in (tmp_path / "copy", clone / "build" / "copy"):
         shutil.copytree(installed, at)
-        (at / "server" / "commit.txt").unlink()
+        (at / "ropewalk/server/commit.txt").unlink()
         assert told(at).endswith(" (commit unknown)")
 
 

@@ -9,7 +9,7 @@ import structlog
 from huggingface_hub import constants
 from tqdm.auto import tqdm
 
-from ropewalk.model_runtime.loading.hub.local_model import OnBytes
+from ropewalk.model_runtime.loading.hub.wanted import OnBytes
 
 _INTERVAL_S = 5.0  # between two lines
 

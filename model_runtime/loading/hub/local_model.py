@@ -3,34 +3,10 @@
 Nothing of the hub is imported for a folder.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from ropewalk.model_runtime.errors import ModelError
-
-# Called with the downloaded bytes and the bytes to download in total.
-OnBytes = Callable[[int, int], None]
-
-
-def no_bytes(_: int, __: int) -> None:
-    """Ignore the bytes of a download."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The parts of a model that a command needs, beside config and tokenizer."""
-
-    weights: bool
-    code: bool = False  # Python files, which run only if trust_remote_code is set
-
-
-@dataclass(frozen=True, slots=True)
-class LocalModel:
-    """A model's folder, or its GGUF file, on this machine."""
-
-    folder: Path
-    has_weights: bool  # False only for a hub id whose weights are neither wanted nor cached
+from ropewalk.model_runtime.loading.hub.wanted import LocalModel, OnBytes, Wanted, no_bytes
 
 
 def is_hub_id(source: str | Path) -> bool:

@@ -31,7 +31,7 @@ from ropewalk.model_runtime.loading.hub.hub_faults import (
     is_unreachable,
     lookup_fault,
 )
-from ropewalk.model_runtime.loading.hub.local_model import LocalModel, OnBytes, Wanted
+from ropewalk.model_runtime.loading.hub.wanted import LocalModel, OnBytes, Wanted
 from ropewalk.model_runtime.loading.model_config import (
     INDEX,
     SINGLE,

@@ -231,7 +231,8 @@ def test_a_plot_without_matplotlib_is_refused_before_the_load(
 
 def test_the_command_waits_for_neither_torch_nor_its_own_client() -> None:
     """Matplotlib is not imported before the plot either."""
-    code = "import sys, ropewalk.studies.bench; print({'torch', 'httpx', 'matplotlib'} & {*sys.modules})"
+    unused = "print({'torch', 'httpx', 'matplotlib'} & {*sys.modules})"
+    code = f"import sys, ropewalk.studies.bench; {unused}"
     load = "import sys, ropewalk.studies.bench.run; print({'torch', 'matplotlib'} & {*sys.modules})"
     for each in (code, load):
         ended = subprocess.run(

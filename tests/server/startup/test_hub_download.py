@@ -11,7 +11,8 @@ import httpx
 import pytest
 from safetensors.torch import load, save
 
-from ropewalk.model_runtime.loading.hub.local_model import Wanted, local_model
+from ropewalk.model_runtime.loading.hub.local_model import local_model
+from ropewalk.model_runtime.loading.hub.wanted import Wanted
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.server.settings.load import SettingsError, load_settings
 from tests.hub_server import MODEL, FakeHub, serving, use_hub
