@@ -17,7 +17,7 @@ DESCRIBE := git describe --always --dirty --abbrev=12 --exclude='*'
 # The folder that gpu-bench-model writes to.
 GPU_OUT ?= build
 
-.PHONY: setup serve test test-full test-real test-ray test-arm check fix fuzz soak train gpu-check gpu-bench gpu-bench-model lock image clean
+.PHONY: setup serve lint types kernels-float32 kernels-bfloat16 test test-full test-real test-ray test-arm check fix fuzz soak train gpu-check gpu-bench gpu-bench-model lock image clean
 
 setup: .venv/installed
 
@@ -31,36 +31,50 @@ setup: .venv/installed
 serve: setup  ## the embedded model on http://127.0.0.1:8000
 	$(BIN)/ropewalk serve --port $(PORT)
 
-check: setup
+check: lint types
+
+lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: setup
 	$(BIN)/mypy
 
+kernels-float32 kernels-bfloat16: kernels-%: setup
+	OMP_NUM_THREADS=1 $(AS_OLDER) $(BIN)/python -m tests.warm_kernels $*
+
+# The type checker has one thread, so kernels are compiled beside it.
+CHECK_AND_COMPILE := $(MAKE) --no-print-directory --jobs 3 check kernels-float32 kernels-bfloat16
+
 PYTEST := $(BIN)/python -m pytest
-# The tests that another processor could break, in a minute; ISA=avx2 runs the whole suite.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+# The tests that another processor could break, in half a minute; ISA=avx2 runs the whole suite.
 OLDER_PART := tests/promises/test_any_processor.py tests/model_runtime/layers/test_packed_product.py \
-	$(addprefix tests/model_runtime/cpu_kernels/test_,simd.py attention_block.py)
+	tests/model_runtime/cpu_kernels/test_simd.py
+
+# The files that have tests to be run alone; collecting the others takes ten seconds.
+ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 # Two at a time, a thread each: threads of two tests on the same cores wait for each other.
-test: check  ## formatter, linter, types, and the suite; ISA=avx2: as an older processor
-	$(AS_OLDER) $(BIN)/python -m tests.warm_kernels
-	OMP_NUM_THREADS=1 $(AS_OLDER) $(PYTEST) -n 2 --dist loadfile --durations=25 -m "not alone and not ray and not long"
-	$(AS_OLDER) $(PYTEST) --durations=10 -m "alone and not long"
+test: setup  ## formatter, linter, types, and the suite; ISA=avx2: as an older processor
+	$(CHECK_AND_COMPILE)
+	OMP_NUM_THREADS=1 $(AS_OLDER) $(PYTEST) -n 2 $(BY_FILE) --durations=25 -m "not alone and not ray and not long"
+	$(AS_OLDER) $(PYTEST) --durations=10 -m "alone and not long" $(ALONE)
 	$(if $(ISA),,OMP_NUM_THREADS=1 $(BIN)/python -m tests.processors --if-newer avx2 \
-		$(PYTEST) -n 2 --dist loadfile $(OLDER_PART))
+		$(PYTEST) -n 2 $(BY_FILE) $(OLDER_PART))
 
 # All that `make test` samples or leaves out. PART=parallel runs one part, and each says its time.
-test-full: check  ## every test and every case; CONTRIBUTING.md says which change owes which PART
-	$(BIN)/python -m tests.warm_kernels
+test-full: setup  ## every test and every case; CONTRIBUTING.md says which change owes which PART
+	$(CHECK_AND_COMPILE)
 	$(BIN)/python -m tests.full $(PART)
 
 test-real: setup  ## real checkpoints, one of the parts of `make test-full`
 	$(BIN)/python -m tests.full real
 
-# Full length: REPLICA_ROUNDS=10 REPLICA_SOAK_SECONDS=600 REPLICA_KILL_SECONDS=60
+# All of it: SAMPLE=all. Full length: REPLICA_ROUNDS=10 REPLICA_SOAK_SECONDS=600 REPLICA_KILL_SECONDS=60
 test-ray: setup  ## replicas on a real Ray cluster, and files of the API's tests against two of them
 	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[dev,ray]'
-	OMP_NUM_THREADS=1 $(PYTEST) --durations=10 tests/server/ray
+	OMP_NUM_THREADS=1 $(PYTEST) --durations=10 $(if $(filter all,$(SAMPLE)),,-m "not long") tests/server/ray
 	TEST_REPLICAS=2 OMP_NUM_THREADS=1 $(PYTEST) -m "not alone and not real and not long" tests/server/api
 
 # CONTRIBUTING.md says what it needs, and what was seen.

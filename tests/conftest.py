@@ -1,29 +1,40 @@
 """Fixtures for every test: seeds, engines over tiny models, the embedded model, a server."""
 
 import os
+import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-# Before triton is imported, which transformers does: where there is no GPU, its kernels are
-# interpreted.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from ropewalk.model_runtime.text.template_processes import template_processes
 from tests import leftovers, preloaded, sampling
-from tests.device_faults import end_if_the_device_failed
-from tests.engines import EngineFactory, tiny_checkpoint
-from tests.processes import Server, running_server
+
+if TYPE_CHECKING:
+    from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+    from tests.engines import EngineFactory
+    from tests.processes import Server
+
+# Of fifteen seconds or more, in the part of `make test` that has two workers.
+_LONGEST = {
+    *("test_smollm2", "test_nginx", "test_doc_commands", "test_same_bits", "test_page"),
+    *("test_low_bit_products", "test_cuda_graphs", "test_draft_rows", "test_triton_prefill"),
+    *("test_evaluation", "test_chat", "test_tensor_parallel"),
+}
 
 
-def pytest_configure() -> None:
-    """Mark the run's processes and its temporary folder, before workers start."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Mark the run's processes and its temporary folder, before workers start.
+
+    Torch is imported by those that run tests only; xdist's first process would be late by it.
+    """
     leftovers.begin()
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        import torch
+
+        # Before triton is imported, which transformers does: where there is no GPU, its kernels
+        # are interpreted.
+        if not torch.cuda.is_available():
+            os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_report_header() -> str:
@@ -33,58 +44,80 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> Iterator[None]:
-    """Leave out the cases of sampled tests that are not drawn, before the order is shuffled."""
+    """Leave out the cases of sampled tests that are not drawn, before the order is shuffled.
+
+    Then the files that take longest come first, so that no worker is left with one at the end.
+    """
     left_out = sampling.not_drawn(items)
     items[:] = [each for each in items if each not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
-    return (yield)
+    try:
+        return (yield)
+    finally:
+        items.sort(key=lambda item: item.path.stem not in _LONGEST)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Look for processes and folders that outlive the tests, once the workers have ended."""
-    template_processes().close()  # of this process, which keeps them warm as a server would
+    if "ropewalk.model_runtime.text.template_processes" in sys.modules:
+        from ropewalk.model_runtime.text.template_processes import template_processes
+
+        template_processes().close()  # of this process, which keeps them warm as a server would
     preloaded.close()
     leftovers.end(session)
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def _device_works() -> Iterator[None]:
     """A kernel's fault is the fault of the case that launched it."""
+    from tests.device_faults import end_if_the_device_failed
+
     yield
     end_if_the_device_failed()
 
 
 @pytest.fixture(scope="session")
-def embedded() -> Checkpoint:
+def embedded() -> "Checkpoint":
     """The shipped model, taken over."""
+    from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+    from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+
     return load_checkpoint(EMBEDDED_MODEL)
 
 
 @pytest.fixture(scope="session")
-def llama_checkpoint() -> Checkpoint:
+def llama_checkpoint() -> "Checkpoint":
     """A tiny Llama of four layers with a trained length of 64; its tokens are bytes.
 
     It is shared by all tests, so a test that changes a model makes its own.
     """
+    from tests.engines import tiny_checkpoint
+
     return tiny_checkpoint("llama")
 
 
 @pytest.fixture
-def engines() -> Iterator[EngineFactory]:
+def engines() -> "Iterator[EngineFactory]":
     """Makes engines; stops them all at the end, and checks that nothing leaked."""
+    from tests.engines import EngineFactory
+
     factory = EngineFactory()
     yield factory
     factory.stop_all()
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
+def server() -> "Iterator[Server]":
     """`ropewalk serve` as a newcomer runs it, a process of its own on a free port."""
+    from tests.processes import running_server
+
     with running_server() as running:
         yield running

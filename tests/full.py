@@ -26,7 +26,10 @@ PATHS = {
     "rules": ("",),
 }
 PYTEST = (sys.executable, "-m", "pytest", "--durations=20")
-_BESIDE = ("-n", "2", "--dist", "loadfile", "-m", "not alone and not ray")
+_BESIDE = (
+    *("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"),
+    *("-m", "not alone and not ray"),
+)
 NO_TESTS = 5  # pytest's exit code when all tests were deselected
 
 

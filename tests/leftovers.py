@@ -15,8 +15,8 @@ import pytest
 
 _MARK = "PYTHON_TESTS_OF_RUN"  # so called because every process inherits PYTHON*
 _FOLDER = "TESTS_FOLDER"
-# pytest keeps the folders of its tests, and Ray the logs of its clusters.
-_OTHERS = ("pytest-of-", "ray")
+# pytest keeps its tests' folders, Ray its clusters' logs, and torch's compiler its cache.
+_OTHERS = ("pytest-of-", "ray", "torchinductor_")
 _ENDING_S = 10.0  # a process that was told to end may need so long on a loaded machine
 
 

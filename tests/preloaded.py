@@ -5,6 +5,7 @@ and the tests start thirty servers. Tests of the start itself run a command of t
 (`tests.processes.command`).
 """
 
+import fcntl
 import gc
 import importlib
 import json
@@ -14,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -22,12 +24,14 @@ from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
 _LONGEST = 1 << 20  # bytes of a request: arguments and environment
+_MOST_FILES = 16
 # What a server has imported by the time it listens. Those that a load imports late are in it.
 _MODULES = (
     "ropewalk.server.serve_command",
     "ropewalk.server.startup.load_service",
     "ropewalk.server.startup.lifecycle",
     "ropewalk.server.startup.dry_run",
+    "ropewalk.model_runtime.parallel.follower",
     "transformers.models.llama.modeling_llama",
     "uvicorn.protocols.http.h11_impl",
 )
@@ -83,6 +87,7 @@ class Parent:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(number)], pass_fds=[number], cwd=_ROOT
             )
+        self.pid = self._process.pid
 
     def fork(
         self,
@@ -92,20 +97,26 @@ class Parent:
         stdout: int,
         stderr: int,
         env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+        call: str | None = None,
     ) -> Fork:
         """Run `python -m module arguments` in this process's folder.
 
-        Its environment is that of this process, with `env` added.
+        Its environment is that of this process, with `env` added. `pass_fds` are as in
+        `subprocess.Popen`. With `call`, the module is imported and this function of it called.
         """
         request = {
             "module": module,
+            "call": call,
             "arguments": arguments,
             "environment": {**os.environ, **(env or {})},
             "folder": str(Path.cwd()),
+            "files": [1, 2, *pass_fds],
         }
         told, tells = os.pipe()
         try:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], [stdout, stderr, tells])
+            files = [tells, stdout, stderr, *pass_fds]
+            socket.send_fds(self._socket, [json.dumps(request).encode()], files)
         finally:
             os.close(tells)
         return Fork(int(self._socket.recv(16)), told)
@@ -116,10 +127,40 @@ class Parent:
         self._process.wait()
 
 
+class Starter:
+    """Stands for `Parent` where a process with torch cannot fork: each command is a new one."""
+
+    pid = os.getpid()
+
+    def fork(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        stdout: int,
+        stderr: int,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+        call: str | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Run the command as `Parent.fork` does."""
+        code = ["-m", module] if call is None else ["-c", f"import {module} as m; m.{call}()"]
+        return subprocess.Popen(
+            [sys.executable, *code, *arguments],
+            stdout=stdout,
+            stderr=stderr,
+            env={**os.environ, **(env or {})},
+            pass_fds=pass_fds,
+        )
+
+    def close(self) -> None:
+        """Nothing has to end."""
+
+
 @cache
-def parent() -> Parent:
+def parent() -> Parent | Starter:
     """Return the one of this process."""
-    return Parent()
+    return Parent() if sys.platform == "linux" else Starter()
 
 
 def close() -> None:
@@ -157,34 +198,47 @@ def _requests(connection: socket.socket) -> dict[str, Any]:
     statuses: dict[int, int] = {}
     signal.signal(signal.SIGCHLD, lambda *_: _reap(statuses))
     while True:
-        message, files, _, _ = socket.recv_fds(connection, _LONGEST, 3)
+        message, received, _, _ = socket.recv_fds(connection, _LONGEST, _MOST_FILES)
         if not message:
             os._exit(0)
-        stdout, stderr, tells = files
+        tells, *files = received
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         pid = os.fork()
         if not pid:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-            os.dup2(stdout, 1)
-            os.dup2(stderr, 2)
-            for each in (*files, *statuses.values()):
+            for each in (tells, connection.detach(), *statuses.values()):
                 os.close(each)
-            connection.close()
-            return dict(json.loads(message))
+            request = dict(json.loads(message))
+            _place(files, request["files"])
+            return request
         statuses[pid] = tells
-        os.close(stdout)
-        os.close(stderr)
+        for each in files:
+            os.close(each)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         connection.send(str(pid).encode())
+
+
+def _place(files: list[int], numbers: list[int]) -> None:
+    """Give the files their numbers, which may be those that others of them have now."""
+    safe = [fcntl.fcntl(each, fcntl.F_DUPFD, max(numbers) + 1) for each in files]
+    for each in files:
+        os.close(each)
+    for each, number in zip(safe, numbers, strict=True):
+        os.dup2(each, number)
+        os.close(each)
 
 
 def _run(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # TMPDIR is read again
     os.chdir(request["folder"])
     sys.argv[:] = [request["module"], *request["arguments"]]
-    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    if request["call"] is None:
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    else:
+        getattr(importlib.import_module(request["module"]), request["call"])()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,13 @@ from tests.processes import Server
 TEXT = "\n".join(topics.values())  # Python's language reference, in English
 SHORT_LEN = 1024  # the trained length that the deployment `short` states
 YARN = {"rope_type": "yarn", "factor": 2.0}
+PROMPT = "Python has several built-in data types. Its most important ones are"
+# As transformers continues the prompt. The long tests compare these texts with it.
+CONTINUED = {
+    "smollm2": ":\n\n- `int` (integer)\n- `float` (floating point)\n- `bool`",
+    "gemma3": " int, float, bool, and str.\n\nThe most important data types are:\n\n"
+    "* int: numbers between ",
+}
 
 
 def complete(server: Server, **fields: Any) -> dict[str, Any]:

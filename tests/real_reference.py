@@ -20,10 +20,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @dataclass(frozen=True)
 class Reference:
-    """A model and its tokenizer as transformers reads them from the file, in float32."""
+    """A model and its tokenizer as transformers reads them from a GGUF file, in float32.
 
-    model: Any
-    tokenizer: Any
+    Each is read when it is asked for, because the model takes ten times as long.
+    """
+
+    path: Path
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The model."""
+        with _parsed_once():
+            return AutoModelForCausalLM.from_pretrained(
+                self.path.parent, gguf_file=self.path.name, dtype=torch.float32
+            ).eval()
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer."""
+        with _parsed_once():
+            return AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
 
     def encode(self, text: str, *, adds_special_tokens: bool = False) -> list[int]:
         """Return the tokens of a text."""
@@ -91,14 +107,6 @@ class _ExactAngles(nn.Module):
         angle_D = torch.cat([angle_P, angle_P], -1)[None]
         cos, sin = angle_D.cos() * scaling, angle_D.sin() * scaling
         return cos.to(hidden.dtype), sin.to(hidden.dtype)
-
-
-def read_by_transformers(path: Path) -> Reference:
-    """Read a GGUF file with transformers' own loader."""
-    folder, name = path.parent, path.name
-    with _parsed_once():
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
-        return Reference(model.eval(), AutoTokenizer.from_pretrained(folder, gguf_file=name))
 
 
 @contextmanager

@@ -1,24 +1,44 @@
-"""Compile the kernels before tests run beside each other: `python -m tests.warm_kernels`.
+"""Compile kernels before tests run beside each other: `python -m tests.warm_kernels [DTYPE...]`.
 
-Two workers and every server that they start would compile the same code at the same time.
+Two workers and every server that they start would compile the same code at the same time. `make`
+runs one process for each number type beside the type checker, which has one thread.
 """
 
 import sys
 import time
 
+import torch
+
+from ropewalk.model_runtime.attention.batch import build_batch
+from ropewalk.model_runtime.attention.cpu_backend import CpuAttention
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+from ropewalk.model_runtime.loading.known_products import expected_computing
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.loading.plain_config import PlainDevice, PlainNumberType
 from ropewalk.server.settings.sections import CacheSettings
 from tests.engines import EngineFactory, answer, deployment_of, request
+from tests.range_cases import CPU, METHODS, PlacedReads
 
 PAGE_SIZE: int = CacheSettings.model_fields["page_size"].default
 
+
+def warm(dtype: str) -> None:
+    """Compile what a server runs, and attention with and without ranges of keys."""
+    checkpoint = load_checkpoint(EMBEDDED_MODEL, dtype=dtype)
+    engines = EngineFactory()
+    engine = engines.over(checkpoint, page_size=PAGE_SIZE)
+    answer(engine, request(deployment_of(checkpoint), list(range(40)), max_tokens=3))
+    engines.stop_all()
+    for page in (16, 8):  # pairs of bfloat16 fit the first only
+        laid = PlacedReads(METHODS["sinks"][0], dtype=getattr(torch, dtype), page=page)
+        plain = [span._replace(table_id=laid.ids[1]) for span in laid.spans]
+        for batch in (laid.batch, build_batch(plain, page, CPU)):
+            CpuAttention(batch).read(laid.read())
+    expected_computing(PlainDevice("cpu"), PlainNumberType(dtype, getattr(torch, dtype).itemsize))
+
+
 if __name__ == "__main__":
-    for dtype in ("float32", "bfloat16"):
+    for name in sys.argv[1:] or ("float32", "bfloat16"):
         began = time.monotonic()
-        checkpoint = load_checkpoint(EMBEDDED_MODEL, dtype=dtype)
-        engines = EngineFactory()
-        engine = engines.over(checkpoint, page_size=PAGE_SIZE)
-        answer(engine, request(deployment_of(checkpoint), list(range(40)), max_tokens=3))
-        engines.stop_all()
-        sys.stdout.write(f"kernels of {dtype}: {time.monotonic() - began:.0f} s\n")
+        warm(name)
+        sys.stdout.write(f"kernels of {name}: {time.monotonic() - began:.0f} s\n")

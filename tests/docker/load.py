@@ -14,7 +14,7 @@ from tests.processes import Server
 # The embedded model's buckets; it was trained on 256 tokens and is served to 2,048.
 BOUNDS = [16, 32, 64, 128, 256, 512, 1024, 2048]
 _PROMPT_LENS = (12, 60, 120, 200, 300, 700, 1300, 1900)
-_SECONDS, _CLIENTS = 10, 3
+_SECONDS, _CLIENTS = 5, 3
 MODELS = ("dynamic", "static")  # the deployments that get the load
 
 

@@ -128,6 +128,7 @@ def test_a_chat_has_turns(opened: Watched) -> None:
     assert [turn.partition(":")[0] for turn in turns] == ["user", "assistant", "user", "assistant"]
 
 
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(("field", "label"), [("temperature", "Temperature"), ("seed", "Seed")])
 def test_a_mistyped_number_is_told_and_not_sent(opened: Watched, field: str, label: str) -> None:
     """The alert names the field; nothing is sent until it is a number."""
@@ -240,6 +241,7 @@ def test_the_files_are_small_and_ask_no_one_else() -> None:
         assert len(text.splitlines()) <= 350, path
 
 
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_is_accessible(browser: Browser, server: Server, scheme: str) -> None:
     """Axe finds nothing, also on a narrow screen and in a dialog."""

@@ -108,6 +108,8 @@ def test_a_page_opened_while_the_model_loads_becomes_ready(browser: Browser) -> 
         process.stderr.close()
 
 
+@pytest.mark.alone  # it is about milliseconds
+@pytest.mark.long
 def test_the_first_paint_is_early_while_the_engine_is_busy(
     browser: Browser, server: Server
 ) -> None:
@@ -153,6 +155,7 @@ _MANY = """async () => {
 }"""
 
 
+@pytest.mark.long
 def test_a_thousand_answers_do_not_grow_the_page(opened: Watched) -> None:
     """The document stops growing, and the heap stays within a few megabytes."""
     session = opened.page.context.new_cdp_session(opened.page)

@@ -15,6 +15,7 @@ def facts(opened: Watched, pane: str = "a") -> str:
     return opened.page.locator(f"#answer-{pane} .facts").text_content() or ""
 
 
+@pytest.mark.sampled(drawn=2)
 @pytest.mark.parametrize(
     ("text", "settings", "told"),
     [

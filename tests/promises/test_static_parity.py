@@ -93,6 +93,7 @@ def compare(
 METHODS = list(blocks(64, 8))
 
 
+@pytest.mark.sampled(drawn=2)
 @pytest.mark.parametrize("method", METHODS)
 def test_four_native_lengths_on_the_embedded_model(
     embedded: Checkpoint, engines: EngineFactory, method: str
@@ -104,6 +105,7 @@ def test_four_native_lengths_on_the_embedded_model(
     compare(engines, embedded, untouched, method)
 
 
+@pytest.mark.sampled(drawn=3, by="method")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt_neox", "cohere"])
 def test_four_native_lengths_on_random_models(

@@ -13,7 +13,7 @@ import pytest
 from tests.processes import Server, running_server
 from tests.real_client import SHORT_LEN, YARN
 from tests.real_model import RealModel, UnavailableError, real_gguf
-from tests.real_reference import Reference, read_by_transformers
+from tests.real_reference import Reference
 
 
 @pytest.fixture(scope="session")
@@ -36,8 +36,8 @@ def gguf_path(checkpoint: RealModel) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(gguf_path: Path) -> Reference:
-    """Read the file by transformers."""
-    return read_by_transformers(gguf_path)
+    """What transformers reads from the file."""
+    return Reference(gguf_path)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,7 @@
-"""Real checkpoints answer as transformers does, whatever else is served, at any length."""
+"""Real checkpoints answer as transformers does, whatever else is served, at any length.
+
+In `make test`, test_smollm2.py stands for them.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -7,11 +10,21 @@ from typing import Any
 import pytest
 
 from tests.processes import Server
-from tests.real_client import SHORT_LEN, TEXT, YARN, complete, echoed, rope_of, text_of
+from tests.real_client import (
+    CONTINUED,
+    PROMPT,
+    SHORT_LEN,
+    TEXT,
+    YARN,
+    complete,
+    echoed,
+    rope_of,
+    text_of,
+)
 from tests.real_model import GEMMA3, SMOLLM2, RealModel
 from tests.real_reference import Reference
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def of(*models: Any) -> pytest.MarkDecorator:
@@ -19,18 +32,10 @@ def of(*models: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("checkpoint", models, indirect=True)
 
 
-# A second server of SmolLM2, beside that of test_smollm2.py, is for the long run only.
-SMOL = pytest.param(SMOLLM2, id="smollm2", marks=pytest.mark.long)
+SMOL = pytest.param(SMOLLM2, id="smollm2")
 GEMMA = pytest.param(GEMMA3, id="gemma3")
 
 
-PROMPT = "Python has several built-in data types. Its most important ones are"
-# As transformers continues the prompt. The long tests compare these texts with it.
-CONTINUED = {
-    "smollm2": ":\n\n- `int` (integer)\n- `float` (floating point)\n- `bool`",
-    "gemma3": " int, float, bool, and str.\n\nThe most important data types are:\n\n"
-    "* int: numbers between ",
-}
 # The largest difference of a logprob from transformers with exact angles. SmolLM2 was within
 # 5.3e-5, and Gemma 3 within 1.6e-4. The same Gemma 3 in float64 is up to 1.1e-4 from ours and up to
 # 6.3e-5 from transformers' float32, so this is the rounding of both.
@@ -45,7 +50,6 @@ def test_a_greedy_completion_is_the_recorded_one(checkpoint: RealModel, served: 
     assert text_of(answer) == CONTINUED[checkpoint.name]
 
 
-@pytest.mark.long
 @of(SMOL, GEMMA)
 def test_a_greedy_completion_is_that_of_generate(
     checkpoint: RealModel, served: Server, reference: Reference
@@ -97,7 +101,6 @@ def test_a_cached_prefix_longer_than_the_window_changes_no_bit(
     assert warm == cold
 
 
-@pytest.mark.long
 @of(SMOL, GEMMA)
 def test_logprobs_within_the_trained_length(
     checkpoint: RealModel, served: Server, reference: Reference
@@ -111,7 +114,6 @@ def test_logprobs_within_the_trained_length(
     assert (echoed(answer, len(ids)) - expected).abs().max() < APART[checkpoint.name]
 
 
-@pytest.mark.long
 @of(SMOL, GEMMA)
 def test_logprobs_past_a_stated_length(
     checkpoint: RealModel, served: Server, reference: Reference

@@ -10,7 +10,7 @@ import pytest
 from ropewalk.server.corpus.needles import SENTENCE, Needle
 from tests.openai_client import openai_client_of
 from tests.processes import Server
-from tests.real_client import TEXT, complete, echoed, rope_of, text_of
+from tests.real_client import CONTINUED, PROMPT, TEXT, complete, echoed, rope_of, text_of
 from tests.real_model import SMOLLM2
 from tests.real_reference import Reference
 
@@ -69,6 +69,13 @@ def test_text_becomes_the_tokens_of_transformers(
     assert again["prompt"] == text
 
 
+def test_a_greedy_completion_is_the_recorded_one(served: Server) -> None:
+    """The text is that of transformers, which the long tests ask."""
+    answer = complete(served, prompt=PROMPT, max_tokens=24)
+    assert text_of(answer) == CONTINUED["smollm2"]
+
+
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("messages", CHATS, ids=["short", "system", "emoji"])
 def test_a_greedy_chat_is_that_of_generate(
@@ -119,6 +126,7 @@ def test_the_model_calls_a_tool_and_ends(served: Server) -> None:
         assert ended.message.tool_calls is None
 
 
+@pytest.mark.long
 def test_logprobs_of_a_short_prompt(served: Server, reference: Reference) -> None:
     """They are within 1e-4 of transformers' with exact angles."""
     ids = reference.encode(TEXT[:2000])[:400]

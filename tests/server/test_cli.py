@@ -14,7 +14,8 @@ from ropewalk.server.settings.load import ServeSettings, SettingsError, load_set
 from ropewalk.server.startup.dry_run import refuse_ahead
 from ropewalk.server.startup.gate import bound_socket
 from ropewalk.server.startup.load_service import load_service
-from tests.processes import Server, command, run_here, run_to_end
+from tests import preloaded
+from tests.processes import Server, run_here, run_to_end
 
 
 def test_help_lists_every_setting() -> None:
@@ -168,7 +169,8 @@ def test_tokens_are_sent_without_nagles_delay() -> None:
 def test_an_interrupt_ends_the_process(tmp_path: Path) -> None:
     """An interrupted process exits by the signal or with code 0, without a traceback."""
     log = (tmp_path / "log").open("w+")
-    process = subprocess.Popen(command("serve", "--port", "0"), stderr=log, text=True)
+    flags = ("serve", "--port", "0")
+    process = preloaded.parent().fork("ropewalk", flags, stdout=1, stderr=log.fileno())
     try:
         for _ in range(600):
             if "listening on" in (tmp_path / "log").read_text():

@@ -175,6 +175,7 @@ def all_is_freed(server: Server, descriptors: int) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
     ("sent", "first", "limit"),
     [(_HEAD, 1, "head_timeout_seconds"), (_BODY, _BODY.index(b'"a"'), "body_timeout_seconds")],
@@ -280,6 +281,7 @@ def test_bodies_in_arrival_have_a_bound_together_and_leave_no_memory(patient: Se
     assert {answer.status_code for answer in answers} == {200}, "the room is free again"
 
 
+@pytest.mark.sampled(fixed=0, drawn=2)
 @pytest.mark.parametrize("kind", ["lists", "parts", "messages", "keys", "chunks"])
 def test_a_costly_body_does_not_hold_the_event_loop(server: Server, kind: str) -> None:
     """Each is as large as the limits allow; probes are answered meanwhile."""
@@ -295,6 +297,7 @@ def test_a_costly_body_does_not_hold_the_event_loop(server: Server, kind: str) -
     assert max(health_s) < 0.2
 
 
+@pytest.mark.long
 def test_unread_streams_delay_no_requests(patient: Server) -> None:
     """Sixty-four streams run, and the memory for their unread outputs is bounded."""
     idle_s, descriptors = idle_health_s(patient), num_descriptors(patient.pid)

@@ -93,6 +93,7 @@ def test_a_wheel_keeps_the_commit_that_it_was_made_from(installed: Path, head: s
     assert told(installed).endswith(f" (commit {head})")
 
 
+@pytest.mark.long
 def test_an_archive_of_the_sources_keeps_the_commit(clone: Path, head: str, tmp_path: Path) -> None:
     """A wheel is then made from the archive, without git."""
     run(sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", tmp_path, cwd=clone)

@@ -20,6 +20,7 @@ def _training(corpus: Corpus, shape: Shape, schedule: Schedule, folder: Path) ->
     return open_training(corpus, shape, schedule, run, compiled=False)
 
 
+@pytest.mark.long
 def test_a_resumed_run_ends_as_one_that_never_stopped(
     corpus: Corpus, shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,9 +51,7 @@ def check(case: Case) -> None:
     assert relative_error(got_THV, laid.expected()) < tolerance(case, DEVICE)
 
 
-@pytest.mark.parametrize(
-    "name", sampled(list(cases()), fixed=["plain", "all", "long sinks", "odd head, bf16"], drawn=3)
-)
+@pytest.mark.parametrize("name", sampled(list(cases()), fixed=["plain", "all"], drawn=3))
 def test_a_read_equals_float64(name: str) -> None:
     """A read agrees with float64 for mixed profiles, lengths and numbers of queries."""
     check(cases()[name])
@@ -118,7 +116,7 @@ def test_a_taken_over_model_answers_as_before(
     assert checkpoint.report.difference <= checkpoint.report.threshold
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
     ("page_size", "window", "has_sinks"),
     [(16, None, False), (64, None, True), (64, 1100, False), (128, 1100, True)],

@@ -59,6 +59,7 @@ def test_reads_equal_the_distances_in_float64(name: str, layer: str, page: int) 
     assert largest_error(got, laid.exact(distance, **LAYERS[layer])) < 1e-5
 
 
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
     ("name", "most_keys"), [("rerope", 32_768), ("sinks", 60), ("dual_chunk", 60)]
 )

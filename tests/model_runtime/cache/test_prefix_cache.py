@@ -181,7 +181,9 @@ def serve_all(engine: Engine, requests: list[Request], cancelled: set[int]) -> l
     return outputs
 
 
-@pytest.mark.parametrize(("num_requests", "seed"), [(300, 1), (60, 2)])
+@pytest.mark.parametrize(
+    ("num_requests", "seed"), [pytest.param(300, 1, marks=pytest.mark.long), (60, 2)]
+)
 def test_a_crowd_in_a_fifth_of_the_cache_it_needs(
     engines: EngineFactory, llama_checkpoint: Checkpoint, num_requests: int, seed: int
 ) -> None:

@@ -55,6 +55,7 @@ def test_code_is_kept_until_a_source_changes(
     assert hits() == 1
 
 
+@pytest.mark.long
 def test_kernels_made_of_kernels_are_found_again_by_another_process(tmp_path: Path) -> None:
     """Numba's own cache key of such kernels differs between processes."""
     code = (

@@ -243,7 +243,7 @@ def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
     assert [store() for store in stores] == [None]
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("more", "row_bytes"),
     [
@@ -292,6 +292,7 @@ def sample_as_on_a_device(
     return in_one_transfer(logits_RV, chosen_RV, rows)
 
 
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(("free", "context_len"), [(6, 200), (0, 16)])
 def test_a_context_is_no_longer_than_a_cache_could_be(
     embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch, free: int, context_len: int

@@ -168,7 +168,7 @@ def replaced(architecture: str, **overrides: Any) -> tuple[dict[str, int], float
     return {**numbers, "linked": len(linked)}, apart
 
 
-@pytest.mark.sampled(drawn=2)
+@pytest.mark.sampled(drawn=1)
 @pytest.mark.parametrize(
     ("architecture", "norms_per_layer", "num_gates"),
     [

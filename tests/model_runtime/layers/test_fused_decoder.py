@@ -77,6 +77,7 @@ def answers(checkpoint: Checkpoint) -> list[Tensor]:
     return [runner.run(each) for each in steps]
 
 
+@pytest.mark.sampled(drawn=3, by="dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", PLAIN)
 def test_bits_are_those_of_the_own_forward(architecture: str, dtype: torch.dtype) -> None:
@@ -148,6 +149,7 @@ def test_queries_that_depend_on_their_positions_keep_their_forward() -> None:
     assert forward_of(checkpoint_of(model)) is None
 
 
+@pytest.mark.sampled(drawn=3)
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_other_models_keep_their_own(architecture: str) -> None:
     """The kept models have other norms, experts, windows, capped logits or a scaled residual."""

@@ -33,6 +33,7 @@ def _onednn() -> None:
         pytest.skip("no packed products of oneDNN on this processor or with this torch")
 
 
+@pytest.mark.sampled(drawn=5, by="dtype,way")
 @pytest.mark.parametrize(("dtype", "way"), WAYS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(

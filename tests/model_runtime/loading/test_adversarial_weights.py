@@ -112,6 +112,7 @@ def test_numbers_of_trained_checkpoints_do_not_refuse_a_model(
     check_served(architecture, 0, (kind,))
 
 
+@pytest.mark.sampled(fixed=0, drawn=6)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_kind_of_numbers_is_served(kind: Change) -> None:
     """Each kind in an architecture of its own."""

@@ -66,7 +66,7 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.sampled(by="dtype")
+@pytest.mark.sampled(fixed=0, drawn=2)
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_quantised_model_answers_as_the_float_model_with_its_weights(
@@ -259,6 +259,7 @@ def test_int8_leaves_a_file_of_few_bits_as_it_is(tmp_path: Path) -> None:
     assert set(loaded.low_bits.by_format) == {"Q4_0"}
 
 
+@pytest.mark.long
 def test_int8_quantises_the_floats_of_a_file_beside_its_few_bits(tmp_path: Path) -> None:
     """The embedding keeps its type, and the linears of the block become int8."""
     case = next(case for case in CASES if case.name == "llama")

@@ -1,14 +1,20 @@
-"""Followers that all tests of this folder share, because each takes seconds to import torch."""
+"""Followers that all tests of this folder share; they are forks, as servers are."""
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from subprocess import Popen
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ropewalk.model_runtime.parallel import followers
 from ropewalk.model_runtime.parallel.ranks import Ranks
+from tests import preloaded
 from tests.model_runtime.parallel.divided_models import remove_folders
+from tests.preloaded import Fork
 
 
 class Groups:
@@ -31,14 +37,34 @@ class Groups:
         self._ranks = None
 
 
+def fork(command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> Popen[bytes] | Fork:
+    """Start a follower as `subprocess.Popen` would; it ends with the process that forks."""
+    *_, module, end, _ = command
+    parent = preloaded.parent()
+    return parent.fork(
+        module,
+        (end, str(parent.pid)),
+        call="main",
+        stdout=1,
+        stderr=2,
+        env={"TRANSFORMERS_VERBOSITY": "error"},
+        pass_fds=pass_fds,
+    )
+
+
 @pytest.fixture(scope="session")
 def groups() -> Iterator[Groups]:
     """Ranks of one thread each; this process is the first."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     groups = Groups()
-    yield groups
-    groups.close()
+    with pytest.MonkeyPatch.context() as patch:
+        started = SimpleNamespace(
+            Popen=fork, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+        )
+        patch.setattr(followers, "subprocess", started)
+        yield groups
+        groups.close()
     torch.set_num_threads(num_threads)
 
 

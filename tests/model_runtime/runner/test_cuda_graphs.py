@@ -90,7 +90,7 @@ def pages_of(runner: ModelRunner) -> KVCache:
     return runner._store
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_recorded_steps_pass_their_tokens_on(checkpoint: Checkpoint, temperature: float) -> None:
     """The second step is launched before the first is read, and one sequence has ended by then."""
@@ -163,6 +163,7 @@ def test_a_table_made_later_is_found(checkpoint: Checkpoint) -> None:
     assert record.num_recorded == before + 1
 
 
+@pytest.mark.long
 def test_profiles_within_the_room_are_not_recorded_again(checkpoint: Checkpoint) -> None:
     """Tables that requests bring after the start are read by steps recorded before."""
     record = Again()
@@ -222,7 +223,7 @@ def test_a_step_that_cannot_be_recorded_is_queued(
     assert runner._graphs is None
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), torch.OutOfMemoryError()])
 def test_only_a_failed_capture_disables_graphs(checkpoint: Checkpoint, error: RuntimeError) -> None:
     """An error of a step's own numbers, or a shortage in a capture, rises, and the next replays."""

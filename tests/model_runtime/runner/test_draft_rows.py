@@ -61,7 +61,7 @@ def spans_of(runner: ModelRunner, profiles: Sequence[Profile]) -> list[Span]:
     return spans
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
     ("checkpoint", "profiles"),
     [
@@ -95,7 +95,7 @@ def test_rows_of_a_draft_answer_as_its_tokens_one_by_one(
     assert len(alone_RV) == sum(count for _, count in LENS[: len(profiles)])
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
+@pytest.mark.long
 @pytest.mark.parametrize(("share_right", "temperature"), [(0.7, 0.9), (1.0, 0.0)])
 def test_an_engine_of_recorded_steps_answers_as_without_drafts(
     checkpoint: Checkpoint,

@@ -55,6 +55,7 @@ def is_valid(schema: Any, result: Result) -> bool:
     return jsonschema_rs.is_valid(schema, json.loads(result.text))
 
 
+@pytest.mark.sampled(drawn=6)
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
 def test_every_finished_answer_satisfies_its_schema(
     name: str, compiler: GrammarCompiler, embedded: Checkpoint, engines: EngineFactory

@@ -44,6 +44,7 @@ def test_a_load_is_a_share_of_the_cache_and_of_the_steps_that_wait() -> None:
     assert TokenLoad(waiting=8 * 128).share_of(config) == 1
 
 
+@pytest.mark.long
 def test_an_engine_is_added_under_load() -> None:
     """Streams that fill the cache of one engine bring a second one."""
     flags = ("--replicas", "1", "--max-replicas", "2", "--threads", "1")

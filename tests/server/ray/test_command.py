@@ -108,6 +108,7 @@ def test_sigterm_lets_streams_end_and_leaves_no_process() -> None:
     wait_until(lambda: not any(map(is_alive, engines)), 30)
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
     """The engine's error comes through Ray without its traceback, and the code is 2."""
     ended = subprocess.run(

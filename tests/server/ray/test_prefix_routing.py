@@ -17,7 +17,7 @@ NUM_PREFIXES, NUM_REQUESTS, PAGE, NUM_PAGES = 12, 10, 16, 4
 CACHE_TOKENS = (7 * NUM_PAGES + 2) * PAGE
 
 
-@pytest.fixture(params=["prefix", "round_robin"])
+@pytest.fixture(params=["prefix", pytest.param("round_robin", marks=pytest.mark.long)])
 def routed(request: pytest.FixtureRequest) -> Iterator[tuple[str, Server]]:
     """A server whose replicas are chosen in one way."""
     flags = (

@@ -22,7 +22,7 @@ from tests.server.ray.cluster import (
     wait_for_replicas,
 )
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 SECONDS = float(os.environ.get("REPLICA_SOAK_SECONDS", "45"))
 KILL_EVERY_S = float(os.environ.get("REPLICA_KILL_SECONDS", "20"))

@@ -13,8 +13,6 @@ from tests.server.breakable import AUTHORIZED, BREAK, DIE, MODULE, STALL
 from tests.server.soak_watch import wait_for
 from tests.server.startup.test_lifecycle import ENDLESS, LONG, process, stream, wait_until_streaming
 
-pytestmark = pytest.mark.alone
-
 _BUSY = {"prompt": [7] * 20, "max_tokens": 2000, "ignore_eos": True, "n": 4, "stream": True}
 _BUSY_S = 2.0  # twice what a step may take in that server
 
@@ -72,6 +70,7 @@ def test_a_broken_gpu_ends_the_process_with_code_1(tmp_path: Path) -> None:
         assert "step_failed" not in started.log()
 
 
+@pytest.mark.alone
 @pytest.mark.long
 def test_a_stalled_engine_is_not_live_and_a_busy_one_is(breakable: Server) -> None:
     """The stall is longer than a step may take; when it ends, the process is live again."""

@@ -15,12 +15,10 @@ import pytest
 from tests.processes import command
 from tests.server.startup.test_lifecycle import process
 
-pytestmark = pytest.mark.alone
-
 
 def test_a_hangup_while_loading_is_kept(tmp_path: Path) -> None:
     """The settings are read again once the server runs, and no signal ends it."""
-    with process(tmp_path) as started:
+    with process(tmp_path, loads_slowly=True) as started:
         started.process.send_signal(signal.SIGHUP)
         started.process.send_signal(signal.SIGHUP)
         started.wait_for("SIGHUP: the settings will be read again")

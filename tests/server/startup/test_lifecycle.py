@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests import preloaded
+from tests.preloaded import Fork
 from tests.processes import command
-
-pytestmark = pytest.mark.alone
 
 # Random tokens, because drafts would answer repeated ones within a few probes.
 LONG = {"prompt": [7] * 20, "max_tokens": 1800, "ignore_eos": True, "temperature": 2, "seed": 1}
@@ -25,12 +25,16 @@ ENDLESS = {"prompt": [7] * 20, "max_tokens": 2000, "ignore_eos": True, "n": 16}
 class Process:
     """A server process and its log; the constructor waits only for its address."""
 
-    def __init__(self, log: Path, *arguments: str, module: str = "ropewalk") -> None:
+    def __init__(self, log: Path, *arguments: str, module: str, loads_slowly: bool) -> None:
         self._log = log
         self._stderr = log.open("w")
-        self.process = subprocess.Popen(
-            command("serve", "--port", "0", *arguments, module=module), stderr=self._stderr
-        )
+        flags = ("serve", "--port", "0", *arguments)
+        self.process: subprocess.Popen[bytes] | Fork
+        if loads_slowly:
+            self.process = subprocess.Popen(command(*flags, module=module), stderr=self._stderr)
+        else:
+            fork = preloaded.parent().fork
+            self.process = fork(module, flags, stdout=1, stderr=self._stderr.fileno())
         self.url = self.wait_for(r"loading; (http\S+) ")[1]
 
     def wait_for(self, pattern: str, limit_s: float = 120) -> re.Match[str]:
@@ -63,9 +67,11 @@ class Process:
 
 
 @contextmanager
-def process(tmp_path: Path, *arguments: str, module: str = "ropewalk") -> Iterator[Process]:
-    """A server process that is always ended."""
-    made = Process(tmp_path / "log", *arguments, module=module)
+def process(
+    tmp_path: Path, *arguments: str, module: str = "ropewalk", loads_slowly: bool = False
+) -> Iterator[Process]:
+    """A server process that is always ended; a test of the load has all imports in it."""
+    made = Process(tmp_path / "log", *arguments, module=module, loads_slowly=loads_slowly)
     try:
         yield made
     finally:
@@ -99,7 +105,7 @@ def wait_until_streaming(into: list[str]) -> None:
 
 def test_the_port_answers_while_the_model_loads(tmp_path: Path) -> None:
     """The process is live but not ready; Retry-After states when to try again."""
-    with process(tmp_path) as started:
+    with process(tmp_path, loads_slowly=True) as started:
         assert started.get("/live").json() == {"status": "loading"}
         for path in ("/health", "/ready", "/v1/models", "/metrics"):
             answer = started.get(path)
@@ -112,7 +118,7 @@ def test_the_port_answers_while_the_model_loads(tmp_path: Path) -> None:
 
 def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
     """A signal while loading gives exit code 0, without a traceback."""
-    with process(tmp_path) as started:
+    with process(tmp_path, loads_slowly=True) as started:
         started.get("/live")
         started.process.send_signal(signal.SIGTERM)
         assert started.process.wait(20) == 0
@@ -131,7 +137,7 @@ def test_on_a_signal_running_requests_finish_and_new_ones_are_refused(
         reading = stream(started.url, LONG, lines)
         wait_until_streaming(lines)
         started.process.send_signal(sig)
-        time.sleep(0.3)
+        started.wait_for("event=shutdown")
         refused = httpx.post(f"{started.url}/v1/completions", json=LONG, timeout=20)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert refused.headers["retry-after"] == "1"
@@ -145,6 +151,7 @@ def test_on_a_signal_running_requests_finish_and_new_ones_are_refused(
         assert started.process.wait(30) == 0
 
 
+@pytest.mark.alone
 @pytest.mark.long
 def test_an_idle_server_ends_soon_and_says_so(tmp_path: Path) -> None:
     """A client's open connection does not delay the end. Measured: 0.3 s, 1.7 to 2.2 s before."""

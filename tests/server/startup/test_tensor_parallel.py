@@ -13,8 +13,6 @@ import pytest
 from tests.processes import Server, children_of, run_here
 from tests.server.startup.test_lifecycle import ENDLESS, LONG, process, stream, wait_until_streaming
 
-pytestmark = pytest.mark.alone
-
 RANKS = ("--tensor-parallel-size", "2", "--threads", "1")
 _FOLLOWER = "ropewalk.model_runtime.parallel.follower"
 _MOST_S = 20.0  # until the other ranks have ended; a loaded machine takes seconds
