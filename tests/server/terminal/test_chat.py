@@ -218,7 +218,7 @@ def test_top_shows_the_numbers_of_the_chart(server: Server) -> None:
     assert "since the server's start" in once.stdout
     with terminal("top", server.url, "--seconds", "0.2") as shell:
         shell.until("tokens/s")
-        shell.until("last 1 s")
+        shell.until(r"last \d+ s")  # a loaded machine refreshes late
         os.killpg(shell.process.pid, signal.SIGINT)
         shell.drain()
         assert shell.process.returncode == 0
