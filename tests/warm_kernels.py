@@ -4,6 +4,7 @@ Two workers and every server that they start would compile the same code at the 
 runs one process for each number type beside the type checker, which has one thread.
 """
 
+import os
 import sys
 import time
 
@@ -16,6 +17,7 @@ from ropewalk.model_runtime.loading.known_products import expected_computing
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.loading.plain_config import PlainDevice, PlainNumberType
 from ropewalk.server.settings.sections import CacheSettings
+from ropewalk.server.startup.preflight import bound_primitives
 from tests.engines import EngineFactory, answer, deployment_of, request
 from tests.range_cases import CPU, METHODS, PlacedReads
 
@@ -34,6 +36,7 @@ def warm(dtype: str) -> None:
         plain = [span._replace(table_id=laid.ids[1]) for span in laid.spans]
         for batch in (laid.batch, build_batch(plain, page, CPU)):
             CpuAttention(batch).read(laid.read())
+    bound_primitives(os.environ)  # as the command does; the products are remembered under it
     expected_computing(PlainDevice("cpu"), PlainNumberType(dtype, getattr(torch, dtype).itemsize))
 
 

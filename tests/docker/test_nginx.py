@@ -215,6 +215,7 @@ def test_a_server_that_is_drained_loses_no_request(balanced: Balanced, tmp_path:
     assert "503, 200" in nginx.tried(), "no refusal was met"
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_costs_only_its_open_streams(
     balanced: Balanced, tmp_path: Path
 ) -> None:

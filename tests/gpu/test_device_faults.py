@@ -55,6 +55,7 @@ def test_a_worker_is_replaced(tmp_path: Path) -> None:
     assert "1 failed, " in ended.stdout
 
 
+@pytest.mark.long
 def test_without_workers_the_run_ends_with_the_reason(tmp_path: Path) -> None:
     """Later cases would fail for a reason that is not theirs."""
     ended = run(tmp_path)

@@ -81,6 +81,7 @@ def test_the_page_works_under_a_prefix(browser: Browser, proxied: str) -> None:
     context.close()
 
 
+@pytest.mark.long
 def test_a_page_opened_while_the_model_loads_becomes_ready(browser: Browser) -> None:
     """The page is served before the model, tells the phase, and starts by itself."""
     process = subprocess.Popen(command("serve", "--port", "0"), stderr=subprocess.PIPE, text=True)

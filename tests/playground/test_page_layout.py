@@ -101,7 +101,7 @@ def test_dark_shows_its_state(small: Watched) -> None:
     assert page.evaluate(colour) == before != dark
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_reference_fits_a_narrow_screen_in_both_schemes(
     browser: Browser, server: Server, scheme: str

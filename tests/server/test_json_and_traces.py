@@ -215,6 +215,7 @@ print("ropewalk.server.access.spans" in sys.modules)
 """
 
 
+@pytest.mark.long
 def test_without_traces_nothing_of_the_sdk_is_imported() -> None:
     """It may be missing, which only those hear who ask for traces."""
     ended = subprocess.run(

@@ -48,7 +48,7 @@ logging.getLogger("uvicorn.error").info("not told")
 """
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
+@pytest.mark.long
 @pytest.mark.parametrize("ci", [{}, {"CI": "true"}], ids=["no-ci", "ci"])
 def test_lines_of_libraries_have_the_format_of_ours(ci: dict[str, str]) -> None:
     """Each stands once, though transformers hands its lines to other loggers with CI=true."""

@@ -215,6 +215,7 @@ class _EveryType:
         return like(values, found, self._next), Type[found]
 
 
+@pytest.mark.long
 def test_a_file_in_its_own_bits_answers_as_the_same_file_dequantised(
     tmp_path: Path, engines: EngineFactory
 ) -> None:

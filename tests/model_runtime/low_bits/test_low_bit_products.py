@@ -146,7 +146,7 @@ def test_rows_have_the_bits_of_the_float_product_in_any_number(
     assert float((low(x).double() - expected).abs().max()) < near * size
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "parts",
     [

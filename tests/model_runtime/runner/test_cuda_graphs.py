@@ -47,9 +47,11 @@ def profiles_of(deployment: Deployment) -> list[Profile]:
     return [tier.profile for tier in deployment.own_tiers]
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
-    "checkpoint", [("llama", 1), ("gemma2", 2)], ids=("whole", "windows"), indirect=True
+    "checkpoint",
+    [("llama", 1), pytest.param(("gemma2", 2), marks=pytest.mark.long)],
+    ids=("whole", "windows"),
+    indirect=True,
 )
 def test_replayed_steps_answer_as_others(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch

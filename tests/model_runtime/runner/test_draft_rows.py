@@ -61,7 +61,7 @@ def spans_of(runner: ModelRunner, profiles: Sequence[Profile]) -> list[Span]:
     return spans
 
 
-@pytest.mark.sampled(fixed=0, drawn=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("checkpoint", "profiles"),
     [

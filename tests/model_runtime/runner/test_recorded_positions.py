@@ -55,6 +55,7 @@ def logits(runner: ModelRunner, steps: Sequence[range]) -> list[Tensor]:
     return [torch.cat(each) for each in found]
 
 
+@pytest.mark.long
 def test_chunks_and_decodes_equal_a_whole_prompt_on_a_cpu(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

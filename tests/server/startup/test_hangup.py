@@ -16,6 +16,7 @@ from tests.processes import command
 from tests.server.startup.test_lifecycle import process
 
 
+@pytest.mark.long
 def test_a_hangup_while_loading_is_kept(tmp_path: Path) -> None:
     """The settings are read again once the server runs, and no signal ends it."""
     with process(tmp_path, loads_slowly=True) as started:
