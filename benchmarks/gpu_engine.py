@@ -16,10 +16,11 @@ from benchmarks.gpu_forwards import Forwards, timed
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
 from ropewalk.model_runtime.engine.build_engine import build_engine
-from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import FinishReason, OnOutput, Output, Request, SamplingParams
-from ropewalk.model_runtime.runner.model_runner import ModelRunner, Part
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.runner.step_timer import Part
 from ropewalk.model_runtime.text.grammar import Grammar
 
 _WAIT_S = 300  # seconds to wait for the end of the next answer

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity
 from benchmarks.gpu_bench import WARM_UP_LEN, Bench, Row, left_out
 from benchmarks.gpu_engine import measured
 from benchmarks.gpu_model_inputs import deployment_of, random_windows, taken_over
-from ropewalk.model_runtime.attention.kv_cache import bytes_per_token
+from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.engine.memory_profile import CudaMeter, profile_memory
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
 

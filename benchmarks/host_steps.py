@@ -37,9 +37,10 @@ from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.engine.engine_core import EngineCore
-from ropewalk.model_runtime.engine.request_state import Observer, RequestState
+from ropewalk.model_runtime.engine.observer import Observer
+from ropewalk.model_runtime.engine.request_state import RequestState
 from ropewalk.model_runtime.request import Output, Request, SamplingParams
-from ropewalk.model_runtime.runner import model_runner as step_timer
+from ropewalk.model_runtime.runner import step_timer
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.rope import native_rope

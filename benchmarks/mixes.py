@@ -17,7 +17,7 @@ from ropewalk.model_runtime.layers.fused_decoder import DecoderLayers
 from ropewalk.model_runtime.layers.merged_linear import is_linear
 from ropewalk.model_runtime.layers.packed_linear import products_of
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from ropewalk.model_runtime.loading.low_bits import return_freed_memory
+from ropewalk.model_runtime.loading.low_bits.hold import return_freed_memory
 
 _MIB = 1 << 20
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import click
 
 from benchmarks.own_server import completion_status, free_port
-from ropewalk.model_runtime.attention.kv_cache import bytes_per_token
+from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
+from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import read_outline, weight_files
-from ropewalk.model_runtime.loading.planned_bits import planned_storage
 
 _START_S = 600.0
 _TOKENS = 8192  # of the cache

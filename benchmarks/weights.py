@@ -19,7 +19,7 @@ import torch
 from benchmarks.cpu_kernels import READ_BYTES, sum_of
 from benchmarks.made_weights import load_made
 from ropewalk.model_runtime.attention.batch import Span
-from ropewalk.model_runtime.attention.kv_cache import bytes_per_token
+from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, INT8
 from ropewalk.model_runtime.engine.build_engine import build_runner

@@ -65,7 +65,7 @@ _COMMANDS = {
         "Measure latency against context length on the server at URL.",
     ),
     "chat": Entry(
-        "ropewalk.server.terminal.chat",
+        "ropewalk.server.terminal.chat_command",
         "chat",
         "Talk to the server at URL from a terminal, or send it one message.",
     ),
@@ -90,7 +90,7 @@ _COMMANDS = {
         "Serve MODEL: a folder, a GGUF file or a hub id. Default: the embedded model.",
     ),
     "top": Entry(
-        "ropewalk.server.terminal.top",
+        "ropewalk.server.terminal.top_command",
         "top",
         "Show the queue, cache and latency by context length of the server at URL.",
     ),

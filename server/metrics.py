@@ -26,9 +26,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.request import FinishReason, Request
-from ropewalk.model_runtime.runner.model_runner import PARTS, Part
+from ropewalk.model_runtime.runner.step_timer import PARTS, Part
 from ropewalk.rope import Tier
 from ropewalk.server.version import own_commit, own_version
 

@@ -13,7 +13,8 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.engine.engine_core import EngineCore
-from ropewalk.model_runtime.engine.request_state import Observer, RequestState
+from ropewalk.model_runtime.engine.observer import Observer
+from ropewalk.model_runtime.engine.request_state import RequestState
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Output, Request
 from ropewalk.model_runtime.runner.model_runner import LaunchedStep, ModelRunner

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ropewalk.model_runtime.engine import speculator
-from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.request import Request
 from ropewalk.model_runtime.scheduling.drafter import NO_DRAFT, Draft, Drafter
 from tests.engines import Result

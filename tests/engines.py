@@ -12,7 +12,7 @@ from ropewalk.model_runtime.deployments.deployment import Deployment, RopeReques
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.engine.engine import Engine
-from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
 from ropewalk.model_runtime.request import (
     FinishReason,

@@ -5,45 +5,13 @@ Shapes: N = pages, K = key heads, O = offsets in a page, D = key dimensions, V =
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ropewalk.model_runtime.attention.token_bytes import LayerShape
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Ints, PageArrays
-
-
-class LayerShape(Protocol):
-    """The cache shape of a layer."""
-
-    @property
-    def num_key_heads(self) -> int:
-        """K."""
-
-    @property
-    def key_dim(self) -> int:
-        """D."""
-
-    @property
-    def value_dim(self) -> int:
-        """V."""
-
-
-class NumberType(Protocol):
-    """A number type of torch, or its name and size."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one number."""
-
-
-def bytes_per_token(layers: Mapping[int, LayerShape], dtype: NumberType) -> int:
-    """Return the cache bytes of one position over all layers."""
-    numbers = sum(
-        layer.num_key_heads * (layer.key_dim + layer.value_dim) for layer in layers.values()
-    )
-    return numbers * dtype.itemsize
 
 
 class KVCache:

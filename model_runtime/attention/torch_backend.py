@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch, Place
-from ropewalk.model_runtime.attention.cpu_backend import StepRanges, step_ranges
 from ropewalk.model_runtime.attention.paged_attention import LayerRead
+from ropewalk.model_runtime.attention.step_ranges import StepRanges, step_ranges
 from ropewalk.rope import KeyMap, rotate
 
 

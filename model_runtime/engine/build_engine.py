@@ -9,7 +9,7 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig
 from ropewalk.model_runtime.engine.engine import Engine
-from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.load_progress import faults_of

@@ -15,7 +15,8 @@ import structlog
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.admission import AdmissionQueue, Places, check_request
 from ropewalk.model_runtime.engine.engine_core import EngineCore
-from ropewalk.model_runtime.engine.request_state import Observer, RequestState
+from ropewalk.model_runtime.engine.observer import Observer
+from ropewalk.model_runtime.engine.request_state import RequestState
 from ropewalk.model_runtime.engine.runner import Runner
 from ropewalk.model_runtime.errors import EngineStoppedError
 from ropewalk.model_runtime.request import OnOutput, Output, Request

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Span, single_rows
 from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.engine.postprocess import ComputedChunk, Postprocessor
-from ropewalk.model_runtime.engine.request_state import Observer, RequestState, RequestStates
+from ropewalk.model_runtime.engine.request_state import RequestState, RequestStates
 from ropewalk.model_runtime.engine.runner import (
     Launched,
     Runner,
@@ -31,7 +32,7 @@ from ropewalk.model_runtime.engine.runner import (
 )
 from ropewalk.model_runtime.engine.speculator import Speculator
 from ropewalk.model_runtime.request import FinishReason, Output
-from ropewalk.model_runtime.runner.model_runner import StepTimer
+from ropewalk.model_runtime.runner.step_timer import StepTimer
 from ropewalk.model_runtime.scheduling.prefill import PrefillBudget
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.scheduling.step_plan import Chunk, StepPlan

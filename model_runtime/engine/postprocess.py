@@ -12,13 +12,14 @@ from typing import NamedTuple
 import structlog
 from torch import Tensor
 
+from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.engine.output_processor import Answer
-from ropewalk.model_runtime.engine.request_state import Observer, RequestState, RequestStates
+from ropewalk.model_runtime.engine.request_state import RequestState, RequestStates
 from ropewalk.model_runtime.engine.runner import memory_errors_told
 from ropewalk.model_runtime.errors import GrammarError
 from ropewalk.model_runtime.request import FinishReason, Output, PromptProgress, TokenLogprob
-from ropewalk.model_runtime.runner.model_runner import StepTimer
 from ropewalk.model_runtime.runner.sampler import SamplingRow, logprobs, rows_at, sample_rows
+from ropewalk.model_runtime.runner.step_timer import StepTimer
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.scheduling.step_plan import Chunk
 

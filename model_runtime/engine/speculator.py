@@ -10,9 +10,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.engine.request_state import Observer, RequestState, RequestStates
+from ropewalk.model_runtime.engine.observer import Observer
+from ropewalk.model_runtime.engine.request_state import RequestState, RequestStates
 from ropewalk.model_runtime.engine.runner import Runner
-from ropewalk.model_runtime.runner.model_runner import Part
+from ropewalk.model_runtime.runner.step_timer import Part
 from ropewalk.model_runtime.scheduling.draft_lengths import Offer, StepCost, take
 from ropewalk.model_runtime.scheduling.drafter import NO_DRAFT, Draft, Drafter
 from ropewalk.model_runtime.scheduling.sequence_pages import SequencePages

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_tensor
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL, Panels, widen_panels
-from ropewalk.model_runtime.layers.merged_linear import OneDnnWeight
+from ropewalk.model_runtime.layers.onednn import OneDnnWeight
 
 # Our own copy takes 0.6 of the time of torch's on one thread; torch's is shared out to more.
 _THREADS_OF_OWN_COPY = 2

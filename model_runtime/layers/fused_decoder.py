@@ -42,8 +42,8 @@ from ropewalk.model_runtime.cpu_kernels.skinny_gemm import Multiplying
 from ropewalk.model_runtime.cpu_kernels.threads import ABORT, MOST_THREADS, run_thread_team
 from ropewalk.model_runtime.layers.gated_mlp import GatedMlp
 from ropewalk.model_runtime.layers.last_layer import PrunedStep
-from ropewalk.model_runtime.layers.match_norm import RmsNorm
 from ropewalk.model_runtime.layers.packed_product import PackedProduct
+from ropewalk.model_runtime.layers.rms_norm import RmsNorm
 
 _BYTES_PER_THREAD = 4 << 20  # of weights; with fewer, a thread costs more time than it saves
 

@@ -6,20 +6,19 @@ self_check.py compares the bits with the model's own forward, and restores that 
 differ.
 """
 
-from collections.abc import Iterable, Mapping
-from types import FunctionType, MethodType
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ropewalk.model_runtime.attention.paged_attention import AttentionCall, LayerPlan
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.fused_decoder import DecoderLayers, Kind, Layer
 from ropewalk.model_runtime.layers.gated_mlp import GatedMlp
-from ropewalk.model_runtime.layers.match_norm import RmsNorm
 from ropewalk.model_runtime.layers.merged_linear import MergedPart
 from ropewalk.model_runtime.layers.packed_linear import PackedLinear
 from ropewalk.model_runtime.layers.packed_product import PackedProduct
+from ropewalk.model_runtime.layers.rms_norm import RmsNorm
 from ropewalk.model_runtime.probing.probe import are_equal, recorded_calls
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -126,66 +125,3 @@ def _match_layer(
     if any(found != needed for found, needed in lengths):
         return None
     return Layer(index, norms[0], joined, head_norms, output.product, norms[1], block)
-
-
-# Attention layers of a patched model that skip the identity rotation.
-#
-# In a patched model, rotary modules return cos = 1 and sin = 0 (patch_model.py). The layers still
-# multiply by cos, rotate pairs by sin and add, which is about ten small operations per layer
-# without an effect. Modelling code does this in a function that it finds by name in its module,
-# `apply_rotary_pos_emb(q, k, cos, sin, ...)`.
-#
-# Here each attention layer gets a copy of its own forward. In the copy's globals, that name is a
-# function that returns queries and keys unchanged. The module itself is not changed, so other
-# models in the process rotate as before.
-#
-# Names do not prove that the copies compute the same. So patch_model.py compares the layers'
-# calls.
-
-_NAME = "apply_rotary_pos_emb"
-_FIRST_PARAMETERS = ("q", "k", "cos", "sin")
-
-
-def spare_rotation(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Remove the rotation from the layers that call it by name, and return those layers."""
-    copies: dict[FunctionType, FunctionType] = {}  # one for all layers of a class
-    spared = []
-    for layer in layers:
-        forward = type(layer).forward
-        if isinstance(forward, FunctionType) and _rotates_by_name(forward):
-            if forward not in copies:
-                copies[forward] = _with_globals(forward, {_NAME: _as_they_are})
-            # The instance's attribute hides the forward of the class.
-            layer.forward = MethodType(copies[forward], layer)
-            spared.append(layer)
-    return spared
-
-
-def restore_rotation(layers: Iterable[nn.Module]) -> None:
-    for layer in layers:
-        del layer.forward
-
-
-def _rotates_by_name(forward: FunctionType) -> bool:
-    rotation = forward.__globals__.get(_NAME)
-    if _NAME not in forward.__code__.co_names or not isinstance(rotation, FunctionType):
-        return False
-    code = rotation.__code__
-    return code.co_varnames[: code.co_argcount][: len(_FIRST_PARAMETERS)] == _FIRST_PARAMETERS
-
-
-def _as_they_are(q: Tensor, k: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return q, k
-
-
-def _with_globals(function: FunctionType, replaced: dict[str, Any]) -> FunctionType:
-    """Return a copy of a function, with some globals replaced."""
-    copy = FunctionType(
-        function.__code__,
-        {**function.__globals__, **replaced},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ropewalk.model_runtime.cpu_kernels.trials import CLEARLY, shortest
-from ropewalk.model_runtime.layers import merged_linear as onednn
+from ropewalk.model_runtime.layers import onednn
 from ropewalk.model_runtime.layers.packed_product import (
     LARGE_SIZES,
     SMALL_SIZES,

@@ -20,23 +20,17 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
 from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
-from ropewalk.model_runtime.loading.load_progress import (
-    OnPhase,
-    faults_of,
-    logged_progress,
-    no_phases,
-)
-from ropewalk.model_runtime.loading.low_bits import (
-    Distance,
+from ropewalk.model_runtime.loading.load_progress import faults_of, logged_progress
+from ropewalk.model_runtime.loading.low_bits.hold import Distance, quantise_model, storage_of
+from ropewalk.model_runtime.loading.low_bits.sizes import (
     Storage,
     Weights,
     format_of_type,
-    quantise_model,
     refuse_int8,
-    storage_of,
 )
 from ropewalk.model_runtime.loading.model_config import ModelConfig, read_model_config
 from ropewalk.model_runtime.loading.patch_model import patch_model, plans_of_part, read_native_rope
+from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.model_runtime.loading.pretrained import (
     end_token_ids,
     from_pretrained,
@@ -322,7 +316,7 @@ def _pack(
     The imports are here, because these modules import numba, which a GPU does not need.
     """
     from ropewalk.model_runtime.layers import gated_mlp, packed_linear  # noqa: PLC0415
-    from ropewalk.model_runtime.layers.match_norm import cpu_candidates  # noqa: PLC0415
+    from ropewalk.model_runtime.layers.rms_norm import cpu_candidates  # noqa: PLC0415
 
     packed_linear.pack(model, shared_inputs(model))
     if division is not None:

@@ -18,7 +18,8 @@ from ropewalk.model_runtime.formats.gguf_sizes import num_parameters
 from ropewalk.model_runtime.formats.gguf_tokenizer import read_tokenizer
 from ropewalk.model_runtime.formats.gguf_weights import Weights
 from ropewalk.model_runtime.loading.load_progress import logged_progress
-from ropewalk.model_runtime.loading.low_bits import can_hold, format_of_type, hold, holders
+from ropewalk.model_runtime.loading.low_bits.hold import hold, holders
+from ropewalk.model_runtime.loading.low_bits.sizes import can_hold, format_of_type
 from ropewalk.model_runtime.loading.pretrained import fault_of
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 

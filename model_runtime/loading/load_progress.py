@@ -103,11 +103,3 @@ def _sentence(what: str, dtype: torch.dtype, device: torch.device, error: Except
     if dtype != torch.float32:
         return f"{reason}; try dtype float32"
     return reason if device.type == "cpu" else f"{reason}; try device cpu"
-
-
-# Called with the name of each phase when it begins.
-OnPhase = Callable[[str], None]
-
-
-def no_phases(_: str) -> None:
-    """Ignore the phases of a load."""

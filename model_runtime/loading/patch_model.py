@@ -5,7 +5,7 @@ list of names, shows which layers rotate, their width, their pairing and their t
 cos = sin = 0, exactly the rotated dimensions of a layer's queries are zero. With cos = 0 and
 sin = 1, the two dimensions of every pair are exchanged, which shows the pairs.
 
-Then the layers skip the identity rotation (match_decoder.py), if their queries and keys are the
+Then the layers skip the identity rotation (skip_rotation.py), if their queries and keys are the
 same without it. Only the sign of a zero may differ, because -0 + 0 is 0.
 
 Shapes: H = query heads, K = key heads, T = tokens of the probe, D = key dimensions.
@@ -30,8 +30,8 @@ from ropewalk.model_runtime.attention.paged_attention import (
     register,
 )
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.layers.match_decoder import restore_rotation, spare_rotation
 from ropewalk.model_runtime.layers.replace_modules import Replacement
+from ropewalk.model_runtime.layers.skip_rotation import restore_rotation, spare_rotation
 from ropewalk.model_runtime.loading.plain_config import refuse_unserved_attention, text_values
 from ropewalk.model_runtime.probing.probe import are_equal, recorded_calls, text_config
 from ropewalk.model_runtime.probing.untouched import rotary_modules

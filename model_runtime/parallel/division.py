@@ -5,101 +5,14 @@ across them. First the whole model runs with its weights in the files, for the s
 linear is cut to the rank's outputs and copied, and the files are let go.
 """
 
-from typing import Any, ClassVar
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor
-from ropewalk.model_runtime.layers.packed_linear import PackedLinear, ways_of
-from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way
-from ropewalk.model_runtime.layers.replace_modules import swap_modules
+from ropewalk.model_runtime.parallel.cut import GatheredLinear, MappedLinear
 from ropewalk.model_runtime.parallel.group import Group
 from ropewalk.model_runtime.parallel.plan import Part, Plan
 from ropewalk.model_runtime.parallel.trial import Where, keeps_bits, shapes_of
 from ropewalk.model_runtime.runner.backends import has_cpu_kernels
-
-# Linears of a model that is divided: whole and still in the file, then cut to one rank's outputs.
-#
-# Shapes: K = inputs, N = outputs, [..., K] -> [..., N].
-
-
-class MappedLinear(nn.Module):
-    """A linear whose weight stays as it was read, and is converted anew for each product.
-
-    A weight that was read from a file is mapped memory, which the system can drop and read again.
-    So a whole model computes in the memory of one linear. It is slow.
-    """
-
-    is_linear: ClassVar = True  # see random_numbers.py
-
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._dtype, self._device = dtype, device
-        # No parameters: the model's conversions leave them as they are.
-        self.weight = _held(linear.weight)
-        self.bias = None if linear.bias is None else _held(linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the linear, [..., K] -> [..., N]."""
-        bias = None if self.bias is None else self.bias.to(self._device, self._dtype)
-        return nn.functional.linear(x, self.weight.to(self._device, self._dtype), bias)
-
-    def cut(self, first: int, num: int) -> nn.Linear:
-        """Return a copy of `num` outputs from `first` on.
-
-        Beyond the last output, the first ones follow. They are dropped after a gather, but a
-        product is tried with them, and zeros would show nothing.
-        """
-        linear = nn.Linear(
-            self.in_features, num, bias=self.bias is not None, device="meta", dtype=self._dtype
-        )
-        linear.weight = nn.Parameter(self._rows(self.weight, first, num), requires_grad=False)
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self._rows(self.bias, first, num), requires_grad=False)
-        return linear
-
-    def _rows(self, whole: Tensor, first: int, num: int) -> Tensor:
-        rows = torch.empty(num, *whole.shape[1:], dtype=self._dtype, device=self._device)
-        own = whole[first : first + num]
-        rows[: len(own)] = own
-        rows[len(own) :] = whole[: num - len(own)]
-        return rows
-
-
-def _held(parameter: Tensor) -> Tensor:
-    """Return the tensor of a parameter, which a module does not list."""
-    return parameter.detach()
-
-
-class GatheredLinear(nn.Module):
-    """One rank's outputs of a linear, between the gathers that it needs."""
-
-    def __init__(
-        self, linear: nn.Linear, whole: MappedLinear, num_inputs: int, part: Part, group: Group
-    ) -> None:
-        """Surround `linear`, the rank's outputs of `whole`. `num_inputs`: that the rank has."""
-        super().__init__()
-        self.linear: Any = linear  # packed later on
-        self.in_features = num_inputs
-        self.out_features = whole.out_features if part.gathers_output else linear.out_features
-        self.group = group
-        self.gathered_inputs = whole.in_features if part.gathers_input else None
-        self.gathered_outputs = whole.out_features if part.gathers_output else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the linear from a part of its inputs, or from all of them."""
-        return self.gathered(self.linear, x)
-
-    def gathered(self, product: Any, x: Tensor) -> Tensor:
-        """Return a product of the gathered inputs, gathered."""
-        if self.gathered_inputs is not None:
-            x = self.group.gather(x, self.gathered_inputs)
-        out: Tensor = product(x)
-        if self.gathered_outputs is not None:
-            out = self.group.gather(out, self.gathered_outputs)
-        return out
 
 
 class ColumnDivision:
@@ -160,6 +73,11 @@ class ColumnDivision:
         shapes = shapes_of(model, self._num_outputs)
         group, ways = self._group, 0
         if has_cpu_kernels(device):
+            from ropewalk.model_runtime.parallel.packed_cut import (  # noqa: PLC0415  # imports numba
+                use_packed_gathers,
+                ways_number,
+            )
+
             use_packed_gathers(model)
             ways = ways_number(model)
         where = Where(group.rank, group.size, dtype, device, torch.get_num_threads())
@@ -191,49 +109,3 @@ class ColumnDivision:
         if num % self._width == 0:
             return -(-share // self._width) * self._width
         return share + (share % self._width == 0)
-
-
-# Divided linears on a CPU, as other replacements of modules expect a packed linear.
-#
-# Shapes: R = rows, K = inputs, N = outputs.
-
-
-class GatheredProduct(PackedProduct):
-    """The product of one rank's outputs between its gathers, in the place of a whole product."""
-
-    def __init__(self, linear: GatheredLinear) -> None:
-        """Surround the product of a linear that is packed already."""
-        own: PackedProduct = linear.linear.product
-        self.way = own.way
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._own, self._gathered = own, linear.gathered
-        self._dtype = linear.linear.weight.dtype
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute the product of the gathered inputs, gathered: [..., K] -> [..., N]."""
-        return self._gathered(self._own, x)
-
-    def multiply(self, x_RK: Any) -> Any:
-        """Compute the product, [R, K] -> [R, N]; numpy arrays of float32 or of bf16's bits."""
-        return as_numpy(self(as_tensor(x_RK, self._dtype)))
-
-
-def use_packed_gathers(model: nn.Module) -> None:
-    """Replace each divided linear, once it is packed, by a packed linear that gathers, in place."""
-
-    def other(module: nn.Module) -> PackedLinear | None:
-        if not isinstance(module, GatheredLinear) or not isinstance(module.linear, PackedLinear):
-            return None
-        linear = module.linear
-        product = GatheredProduct(module)
-        linear.in_features, linear.out_features = product.in_features, product.out_features
-        linear.product = product
-        return linear
-
-    swap_modules(model, other)
-
-
-def ways_number(model: nn.Module) -> int:
-    """Return the ways of all products of a packed model as bits of a number."""
-    ways = ways_of(model)
-    return sum(1 << place for place, way in enumerate(Way) if way in ways)

@@ -8,8 +8,9 @@ from importlib.util import find_spec
 
 import torch
 
-from ropewalk.model_runtime.attention.kv_cache import KVCache, LayerShape
+from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import Backend, LayerPlan
+from ropewalk.model_runtime.attention.token_bytes import LayerShape
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.rope import ALL_LAYERS, Profile

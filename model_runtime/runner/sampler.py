@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
-from ropewalk.model_runtime.runner.logit_changes import BARRED, SeenTokens, penalise, single_tokens
+from ropewalk.model_runtime.runner.bad_words import BARRED, single_tokens
+from ropewalk.model_runtime.runner.penalties import SeenTokens, penalise
 from ropewalk.model_runtime.runner.ranked_draw import (
     NOT_FOUND,
     column,

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from prometheus_client import Counter, Gauge
 
-from ropewalk.model_runtime.errors import RequestError, RopewalkError
+from ropewalk.model_runtime.errors import RequestError
 from ropewalk.server.access.keys import NO_BOUNDS, KeyBounds, KeyTable, digest_of
+from ropewalk.server.access.refusals import ClientDisconnectedError, KeyLimitError
 from ropewalk.server.metrics import MetricFactory
 
 
@@ -85,19 +86,6 @@ class KeyMetrics:
             self._tokens.remove(name, kind)
         self._running.remove(name)
         self._waiting.remove(name)
-
-
-class ClientDisconnectedError(Exception):
-    """The client closed the connection before its answer was ready."""
-
-
-class KeyLimitError(RopewalkError):
-    """A bound of the request's API key is reached; the request may be sent again later."""
-
-    def __init__(self, message: str, limit: str, value: int, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-        self.details = {"limit": limit, "limit_value": value}  # for the error body
 
 
 _MINUTE_S = 60.0

@@ -6,7 +6,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from ropewalk.model_runtime.engine.admission import problem_of
 from ropewalk.server.api.service import Service
-from ropewalk.server.errors import envelope
+from ropewalk.server.envelope import envelope
 from ropewalk.server.middleware.availability import draining
 from ropewalk.server.version import own_commit, own_version
 

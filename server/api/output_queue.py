@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from ropewalk.model_runtime.engine.admission import EngineClient, Places
 from ropewalk.model_runtime.request import FinishReason, Output, Request
-from ropewalk.server.access.allowance import ClientDisconnectedError
+from ropewalk.server.access.refusals import ClientDisconnectedError
 
 Call = tuple[Callable[..., None], tuple[Any, ...]]
 

@@ -20,7 +20,7 @@ from ropewalk.model_runtime.deployments.deployment import Deployment, RopeReques
 from ropewalk.model_runtime.engine.admission import EngineClient, Places
 from ropewalk.model_runtime.errors import RequestError, RopewalkError, UnknownModelError
 from ropewalk.model_runtime.request import Request, SamplingParams
-from ropewalk.model_runtime.runner.logit_changes import BARRED, spellings
+from ropewalk.model_runtime.runner.bad_words import BARRED, spellings
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
 from ropewalk.model_runtime.text.grammar import Grammar, GrammarCompiler, Lark
 from ropewalk.model_runtime.text.text_rules import grammar_of_rule

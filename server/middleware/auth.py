@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ropewalk.server.access.allowance import Allowance, KeyRing
 from ropewalk.server.access.open_request import current_request
-from ropewalk.server.errors import envelope
+from ropewalk.server.envelope import envelope
 
 # Answered without a key, because load balancers and orchestrators use them.
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/version"})

@@ -8,7 +8,7 @@ import asyncio
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ropewalk.server.errors import envelope
+from ropewalk.server.envelope import envelope
 
 _RETRY_DRAINING_S = 1
 # Passed to their routes during the drain, too. They are not counted as in-flight requests.

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ropewalk.server.errors import envelope
+from ropewalk.server.envelope import envelope
 from ropewalk.server.middleware.large_bodies import LARGE, JsonShape, LargeBodies, LargeBody
 
 _LINGER_S = 2.0  # for a client to send the rest of a refused body; a close would reset it before

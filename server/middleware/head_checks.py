@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ropewalk.server.errors import envelope
+from ropewalk.server.envelope import envelope
 
 # No public name server has addresses for these. A container calls its host by an `.internal` one.
 _LOCAL_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})

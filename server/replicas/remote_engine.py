@@ -17,7 +17,7 @@ import structlog
 
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.admission import AdmissionQueue, Places, check_request
-from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.errors import EngineStoppedError, RopewalkError
 from ropewalk.model_runtime.request import FinishReason, OnOutput, Output, Request
 from ropewalk.server.replicas.continuation import DeliveredAnswer, DivergedError

@@ -19,8 +19,9 @@ from ropewalk.server.access.access_log import (
     RequestOpener,
     Routes,
 )
-from ropewalk.server.access.allowance import ClientDisconnectedError, KeyRing
+from ropewalk.server.access.allowance import KeyRing
 from ropewalk.server.access.open_request import SpanSource
+from ropewalk.server.access.refusals import ClientDisconnectedError
 from ropewalk.server.api.completions import completions_router
 from ropewalk.server.api.health import health_router
 from ropewalk.server.api.service import Service

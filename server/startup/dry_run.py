@@ -5,19 +5,19 @@ from pathlib import Path
 
 import click
 
-from ropewalk.model_runtime.attention.kv_cache import bytes_per_token
+from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
+from ropewalk.model_runtime.engine.cache_size import affordable_bytes
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory, machine_memory
-from ropewalk.model_runtime.engine.memory_profile import affordable_bytes
 from ropewalk.model_runtime.loading.known_products import expected_computing
-from ropewalk.model_runtime.loading.load_progress import OnPhase, no_phases
-from ropewalk.model_runtime.loading.low_bits import Storage
+from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
+from ropewalk.model_runtime.loading.low_bits.sizes import Storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig, read_model_config, read_outline
+from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.model_runtime.loading.plain_config import (
     PlainConfig,
     plain_template,
     written_template,
 )
-from ropewalk.model_runtime.loading.planned_bits import planned_storage
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
 from ropewalk.model_runtime.text.tools.find_format import find_formats

@@ -13,7 +13,7 @@ import threading
 import time
 from contextlib import suppress
 
-from ropewalk.server.errors import envelope
+from ropewalk.server.envelope import envelope
 from ropewalk.server.page.page_files import HEADERS, PageFile, has_playground, page_files
 from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.startup.progress import LoadingProgress

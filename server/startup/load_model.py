@@ -1,17 +1,15 @@
 """Find and load the model that the settings name; `serve`, `inspect` and `eval` share this."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ropewalk.model_runtime.formats.gguf_weights import find_gguf
-from ropewalk.model_runtime.gpu_nodes import NVIDIA_NODES, is_there
 from ropewalk.model_runtime.loading.hub.local_model import is_hub_id, local_model
 from ropewalk.model_runtime.loading.hub.wanted import LocalModel, OnBytes, Wanted, no_bytes
-from ropewalk.model_runtime.loading.load_progress import OnPhase, no_phases
-from ropewalk.model_runtime.loading.low_bits import refuse_int8
+from ropewalk.model_runtime.loading.low_bits.sizes import refuse_int8
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.rope import NativeRope
 from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.startup.kernel_folders import refuse_shared_kernels
@@ -98,56 +96,3 @@ def load_model(
     if ranks is None:
         return load()
     return ranks.load(load, source, dtype=dtype, device=device, trust_remote_code=trusts)
-
-
-# The build of torch beside the machine's GPU: whether one of them is there for nothing.
-#
-# This module does not import torch. The banner of `serve` and `ropewalk doctor` use it.
-
-
-@dataclass(frozen=True, slots=True)
-class TorchBuild:
-    """Facts about an installed torch, as it states them."""
-
-    version: str
-    cuda: str | None  # the version of CUDA that it was built for
-    hip: str | None  # the same for AMD's ROCm
-    finds_gpu: bool
-
-    def kind(self) -> str:
-        if self.cuda is not None:
-            return f"CUDA {self.cuda}"
-        return "the CPU only" if self.hip is None else f"ROCm {self.hip}"
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A build that does not fit the machine, and what the user can do."""
-
-    text: str
-    action: str
-
-
-def has_nvidia_gpu() -> bool:
-    """Return whether the driver of an NVIDIA GPU has made its device node."""
-    return is_there(NVIDIA_NODES)
-
-
-def mismatch(build: TorchBuild, *, has_node: bool) -> Mismatch | None:
-    """Return how the build and the machine differ, or None."""
-    if build.cuda is not None and not build.finds_gpu:
-        if has_node:
-            return Mismatch(
-                f"torch {build.version} finds no GPU, although an NVIDIA driver is here",
-                "see what `nvidia-smi` says, and install a torch for the driver's CUDA",
-            )
-        return Mismatch(
-            f"torch {build.version} brings gigabytes of CUDA, and there is no GPU",
-            "a CPU build of torch does the same here and is far smaller (docs/deploy.md)",
-        )
-    if build.cuda is None and build.hip is None and has_node:
-        return Mismatch(
-            f"torch {build.version} is built for the CPU only, and there is an NVIDIA GPU",
-            "install a CUDA build of torch to use it (docs/deploy.md)",
-        )
-    return None

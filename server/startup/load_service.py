@@ -12,7 +12,7 @@ from ropewalk.model_runtime.engine.build_engine import build_engine, has_exact_d
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.hub.wanted import OnBytes, no_bytes
-from ropewalk.model_runtime.loading.load_progress import OnPhase, no_phases
+from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.model_runtime.runner.backends import described
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
@@ -34,13 +34,13 @@ from ropewalk.server.startup.banner_lines import (
     computing_line,
     describe,
     draft_line,
-    facts_of,
     limit_lines,
     low_bits_text,
     rank_line,
     stored_text,
 )
-from ropewalk.server.startup.load_model import TorchBuild, has_nvidia_gpu, load_model, mismatch
+from ropewalk.server.startup.load_model import load_model
+from ropewalk.server.startup.model_facts import facts_of
 from ropewalk.server.startup.serving_plan import (
     ServingPlan,
     chat_template_of,
@@ -48,6 +48,7 @@ from ropewalk.server.startup.serving_plan import (
     plan_serving,
     profiles_of,
 )
+from ropewalk.server.startup.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.parallel.ranks import Ranks

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
+from ropewalk.model_runtime.engine.cache_size import MemoryProfile, sized
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory
-from ropewalk.model_runtime.engine.memory_profile import MemoryProfile, sized
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.model_runtime.text.chat_template import RESERVED, ChatTemplate
 from ropewalk.rope import NativeRope, Profile, RopeConfigError, Tier

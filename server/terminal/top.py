@@ -1,18 +1,12 @@
 """The server's latency by context length as a table, from two answers of /stats."""
 
 import bisect
-import sys
-import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-import click
-
 from ropewalk.server.terminal.connection import ClientError
-from ropewalk.server.wording import HelpCommand, api_key_option
 
 
 def quantile(q: float, bounds: Sequence[float], counts: Sequence[int]) -> float | None:
@@ -123,49 +117,3 @@ def _duration(seconds: float | None) -> str:
 
 def _row(label: str, count: str, cells: Sequence[str]) -> str:
     return f"{label:>10} {count:>9} " + " ".join(f"{cell:>10}" for cell in cells)
-
-
-_FAILED = 1
-
-
-@click.command(cls=HelpCommand)
-@click.argument("url", default="http://127.0.0.1:8000")
-@click.option(
-    "--seconds",
-    "interval_s",
-    type=click.FloatRange(min=0.1),
-    metavar="SECONDS",
-    default=2,
-    show_default=True,
-    help="Time between two answers of the server.",
-)
-@click.option("--since-start", is_flag=True, help="Count from the server's start.")
-@click.option("--once", is_flag=True, help="Print one table since the server's start, and end.")
-@api_key_option("ROPEWALK_API_KEY")
-def top(url: str, interval_s: float, since_start: bool, once: bool, api_key: str | None) -> None:  # noqa: FBT001
-    """Show the queue, cache and latency by context length of the server at URL.
-
-    The numbers are those of /metrics over the last minute. Ctrl-C ends it. The exit code is
-    1 if the server cannot be asked.
-    """
-    # Imported here, so that the other commands do not wait for the import of an HTTP client.
-    from ropewalk.server.terminal.connection import ClientError, Connection  # noqa: PLC0415
-
-    history = History()
-    is_terminal = sys.stdout.isatty()
-    try:
-        with closing(Connection(url, api_key)) as connection:
-            while True:
-                history.add(time.monotonic(), connection.get("/stats"))
-                lines = history.table(since_start=since_start or once)
-                if is_terminal and not once:
-                    click.clear()
-                click.echo("\n".join(lines))
-                if once:
-                    return
-                time.sleep(interval_s)
-    except ClientError as error:
-        click.echo(f"ropewalk top: {error}", err=True)
-        sys.exit(_FAILED)
-    except KeyboardInterrupt:
-        return

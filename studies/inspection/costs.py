@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ropewalk.model_runtime.attention.kv_cache import bytes_per_token
+from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.deployments.deployment import Deployment
-from ropewalk.model_runtime.loading.low_bits import Storage
+from ropewalk.model_runtime.loading.low_bits.sizes import Storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.model_runtime.size_text import size_text
 

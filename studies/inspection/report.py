@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
-from ropewalk.model_runtime.loading.planned_bits import planned_storage
 from ropewalk.rope import NativeRope
 from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.startup.dry_run import outline_of

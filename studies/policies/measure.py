@@ -28,7 +28,8 @@ from ropewalk.model_runtime.deployments.deployment import Deployment, RopeReques
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.engine.engine_core import EngineCore
-from ropewalk.model_runtime.engine.request_state import Observer, RequestState
+from ropewalk.model_runtime.engine.observer import Observer
+from ropewalk.model_runtime.engine.request_state import RequestState
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import FinishReason, Output, Request, SamplingParams

@@ -4,7 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.host_steps import main
-from ropewalk.model_runtime.runner.model_runner import PARTS
+from ropewalk.model_runtime.runner.step_timer import PARTS
 
 
 def test_a_row_has_the_step_and_its_parts() -> None:

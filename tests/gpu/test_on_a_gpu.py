@@ -202,7 +202,7 @@ def test_a_cache_sized_by_a_step_leaves_room_for_any(
     for package in ("pydantic_settings", "prometheus_client"):
         pytest.importorskip(package, reason="settings are the server's")
     from ropewalk.server.settings.load import load_settings
-    from ropewalk.server.startup.banner_lines import facts_of
+    from ropewalk.server.startup.model_facts import facts_of
     from ropewalk.server.startup.serving_plan import plan_serving
 
     meter = CudaMeter(on_gpu.device)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import SamplingParams
-from ropewalk.model_runtime.runner.logit_changes import SeenTokens
+from ropewalk.model_runtime.runner.penalties import SeenTokens
 from ropewalk.model_runtime.runner.sampler import SamplingRow, sample
 from ropewalk.rope import Policy, Yarn
 from tests.engines import (

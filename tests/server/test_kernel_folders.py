@@ -44,7 +44,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     folders = kernel_folders()
     assert {each.parent for each in folders} == {tmp_path / "numba"}
     names = {each.name.rpartition("_")[0] for each in folders}
-    assert names == {"cpu_kernels", "low_bits"}
+    assert names == {"cpu_kernels", "experts", "low_bits"}
     yield folders[0]
     shutil.rmtree(tmp_path / "numba")
 

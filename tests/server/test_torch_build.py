@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ropewalk.server.startup import load_service
-from ropewalk.server.startup.load_model import TorchBuild, mismatch
+from ropewalk.server.startup.torch_build import TorchBuild, mismatch
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
 from ropewalk.model_runtime.engine.engine import Engine
-from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Output, Request
 from tests.engines import EngineFactory, Result, answer, deployment_of, request

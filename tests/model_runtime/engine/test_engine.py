@@ -12,7 +12,7 @@ from torch import Tensor
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.engine import Engine
-from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.errors import (
     CacheCapacityError,
     EngineStoppedError,

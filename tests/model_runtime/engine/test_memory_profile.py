@@ -13,11 +13,11 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine import build_engine, memory_profile
+from ropewalk.model_runtime.engine.cache_size import MemoryProfile
 from ropewalk.model_runtime.engine.memory_profile import (
     GRAPH_BYTES,
     WORKSPACE_BYTES,
     CudaMeter,
-    MemoryProfile,
     Reading,
     graphs_bytes,
     largest_step,

@@ -13,9 +13,9 @@ from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import RowProducts
 from ropewalk.model_runtime.layers.fused_decoder import restore
 from ropewalk.model_runtime.layers.gated_mlp import GatedMlp
-from ropewalk.model_runtime.layers.match_norm import RmsNorm
 from ropewalk.model_runtime.layers.merged_linear import shared_inputs
 from ropewalk.model_runtime.layers.packed_product import PackedProduct
+from ropewalk.model_runtime.layers.rms_norm import RmsNorm
 from ropewalk.model_runtime.loading.checkpoint import prepare_model
 from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
 from ropewalk.model_runtime.runner.backends import new_store

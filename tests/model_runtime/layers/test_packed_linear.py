@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ropewalk.model_runtime.layers import merged_linear as onednn
-from ropewalk.model_runtime.layers import packed_product
-from ropewalk.model_runtime.layers.merged_linear import OneDnnWeight
+from ropewalk.model_runtime.layers import onednn, packed_product
+from ropewalk.model_runtime.layers.onednn import OneDnnWeight
 from ropewalk.model_runtime.layers.packed_linear import PackedLinear, RowwiseActivation, pack
 from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way, Workshop
 from ropewalk.model_runtime.layers.way_trial import choose_way, is_possible

@@ -6,8 +6,7 @@ from torch import nn
 
 from ropewalk.model_runtime.cpu_kernels import skinny_gemm
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import MOST_ROWS
-from ropewalk.model_runtime.layers import merged_linear as onednn
-from ropewalk.model_runtime.layers import packed_product
+from ropewalk.model_runtime.layers import onednn, packed_product
 from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way, Workshop
 from ropewalk.model_runtime.layers.way_trial import is_possible
 

@@ -10,7 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from ropewalk.model_runtime.layers import match_norm
-from ropewalk.model_runtime.layers.match_norm import RmsNorm, TorchRmsNorm, cpu_candidates
+from ropewalk.model_runtime.layers.match_norm import TorchRmsNorm
+from ropewalk.model_runtime.layers.rms_norm import RmsNorm, cpu_candidates
 
 ROWS = (1, 2, 3, 7, 8, 33, 200)
 

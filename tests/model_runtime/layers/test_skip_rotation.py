@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.attention.paged_attention import STEP, AttentionCall
-from ropewalk.model_runtime.layers import match_decoder as skip_rotation
+from ropewalk.model_runtime.layers import skip_rotation
 from ropewalk.model_runtime.loading.patch_model import patch_model, read_native_rope
 from tests.tiny_models import tiny_model
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from ropewalk.model_runtime.attention.kv_cache import bytes_per_token
+from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.merged_linear import MergedPart
 from ropewalk.model_runtime.layers.packed_product import PackedProduct

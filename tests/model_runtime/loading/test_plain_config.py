@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from ropewalk.model_runtime.attention.kv_cache import bytes_per_token
+from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.loading import known_products
 from ropewalk.model_runtime.loading.known_products import expected_computing
 from ropewalk.model_runtime.loading.model_config import (

@@ -24,12 +24,13 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (
 )
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.fused_decoder import DecoderLayers
-from ropewalk.model_runtime.layers.low_bit_linear import LowBitEmbedding, LowBitLinear
-from ropewalk.model_runtime.layers.packed_linear import LowBitProduct, products_of
+from ropewalk.model_runtime.layers.low_bits.modules import LowBitEmbedding, LowBitLinear
+from ropewalk.model_runtime.layers.low_bits.product import LowBitProduct
+from ropewalk.model_runtime.layers.packed_linear import products_of
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from ropewalk.model_runtime.loading.low_bits import distance, quantise_model
+from ropewalk.model_runtime.loading.low_bits.hold import distance, quantise_model
+from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, read_outline
-from ropewalk.model_runtime.loading.planned_bits import planned_storage
 from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.gguf_cases import CASES
 from tests.gguf_files import Written, as_float32, quantised

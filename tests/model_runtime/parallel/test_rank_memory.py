@@ -12,7 +12,8 @@ from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.layers.packed_product import PackedProduct
 from ropewalk.model_runtime.loading import checkpoint
-from ropewalk.model_runtime.parallel.division import GatheredProduct, MappedLinear
+from ropewalk.model_runtime.parallel.cut import MappedLinear
+from ropewalk.model_runtime.parallel.packed_cut import GatheredProduct
 from ropewalk.model_runtime.parallel.ranks import Ranks
 from tests.model_runtime.parallel.divided_models import divided, overrides_of, whole
 from tests.model_runtime.parallel.test_same_bits import compare

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from ropewalk.model_runtime.request import MAX_LOGPROBS, SamplingParams
-from ropewalk.model_runtime.runner.logit_changes import SeenTokens, has_penalty
+from ropewalk.model_runtime.runner.penalties import SeenTokens, has_penalty
 from ropewalk.model_runtime.runner.sampler import (
     SamplingRow,
     adjusted,

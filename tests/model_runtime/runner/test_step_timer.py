@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from ropewalk.model_runtime.engine import postprocess
-from ropewalk.model_runtime.engine.request_state import Observer, RequestStates
+from ropewalk.model_runtime.engine.observer import Observer
+from ropewalk.model_runtime.engine.request_state import RequestStates
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.runner import model_runner as step_timer
-from ropewalk.model_runtime.runner.model_runner import PARTS, Part, StepTimer
+from ropewalk.model_runtime.runner import step_timer
+from ropewalk.model_runtime.runner.step_timer import PARTS, Part, StepTimer
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.text.tokenizer import TokenStream
 from tests.engines import EngineFactory, answer, deployment_of, request

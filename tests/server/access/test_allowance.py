@@ -11,15 +11,10 @@ from ropewalk.model_runtime.deployments.make_deployment import make_deployment
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.model_runtime.request import FinishReason
 from ropewalk.rope import native_rope
-from ropewalk.server.access.allowance import (
-    Allowance,
-    ClientDisconnectedError,
-    KeyLimitError,
-    KeyMetrics,
-    Outcome,
-)
+from ropewalk.server.access.allowance import Allowance, KeyMetrics, Outcome
 from ropewalk.server.access.keys import KeyBounds
 from ropewalk.server.access.open_request import EndedAnswer, OpenRequest
+from ropewalk.server.access.refusals import ClientDisconnectedError, KeyLimitError
 from ropewalk.server.metrics import MetricFactory
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory
 from ropewalk.server.settings.load import load_settings
-from ropewalk.server.startup.load_model import TorchBuild
+from ropewalk.server.startup.torch_build import TorchBuild
 from ropewalk.studies.doctor.command import findings
 from ropewalk.studies.doctor.finding import Finding, checked
 from ropewalk.studies.doctor.machine import (

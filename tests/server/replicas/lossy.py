@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.engine import Engine
-from ropewalk.model_runtime.engine.request_state import Observer
+from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.request import FinishReason, Output, Request
 from ropewalk.rope import Tier
 from ropewalk.server.replicas.remote_engine import RemoteEngine, ReplicaLostError, Replicas, Take

@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8
 from ropewalk.model_runtime.formats.quantised_inventory import read_inventory
-from ropewalk.model_runtime.loading.low_bits import (
+from ropewalk.model_runtime.loading.low_bits.sizes import (
     Storage,
     Weights,
     can_hold,

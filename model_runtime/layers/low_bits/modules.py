@@ -2,7 +2,7 @@
 
 A module's weight *is* its widened weight. A model with these modules is therefore an ordinary model
 with other numbers, and the self-check compares with it. The forward of a linear widens a part of
-its weight at a time. It is slow, and `packed_linear.py` replaces it once the model is patched.
+its weight at a time. It is slow, and `product.py` replaces it once the model is patched.
 
 Nothing here imports numba before a forward runs.
 """

@@ -1,0 +1,1 @@
+"""Linears and embeddings with weights of few bits."""

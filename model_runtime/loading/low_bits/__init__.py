@@ -1,0 +1,1 @@
+"""Which weights are stored in few bits, their bytes, and quantisation at load."""

@@ -1,0 +1,125 @@
+"""Which weights are stored in few bits, and how many bytes they take; neither torch nor numba."""
+
+import re
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import (
+    BY_TYPE,
+    INT8,
+    PANEL,
+    SCRATCH_BYTES,
+    Format,
+    block_outputs,
+    panels_text,
+)
+from ropewalk.model_runtime.errors import ModelError
+
+Weights = Literal["stored", "int8", "dequantised"]
+_FEWEST_OUTPUTS = PANEL  # fewer would pad a panel, and such linears are often routers
+# Linears that read one tensor are one product. Names are those of transformers and of GGUF.
+_QUERY_KEY_VALUE = re.compile(r"\b[qkv]_proj\b|\battn_[qkv]\b")
+_GATE_UP = re.compile(r"\b(gate|up)_proj\b|\bffn_(gate|up)\b")
+_ROUTERS = {"gate", "router"}  # linears that choose experts: an error there is not a small one
+
+
+def format_of_type(type_name: str | None) -> Format | None:
+    """Return the format that holds a type of GGUF in its own bits, or None."""
+    return BY_TYPE.get(type_name or "")
+
+
+def can_hold(name: str, shape: tuple[int, ...], kind: Format) -> bool:
+    """Return whether a weight of a linear or an embedding can be stored in a format.
+
+    `name` is the parameter's in transformers, with `.weight`.
+    """
+    module, _, parameter = name.rpartition(".")
+    return (
+        parameter == "weight"
+        and len(shape) == 2
+        and shape[1] % kind.block == 0
+        and module.rpartition(".")[2] not in _ROUTERS
+        and ".experts." not in name
+    )
+
+
+def can_quantise(name: str, shape: tuple[int, ...]) -> bool:
+    return can_hold(name, shape, INT8) and shape[0] >= _FEWEST_OUTPUTS
+
+
+@dataclass
+class Storage:
+    """The bytes of a model's weights, once they are stored."""
+
+    by_format: dict[str, int] = field(default_factory=dict)  # panels, with scales
+    float_bytes: int = 0
+    outputs: dict[tuple[str, int], int] = field(default_factory=dict)  # by product and inputs
+    # Outputs of floats, by product and inputs: some of them join products of few bits.
+    float_outputs: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        kind: Format | None,
+        itemsize: int,
+        *,
+        is_product: bool = True,
+    ) -> None:
+        """Count a weight; `kind` None means a float of `itemsize` bytes.
+
+        `is_product` is false for an embedding whose weight is no head's.
+        """
+        if kind is None:
+            self.float_bytes += prod(shape) * itemsize
+            self.add_float_outputs(name, shape)
+            return
+        num_bytes = kind.num_bytes(shape[0], shape[1])
+        self.by_format[kind.name] = self.by_format.get(kind.name, 0) + num_bytes
+        if is_product:
+            key = _product(name), shape[1]
+            self.outputs[key] = self.outputs.get(key, 0) + shape[0]
+
+    def add_float_outputs(self, name: str, shape: tuple[int, ...]) -> None:
+        if len(shape) == 2 and _product(name) != name:
+            key = _product(name), shape[1]
+            self.float_outputs[key] = self.float_outputs.get(key, 0) + shape[0]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Return the size of the memory for widened weights."""
+        blocks = {
+            (block_outputs(found + self.float_outputs.get(key, 0), key[1], SCRATCH_BYTES), key[1])
+            for key, found in self.outputs.items()
+        }
+        return sum(4 * num_outputs * num_inputs for num_outputs, num_inputs in blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.by_format.values()) + self.float_bytes + self.scratch_bytes
+
+    @property
+    def formats(self) -> str:
+        """Return the names of the formats, most bytes first."""
+        return " and ".join(sorted(self.by_format, key=lambda name: -self.by_format[name]))
+
+    @property
+    def products(self) -> str:
+        """Return how weights in few bits are multiplied, for the banner."""
+        return panels_text(self.formats)
+
+
+def _product(name: str) -> str:
+    """Return the name of the product that a linear is a part of."""
+    return _GATE_UP.sub("gate_up", _QUERY_KEY_VALUE.sub("qkv", name))
+
+
+def refuse_int8(device_type: str, *, is_divided: bool) -> None:
+    """Raise ModelError if the kernels of int8 do not serve this device or several processes."""
+    if device_type != "cpu":
+        raise ModelError(f"weights: int8 is served on a CPU only, the device is {device_type}")
+    if is_divided:
+        raise ModelError(
+            "weights: int8 is not divided among processes; tensor_parallel_size must be 1"
+        )

@@ -1,0 +1,43 @@
+"""The facts about a loaded model that planning needs.
+
+On a GPU they include a function that measures the memory of a step.
+"""
+
+from collections.abc import Callable, Sequence
+
+from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.cache_size import MemoryProfile, affordable_bytes
+from ropewalk.model_runtime.engine.machine_memory import machine_memory
+from ropewalk.model_runtime.engine.memory_profile import CudaMeter, profile_memory
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.rope import Profile
+from ropewalk.server.settings.load import ServeSettings
+from ropewalk.server.startup.serving_plan import ModelFacts
+
+
+def facts_of(
+    checkpoint: Checkpoint,
+    settings: ServeSettings,
+    make: Callable[..., ModelRunner] = ModelRunner,
+) -> ModelFacts:
+    """Return the facts about a loaded model on its device; `make`: the class of its runner."""
+    # `eval` holds a model in one process, whatever a variable of the environment says.
+    num_ranks = 1 if make is ModelRunner else settings.tensor_parallel_size
+    # The plans are those of one rank's heads.
+    token_bytes = bytes_per_token(checkpoint.plans, checkpoint.dtype) * num_ranks
+    utilization = settings.gpu_memory_utilization
+    affordable = affordable_bytes(checkpoint.device, utilization)
+    if checkpoint.device.type != "cuda":
+        memory = machine_memory()
+        return ModelFacts(
+            checkpoint.native, token_bytes, affordable, num_ranks=num_ranks, memory=memory
+        )
+
+    def measure(config: EngineConfig, profiles: Sequence[Profile]) -> MemoryProfile:
+        meter = CudaMeter(checkpoint.device)
+        return profile_memory(checkpoint, config, profiles, utilization, meter, make=make)
+
+    # Every rank has a GPU of its own.
+    return ModelFacts(checkpoint.native, token_bytes, affordable * num_ranks, measure, num_ranks)
