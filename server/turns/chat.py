@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from ropewalk.model_runtime.errors import RequestError
 from ropewalk.model_runtime.request import Output
-from ropewalk.model_runtime.text.tools.answer_reader import ReadingPlan, ReasoningDelta, TextDelta
+from ropewalk.model_runtime.text.tools.answer_reader import ReadingPlan
 from ropewalk.server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
 from ropewalk.server.api.generation_schema import (
     CompletionTokensDetails,
@@ -28,7 +28,7 @@ from ropewalk.server.turns.chat_schema import (
     Delta,
 )
 from ropewalk.server.turns.chat_turn import ChatTurn, ToolSchemaError, checked_variables, prepare
-from ropewalk.server.turns.part_answer import ChoiceReader, NumberedCall, NumberedPiece, PartEvent
+from ropewalk.server.turns.part_answer import Part, PartAnswer
 from ropewalk.server.turns.tool_schema import (
     AnswerCall,
     AnswerFunction,
@@ -87,8 +87,8 @@ def _turn(service: Service, body: ChatRequest) -> ChatTurn:
     )
 
 
-class _ChatAnswer(ChunkAnswer[ChatRequest]):
-    """An answer in OpenAI's chat format."""
+class _ChatAnswer(ChunkAnswer[ChatRequest], PartAnswer[ChatRequest, dict[str, Any]]):
+    """An answer in OpenAI's chat format; what tells of a part is the fields of a delta."""
 
     def __init__(
         self,
@@ -99,27 +99,15 @@ class _ChatAnswer(ChunkAnswer[ChatRequest]):
         plan: ReadingPlan | None,
     ) -> None:
         """`plan`: how the answers are read; None: they are text."""
-        super().__init__(service, submission, body)
+        super().__init__(service, submission, body, plan, is_named=turn.choice.is_named)
         self._has_begun = [False for _ in submission.requests]
-        self._readers: list[ChoiceReader] = []
-        if plan is not None:
-            self._readers = [
-                ChoiceReader(plan, is_named=turn.choice.is_named) for _ in submission.requests
-            ]
-            self._tells_reasoning = plan.reasoning is not None
-            self.listener = self._read
-
-    def _read(self, index: int, output: Output) -> None:
-        reader = self._readers[index]
-        reader.read(output)
-        if output.finish_reason is not None:
-            self.service.metrics.tool_calls(reader.outcomes())
+        self._tells_reasoning = plan is not None and plan.reasoning is not None
 
     def usage(self) -> Usage:
         """Return the token counts, with those of reasoning and of a prediction if there are any."""
         details: dict[str, int] = {}
-        if self._readers and self._tells_reasoning:
-            details["reasoning_tokens"] = sum(each.num_reasoning_tokens for each in self._readers)
+        if self._tells_reasoning:
+            details["reasoning_tokens"] = sum(each.num_reasoning_tokens for each in self.readers)
         if self.body.prediction is not None:
             # Only then: the numbers follow the measured steps, so they differ between equal bodies.
             details["accepted_prediction_tokens"] = sum(each.drafts[0] for each in self.choices)
@@ -154,21 +142,44 @@ class _ChatAnswer(ChunkAnswer[ChatRequest]):
         )
 
     def _message(self, index: int, output: Output) -> AnswerMessage:
-        if not self._readers:
+        if not self.readers:
             return AnswerMessage(content=output.text)
-        parts = self._readers[index].take()
+        parts = self.readers[index].take(output)
         calls = [
             AnswerCall(
-                id=call.call_id, function=AnswerFunction(name=call.name, arguments=arguments)
+                id=part.call.call_id,
+                function=AnswerFunction(name=part.call.name, arguments=part.text),
             )
-            for call, arguments in parts.calls
+            for part in parts
+            if part.call is not None
         ]
+        text, reasoning = (
+            "".join(part.text for part in parts if part.kind == kind)
+            for kind in ("text", "reasoning")
+        )
         return AnswerMessage(
-            content=parts.text if parts.text or not calls else None,
-            reasoning_content=parts.reasoning or None,
-            reasoning=parts.reasoning or None,
+            content=text if text or not calls else None,
+            reasoning_content=reasoning or None,
+            reasoning=reasoning or None,
             tool_calls=calls or None,
         )
+
+    def begun(self, part: Part) -> dict[str, Any] | None:
+        call = part.call
+        if call is None:
+            return None
+        function = DeltaFunction(name=call.name, arguments="")
+        begun = DeltaCall(index=call.index, id=call.call_id, type="function", function=function)
+        return {"tool_calls": [begun]}
+
+    def grown(self, part: Part, text: str) -> dict[str, Any]:
+        if part.call is not None:
+            function = DeltaFunction(arguments=text)
+            return {"tool_calls": [DeltaCall(index=part.call.index, function=function)]}
+        return dict.fromkeys(_REASONING if part.kind == "reasoning" else _TEXT, text)
+
+    def ended(self, part: Part) -> None:  # noqa: ARG002
+        return None
 
     def piece(self, index: int, output: Output) -> ChunkChoice:
         """Build the next piece of a choice that is text; the first one contains the role."""
@@ -179,9 +190,9 @@ class _ChatAnswer(ChunkAnswer[ChatRequest]):
 
         A call begins in a piece of its own, after the role, and the end has an empty one after it.
         """
-        if not self._readers:
+        if not self.readers:
             return [self.piece(index, output)]
-        deltas = _deltas(self._readers[index].take_in_order())
+        deltas = _joined(self.told(index, output))
         if not self._has_begun[index] and deltas and "tool_calls" in deltas[0]:
             deltas.insert(0, {})
         if output.finish_reason is not None and (not deltas or "tool_calls" in deltas[-1]):
@@ -213,8 +224,8 @@ class _ChatAnswer(ChunkAnswer[ChatRequest]):
         return chunks
 
     def _finish_reason(self, index: int, output: Output) -> str | None:
-        if self._readers:
-            return self._readers[index].finish_reason(output)
+        if self.readers:
+            return self.readers[index].finish_reason(output)
         return finish_reason(output)
 
     def event_body(
@@ -258,28 +269,17 @@ class _ChatAnswer(ChunkAnswer[ChatRequest]):
         }
 
 
-def _deltas(events: Sequence[PartEvent]) -> list[dict[str, Any]]:
-    """Return the fields of deltas: one for text and reasoning that follow each other, one a call's.
-
-    Reasoning has two names, as clients read either.
-    """
+def _joined(deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join text and reasoning that follow each other; a delta of a call stays one of its own."""
     found: list[dict[str, Any]] = []
-    for event in events:
-        if isinstance(event, NumberedCall):
-            function = DeltaFunction(name=event.name, arguments="")
-            begun = DeltaCall(
-                index=event.index, id=event.call_id, type="function", function=function
-            )
-            found.append({"tool_calls": [begun]})
-        elif isinstance(event, NumberedPiece):
-            function = DeltaFunction(arguments=event.text)
-            found.append({"tool_calls": [DeltaCall(index=event.index, function=function)]})
-        elif isinstance(event, TextDelta | ReasoningDelta):
-            if not found or "tool_calls" in found[-1]:
-                found.append({})
-            names = ["content"] if isinstance(event, TextDelta) else _REASONING
-            found[-1].update({name: found[-1].get(name, "") + event.text for name in names})
+    for fields in deltas:
+        if "tool_calls" in fields or not found or "tool_calls" in found[-1]:
+            found.append(fields)
+            continue
+        last = found[-1]
+        last.update({name: last.get(name, "") + text for name, text in fields.items()})
     return found
 
 
-_REASONING = ("reasoning_content", "reasoning")
+# Reasoning has two names, as clients read either.
+_TEXT, _REASONING = ("content",), ("reasoning_content", "reasoning")

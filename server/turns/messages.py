@@ -29,7 +29,7 @@ from ropewalk.server.turns.message_schema import (
     TokenCount,
     ToolChoice,
 )
-from ropewalk.server.turns.part_answer import Part, PartAnswer
+from ropewalk.server.turns.part_answer import EventAnswer, Part
 from ropewalk.server.turns.tool_schema import CallChoice, ChoiceMode
 
 _DELTAS = {
@@ -39,7 +39,7 @@ _DELTAS = {
 }
 
 
-class MessageAnswer(PartAnswer[MessagesRequest]):
+class MessageAnswer(EventAnswer[MessagesRequest]):
     """An answer in the format of Anthropic's Messages."""
 
     _has_begun = False

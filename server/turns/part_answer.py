@@ -1,6 +1,7 @@
-"""An answer of one choice whose parts follow one another: reasoning, text, calls.
+"""Answers whose choices have parts that follow one another: reasoning, text, calls.
 
-Newer APIs have such answers. A stream tells when a part begins, what it gains, and when it ends.
+A stream tells when a part begins, what it gains, and when it ends. Each API has its own shape of
+that: chat's deltas, or the typed events of newer APIs.
 """
 
 import secrets
@@ -20,6 +21,7 @@ from ropewalk.model_runtime.text.tools.answer_reader import (
 )
 from ropewalk.model_runtime.text.tools.call_stream import CallEnd, CallPiece, CallStart
 from ropewalk.server.api.generation_response import HttpAnswer
+from ropewalk.server.api.generation_schema import GenerationRequest
 from ropewalk.server.api.output_queue import KEEP_ALIVE, Submission
 from ropewalk.server.api.service import Service
 from ropewalk.server.api.strict_body import Body
@@ -50,17 +52,28 @@ class NumberedPiece:
 PartEvent = TextDelta | ReasoningDelta | NumberedCall | NumberedPiece | CallEnd
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceParts:
-    """All parts of an answer."""
+Change = Literal["begun", "grown", "ended"]
+Kind = Literal["reasoning", "text", "call"]
 
-    text: str
-    reasoning: str
-    calls: list[tuple[NumberedCall, str]]  # with the arguments as JSON, of a cut one up to there
+
+@dataclass(slots=True)
+class Part:
+    """One part of an answer."""
+
+    kind: Kind
+    index: int
+    call: NumberedCall | None = None
+    pieces: list[str] = field(default_factory=list)
+    is_cut: bool = False  # max_tokens ended it, or a call is not whole
+
+    @property
+    def text(self) -> str:
+        """Return the text so far; of a call, its arguments."""
+        return "".join(self.pieces)
 
 
 class ChoiceReader:
-    """The reader of one choice. Outputs go in; parts are taken out, at once or at the end."""
+    """The reader of one choice. Outputs go in; the changes of its parts come out, at any time."""
 
     def __init__(self, plan: ReadingPlan, *, is_named: bool) -> None:
         """`is_named`: the client named the one function to call."""
@@ -68,6 +81,8 @@ class ChoiceReader:
         self._is_named = is_named
         self._events: list[Event] = []
         self._num_numbered = 0
+        self._open: Part | None = None
+        self.parts: list[Part] = []
         self.num_reasoning_tokens = 0
 
     def read(self, output: Output) -> None:
@@ -81,24 +96,61 @@ class ChoiceReader:
             events += self._reader.finish(is_cut=reason is not FinishReason.STOP)
         self._events += events
 
-    def take(self) -> ChoiceParts:
-        """Return the parts of all outputs, joined."""
-        events = self.take_in_order()
-        pieces = [event for event in events if isinstance(event, NumberedPiece)]
-        return ChoiceParts(
-            "".join(event.text for event in events if isinstance(event, TextDelta)),
-            "".join(event.text for event in events if isinstance(event, ReasoningDelta)),
-            [
-                (call, "".join(piece.text for piece in pieces if piece.index == call.index))
-                for call in events
-                if isinstance(call, NumberedCall)
-            ],
-        )
+    def take(self, output: Output) -> list[Part]:
+        """Return the parts of the whole answer; `output` is the last one."""
+        for _ in self.changes(output):
+            pass
+        return self.parts
 
-    def take_in_order(self) -> list[PartEvent]:
-        """Return the parts since the last time, in the order in which the model wrote them."""
+    def changes(
+        self, output: Output, *, always_has_text: bool = False
+    ) -> Iterator[tuple[Change, Part, str]]:
+        """Make and yield the changes of the parts by what was read up to this output.
+
+        `always_has_text`: an answer without text and calls ends with an empty text.
+        """
         events, self._events = self._events, []
-        return [self._numbered(event) for event in events]
+        for event in map(self._numbered, events):
+            if isinstance(event, NumberedCall):
+                yield from self._ending()
+                yield self._begun("call", event)
+                continue
+            if isinstance(event, NumberedPiece):
+                yield self._grown(event.text)
+                continue
+            if isinstance(event, CallEnd):
+                yield from self._ending(ends_call=True)
+                continue
+            kind: Kind = "reasoning" if isinstance(event, ReasoningDelta) else "text"
+            if self._open is not None and self._open.kind != kind:
+                yield from self._ending()
+            if self._open is None:
+                yield self._begun(kind)
+            yield self._grown(event.text)
+        if output.finish_reason is None:
+            return
+        if always_has_text and all(part.kind == "reasoning" for part in self.parts):
+            yield from self._ending()
+            yield self._begun("text")
+        yield from self._ending(is_cut=output.finish_reason is FinishReason.LENGTH)
+
+    def _begun(self, kind: Kind, call: NumberedCall | None = None) -> tuple[Change, Part, str]:
+        self._open = Part(kind, len(self.parts), call)
+        self.parts.append(self._open)
+        return "begun", self._open, ""
+
+    def _grown(self, text: str) -> tuple[Change, Part, str]:
+        assert self._open is not None
+        self._open.pieces.append(text)
+        return "grown", self._open, text
+
+    def _ending(
+        self, *, is_cut: bool = False, ends_call: bool = False
+    ) -> Iterator[tuple[Change, Part, str]]:
+        if self._open is not None:
+            part, self._open = self._open, None
+            part.is_cut = is_cut if part.call is None else not ends_call
+            yield "ended", part, ""
 
     def _numbered(self, event: Event) -> PartEvent:
         if isinstance(event, CallStart):
@@ -130,30 +182,71 @@ def _new_id() -> str:
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LEN))
 
 
-Change = Literal["begun", "grown", "ended"]
+# Answers whose choices have parts that follow one another: reasoning, text, calls.
+#
+# A stream tells when a part begins, what it gains, and when it ends. Each API has its own shape of
+# that: chat's deltas, or the typed events of newer APIs.
+
+AskedT = TypeVar("AskedT", bound=GenerationRequest)
 BodyT = TypeVar("BodyT", bound=Body)
+Told = TypeVar("Told")
 
 
-@dataclass(slots=True)
-class Part:
-    """One part of an answer."""
-
-    kind: Literal["reasoning", "text", "call"]
-    index: int
-    call: NumberedCall | None = None
-    pieces: list[str] = field(default_factory=list)
-    is_cut: bool = False  # max_tokens ended it, or a call is not whole
-
-    @property
-    def text(self) -> str:
-        """Return the text so far; of a call, its arguments."""
-        return "".join(self.pieces)
-
-
-class PartAnswer(HttpAnswer[TurnRequest], Generic[BodyT]):
-    """An answer as a list of parts; subclasses give them the shape of their API."""
+class PartAnswer(HttpAnswer[AskedT], Generic[AskedT, Told]):
+    """An answer that is read into parts; subclasses say how a change of a part is told."""
 
     always_has_text: ClassVar[bool] = False  # an answer without text and calls has an empty text
+
+    def __init__(
+        self,
+        service: Service,
+        submission: Submission,
+        body: AskedT,
+        plan: ReadingPlan | None,
+        *,
+        is_named: bool = False,
+    ) -> None:
+        """`plan`: how the choices are read; None: they are not. `is_named`: of ChoiceReader."""
+        super().__init__(service, submission, body)
+        self.readers: list[ChoiceReader] = []  # by choice, if they are read
+        if plan is not None:
+            self.readers = [ChoiceReader(plan, is_named=is_named) for _ in submission.requests]
+            self.listener = self._read
+
+    def _read(self, index: int, output: Output) -> None:
+        reader = self.readers[index]
+        reader.read(output)
+        if output.finish_reason is not None:
+            self.service.metrics.tool_calls(reader.outcomes())
+
+    @abstractmethod
+    def begun(self, part: Part) -> Told | None:
+        """Return what tells of a part that begins; None: nothing does."""
+
+    @abstractmethod
+    def grown(self, part: Part, text: str) -> Told:
+        """Return what tells of a part that gains a text."""
+
+    @abstractmethod
+    def ended(self, part: Part) -> Told | None:
+        """Return what tells of a part that is over; None: nothing does."""
+
+    def told(self, index: int, output: Output) -> list[Told]:
+        """Return what tells of the changes of a choice up to this output."""
+        found: list[Told] = []
+        changes = self.readers[index].changes(output, always_has_text=self.always_has_text)
+        for change, part, text in changes:
+            if change == "grown":
+                found.append(self.grown(part, text))
+                continue
+            of_part = self.begun(part) if change == "begun" else self.ended(part)
+            if of_part is not None:
+                found.append(of_part)
+        return found
+
+
+class EventAnswer(PartAnswer[TurnRequest, bytes], Generic[BodyT]):
+    """An answer of one choice, whose stream has typed events, as newer APIs have it."""
 
     def __init__(
         self,
@@ -164,101 +257,31 @@ class PartAnswer(HttpAnswer[TurnRequest], Generic[BodyT]):
         received: BodyT,
     ) -> None:
         """`plan`: how the answer is read; None: it is text. `received`: the client's body."""
-        super().__init__(service, submission, asked)
+        super().__init__(service, submission, asked, plan or ReadingPlan())
         self.received = received
-        self.parts: list[Part] = []
-        self.reader = ChoiceReader(plan or ReadingPlan(), is_named=False)
-        self.listener = self._read
-        self._open: Part | None = None
+        (self.reader,) = self.readers
 
-    def _read(self, _: int, output: Output) -> None:
-        self.reader.read(output)
-        if output.finish_reason is not None:
-            self.service.metrics.tool_calls(self.reader.outcomes())
+    @property
+    def parts(self) -> list[Part]:
+        return self.reader.parts
 
     @abstractmethod
     def complete(self, output: Output) -> dict[str, Any]:
         """Return the whole answer, after its last output."""
 
     @abstractmethod
-    def begun(self, part: Part) -> bytes:
-        """Return the events of a part that begins."""
-
-    @abstractmethod
-    def grown(self, part: Part, text: str) -> bytes:
-        """Return the events of a part that gains a text."""
-
-    @abstractmethod
-    def ended(self, part: Part) -> bytes:
-        """Return the events of a part that is over."""
-
-    @abstractmethod
     def closed(self, output: Output) -> bytes:
         """Return the events of the answer's end, for its last output."""
 
     def whole_body(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        for _ in self.changes(outputs[0]):
+        """Build the whole answer."""
+        for _ in self.reader.changes(outputs[0], always_has_text=self.always_has_text):
             pass
         return self.complete(outputs[0])
 
-    async def output_events(self, _: int, output: Output) -> bytes:
+    async def output_events(self, index: int, output: Output) -> bytes:
         """Return the events of one output, or a comment while a call is held back."""
-        events = []
-        for change, part, text in self.changes(output):
-            if change == "begun":
-                events.append(self.begun(part))
-            elif change == "grown":
-                events.append(self.grown(part, text))
-            else:
-                events.append(self.ended(part))
+        events = self.told(index, output)
         if output.finish_reason is not None:
             events.append(self.closed(output))
         return b"".join(events) or KEEP_ALIVE
-
-    def changes(self, output: Output) -> Iterator[tuple[Change, Part, str]]:
-        """Make and yield the changes of the parts by what was read up to this output."""
-        for event in self.reader.take_in_order():
-            if isinstance(event, NumberedCall):
-                yield from self._ending()
-                yield from self._beginning("call", event)
-                continue
-            if isinstance(event, NumberedPiece):
-                yield from self._growing(event.text)
-                continue
-            if isinstance(event, CallEnd):
-                yield from self._ending(ends_call=True)
-                continue
-            kind: Literal["reasoning", "text"] = (
-                "reasoning" if isinstance(event, ReasoningDelta) else "text"
-            )
-            if self._open is not None and self._open.kind != kind:
-                yield from self._ending()
-            if self._open is None:
-                yield from self._beginning(kind)
-            yield from self._growing(event.text)
-        if output.finish_reason is None:
-            return
-        if self.always_has_text and all(part.kind == "reasoning" for part in self.parts):
-            yield from self._ending()
-            yield from self._beginning("text")
-        yield from self._ending(is_cut=output.finish_reason is FinishReason.LENGTH)
-
-    def _beginning(
-        self, kind: Literal["reasoning", "text", "call"], call: NumberedCall | None = None
-    ) -> Iterator[tuple[Change, Part, str]]:
-        self._open = Part(kind, len(self.parts), call)
-        self.parts.append(self._open)
-        yield "begun", self._open, ""
-
-    def _growing(self, text: str) -> Iterator[tuple[Change, Part, str]]:
-        assert self._open is not None
-        self._open.pieces.append(text)
-        yield "grown", self._open, text
-
-    def _ending(
-        self, *, is_cut: bool = False, ends_call: bool = False
-    ) -> Iterator[tuple[Change, Part, str]]:
-        if self._open is not None:
-            part, self._open = self._open, None
-            part.is_cut = is_cut if part.call is None else not ends_call
-            yield "ended", part, ""

@@ -15,7 +15,7 @@ from ropewalk.server.api.structured_schema import AskedAnswer
 from ropewalk.server.api.turn_request import TurnRequest, in_words_of
 from ropewalk.server.turns.chat_turn import ChatTurn, checked_variables, prepare
 from ropewalk.server.turns.item_schema import messages_of
-from ropewalk.server.turns.part_answer import Part, PartAnswer
+from ropewalk.server.turns.part_answer import EventAnswer, Part
 from ropewalk.server.turns.response_schema import (
     InputTokensDetails,
     OutputTokensDetails,
@@ -30,7 +30,7 @@ _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}  # of an item's id
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-class ResponseAnswer(PartAnswer[ResponsesRequest]):
+class ResponseAnswer(EventAnswer[ResponsesRequest]):
     """An answer in the format of OpenAI's Responses."""
 
     always_has_text: ClassVar[bool] = True

@@ -13,13 +13,13 @@ from ropewalk.server.api.output_queue import KEEP_ALIVE, OutputQueue, Submission
 from ropewalk.server.api.turn_request import TurnRequest
 from ropewalk.server.turns.message_schema import MessagesRequest
 from ropewalk.server.turns.messages import MessageAnswer
-from ropewalk.server.turns.part_answer import PartAnswer
+from ropewalk.server.turns.part_answer import EventAnswer
 from ropewalk.server.turns.response_schema import ResponsesRequest
 from ropewalk.server.turns.responses import ResponseAnswer
 from tests.server.api.test_stream_events import PLACEMENT, PROMPT_IDS, Outputs, sent_by
 
 USER = {"role": "user", "content": "a"}
-BODIES: dict[str, tuple[type[PartAnswer[Any]], Any]] = {
+BODIES: dict[str, tuple[type[EventAnswer[Any]], Any]] = {
     "responses": (ResponseAnswer, ResponsesRequest(input="a")),
     "messages": (
         MessageAnswer,
@@ -28,7 +28,7 @@ BODIES: dict[str, tuple[type[PartAnswer[Any]], Any]] = {
 }
 
 
-def answer_of(api: str, keep_alive_s: float = 0.0) -> tuple[PartAnswer[Any], Outputs]:
+def answer_of(api: str, keep_alive_s: float = 0.0) -> tuple[EventAnswer[Any], Outputs]:
     """A streamed answer, and the engine behind it. Needs a running loop."""
     answer_type, body = BODIES[api]
     queue = OutputQueue()
