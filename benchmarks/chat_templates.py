@@ -80,7 +80,7 @@ async def measured(
     tokenizer: PreTrainedTokenizerBase, chat: dict[str, Any], num_turns: int
 ) -> tuple[list[float], list[float]]:
     """Return the seconds of transformers and of the server's way, one of each per turn."""
-    template = ChatTemplate(tokenizer, _TEMPLATE)
+    template = ChatTemplate(_TEMPLATE, tokenizer.special_tokens_map)
     messages, tools = chat["messages"], chat["tools"]
     asked = {"tokenize": False, "add_generation_prompt": True, "chat_template": _TEMPLATE}
     theirs, ours = list[float](), list[float]()

@@ -49,19 +49,22 @@ class ChatTemplate:
     """A tokenizer's template, its override, or the fallback."""
 
     def __init__(
-        self, tokenizer: Any, override: str | None = None, seconds: float = DEFAULT_SECONDS
+        self,
+        text: str | None,
+        special_tokens: Mapping[str, str] | None = None,
+        seconds: float = DEFAULT_SECONDS,
     ) -> None:
-        """`tokenizer` is transformers'; `seconds` of processor time are the limit of a rendering.
+        """`text`: None for the fallback. `special_tokens`: by their names in templates.
 
-        Raises ModelError for a template that cannot be compiled within the limits.
+        `seconds` of processor time are the limit of a rendering. Raises ModelError for a template
+        that cannot be compiled within the limits.
         """
-        self._special_tokens: Mapping[str, str] = getattr(tokenizer, "special_tokens_map", {})
+        self._special_tokens = special_tokens or {}
         self._seconds = seconds
-        own = _own_template(tokenizer) if override is None else override
-        self.is_fallback = own is None
+        self.is_fallback = text is None
         self.stop: tuple[str, ...] = (_FALLBACK_STOP,) if self.is_fallback else ()
-        self.text = FALLBACK_TEMPLATE if own is None else own
-        names = _FALLBACK_VARIABLES if own is None else self._compile()
+        self.text = FALLBACK_TEMPLATE if text is None else text
+        names = _FALLBACK_VARIABLES if text is None else self._compile()
         self.variables = names - RESERVED
 
     def _compile(self) -> frozenset[str]:
@@ -163,7 +166,8 @@ def _not_continued(problem: str) -> RequestError:
     return RequestError(f"`continue_final_message` {problem}", param="continue_final_message")
 
 
-def _own_template(tokenizer: Any) -> str | None:
+def own_template(tokenizer: Any) -> str | None:
+    """Return the template of a tokenizer of transformers, None without one. Raises ModelError."""
     if tokenizer.chat_template is None:
         return None
     try:

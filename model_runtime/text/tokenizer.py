@@ -1,12 +1,13 @@
 """Convert text to tokens and back with a fast (tokenizers) tokenizer of transformers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
 from ropewalk.model_runtime.errors import ModelError, RequestError
-from ropewalk.model_runtime.text.chat_template import ChatTemplate
+from ropewalk.model_runtime.text.chat_template import own_template
 
 
 class Tokenizer:
@@ -102,12 +103,15 @@ class Tokenizer:
         """Return the whole tokenizer as tokenizer.json text, and the number of its ids."""
         return self._backend.to_str(), max(self._backend.get_vocab().values(), default=-1) + 1
 
-    def chat_template(self, override: str | None, seconds: float) -> ChatTemplate:
-        """Return the override or the tokenizer's own template; the fallback if it has none.
+    def own_template(self) -> str | None:
+        """Return the tokenizer's chat template; None if it has none. Raises ModelError."""
+        return own_template(self._tokenizer)
 
-        `seconds` of processor time are the limit of a rendering. Raises ModelError.
-        """
-        return ChatTemplate(self._tokenizer, override, seconds)
+    @property
+    def special_tokens_map(self) -> Mapping[str, str]:
+        """Return the special tokens by the names that chat templates have for them."""
+        found: Mapping[str, str] = getattr(self._tokenizer, "special_tokens_map", {})
+        return found
 
     def stream(self) -> "TokenStream":
         return TokenStream(self._backend)

@@ -1,5 +1,6 @@
 """The serving plan that `config check` prints, made without loading weights."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,7 +40,6 @@ from ropewalk.server.startup.load_model import find_model
 from ropewalk.server.startup.serving_plan import (
     ModelFacts,
     ServingPlan,
-    Templated,
     chat_template_of,
     plan_deployments,
     plan_serving,
@@ -84,7 +84,7 @@ def refuse_ahead(settings: ServeSettings, on_phase: OnPhase = no_phases) -> None
     source = Path(outline.source)
     written = written_template(source) if source.is_dir() else None
     if written is not None or settings.chat_template is not None:
-        _tried_template(settings, _PlainTemplate(None if written is None else written[0]))
+        _tried_template(settings, lambda: None if written is None else written[0])
     plan_deployments(settings, outline.native())
     is_sized = settings.kv_cache_gib is not None or settings.kv_cache_tokens is not None
     if is_sized or outline.device.type == "cpu":  # else the size is measured on the GPU
@@ -100,7 +100,7 @@ def outlook_of(settings: ServeSettings) -> Outlook:
     """
     outline = outline_of(settings)
     rank_bytes = _rank_weight_bytes(settings, outline)
-    template = _tried_template(settings, _templated(settings, outline))
+    template = _template_of(settings, outline)
     num_weight_bytes, low_bits = _storage(settings, outline)
     memory = _memory(outline)
     if memory is not None:
@@ -162,45 +162,29 @@ def _rank_weight_bytes(settings: ServeSettings, outline: ModelConfig) -> int | N
     return plan.num_rank_parameters * outline.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class _PlainTemplate:
-    """The chat template of a folder, as ChatTemplate takes it from transformers' tokenizers."""
-
-    own: str | None
-
-    def chat_template(self, override: str | None, seconds: float) -> ChatTemplate:
-        """Return the override or the folder's own template. Raises ModelError."""
-        return ChatTemplate(_Named(self.own), override, seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """A tokenizer of transformers with a template and nothing else."""
-
-    chat_template: str | None
-
-    def get_chat_template(self) -> str | None:
-        return self.chat_template
-
-
-def _tried_template(settings: ServeSettings, tokenizer: Templated) -> ChatTemplate:
+def _tried_template(
+    settings: ServeSettings,
+    own: Callable[[], str | None],
+    special_tokens: Mapping[str, str] | None = None,
+) -> ChatTemplate:
     """Return the chat template, after a few conversations. Raises ModelError or SettingsError."""
-    template = chat_template_of(settings, tokenizer)
-    # For its refusals only: the special tokens of a plain tokenizer are not known here.
+    template = chat_template_of(settings, own, special_tokens)
+    # For its refusals only: the ids of special tokens are not known without a tokenizer.
     find_formats(template, {}, settings.tool_format)
     return template
 
 
-def _templated(settings: ServeSettings, outline: ModelConfig) -> Templated:
-    """Return the model's tokenizer, read without transformers if it is a plain one."""
+def _template_of(settings: ServeSettings, outline: ModelConfig) -> ChatTemplate:
+    """Return the template of chats, read without transformers if the tokenizer is a plain one."""
     source = Path(outline.source)
     if isinstance(outline.config, PlainConfig) or source.is_file():  # a file in GGUF
         found = plain_template(source)
         if found is not None:
-            return _PlainTemplate(found[0])
+            return _tried_template(settings, lambda: found[0])
     from ropewalk.model_runtime.loading.pretrained import load_tokenizer  # noqa: PLC0415  # seconds
 
-    return load_tokenizer(outline.source, trust_remote_code=settings.trust_remote_code)
+    tokenizer = load_tokenizer(outline.source, trust_remote_code=settings.trust_remote_code)
+    return _tried_template(settings, tokenizer.own_template, tokenizer.special_tokens_map)
 
 
 def _stored_lines(outlook: Outlook) -> list[str]:

@@ -193,7 +193,7 @@ def _ranks(settings: ServeSettings) -> "Ranks | None":
 
 def _chat_of(settings: ServeSettings, tokenizer: Tokenizer) -> tuple[ChatTemplate, ChatFormats]:
     """Return the chat template and its formats of calls. Raises ModelError or SettingsError."""
-    template = chat_template_of(settings, tokenizer)
+    template = chat_template_of(settings, tokenizer.own_template, tokenizer.special_tokens_map)
     return template, find_formats(template, tokenizer.special_ids, settings.tool_format)
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.deployments.deployment import Deployment
@@ -23,13 +23,6 @@ from ropewalk.server.settings.sections import DeploymentSettings
 
 EMBEDDED_NAME = "ropewalk-demo"
 _EMBEDDED_SCALING = {"rope_type": "yarn", "factor": 8.0}  # trained on 256 tokens, alive to 2,048
-
-
-class Templated(Protocol):
-    """A tokenizer, as far as its chat template goes."""
-
-    def chat_template(self, override: str | None, seconds: float) -> ChatTemplate:
-        """Return the override or the tokenizer's own template. Raises ModelError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +178,12 @@ def _all_tiers(deployment: Deployment) -> Iterator[Tier]:
         yield from tiers
 
 
-def chat_template_of(settings: ServeSettings, tokenizer: Templated) -> ChatTemplate:
-    """Return the operator's chat template, or the tokenizer's own.
+def chat_template_of(
+    settings: ServeSettings,
+    own: Callable[[], str | None],
+    special_tokens: Mapping[str, str] | None = None,
+) -> ChatTemplate:
+    """Return the operator's chat template, or the tokenizer's `own`.
 
     Raises ModelError or SettingsError.
     """
@@ -195,7 +192,9 @@ def chat_template_of(settings: ServeSettings, tokenizer: Templated) -> ChatTempl
             raise SettingsError(
                 f"allowed_chat_template_kwargs: {name} is the rendering's own, remove it"
             )
-    return tokenizer.chat_template(chat_template_text(settings), settings.chat_template_seconds)
+    stated = chat_template_text(settings)
+    text = own() if stated is None else stated
+    return ChatTemplate(text, special_tokens, settings.chat_template_seconds)
 
 
 def memory_text(memory: MemoryProfile) -> str:

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from ropewalk.model_runtime.errors import ModelError, RequestError
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
-from ropewalk.model_runtime.text.chat_template import RESERVED, ChatTemplate
+from ropewalk.model_runtime.text.chat_template import RESERVED, ChatTemplate, own_template
 from tests.tokens import byte_tokenizer_fast
 from tests.tool_templates import TOOL_TEMPLATES
 
@@ -36,7 +36,7 @@ def tokenizer() -> Any:
 def test_the_tokenizers_own_template_is_used(tokenizer: Any) -> None:
     """The reference is transformers' rendering of the same messages."""
     tokenizer.chat_template = TEMPLATE
-    chat = ChatTemplate(tokenizer)
+    chat = ChatTemplate(own_template(tokenizer), tokenizer.special_tokens_map)
     assert (chat.is_fallback, chat.stop) == (False, ())
     for options in (
         {"add_generation_prompt": True},
@@ -80,7 +80,7 @@ ODD_MESSAGES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_template_reads_what_it_reads_in_transformers(tokenizer: Any, name: str) -> None:
     """Messages have nulls, several names for their reasoning, and a half of a character."""
-    chat = ChatTemplate(tokenizer, FEATURES[name])
+    chat = ChatTemplate(FEATURES[name], tokenizer.special_tokens_map)
     for options in ({"add_generation_prompt": True}, {"add_generation_prompt": False}):
         expected = tokenizer.apply_chat_template(
             ODD_MESSAGES, chat_template=FEATURES[name], tokenize=False, **options
@@ -108,7 +108,7 @@ def test_calls_are_written_as_in_transformers(name: str) -> None:
         options: dict[str, Any] = {
             "add_generation_prompt": not continues, "continue_final_message": continues,
         }  # fmt: skip
-        template = ChatTemplate(fast, text)
+        template = ChatTemplate(text, fast.special_tokens_map)
         try:
             expected = fast.apply_chat_template(
                 chat, chat_template=text, tools=tools, tokenize=False, **options
@@ -134,7 +134,7 @@ def test_a_continued_message_ends_as_in_transformers(
     expected = tokenizer.apply_chat_template(
         messages, chat_template=text, tokenize=False, **options
     )
-    assert ChatTemplate(tokenizer, text).render(messages, **options) == expected
+    assert ChatTemplate(text, tokenizer.special_tokens_map).render(messages, **options) == expected
 
 
 def test_a_message_that_a_template_leaves_out_is_not_continued(tokenizer: Any) -> None:
@@ -142,21 +142,23 @@ def test_a_message_that_a_template_leaves_out_is_not_continued(tokenizer: Any) -
     for text in ("{{ messages[0].content }}", "{{ messages[1].content | upper }}"):
         messages = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a"}]
         with pytest.raises(RequestError, match="writes the last message as it is") as raised:
-            ChatTemplate(tokenizer, text).render(messages, continue_final_message=True)
+            ChatTemplate(text, tokenizer.special_tokens_map).render(
+                messages, continue_final_message=True
+            )
         assert raised.value.param == "continue_final_message"
 
 
 def test_another_template_replaces_the_tokenizers(tokenizer: Any) -> None:
     """The operator states the other template."""
     tokenizer.chat_template = TEMPLATE
-    chat = ChatTemplate(tokenizer, "{{ messages[0].content }}!")
+    chat = ChatTemplate("{{ messages[0].content }}!", tokenizer.special_tokens_map)
     assert chat.render(MESSAGES) == "Be brief.!"
 
 
 def test_without_a_template_messages_are_a_transcript(tokenizer: Any) -> None:
     """A base model continues such a text, and it stops before the user's next turn."""
     tokenizer.chat_template = None
-    chat = ChatTemplate(tokenizer)
+    chat = ChatTemplate(own_template(tokenizer), tokenizer.special_tokens_map)
     assert chat.render(MESSAGES[:2]) == "System: Be brief.\nUser:  import os \nAssistant:"
     open_end = chat.render(MESSAGES, add_generation_prompt=False, continue_final_message=True)
     assert open_end.endswith("\nAssistant: import sys")
@@ -165,7 +167,7 @@ def test_without_a_template_messages_are_a_transcript(tokenizer: Any) -> None:
 
 def test_the_variables_that_a_template_reads_are_known(tokenizer: Any) -> None:
     """A variable that the template does not read can be refused."""
-    chat = ChatTemplate(tokenizer, TEMPLATE)
+    chat = ChatTemplate(TEMPLATE, tokenizer.special_tokens_map)
     assert "thinking" in chat.variables
     assert "enable_thinking" not in chat.variables
     assert not chat.variables & RESERVED, "those that rendering gives are none of a request's"
@@ -173,12 +175,12 @@ def test_the_variables_that_a_template_reads_are_known(tokenizer: Any) -> None:
 
 def test_a_refusal_of_the_template_is_a_request_error(tokenizer: Any) -> None:
     """The error of a refused request quotes the template's own words."""
-    chat = ChatTemplate(tokenizer, TEMPLATE)
+    chat = ChatTemplate(TEMPLATE, tokenizer.special_tokens_map)
     with pytest.raises(RequestError, match="refuses them: no such role: bard") as raised:
         chat.render([{"role": "bard", "content": "a"}])
     assert raised.value.param == "messages"
     with pytest.raises(RequestError, match="failed on them: TypeError"):
-        ChatTemplate(tokenizer, "{{ messages + 1 }}").render(MESSAGES)
+        ChatTemplate("{{ messages + 1 }}", tokenizer.special_tokens_map).render(MESSAGES)
 
 
 def test_a_template_cannot_reach_python(tokenizer: Any) -> None:
@@ -189,15 +191,15 @@ def test_a_template_cannot_reach_python(tokenizer: Any) -> None:
         "{% for m in messages %}{{ m.update({'role': 'x'}) }}{% endfor %}",
     ):
         with pytest.raises(RequestError, match=r"SecurityError|refuses them"):
-            ChatTemplate(tokenizer, hostile).render(MESSAGES)
+            ChatTemplate(hostile, tokenizer.special_tokens_map).render(MESSAGES)
 
 
 def test_a_broken_template_is_a_sentence_at_start(tokenizer: Any) -> None:
     """The error of a broken template states the line."""
     with pytest.raises(ModelError, match="the chat template, line 2: "):
-        ChatTemplate(tokenizer, "a\n{% if %}")
+        ChatTemplate("a\n{% if %}", tokenizer.special_tokens_map)
     with pytest.raises(ModelError, match="the chat template, line 1: No filter named 'shouted'"):
-        ChatTemplate(tokenizer, "{{ messages | shouted }}")
+        ChatTemplate("{{ messages | shouted }}", tokenizer.special_tokens_map)
     tokenizer.chat_template = {"tool_use": "a", "rag": "b"}
     with pytest.raises(ModelError, match="chat templates"):
-        ChatTemplate(tokenizer)
+        ChatTemplate(own_template(tokenizer), tokenizer.special_tokens_map)

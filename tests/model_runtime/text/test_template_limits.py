@@ -49,7 +49,7 @@ WHEN_COMPILED = {
 
 def template(text: str, seconds: float = SECONDS) -> ChatTemplate:
     """The template over a tokenizer of bytes."""
-    return ChatTemplate(byte_tokenizer_fast(), text, seconds)
+    return ChatTemplate(text, byte_tokenizer_fast().special_tokens_map, seconds)
 
 
 @pytest.mark.parametrize("name", WHEN_RENDERED)
@@ -187,12 +187,12 @@ def test_an_interrupt_of_the_group_leaves_the_processes_alone() -> None:
 
 
 _PROGRAM = """
-import sys, time, types
+import sys, time
 sys.path.insert(0, sys.argv[1])
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
 hello = [{"role": "user", "content": "Hello."}]
 for text in sys.argv[2:]:
-    ChatTemplate(types.SimpleNamespace(), text, 2.0).submit(hello)
+    ChatTemplate(text, seconds=2.0).submit(hello)
 time.sleep(1)
 print("ready", flush=True)
 time.sleep(600)

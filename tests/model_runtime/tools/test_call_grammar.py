@@ -64,7 +64,7 @@ def vocabulary() -> LLTokenizer:
 @cache
 def formats(name: str) -> ChatFormats:
     """The formats of one of the templates."""
-    template = ChatTemplate(byte_tokenizer_fast(), TOOL_TEMPLATES[name][0])
+    template = ChatTemplate(TOOL_TEMPLATES[name][0], byte_tokenizer_fast().special_tokens_map)
     return find_formats(template, tokenizer().special_ids)
 
 

@@ -38,7 +38,7 @@ TALK: list[dict[str, Any]] = [
 
 def template_of(text: str | None) -> ChatTemplate:
     """A template over a byte tokenizer."""
-    return ChatTemplate(byte_tokenizer_fast(), text)
+    return ChatTemplate(text, byte_tokenizer_fast().special_tokens_map)
 
 
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)

@@ -134,7 +134,7 @@ def saying(
     fast.add_special_tokens({"eos_token": "<|end|>", "additional_special_tokens": [*special]})
     tokenizer = Tokenizer(fast)
     service = _loaded()
-    chat_template = ChatTemplate(fast, template)
+    chat_template = ChatTemplate(template, fast.special_tokens_map)
     vocab_size = len(fast)
     texts = [text] if isinstance(text, str) else text
     said = [[*tokenizer.encode(each), fast.eos_token_id] for each in texts]
