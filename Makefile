@@ -61,7 +61,7 @@ test: setup  ## formatter, linter, types, and the suite; ISA=avx2: as an older p
 	OMP_NUM_THREADS=1 $(AS_OLDER) $(PYTEST) -n 2 $(BY_FILE) --durations=25 -m "not alone and not ray and not long"
 	$(AS_OLDER) $(PYTEST) --durations=10 -m "alone and not long" $(ALONE)
 	$(if $(ISA),,OMP_NUM_THREADS=1 $(BIN)/python -m tests.processors --if-newer avx2 \
-		$(PYTEST) -n 2 $(BY_FILE) $(OLDER_PART))
+		$(PYTEST) -n 2 --dist worksteal $(OLDER_PART))
 
 # All that `make test` samples or leaves out. PART=parallel runs one part, and each says its time.
 test-full: setup  ## every test and every case; CONTRIBUTING.md says which change owes which PART
