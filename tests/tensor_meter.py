@@ -25,7 +25,7 @@ class TensorMeter(TorchDispatchMode):
         """Run the operation, and note each storage that was not there before."""
         found = func(*args, **(kwargs or {}))
         for each in tree_leaves(found):
-            if isinstance(each, Tensor):
+            if isinstance(each, Tensor) and not each.is_meta:
                 self._note(each.untyped_storage())
         self._peak = max(self._peak, self._allocated)
         return found

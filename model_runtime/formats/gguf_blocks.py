@@ -18,7 +18,7 @@ from ropewalk.model_runtime.formats.gguf_file import TensorInfo
 Bytes = NDArray[np.uint8]
 
 # MXFP4's numbers are 0, 1, 2, 3, 4, 6, 8 and 12, then the same with a minus: places by size.
-_MXFP4_ORDER = np.array([*range(8, 16), *range(7, -1, -1)], np.uint8)
+MXFP4_ORDER = np.array([*range(8, 16), *range(7, -1, -1)], np.uint8)
 
 
 class Blocks(NamedTuple):
@@ -172,7 +172,7 @@ def _iq4_xs(rows: Bytes) -> Blocks:
 
 def _mxfp4(rows: Bytes) -> Blocks:
     blocks = _blocks(rows, 17)
-    q = _MXFP4_ORDER[_nibbles(blocks[..., 1:])]
+    q = MXFP4_ORDER[_nibbles(blocks[..., 1:])]
     return Blocks(q.reshape(len(rows), -1), np.ascontiguousarray(blocks[..., 0]))
 
 
@@ -241,24 +241,28 @@ def read_tensor(
     return found
 
 
-def read_blocks(info: TensorInfo, row_order: Values | None = None) -> Iterator[tuple[int, Blocks]]:
+def read_blocks(
+    info: TensorInfo, row_order: Values | None = None, of: range | None = None
+) -> Iterator[tuple[int, Blocks]]:
     """Yield the first row and the unpacked numbers of each piece of rows.
 
-    A piece has a multiple of 64 rows. `row_order` is as in `read_tensor`. Raises ModelError if a
-    factor is NaN or Inf.
+    A piece has a multiple of 64 rows, but for the last. `row_order` is as in `read_tensor`. `of`:
+    the rows to read, of which the first is row 0. Raises ModelError if a factor is NaN or Inf.
     """
     raw = _mapped(info)
+    if of is not None:
+        raw = raw[of.start : of.stop]
     step = max(1, _PIECE_VALUES // info.shape[-1] // _ROWS) * _ROWS
-    for first in range(0, info.num_rows, step):
+    for first in range(0, len(raw), step):
         rows = slice(first, first + step)
         found = unpacked(raw[rows if row_order is None else row_order[rows]], info.type_name)
         for factors in (found.factors_NB, found.minima_NB):
-            if factors is not None and not _are_finite(factors):
+            if factors is not None and not are_finite(factors):
                 raise ModelError(f"{info.path}: tensor {info.name} has NaN or Inf")
         yield first, found
 
 
-def _are_finite(factors: Values) -> bool:
+def are_finite(factors: Values) -> bool:
     if factors.dtype == np.uint8:
         return int(factors.max(initial=0)) <= _MOST_EXPONENT
     return bool(np.isfinite(factors).all())

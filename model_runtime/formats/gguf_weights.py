@@ -50,6 +50,16 @@ class Weights:
         (info,) = self._sources[name]
         return read_blocks(info, self._row_order(name))
 
+    def types_of(self, name: str) -> tuple[str, ...]:
+        """Return the types of the tensors that are joined to a parameter."""
+        return tuple(each.type_name for each in self._sources.get(name, ()))
+
+    def expert_blocks(self, name: str, part: int, expert: int) -> Iterator[tuple[int, Blocks]]:
+        """Yield the first row and the numbers of pieces of one expert, of one joined tensor."""
+        info = self._sources[name][part]
+        num_rows = info.shape[-2]
+        return read_blocks(info, of=range(expert * num_rows, (expert + 1) * num_rows))
+
     def read(
         self, dtype: "torch.dtype", *, without: Container[str] = ()
     ) -> Iterator[tuple[str, "torch.Tensor"]]:

@@ -18,6 +18,7 @@ from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.division import Division
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
+from ropewalk.model_runtime.layers.experts.low_bit import has_experts
 from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
 from ropewalk.model_runtime.loading.load_progress import faults_of, logged_progress
@@ -26,6 +27,7 @@ from ropewalk.model_runtime.loading.low_bits.sizes import (
     Storage,
     Weights,
     format_of_type,
+    is_kept,
     refuse_int8,
 )
 from ropewalk.model_runtime.loading.model_config import ModelConfig, read_model_config
@@ -121,14 +123,20 @@ def load_checkpoint(
     if path.is_file():
         loaded = _load_gguf(path, model_config, weights, on_phase, division)
         return replace(loaded, source=path)
-    if model_config.stored is not None:
+    keeps_bits = _keeps_bits(weights, where, division)
+    if model_config.stored is not None and not (keeps_bits and is_kept(model_config.stored)):
         name = str(number_type).removeprefix("torch.")
         on_phase(f"dequantising {model_config.stored} to {name}")
     with faults_of(str(source), number_type, where):
         read_type = number_type
         if division is not None and model_config.stored is None:
             read_type = division.read_dtype(getattr(model_config.config, "dtype", None), read_type)
-        model = _load_model(model_config, read_type, trust_remote_code=trust_remote_code)
+        model = _load_model(
+            model_config,
+            read_type,
+            trust_remote_code=trust_remote_code,
+            keeps_bits=keeps_bits,
+        )
         model = _placed(model, number_type, where, division)
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         generation = generation_defaults(source, model_config.config)
@@ -145,8 +153,12 @@ def load_checkpoint(
         checkpoint = replace(checkpoint, source=path, **low_bits)
         if model_config.stored is None:
             return checkpoint
-        num_bytes = model_config.num_weight_bytes()
+        num_bytes = None if checkpoint.low_bits else model_config.num_weight_bytes()
         return replace(checkpoint, stored=model_config.stored, weight_bytes=num_bytes)
+
+
+def _keeps_bits(weights: Weights, device: torch.device, division: Division | None) -> bool:
+    return weights != "dequantised" and division is None and has_cpu_kernels(device)
 
 
 def _placed(
@@ -193,9 +205,8 @@ def _load_gguf(
     assert isinstance(where, torch.device)
     assert isinstance(number_type, torch.dtype)
     file = read_gguf(path)
-    is_possible = weights != "dequantised" and division is None and has_cpu_kernels(where)
     types = (each.type_name for each in file.tensors.values())
-    keeps_bits = is_possible and any(map(format_of_type, types))
+    keeps_bits = _keeps_bits(weights, where, division) and any(map(format_of_type, types))
     on_phase(_gguf_phase(file.num_bytes, num_parameters(file), number_type, keeps_bits=keeps_bits))
     with faults_of(str(path), number_type, where):
         tokenizer, end_ids = load_gguf_tokenizer(path)
@@ -235,7 +246,7 @@ def prepare_model(
     """
     parameter = next(model.parameters())
     native = read_native_rope(model)
-    has_experts = _rule_experts(model, division)
+    is_ruled = _rule_experts(model, division)
     on_phase("checking the model")
     _log.info("self_check", model=type(model).__name__)
     structure = original_structure(model, native)
@@ -247,7 +258,7 @@ def prepare_model(
         plans = plans_of_part(model, plans)
     products, fused = _BY_TORCH, None
     if has_cpu_kernels(parameter.device):
-        products = _pack(model, parameter.dtype, division, has_experts=has_experts)
+        products = _pack(model, parameter.dtype, division, is_ruled=is_ruled)
         if division is None:  # a fused decoder gathers nothing
             from ropewalk.model_runtime.layers.match_decoder import (  # noqa: PLC0415  # numba
                 match_decoder,
@@ -297,8 +308,8 @@ def expected_products(device: torch.device, dtype: torch.dtype) -> str:
 
 def _rule_experts(model: nn.Module, division: Division | None) -> bool:
     """Let routers follow the rules of a CPU, in place; return whether the model has experts."""
-    has_experts = any(hasattr(each, "is_concatenated") for each in model.modules())
-    if has_experts and division is None and has_cpu_kernels(next(model.parameters()).device):
+    is_on_cpu = division is None and has_cpu_kernels(next(model.parameters()).device)
+    if is_on_cpu and has_experts(model):
         from ropewalk.model_runtime.layers.experts.routing import (  # noqa: PLC0415  # imports numba
             rule,
         )
@@ -309,7 +320,7 @@ def _rule_experts(model: nn.Module, division: Division | None) -> bool:
 
 
 def _pack(
-    model: nn.Module, dtype: torch.dtype, division: Division | None, *, has_experts: bool
+    model: nn.Module, dtype: torch.dtype, division: Division | None, *, is_ruled: bool
 ) -> str:
     """Replace modules by those with kernels for a CPU, in place; return how products are laid out.
 
@@ -322,16 +333,18 @@ def _pack(
     if division is not None:
         division.note_products(model, dtype, torch.device("cpu"))
     gated_mlp.fuse(model)
-    if has_experts:
+    if is_ruled:
         from ropewalk.model_runtime.layers.experts import packed  # noqa: PLC0415
 
-        packed.pack(model)
+        packed.pack(model, dtype)
     leave_file(model)
     replace_norms(model, cpu_candidates)
     return packed_linear.products_text(model, dtype)
 
 
-def _load_model(outline: ModelConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
+def _load_model(
+    outline: ModelConfig, dtype: torch.dtype, *, trust_remote_code: bool, keeps_bits: bool
+) -> Any:
     source = outline.source
     with logged_progress():
         if outline.stored is not None:
@@ -340,7 +353,12 @@ def _load_model(outline: ModelConfig, dtype: torch.dtype, *, trust_remote_code: 
             )
 
             model, info = load_quantised(
-                source, outline.config, outline.stored, dtype, trust_remote_code=trust_remote_code
+                source,
+                outline.config,
+                outline.stored,
+                dtype,
+                trust_remote_code=trust_remote_code,
+                keeps_bits=keeps_bits,
             )
         else:
             model, info = from_pretrained(

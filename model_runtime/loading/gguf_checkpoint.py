@@ -17,8 +17,15 @@ from ropewalk.model_runtime.formats.gguf_file import read_gguf
 from ropewalk.model_runtime.formats.gguf_sizes import num_parameters
 from ropewalk.model_runtime.formats.gguf_tokenizer import read_tokenizer
 from ropewalk.model_runtime.formats.gguf_weights import Weights
+from ropewalk.model_runtime.layers.experts.low_bit import ExpertMatrix
 from ropewalk.model_runtime.loading.load_progress import logged_progress
-from ropewalk.model_runtime.loading.low_bits.hold import hold, holders
+from ropewalk.model_runtime.loading.low_bits.hold import (
+    expert_holders,
+    expert_matrices,
+    hold,
+    hold_experts,
+    holders,
+)
 from ropewalk.model_runtime.loading.low_bits.sizes import can_hold, format_of_type
 from ropewalk.model_runtime.loading.pretrained import fault_of
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
@@ -60,10 +67,12 @@ def load_gguf_model(
     shapes = {name: tuple(each.shape) for name, each in empty.state_dict().items()}
     weights = Weights(file, config_of(file), shapes)
     panels = _panels(weights, empty) if keeps_bits else {}
+    experts = _expert_panels(weights, empty) if keeps_bits else {}
+    held = {*panels, *(f"{name}.{each}" for name, found in experts.items() for each in found)}
     # A view of one number stands for a weight in panels, and takes no memory.
-    loaded = {name: torch.zeros(1, dtype=dtype).expand(shapes[name]) for name in panels}
+    loaded = {name: torch.zeros(1, dtype=dtype).expand(shapes[name]) for name in held}
     told_s = time.monotonic()
-    for name, tensor in weights.read(dtype, without=panels):
+    for name, tensor in weights.read(dtype, without=held):
         loaded[name] = tensor
         if time.monotonic() - told_s >= _SECONDS_BETWEEN_LINES:
             told_s = time.monotonic()
@@ -75,6 +84,8 @@ def load_gguf_model(
     left = sorted(map(str, (*info["missing_keys"], *info["unexpected_keys"])))
     assert not left, left  # `Weights` has compared all names
     hold(model, panels)
+    for name, matrices in experts.items():
+        hold_experts(model, name, matrices)
     return model
 
 
@@ -96,6 +107,47 @@ def _panels(weights: Weights, model: Any) -> dict[str, Any]:
             writer.write(first, Parts(kind, *blocks))
         found[name] = writer.panels
     return found
+
+
+def _expert_panels(weights: Weights, model: Any) -> dict[str, dict[str, ExpertMatrix]]:
+    """Return the matrices of all experts that can stay in the bits of the file, by their layer."""
+    found = {}
+    for name, module in expert_holders(model).items():
+        names = expert_matrices(module)
+        types = [weights.types_of(f"{name}.{each}") for each in names]
+        is_held = all(format_of_type(each) for parts in types for each in parts)
+        if is_held and not module.is_transposed:
+            found[name] = {
+                each: _expert_matrix(weights, f"{name}.{each}", module) for each in names
+            }
+    return found
+
+
+def _expert_matrix(weights: Weights, name: str, experts: Any) -> ExpertMatrix:
+    """Copy a matrix of all experts from the file into panels, a piece of one expert at a time."""
+    from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (  # noqa: PLC0415  # imports numba
+        PanelWriter,
+        Parts,
+        panel_memory,
+    )
+
+    num_experts, num_outputs, num_inputs = getattr(experts, name.rpartition(".")[2]).shape
+    types = weights.types_of(name)
+    parts_PE = []
+    for part, type_name in enumerate(types):
+        kind = format_of_type(type_name)
+        assert kind is not None
+        shape = num_outputs // len(types), num_inputs
+        size = kind.num_bytes(*shape)
+        memory = panel_memory(num_experts * size)
+        writers = []
+        for expert in range(num_experts):
+            own = memory[expert * size : (expert + 1) * size]
+            writers.append(PanelWriter(kind, *shape, memory=own))
+            for first, blocks in weights.expert_blocks(name, part, expert):
+                writers[-1].write(first, Parts(kind, *blocks))
+        parts_PE.append([each.panels for each in writers])
+    return ExpertMatrix(list(zip(*parts_PE, strict=True)))
 
 
 def load_gguf_tokenizer(path: Path) -> tuple[Tokenizer, frozenset[int]]:

@@ -15,6 +15,9 @@ from transformers import AutoModelForCausalLM
 from ropewalk.model_runtime.formats.dequantise import open_weights
 from ropewalk.model_runtime.formats.quantised_inventory import read_inventory
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
+from ropewalk.model_runtime.loading.low_bits.hold import hold_experts
+from ropewalk.model_runtime.loading.low_bits.mxfp4 import stored_experts
+from ropewalk.model_runtime.loading.low_bits.sizes import is_kept
 from ropewalk.model_runtime.loading.model_config import weight_files
 from ropewalk.model_runtime.loading.pretrained import from_pretrained
 
@@ -28,11 +31,13 @@ def load_quantised(
     dtype: torch.dtype,
     *,
     trust_remote_code: bool,
+    keeps_bits: bool = False,
 ) -> tuple[Any, Mapping[str, Any]]:
     """Return the model and the loading info of transformers. Raises ModelError.
 
     `config` has no `quantization_config`. Beside the loaded weights, each of transformers' threads
-    holds one stored weight, and a few MiB of it in float32.
+    holds one stored weight, and a few MiB of it in float32. With `keeps_bits`, experts in MXFP4
+    stay so.
     """
     paths = weight_files(Path(source))
     inventory = read_inventory(paths, scheme)
@@ -45,14 +50,22 @@ def load_quantised(
     )
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    is_held = keeps_bits and is_kept(scheme)
+    experts = stored_experts(empty, inventory, paths) if is_held else {}
+    shapes = {each.name: each.shape for each in inventory.quantised}
+    held = [f"{name}.{each}" for name, found in experts.items() for each in found]
     with open_weights(paths, inventory, dtype) as weights:
+        # A view of one number stands for a weight in panels, and takes no memory.
+        views = {name: torch.zeros(1, dtype=dtype).expand(shapes[name]) for name in held}
         model, info = from_pretrained(
             type(empty),
             None,
             config=config,
-            state_dict=weights,
+            state_dict={**weights, **views},
             dtype=dtype,
             output_loading_info=True,
             described=source,
         )
+    for name, matrices in experts.items():
+        hold_experts(model, name, matrices)
     return model, info

@@ -86,8 +86,14 @@ def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 def _function(
     module: Any, generator: torch.Generator, dtype: torch.dtype | None
-) -> Callable[[Tensor], Tensor] | None:
-    """Return the forward of a linear or an embedding; None for another module."""
+) -> Callable[..., Tensor] | None:
+    """Return the forward of a linear or an embedding; None for another module.
+
+    Our own modules with experts of few bits make theirs themselves.
+    """
+    made = getattr(type(module), "with_random_numbers", None)
+    if made is not None:
+        return made(module, generator, dtype)  # type: ignore[no-any-return]
     if _is_linear(module):
         return _RandomLinear(module.in_features, module.out_features, generator, dtype)
     if _is_embedding(module):

@@ -31,6 +31,7 @@ from ropewalk.server.startup.banner_lines import (
     computing_line,
     describe,
     draft_line,
+    expert_lines,
     limit_lines,
     rank_line,
     stored_text,
@@ -242,6 +243,7 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         f"  model            {settings.model or 'the embedded one'}: {outline.architecture}, "
         f"{outline.device}, {dtype}",
         *_stored_lines(outlook),
+        *expert_lines(outlook.outline, outlook.low_bits),
         *_rank_lines(settings, outlook),
         *describe(plan),
         *limit_lines(settings),

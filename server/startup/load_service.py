@@ -10,8 +10,10 @@ import torch
 from ropewalk.model_runtime.engine.admission import EngineClient
 from ropewalk.model_runtime.engine.build_engine import build_engine, has_exact_drafts
 from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.layers.experts.low_bit import has_experts
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.hub.wanted import OnBytes, no_bytes
+from ropewalk.model_runtime.loading.model_config import read_outline
 from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.model_runtime.runner.backends import described
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
@@ -34,6 +36,7 @@ from ropewalk.server.startup.banner_lines import (
     computing_line,
     describe,
     draft_line,
+    expert_lines,
     limit_lines,
     low_bits_text,
     rank_line,
@@ -261,6 +264,14 @@ def _banner(
     if checkpoint.low_bits is not None:
         text = low_bits_text(checkpoint.low_bits, checkpoint.distance)
         weights += [f"  weights          {text}"]
+    if checkpoint.source is not None and has_experts(checkpoint.model):
+        outline = read_outline(
+            checkpoint.source,
+            dtype=str(checkpoint.dtype).removeprefix("torch."),
+            device=checkpoint.device.type,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        weights += expert_lines(outline, checkpoint.low_bits)
     return "\n".join(
         [
             f"  model            {type(checkpoint.model).__name__}, {where}",

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import MXFP4
 from ropewalk.model_runtime.deployments.deployment import Deployment
+from ropewalk.model_runtime.loading.low_bits.active import Active, active_part
 from ropewalk.model_runtime.loading.low_bits.sizes import Storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.model_runtime.size_text import size_text
@@ -28,6 +30,7 @@ class Costs:
     stored_in: str | None = None  # of weights that are dequantised; None for any other checkpoint
     stored_bytes: int | None = None  # of their files
     low_bits: str | None = None  # formats of weights in few bits; None: all are floats
+    active: Active | None = None  # the part that a token reads; None: all of it
 
 
 def costs_of(
@@ -66,6 +69,7 @@ def costs_of(
         None if outline.stored is None else str(outline.stored),
         outline.num_stored_bytes(),
         None if low_bits is None else low_bits.formats,
+        active_part(outline, low_bits),
     )
 
 
@@ -86,6 +90,7 @@ def cost_lines(costs: Costs) -> list[str]:
     lines = [
         *_weight_lines(costs),
         *_stored_lines(costs),
+        *([] if costs.active is None else [f"experts          {costs.active}"]),
         f"longest context  {costs.longest_context} tokens, {longest} of cache for one sequence",
     ]
     if costs.memory_gib is not None and costs.memory_holds_tokens is None:
@@ -110,11 +115,13 @@ def cost_lines(costs: Costs) -> list[str]:
 
 
 def _stored_lines(costs: Costs) -> list[str]:
-    """Return the line about weights that are dequantised; none for any other checkpoint."""
+    """Return the line about quantised weights; none for any other checkpoint."""
     if costs.stored_in is None:
         return []
     size = "" if costs.stored_bytes is None else f", {size_text(costs.stored_bytes)} in the files"
-    return [f"stored in        {costs.stored_in}{size}; dequantised at load"]
+    is_kept = MXFP4.name in (costs.low_bits or "")
+    then = "the experts keep their bits" if is_kept else "dequantised at load"
+    return [f"stored in        {costs.stored_in}{size}; {then}"]
 
 
 def _weight_lines(costs: Costs) -> list[str]:

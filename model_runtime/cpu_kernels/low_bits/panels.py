@@ -73,14 +73,20 @@ def float_parts(weight_NK: Tensor) -> Parts:
     return Parts(FLOAT32, weight_NK.float().numpy(), np.empty((len(weight_NK), 0), np.float16))
 
 
+def panel_memory(num_bytes: int) -> Bytes:
+    """Return zeros that are aligned to cache lines, as torch's are; rows of padding stay zero."""
+    return torch.zeros(num_bytes, dtype=torch.uint8).numpy()
+
+
 class PanelWriter:
     """The panels of one weight, filled with rows in order."""
 
-    def __init__(self, kind: Format, num_outputs: int, num_inputs: int) -> None:
-        """Allocate the panels. `num_inputs` is a multiple of the format's block."""
-        size = kind.num_bytes(num_outputs, num_inputs)
-        # torch aligns to cache lines. Rows of padding are zero.
-        memory = torch.zeros(size, dtype=torch.uint8).numpy()
+    def __init__(
+        self, kind: Format, num_outputs: int, num_inputs: int, memory: Bytes | None = None
+    ) -> None:
+        """Allocate the panels, or take memory. `num_inputs` is a multiple of the format's block."""
+        if memory is None:
+            memory = panel_memory(kind.num_bytes(num_outputs, num_inputs))
         self.panels = LowBitPanels(kind, num_outputs, num_inputs, memory)
 
     def write(self, first: int, parts: Parts) -> None:
@@ -171,6 +177,17 @@ def widened(panels: LowBitPanels, dtype: torch.dtype, first: int = 0, end: int =
         rows = rows_NK[panel * PANEL : (panel + 1) * PANEL]
         rows.copy_(torch.from_numpy(wide_KO.T[: len(rows)]))
     return rows_NK
+
+
+def plain_product(panels: LowBitPanels, x_RK: Tensor) -> Tensor:
+    """Multiply rows by torch, [R, K] -> [R, N]; one panel at a time is widened, and not copied."""
+    widen = widener((panels.kind.number,), int(x_RK.dtype == torch.bfloat16))
+    rows_RK, wide_KO = x_RK.float(), torch.empty(panels.num_inputs, PANEL)
+    parts = []
+    for address, number in panels.table().tolist():
+        widen(number, address, 0, panels.num_inputs, wide_KO.numpy().reshape(-1))
+        parts.append(rows_RK @ wide_KO)
+    return torch.cat(parts, dim=-1)[:, : panels.num_outputs].to(x_RK.dtype)
 
 
 def gathered(panels: LowBitPanels, ids: NDArray[np.int64], dtype: torch.dtype) -> Tensor:

@@ -12,9 +12,9 @@ Shapes: R = rows, C = choices of a row, S = pairs of row and expert, E = experts
 N = outputs, I = dimensions between the products, W = outputs with padding to whole panels.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,11 +28,15 @@ from ropewalk.model_runtime.cpu_kernels.experts.products import (
     multiplier,
 )
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import FLOAT32, PANEL, RowProducts, own_panels
+from ropewalk.model_runtime.layers.experts.low_bit import LowBitExperts
 from ropewalk.model_runtime.layers.experts.routing import expert_blocks, rules_of
 from ropewalk.model_runtime.layers.merged_linear import placeholder
 from ropewalk.model_runtime.layers.packed_product import DTYPES
 from ropewalk.model_runtime.layers.replace_modules import Replacement
 from ropewalk.model_runtime.probing.equivalence import equal_by_row, trial_rows
+
+if TYPE_CHECKING:
+    from ropewalk.model_runtime.cpu_kernels.low_bits.products import LowBits
 
 _TRIAL_SCALES = (0.1, 1.0, 30.0)  # reveal other activations, and those that clip large values
 _ROUNDING = {torch.float32: 1e-5}
@@ -43,10 +47,12 @@ _UNSPLIT = 16_384  # elements; torch gives a thread at least this many of any ac
 class PackedExperts(Replacement):
     """The experts of a layer; attributes that it has not are those of the model's own module."""
 
-    def __init__(self, original: Any, gate_up: ExpertPanels, down: ExpertPanels) -> None:
+    def __init__(
+        self, original: Any, gate_up: ExpertPanels, down: ExpertPanels, num_outputs: int
+    ) -> None:
         super().__init__(original)
         self._num_experts = len(original.down_proj)
-        self._num_outputs = original.down_proj.shape[2 if original.is_transposed else 1]
+        self._num_outputs = num_outputs
         self._panels = gate_up, down
         self._is_silu = original.has_gate and _is_silu(original)
 
@@ -76,9 +82,9 @@ class PackedExperts(Replacement):
             return gated(both_SW)
         own: Any = self._original[0]
         function = own._apply_gate if own.has_gate else own.act_fn  # noqa: SLF001
+        both = nn.functional.pad(torch.from_numpy(both_SW), (0, -both_SW.shape[1] % (2 * PANEL)))
         # A block is whole registers, because a row is, and torch does not split it among threads.
-        rows = max(1, _UNSPLIT // both_SW.shape[1])
-        blocks = torch.split(torch.from_numpy(both_SW), rows)
+        blocks = torch.split(both, max(1, _UNSPLIT // both.shape[1]))
         return torch.cat([function(block) for block in blocks]).numpy()
 
 
@@ -93,19 +99,71 @@ def _is_silu(module: Any) -> bool:
     return equal_by_row(_ROUNDING)(torch.from_numpy(gated(both.numpy())), expected)
 
 
-def pack(model: nn.Module) -> None:
-    """Lay out all experts and routers that run under the rules of `routing.py`, in place."""
+def pack(model: nn.Module, dtype: torch.dtype) -> None:
+    """Lay out all experts and routers that run under the rules of `routing.py`, in place.
+
+    `dtype` is the number type of rows.
+    """
+    low = [each for each in model.modules() if isinstance(each, LowBitExperts)]
+    kernels = _low_bit_kernels(low, dtype) if low else None
     for block, names in expert_blocks(model):
         rules = rules_of(block)
         if rules is None:
             continue
         for name in names:
             experts: Any = getattr(block, name)
-            if experts.down_proj.dtype in DTYPES and not experts.has_post_expert_norm:
+            if isinstance(experts, LowBitExperts):
+                setattr(block, name, _low_bit_packed(experts, kernels))
+            elif experts.down_proj.dtype in DTYPES and not experts.has_post_expert_norm:
                 setattr(block, name, _packed(experts))
         for weight in rules.weights:
             panels = own_panels(weight.detach().float(), None)
             rules.products[id(weight)] = RowProducts(panels, weight.shape[1], FLOAT32)
+
+
+def _low_bit_kernels(experts: Sequence[LowBitExperts], dtype: torch.dtype) -> "LowBits":
+    """Return the kernels of all formats; models without them do not import these kernels."""
+    from ropewalk.model_runtime.cpu_kernels.low_bits.products import LowBits  # noqa: PLC0415
+
+    matrices = [matrix for each in experts for matrix in each.matrices.values()]
+    kinds = {part.kind for each in matrices for parts in each.parts_E for part in parts}
+    return LowBits(kinds, dtype)
+
+
+def _low_bit_packed(experts: LowBitExperts, kernels: Any) -> PackedExperts:
+    """Return the experts with a table of their panels; nothing is copied."""
+    own: Any = experts._original[0]  # noqa: SLF001
+    first = experts.first_name
+    num_parts = len(experts.matrices[first].parts_E[0])
+    is_mixed = experts.has_gate and num_parts == 1
+    panels = (
+        _low_bit_panels(experts, first, kernels, is_mixed=is_mixed),
+        _low_bit_panels(experts, "down_proj", kernels),
+    )
+    _free(own)
+    return PackedExperts(own, *panels, experts.matrices["down_proj"].parts_E[0][0].num_outputs)
+
+
+def _low_bit_panels(
+    experts: LowBitExperts, name: str, kernels: Any, *, is_mixed: bool = False
+) -> ExpertPanels:
+    matrix = experts.matrices[name]
+    table = np.stack([np.concatenate([part.table() for part in parts]) for parts in matrix.parts_E])
+    num_experts, num_panels, _ = table.shape
+    num_parts = len(matrix.parts_E[0])
+    bias_EW = _biases(experts, name, 2 if is_mixed else num_parts, is_mixed=is_mixed)
+    return ExpertPanels(
+        multiplier(kernels.multiplying.multiply),
+        matrix.num_inputs,
+        num_panels,
+        matrix.num_bytes // (num_experts * num_panels),
+        np.empty(0, np.float32),
+        0,
+        table.ctypes.data,
+        table[0].nbytes,
+        bias_EW,
+        owner=(table, matrix),
+    )
 
 
 def _packed(experts: Any) -> PackedExperts:
@@ -115,10 +173,16 @@ def _packed(experts: Any) -> PackedExperts:
         experts,
         _float_panels(experts, first, num_parts=2 if experts.has_gate else 1),
         _float_panels(experts, "down_proj", num_parts=1),
+        experts.down_proj.shape[2 if experts.is_transposed else 1],
     )
+    _free(experts)
+    return made
+
+
+def _free(experts: nn.Module) -> None:
+    """Free the parameters of a module, which may be views of a mapped file."""
     for name, parameter in list(experts.named_parameters(recurse=False)):
         setattr(experts, name, placeholder(parameter))
-    return made
 
 
 def _float_panels(experts: Any, name: str, *, num_parts: int) -> ExpertPanels:
@@ -136,10 +200,6 @@ def _float_panels(experts: Any, name: str, *, num_parts: int) -> ExpertPanels:
         if packed_EQ is None:
             packed_EQ = np.empty((num_experts, panels.packed_Q.size), panels.packed_Q.dtype)
         packed_EQ[index] = panels.packed_Q
-    bias_EW = np.empty((num_experts, 0), np.float32)
-    if experts.has_bias:
-        biases: Iterable[Tensor] = getattr(experts, f"{name}_bias").detach().float()
-        bias_EW = np.stack([padded(each, num_parts, is_mixed=is_mixed).numpy() for each in biases])
     return ExpertPanels(
         multiplier(FLOAT32.multiply),
         panels.num_inputs,
@@ -149,8 +209,16 @@ def _float_panels(experts: Any, name: str, *, num_parts: int) -> ExpertPanels:
         packed_EQ.shape[1],
         panels.layout,
         0,
-        bias_EW,
+        _biases(experts, name, num_parts, is_mixed=is_mixed),
     )
+
+
+def _biases(experts: Any, name: str, num_parts: int, *, is_mixed: bool) -> Any:
+    """Return the biases of a matrix in float32, [E, W]; [E, 0] if there are none."""
+    if not experts.has_bias:
+        return np.empty((len(experts.down_proj), 0), np.float32)
+    biases: Iterable[Tensor] = getattr(experts, f"{name}_bias").detach().float()
+    return np.stack([padded(each, num_parts, is_mixed=is_mixed).numpy() for each in biases])
 
 
 def padded(outputs_NX: Tensor, num_parts: int, *, is_mixed: bool) -> Tensor:

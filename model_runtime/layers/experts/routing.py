@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ropewalk.model_runtime.layers.experts.low_bit import is_experts
 from ropewalk.model_runtime.layers.packed_linear import rowwise
 
 _ROUTER_NAMES = {"gate", "router"}
@@ -98,12 +99,6 @@ class RuledForward:
         """Call the block's own forward."""
         with self.rules:
             return self._forward(*arguments, **named)
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Return whether a module has the experts of a layer, as transformers' interface has them."""
-    marks = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
-    return all(hasattr(module, mark) for mark in marks) and hasattr(module, "down_proj")
 
 
 def expert_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:

@@ -12,8 +12,13 @@ from torch import Tensor, nn
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8, PANEL
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.layers.experts.low_bit import ExpertMatrix, LowBitExperts, is_experts
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitEmbedding, LowBitLinear
-from ropewalk.model_runtime.loading.low_bits.sizes import Storage, can_quantise
+from ropewalk.model_runtime.loading.low_bits.sizes import (
+    Storage,
+    can_quantise,
+    can_quantise_experts,
+)
 from ropewalk.model_runtime.probing.untouched import logits_of, text_ids_of
 
 if TYPE_CHECKING:
@@ -56,6 +61,37 @@ def hold(model: Any, panels: Mapping[str, "LowBitPanels"]) -> None:
             model.set_output_embeddings(LowBitLinear(each, head.bias, dtype))
 
 
+def expert_holders(model: Any) -> dict[str, Any]:
+    """Return the modules with the experts of a layer whose weights may be stored in few bits."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if is_experts(module)
+        and not isinstance(module, LowBitExperts)
+        and not module.has_post_expert_norm
+    }
+
+
+def expert_matrices(experts: Any) -> tuple[str, str]:
+    """Return the names of the parameters of the first and the second product."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def hold_experts(model: Any, name: str, matrices: Mapping[str, ExpertMatrix]) -> None:
+    """Give the experts of a layer their panels, in place. Their floats are freed."""
+    model.set_submodule(name, LowBitExperts(model.get_submodule(name), matrices))
+
+
+def quantisable_experts(model: Any) -> list[str]:
+    """Return the names of the modules with experts that can be quantised to int8."""
+    found = []
+    for name, each in expert_holders(model).items():
+        between, width = each.down_proj.shape[-2:]
+        if can_quantise_experts(width, between):
+            found.append(name)
+    return found
+
+
 def quantisable(model: Any) -> list[str]:
     found = holders(model).items()
     return [name for name, each in found if can_quantise(name, tuple(each.weight.shape))]
@@ -78,6 +114,12 @@ def storage_of(model: Any) -> Storage:
         if type(module) is nn.Linear:
             found.add_float_outputs(f"{name}.weight", tuple(module.weight.shape))
     found.float_bytes = sum(each.nbytes for each in model.parameters())
+    for _, module in modules:
+        if isinstance(module, LowBitExperts):
+            found.float_bytes += sum(each.nbytes for each in module.biases())
+            for matrix in module.matrices.values():
+                for part in (part for parts in matrix.parts_E for part in parts):
+                    found.add_experts((part.num_outputs, part.num_inputs), part.kind)
     return found
 
 
@@ -90,6 +132,9 @@ def return_freed_memory() -> None:
 # Quantise a loaded model to int8, and measure how far its answers are from those before.
 #
 # Shapes: T = tokens of the text, V = vocabulary.
+
+if TYPE_CHECKING:
+    from ropewalk.model_runtime.cpu_kernels.low_bits.panels import LowBitPanels
 
 _MOST_TOKENS = 128
 _QUANTISED_AT_ONCE = 1 << 22  # weights, so that temporary copies stay small
@@ -112,22 +157,16 @@ class Distance:
 
 @torch.inference_mode()
 def quantise_model(model: Any, tokenizer: Any) -> Distance | None:
-    """Quantise all linears and the embedding that can be, in place; return the distance.
+    """Quantise all linears, experts and the embedding that can be, in place; return the distance.
 
     Weights that a GGUF file stores in few bits stay as they are. If all of them do, then there is
     no distance. Raises ModelError if nothing is or can be in few bits, if a weight is too large, or
     if the model does not run.
     """
-    from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (  # noqa: PLC0415  # imports numba
-        MOST_MAGNITUDE,
-        PanelWriter,
-        int8_parts,
-    )
-
-    names = quantisable(model)
-    if not names and storage_of(model).by_format:
+    names, experts = quantisable(model), quantisable_experts(model)
+    if not (names or experts) and storage_of(model).by_format:
         return None
-    if not names:
+    if not (names or experts):
         raise ModelError(
             f"weights: int8 needs linears with a multiple of {INT8.group} inputs and "
             f"{PANEL} outputs or more, and {type(model).__name__} has none"
@@ -136,22 +175,49 @@ def quantise_model(model: Any, tokenizer: Any) -> Distance | None:
     before_TV = logits_of(model, token_ids)
     modules = holders(model)
     for name in names:
-        weight_NK = modules[name].weight.detach()
-        writer = PanelWriter(INT8, *weight_NK.shape)
-        step = max(PANEL, _QUANTISED_AT_ONCE // weight_NK.shape[1] // PANEL * PANEL)
-        for first in range(0, len(weight_NK), step):
-            parts = int8_parts(weight_NK[first : first + step])
-            if not np.isfinite(parts.factors_NB).all():
-                raise ModelError(
-                    f"weights: int8 needs weights of at most {MOST_MAGNITUDE:.0f} in magnitude, "
-                    f"and {name} has a larger one"
-                )
-            writer.write(first, parts)
-        del weight_NK
-        hold(model, {name: writer.panels})
+        hold(model, {name: _int8_panels(name, modules[name].weight.detach())})
         modules.pop(name)
+    for name in experts:
+        hold_experts(model, name, _int8_matrices(name, model.get_submodule(name)))
+        return_freed_memory()
     return_freed_memory()
     return distance(before_TV, logits_of(model, token_ids))
+
+
+def _int8_panels(name: str, weight_NK: Tensor) -> "LowBitPanels":
+    """Return a weight in panels. Raises ModelError if a number is too large."""
+    from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (  # noqa: PLC0415  # imports numba
+        MOST_MAGNITUDE,
+        PanelWriter,
+        int8_parts,
+    )
+
+    writer = PanelWriter(INT8, *weight_NK.shape)
+    step = max(PANEL, _QUANTISED_AT_ONCE // weight_NK.shape[1] // PANEL * PANEL)
+    for first in range(0, len(weight_NK), step):
+        parts = int8_parts(weight_NK[first : first + step])
+        if not np.isfinite(parts.factors_NB).all():
+            raise ModelError(
+                f"weights: int8 needs weights of at most {MOST_MAGNITUDE:.0f} in magnitude, "
+                f"and {name} has a larger one"
+            )
+        writer.write(first, parts)
+    return writer.panels
+
+
+def _int8_matrices(where: str, experts: Any) -> dict[str, ExpertMatrix]:
+    """Return the matrices of a layer's experts in panels, quantised one expert at a time."""
+    first, second = expert_matrices(experts)
+    num_parts = 2 if experts.has_gate and experts.is_concatenated else 1
+    found = {}
+    for name, count in ((first, num_parts), (second, 1)):
+        parts_E = []
+        for weight in getattr(experts, name).detach():
+            rows_NK = weight.t().contiguous() if experts.is_transposed else weight
+            parts = rows_NK.chunk(count)
+            parts_E.append(tuple(_int8_panels(f"{where}.{name}", each) for each in parts))
+        found[name] = ExpertMatrix(parts_E)
+    return found
 
 
 def distance(before_TV: Tensor, after_TV: Tensor) -> Distance:

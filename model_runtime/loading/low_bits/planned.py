@@ -1,24 +1,32 @@
 """The storage of weights in few bits, from the files' headers: no weight is read."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
-from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8, MXFP4, Format
 from ropewalk.model_runtime.formats.quantised_inventory import read_inventory
 from ropewalk.model_runtime.loading.low_bits.sizes import (
     Storage,
     Weights,
     can_hold,
     can_quantise,
+    can_quantise_experts,
     format_of_type,
+    is_kept,
     refuse_int8,
 )
 from ropewalk.model_runtime.loading.model_config import ModelConfig, weight_files
 
+if TYPE_CHECKING:
+    from ropewalk.model_runtime.formats.gguf_file import TensorInfo
+
 _GGUF_EMBEDDING, _GGUF_HEAD, _GGUF_ROUTER = "token_embd.weight", "output.weight", "gate_inp"
+_GGUF_EXPERTS = re.compile(r"\.ffn_(gate|up|down)_exps\.weight$")
+_EXPERTS = re.compile(r"\.experts\.(\d+\.\w+\.weight|(gate_up|up|down)_proj)$")
 _HEAD = "lm_head.weight"
 _EMBEDDING = re.compile(r"\b(embed_tokens|embed_in|wte|word_embeddings)\b")
 
@@ -35,10 +43,18 @@ def planned_storage(outline: ModelConfig, weights: Weights, *, is_divided: bool)
     path = Path(outline.source)
     if path.is_file():
         found = _gguf(outline, path, to_int8=weights == "int8")
-    elif weights == "int8" and outline.has_weights:
+    elif outline.has_weights and (weights == "int8" or is_kept(outline.stored)):
         found, is_tied = Storage(), outline.config.get_text_config().tie_word_embeddings
         for name, shape in _shapes(outline, path):
-            kind = INT8 if can_quantise(name, shape) else None
+            is_expert = _EXPERTS.search(name) is not None and len(shape) > 1
+            if is_expert and is_kept(outline.stored):
+                num_experts, num_inputs, num_outputs = shape
+                found.add_experts((num_experts, num_outputs, num_inputs), MXFP4)
+                continue
+            if weights == "int8" and is_expert and can_quantise_experts(*shape[-2:]):
+                found.add_experts(shape, INT8)
+                continue
+            kind = INT8 if weights == "int8" and can_quantise(name, shape) else None
             is_product = is_tied or not _EMBEDDING.search(name)
             found.add(name, shape, kind, outline.dtype.itemsize, is_product=is_product)
     else:
@@ -54,6 +70,11 @@ def _gguf(outline: ModelConfig, path: Path, *, to_int8: bool) -> Storage:
     for name, info in tensors.items():
         if name in ROPE_TENSORS:
             continue
+        if _GGUF_EXPERTS.search(name) and len(info.shape) == 3:
+            kind = _expert_format(tensors, name, to_int8=to_int8)
+            if kind is not None:
+                found.add_experts(info.shape, kind)
+                continue
         kind = format_of_type(info.type_name)
         if _GGUF_ROUTER in name or kind is None or not can_hold(name, info.shape, kind):
             is_int8 = to_int8 and _GGUF_ROUTER not in name and can_quantise(name, info.shape)
@@ -64,6 +85,35 @@ def _gguf(outline: ModelConfig, path: Path, *, to_int8: bool) -> Storage:
         if name == _GGUF_EMBEDDING and kind is None and is_head:
             found.add(name, info.shape, None, outline.dtype.itemsize)  # the head's packed copy
     return found
+
+
+def header_shapes(outline: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the names and shapes of the weights in a checkpoint's files."""
+    path = Path(outline.source)
+    if path.is_file():
+        from ropewalk.model_runtime.formats.gguf_file import (  # noqa: PLC0415  # imports numpy
+            read_gguf,
+        )
+
+        yield from ((name, tuple(each.shape)) for name, each in read_gguf(path).tensors.items())
+    else:
+        yield from _shapes(outline, path)
+
+
+def _expert_format(
+    tensors: Mapping[str, "TensorInfo"], name: str, *, to_int8: bool
+) -> Format | None:
+    """Return the format of a matrix of experts; None if those of its layer become floats."""
+    layer, _, _ = name.rpartition(".ffn_")
+    beside = [
+        each
+        for found, each in tensors.items()
+        if found.startswith(f"{layer}.ffn_") and _GGUF_EXPERTS.search(found)
+    ]
+    if all(format_of_type(each.type_name) for each in beside):
+        return format_of_type(tensors[name].type_name)
+    is_int8 = to_int8 and can_quantise_experts(*tensors[name].shape[-2:])
+    return INT8 if is_int8 else None
 
 
 def _shapes(outline: ModelConfig, folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -15,6 +15,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.formats import (
     panels_text,
 )
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.formats.quantised_scheme import Scheme
 
 Weights = Literal["stored", "int8", "dequantised"]
 _FEWEST_OUTPUTS = PANEL  # fewer would pad a panel, and such linears are often routers
@@ -48,12 +49,24 @@ def can_quantise(name: str, shape: tuple[int, ...]) -> bool:
     return can_hold(name, shape, INT8) and shape[0] >= _FEWEST_OUTPUTS
 
 
+def can_quantise_experts(num_inputs: int, num_between: int) -> bool:
+    """Return whether the experts of a layer are quantised to int8, by the widths of a row."""
+    widths = num_inputs, num_between
+    return all(each % INT8.block == 0 and each >= _FEWEST_OUTPUTS for each in widths)
+
+
+def is_kept(scheme: Scheme | None) -> bool:
+    """Return whether the experts of a checkpoint with this scheme stay in their bits on a CPU."""
+    return scheme is not None and scheme.method == "mxfp4"
+
+
 @dataclass
 class Storage:
     """The bytes of a model's weights, once they are stored."""
 
     by_format: dict[str, int] = field(default_factory=dict)  # panels, with scales
     float_bytes: int = 0
+    expert_bytes: int = 0  # of experts in panels, a part of `by_format`
     outputs: dict[tuple[str, int], int] = field(default_factory=dict)  # by product and inputs
     # Outputs of floats, by product and inputs: some of them join products of few bits.
     float_outputs: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -80,6 +93,12 @@ class Storage:
         if is_product:
             key = _product(name), shape[1]
             self.outputs[key] = self.outputs.get(key, 0) + shape[0]
+
+    def add_experts(self, shape: tuple[int, ...], kind: Format) -> None:
+        """Count a matrix of experts, [E, N, K] or [N, K] of one; its panels need no scratch."""
+        num_bytes = prod(shape[:-2]) * kind.num_bytes(shape[-2], shape[-1])
+        self.by_format[kind.name] = self.by_format.get(kind.name, 0) + num_bytes
+        self.expert_bytes += num_bytes
 
     def add_float_outputs(self, name: str, shape: tuple[int, ...]) -> None:
         if len(shape) == 2 and _product(name) != name:

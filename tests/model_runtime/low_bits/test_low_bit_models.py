@@ -23,6 +23,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (
     widened,
 )
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.layers.experts.low_bit import LowBitExperts
 from ropewalk.model_runtime.layers.fused_decoder import DecoderLayers
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitEmbedding, LowBitLinear
 from ropewalk.model_runtime.layers.low_bits.product import LowBitProduct
@@ -132,9 +133,10 @@ def test_a_model_without_a_fitting_weight_is_refused() -> None:
         quantise_model(model, byte_tokenizer())
 
 
-def test_routers_and_experts_stay_floats() -> None:
-    """An error in a router chooses another expert."""
+def test_routers_and_narrow_experts_stay_floats() -> None:
+    """An error in a router chooses another expert; 32 outputs would be half a panel."""
     model, _ = quantised_pair("qwen3_moe", torch.float32, **WHOLE)
+    assert not any(isinstance(each, LowBitExperts) for each in model.modules())
     names = [name for name, each in model.named_modules() if isinstance(each, LowBitLinear)]
     assert names
     assert not [name for name in names if "gate" in name.split(".") or "experts" in name]

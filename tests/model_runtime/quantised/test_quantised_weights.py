@@ -17,7 +17,8 @@ from ropewalk.model_runtime.formats.dequantise import open_weights, unpack
 from ropewalk.model_runtime.formats.quantised_inventory import read_inventory
 from ropewalk.model_runtime.formats.read_scheme import read_scheme
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
-from ropewalk.model_runtime.loading.model_config import read_model_config
+from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
+from ropewalk.model_runtime.loading.model_config import read_model_config, read_outline
 from ropewalk.model_runtime.loading.quantised_checkpoint import load_quantised
 from tests.engines import EngineFactory, answer, deployment_of, request
 from tests.quantised_cases import CASES, case
@@ -139,6 +140,20 @@ def test_gpt_oss_in_mxfp4_is_what_transformers_unpacks(
         checkpoint = load_checkpoint(written.folder, dtype="float32", device="cpu")
         assert_same_answer(checkpoint, expected, engines)
         assert str(checkpoint.stored) == "mxfp4"
+        assert checkpoint.report.bitwise
+        assert checkpoint.low_bits is not None
+        planned = planned_storage(read_outline(written.folder), "stored", is_divided=False)
+        assert planned is not None
+        assert planned.by_format == checkpoint.low_bits.by_format
+        assert planned.num_bytes == checkpoint.low_bits.num_bytes
+        floats = load_checkpoint(written.folder, device="cpu", weights="dequantised")
+        assert floats.low_bits is None
+        asked = [
+            request(deployment_of(each), [5, 9, 77, 3], max_tokens=8, logprobs=3)
+            for each in (checkpoint, floats)
+        ]
+        engine, other = engines.over(checkpoint), engines.over(floats)
+        assert answer(engine, asked[0]) == answer(other, asked[1])
 
 
 def test_blocks_at_the_edge_are_cut() -> None:

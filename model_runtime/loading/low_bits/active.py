@@ -1,0 +1,81 @@
+"""The part of a mixture's weights that one token reads, from the files' headers."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ropewalk.model_runtime.loading.low_bits.planned import header_shapes
+from ropewalk.model_runtime.loading.low_bits.sizes import Storage
+from ropewalk.model_runtime.loading.model_config import ModelConfig
+from ropewalk.model_runtime.loading.plain_config import text_values
+from ropewalk.model_runtime.size_text import size_text
+
+_GGUF_EXPERTS = re.compile(r"_exps\.(weight|bias)$")
+_EXPERTS = re.compile(r"\.experts\.")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+@dataclass(frozen=True, slots=True)
+class Active:
+    """The experts of a token, and the weights that it reads with them."""
+
+    num_chosen: int
+    num_experts: int
+    num_parameters: int  # that a token reads
+    num_all: int
+    num_bytes: int  # of these parameters, once loaded
+    num_all_bytes: int
+
+    def __str__(self) -> str:
+        """Return the text of the banner."""
+        return (
+            f"{self.num_chosen} of {self.num_experts} for a token: "
+            f"{self.num_parameters / 1e6:,.4g} million of {self.num_all / 1e6:,.4g} million "
+            f"parameters, {size_text(self.num_bytes)} of {size_text(self.num_all_bytes)} are active"
+        )
+
+
+def active_part(outline: ModelConfig, low_bits: Storage | None) -> Active | None:
+    """Return the part that a token reads; None without experts, or without weights.
+
+    `low_bits`: the storage of weights in few bits, if there are any.
+    """
+    values = text_values(outline.config)
+    num_experts, num_chosen = _number(values, _NUM_EXPERTS), _number(values, _NUM_CHOSEN)
+    num_all = outline.num_parameters()
+    if num_experts is None or num_chosen is None or num_all is None:
+        return None
+    num_routed = sum(_routed(outline))
+    if not num_routed or num_chosen > num_experts:
+        return None
+    floats = num_all * outline.dtype.itemsize, num_routed * outline.dtype.itemsize
+    all_bytes, routed_bytes = floats
+    if low_bits is not None:
+        all_bytes = low_bits.num_bytes - low_bits.scratch_bytes
+        routed_bytes = low_bits.expert_bytes or routed_bytes
+    num_idle = num_experts - num_chosen
+    return Active(
+        num_chosen,
+        num_experts,
+        num_all - num_routed * num_idle // num_experts,
+        num_all,
+        all_bytes - routed_bytes * num_idle // num_experts,
+        all_bytes,
+    )
+
+
+def _number(values: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    found = (values.get(name) for name in names)
+    return next((each for each in found if type(each) is int and each > 0), None)
+
+
+def _routed(outline: ModelConfig) -> Iterator[int]:
+    """Yield the numbers of each tensor of experts."""
+    is_gguf = Path(outline.source).is_file()
+    for name, shape in header_shapes(outline):
+        if (_GGUF_EXPERTS if is_gguf else _EXPERTS).search(name):
+            yield prod(shape)

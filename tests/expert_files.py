@@ -1,0 +1,31 @@
+"""GGUF files of small mixtures whose experts have few bits."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from tests.gguf_cases import CASES
+from tests.gguf_files import Written
+from tests.random_blocks import like
+
+
+def expert_file(path: Path, types: tuple[str, str, str], *, case: str, width: int) -> Path:
+    """A file with experts in these types, and all else in floats."""
+    found = next(each for each in CASES if each.name == case)
+    own = {"hidden_size": 256, "head_dim": 64, "intermediate_size": width}
+    own |= {"num_experts": 8, "num_local_experts": 8}
+    if case == "qwen3moe":
+        own |= {"moe_intermediate_size": width}
+    found = replace(found, overrides={**found.overrides, **own})
+    by_name = dict(zip(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), types, strict=True))
+
+    def encode(name: str, values: np.ndarray) -> tuple[np.ndarray, Type]:
+        chosen = next((each for key, each in by_name.items() if key in name), None)
+        if chosen is None or chosen == "F32":
+            return values, Type.F32
+        rows = like(values.reshape(-1, values.shape[-1]), chosen, len(name))
+        return rows.reshape(*values.shape[:-1], -1), Type[chosen]
+
+    return found.write(path, Written(encode=encode))
