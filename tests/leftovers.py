@@ -15,6 +15,7 @@ import pytest
 
 _MARK = "PYTHON_TESTS_OF_RUN"  # so called because every process inherits PYTHON*
 _FOLDER = "TESTS_FOLDER"
+_OWNER = "TESTS_OWNER"  # the process whose run it is: neither a worker nor a test's own pytest
 # pytest keeps its tests' folders, Ray its clusters' logs, and torch's compiler its cache.
 _OTHERS = ("pytest-of-", "ray", "torchinductor_")
 _ENDING_S = 10.0  # a process that was told to end may need so long on a loaded machine
@@ -25,6 +26,7 @@ def begin() -> None:
     if _MARK in os.environ:
         return
     os.environ[_MARK] = uuid.uuid4().hex
+    os.environ[_OWNER] = str(os.getpid())
     # Short, because the path of a socket has at most 107 letters.
     folder = tempfile.mkdtemp(prefix="run-")
     Path(folder).chmod(0o711)  # the image's user passes through it
@@ -66,8 +68,8 @@ def _files() -> list[str]:
 
 
 def end(session: pytest.Session) -> None:
-    """Turn the run red if it left something behind; xdist's workers are part of a run."""
-    if hasattr(session.config, "workerinput"):
+    """Turn the run red if it left something behind; processes of a run are part of it."""
+    if os.environ[_OWNER] != str(os.getpid()):
         return
     left = [*_remaining(), *_files()]
     if left:

@@ -1,4 +1,4 @@
-"""Count which small faults the tests notice: `python -m tests.mutants [--num 60] [--seed 0]`.
+"""Count which small faults the tests notice: `python -m tests.mutants [--num 60] [--only PATTERN]`.
 
 Each mutant changes one operator or number of one file, in a copy of the tree, and the tests of that
 file run until the first one fails. A mutant that no test notices is a line without a test, or a
@@ -10,6 +10,7 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -36,8 +37,15 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "model_runtime/layers/packed_*.py": ("tests/model_runtime/layers", _PROMISES),
     "server/api/service.py": (_API,),
     "server/api/*_schema.py": (_API,),
-    "model_runtime/speculation/*.py": ("tests/model_runtime/speculation", *_ENGINE),
+    "model_runtime/scheduling/draft*.py": ("tests/model_runtime/speculation", *_ENGINE),
     "server/replicas/*.py": ("tests/server/replicas",),
+    "model_runtime/formats/quantised_*.py": ("tests/model_runtime/quantised",),
+    "model_runtime/formats/gguf_*.py": ("tests/model_runtime/gguf", "tests/model_runtime/low_bits"),
+    "model_runtime/engine/memory_profile.py": ("tests/model_runtime/engine",),
+    "studies/doctor/*.py": ("tests/server/doctor",),
+    "studies/inspection/*.py": ("tests/server/inspection",),
+    "server/page/docs_page.py": ("tests/server/reference",),
+    "server/startup/early_answers.py": ("tests/server/startup",),
 }
 _RUN_S = 900
 _NO_TEST = 5  # pytest's exit code when none was collected
@@ -102,11 +110,13 @@ def mutants_of(path: Path, tests: tuple[str, ...]) -> list[Mutant]:
     return found
 
 
-def drawn(num: int, seed: int) -> list[Mutant]:
-    """Return mutants, the same number of each target where it has them."""
+def drawn(num: int, seed: int, only: str = "") -> list[Mutant]:
+    """Return mutants, the same number of each target whose pattern matches where it has them."""
     source = random.Random(seed)
     by_target = []
     for pattern, tests in TARGETS.items():
+        if not re.search(only, pattern):
+            continue
         files = [each for each in sorted(ROOT.glob(pattern)) if each.name != "__init__.py"]
         mutants = [mutant for file in files for mutant in mutants_of(file, tests)]
         source.shuffle(mutants)
@@ -121,9 +131,9 @@ def _copy(folder: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     for name in listed.splitlines():
-        if (ROOT / name).is_file():
+        if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
 
 
 def is_noticed(folder: Path, mutant: Mutant) -> tuple[bool, str]:
@@ -155,11 +165,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="a regular expression of the targets' patterns")
     parser.add_argument("--tests", type=Path, help="a folder of tests to run instead of tests/")
     parser.add_argument("--record", type=Path, default=Path("build/mutants.jsonl"))
     asked = parser.parse_args()
     asked.record.parent.mkdir(parents=True, exist_ok=True)
-    mutants = drawn(asked.num, asked.seed)
+    mutants = drawn(asked.num, asked.seed, asked.only)
     num_noticed = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as name, asked.record.open("a") as record:
         folder = Path(name)

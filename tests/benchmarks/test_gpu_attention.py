@@ -1,7 +1,6 @@
 """The GPU's benchmark at sizes that Triton's interpreter can run."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,7 @@ from click.testing import CliRunner
 pytest.importorskip("triton", reason="triton is for Linux on x86-64")
 
 from benchmarks import gpu_attention
-from benchmarks.gpu_clock import matrix_rates, seconds
-from benchmarks.gpu_inputs import LLAMA_3_8B, PAGE_SIZE, TINY, Cache
-from ropewalk.model_runtime.config import EngineConfig
+from benchmarks.gpu_inputs import PAGE_SIZE, TINY, Cache
 
 CPU = torch.device("cpu")
 
@@ -65,47 +62,3 @@ def test_no_page_is_read_twice() -> None:
         ]
         assert len(pages) == len(set(pages))
         assert len(pages) * PAGE_SIZE * TINY.token_bytes >= TINY.least_bytes
-
-
-def test_the_sizes_are_those_of_the_roofline() -> None:
-    """The sizes are 4k, 32k and 128k with 1, 8 and 64 sequences, and 512k with 1 and 8."""
-    asked = {(k * 1024, count) for k in (4, 32, 128) for count in (1, 8, 64)}
-    assert set(LLAMA_3_8B.decodes) == asked | {(512 * 1024, 1), (512 * 1024, 8)}
-    assert LLAMA_3_8B.token_bytes == 4096
-
-
-def test_a_batch_is_as_uneven_as_it_says() -> None:
-    """One long context beside short ones, as on a busy server."""
-    (batch, *_) = Cache(TINY, CPU).decode_batches(((300, 1), (20, 2)))
-    assert [place.first_position + 1 for place in batch.places_S] == [300, 20, 20]
-    assert ((131_072, 1), (1024, 31)) in LLAMA_3_8B.mixed
-    assert ((131_072, 8), (1024, 7)) in LLAMA_3_8B.mixed
-
-
-def test_pages_are_those_of_a_server() -> None:
-    """A page is larger or smaller than served ones only if a setting says so."""
-    assert EngineConfig(kv_cache_tokens=64, max_model_len=64).page_size == PAGE_SIZE
-
-
-def test_unknown_parts_of_a_layer_are_refused() -> None:
-    """Unknown parts are refused before any measurement."""
-    ended = CliRunner().invoke(gpu_attention.main, ["--tiny", "--parts", "decode,walk"])
-    assert ended.exit_code == 2
-    assert "walk is none of decode, prefill, tuning" in ended.stderr
-
-
-def test_products_fill_the_time_that_they_are_given() -> None:
-    """The sustained rate is over all products, and the burst's is of single ones."""
-    begin = time.perf_counter()
-    rates = matrix_rates(CPU, 64, 3, warm_s=0.0, sustained_s=0.05)
-    assert time.perf_counter() - begin > 0.05
-    assert rates.burst > 0
-    assert rates.sustained > 0
-
-
-def test_time_is_of_one_work() -> None:
-    """Two functions are timed, and the result is seconds of one call."""
-    calls = []
-    took = seconds(CPU, [lambda: calls.append(1), lambda: calls.append(2)], 3)
-    assert calls == [1, 2] * 3
-    assert 0 < took < 1

@@ -3,7 +3,7 @@
 import shlex
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -22,37 +22,6 @@ def test_a_bare_python_is_told_all_that_it_lacks() -> None:
     for name in ("structlog", "llguidance (1.9 or newer)", "torch", "triton", "pytest"):
         assert name in ended.stderr
     assert "fastapi" not in ended.stderr
-
-
-def test_a_package_that_is_too_old_is_named_with_its_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Builds of one release count as that release."""
-    installed = {"torch": "2.9.1+cu130", "triton": "3.6.0", "numba": "0.100.0", "click": "8.1.0rc1"}
-    monkeypatch.setattr(gpu_needs, "version", installed.__getitem__)
-    needed = {"torch": "2.11", "triton": "3.6", "numba": "0.60", "click": "8.1"}
-    assert gpu_needs.shortcomings(needed) == ["torch 2.11 or newer (it has 2.9.1+cu130)"]
-
-
-def test_a_package_that_only_a_server_needs_stops_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Packages that only a server needs are named, but stop nothing."""
-
-    def version(name: str) -> str:
-        if name in {"uvicorn", "fastapi"}:
-            raise PackageNotFoundError(name)
-        return "9999"
-
-    monkeypatch.setattr(sys, "argv", ["gpu_needs"])
-    monkeypatch.setattr(gpu_needs, "version", version)
-    monkeypatch.setattr(gpu_needs, "imports", lambda names: dict.fromkeys(names, ("1.0", None)))
-    gpu_needs.main()
-    told = capsys.readouterr()
-    assert "torch 1.0" in told.out
-    assert "fastapi" in told.err
-    assert "uvicorn" in told.err
-    assert "no server runs" in told.err
 
 
 def package(folder: Path, name: str, code: str) -> None:
@@ -74,36 +43,6 @@ def test_packages_are_imported_and_not_only_listed(
         "bb": ("", "RuntimeError: needs NumPy 2.4 or less"),
         "cc": ("", "Python ended with code 7"),
     }
-
-
-def test_a_numba_that_does_not_load_stops_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It serves a model on a CPU only. A torch that does not load stops everything."""
-    faults = {"numba": "ImportError: needs NumPy 2.4 or less"}
-    monkeypatch.setattr(sys, "argv", ["gpu_needs"])
-    monkeypatch.setattr(gpu_needs, "version", lambda _: "9999")
-    monkeypatch.setattr(gpu_needs, "lacks_to_serve", list)
-    monkeypatch.setattr(
-        gpu_needs, "imports", lambda names: {name: ("1.0", faults.get(name)) for name in names}
-    )
-    gpu_needs.main()
-    assert "numba (ImportError: needs NumPy 2.4 or less)" in capsys.readouterr().err
-    faults["torch"] = "OSError: libcudart.so.13 is missing"
-    with pytest.raises(SystemExit) as ended:
-        gpu_needs.main()
-    assert ended.value.code == 2
-    assert "cannot import torch (OSError: libcudart.so.13 is missing)" in capsys.readouterr().err
-
-
-def test_the_server_is_imported_where_its_packages_are_listed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """FastAPI imports packages that no list of ours has."""
-    assert gpu_needs.lacks_to_serve() == []
-    monkeypatch.setattr(gpu_needs, "_SERVER", "import fastapi, opentelemetry_of_another_release")
-    (fault,) = gpu_needs.lacks_to_serve()
-    assert fault == "ModuleNotFoundError: No module named 'opentelemetry_of_another_release'"
 
 
 def test_the_wheels_are_complete() -> None:

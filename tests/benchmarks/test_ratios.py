@@ -44,13 +44,3 @@ def test_the_table_has_medians_of_rounds_and_the_ratio_with_its_spread() -> None
     assert single.split()[:1] == ["single"]
     assert single.split()[-7:] == ["200", "100", "2.00", "0.50", "to", "3.00", "3"]
     assert mixed.split()[-5:] == ["0.5", "-", "-", "-", "1/0"]
-
-
-def test_markdown_is_a_table_of_as_many_columns() -> None:
-    """A table of one server has no ratio."""
-    both = table(LINES, ["ours", "theirs"], markdown=True).splitlines()
-    assert {line.count("|") for line in both} == {8}
-    assert both[1].count("---") == 7
-    assert both[2] == "| single | decode, tokens/s | 200 | 100 | 2.00 | 0.50 to 3.00 | 3 |"
-    one = table([Line("single", RATE, ({0: 1234.56},))], ["ours"], markdown=True).splitlines()
-    assert one[2] == "| single | decode, tokens/s | 1234.6 | 1 |"

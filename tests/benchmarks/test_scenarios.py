@@ -9,14 +9,12 @@ from benchmarks.scenarios import (
     LONG_FIRST_TOKEN,
     LONG_WHOLE,
     OUTPUT,
-    SCENARIOS,
     SHORT_FIRST_TOKEN,
     WALL,
     AtOnce,
     Mixed,
     Outcome,
     Scenario,
-    choose_scenarios,
 )
 from benchmarks.sending import FIRST_ID, Prompts, Sender
 from ropewalk.studies.bench.load import open_client
@@ -87,16 +85,3 @@ def test_short_requests_that_came_too_late_are_told() -> None:
         outcome = run(MIXED, server)
     assert outcome.remark is not None
     assert outcome.remark.startswith("8 of 8 short requests were sent after")
-
-
-def test_scenarios_are_those_of_the_yardstick() -> None:
-    """A family's name selects all of its scenarios."""
-    contexts = [f"context-{256 * 2**doubling}" for doubling in range(7)]
-    assert contexts[-1] == "context-16384"
-    fixed = ["single", "batch", "prefill-512", "prefill-2048", "prefill-8192", "prefix", "mixed"]
-    assert [each.name for each in SCENARIOS] == [*fixed, *contexts]
-    assert [each.name for each in choose_scenarios("context,batch")] == ["batch", *contexts]
-    assert [each.name for each in choose_scenarios("prefill-8192")] == ["prefill-8192"]
-    assert choose_scenarios(None) == SCENARIOS
-    with pytest.raises(ValueError, match="there is no scenario 'decode'; there are single, batch"):
-        choose_scenarios("single,decode")

@@ -83,38 +83,11 @@ def test_servers_take_turns_and_each_round_begins_with_another(tmp_path: Path) -
         )  # fmt: skip
     assert ended.exit_code == 0, ended.stderr
     assert order == list("aabb" + "aabb" + "bbaa" + "aabb")  # two requests each time
-    assert [(row["server"], row["round"]) for row in rows(path)] == [
-        *(("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)),
-    ]
     prompts = {tuple(body["prompt"]) for body in a.bodies + b.bodies}
     assert len(prompts) == 16
-    assert all(len(prompt) == PROMPT for prompt in prompts)
-    body = a.bodies[0]
-    del body["prompt"]
-    assert body == {
-        "model": "fake",
-        "max_tokens": OUTPUT,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-
-
-@pytest.mark.alone
-def test_the_slower_one_is_seen_to_be_slower(tmp_path: Path) -> None:
-    """A ratio above 1 means that the first server is better."""
-    quick, slow = (
-        SseServer(lambda _: answer(delay_s=0.02)),
-        SseServer(lambda _: answer(delay_s=0.1)),
-    )
-    with serving(quick) as a, serving(slow) as b:
-        ended = run(
-            tmp_path / "rounds.jsonl", f"quick={a.url}", f"slow={b.url}",
-            "--scenarios", "prefill-2048", "--rounds", "3", "--warmup", "0",
-        )  # fmt: skip
-    ratio = float(ended.stdout.splitlines()[1].split()[-5])
-    assert 1.5 < ratio < 7
+    assert {len(prompt) for prompt in prompts} == {PROMPT}
+    expected = {"model": "fake", "max_tokens": OUTPUT, "temperature": 0, "ignore_eos": True}
+    assert a.bodies[0].items() >= expected.items()
 
 
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
@@ -139,22 +112,6 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
         assert done.stdout == ended.stdout
 
 
-def test_a_record_of_another_model_or_none_at_all_is_refused(tmp_path: Path) -> None:
-    """The rounds of another model's record would otherwise count for this run."""
-    path = tmp_path / "rounds.jsonl"
-    with serving(SseServer(lambda _: answer())) as a:
-        arguments = [f"a={a.url}", "--scenarios", "prefill-2048", "--warmup", "0", "--rounds", "1"]
-        run(path, *arguments)
-        a.models = '{"data": [{"id": "other"}]}'
-        ended = run(path, *arguments)
-        assert ended.exit_code == 2
-        assert "with the model 'fake', and it serves 'other' now" in ended.stderr
-        path.write_text('{"round": 0}\n')
-        ended = run(path, *arguments)
-        assert ended.exit_code == 2
-        assert "line 1 is no row of a run" in ended.stderr
-
-
 FULL = json.dumps({"error": {"message": "wait", "type": "rate", "code": "queue_full"}})
 CACHED = usage(prompt_tokens_details={"cached_tokens": 1024})
 
@@ -163,10 +120,7 @@ CACHED = usage(prompt_tokens_details={"cached_tokens": 1024})
     ("bad", "said"),
     [
         (answer(7, usage(num_output=7)), "8 tokens were asked for, the server counts 7"),
-        (answer(9, usage(num_output=9)), "8 tokens were asked for, the server counts 9"),
         (answer(3), "8 tokens were asked for, 3 events brought them"),
-        (answer(10), "8 tokens were asked for, 10 events brought them"),
-        (answer(7, ": no usage\n\n"), "8 tokens were asked for, the server counts 7"),
         (answer(8, usage(2049)), "the prompt has 2048 tokens, the server read 2049"),
         (answer(8, CACHED), "1024 of 2048 prompt tokens came from the server's cache"),
         ((429, FULL), "429 queue_full: wait"),
@@ -194,14 +148,3 @@ def test_an_answer_that_is_not_what_was_asked_for_ends_the_scenario(
     assert [(row["round"], bool(row["error"])) for row in rows(path)] == [
         *((0, False), (1, True), (1, False)),
     ]
-
-
-def test_joined_events_are_told_to_the_reader(tmp_path: Path) -> None:
-    """A server may send two tokens in one event, which blurs the times."""
-    with serving(SseServer(lambda _: answer(6))) as a:
-        ended = run(
-            tmp_path / "rounds.jsonl", f"a={a.url}", "--scenarios", "prefill-2048", "--warmup",
-            "0", "--rounds", "1",
-        )  # fmt: skip
-    assert ended.exit_code == 0
-    assert "prefill-2048, a, round 1: 12 events for 16 tokens" in ended.stderr

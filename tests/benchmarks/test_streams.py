@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.streams import Load, StreamError, arrivals_of
+from benchmarks.streams import StreamError, arrivals_of
 
 
 def event(number: int, reason: str | None = None) -> bytes:
@@ -33,8 +33,3 @@ def test_a_stream_that_is_not_whole_is_an_error(pieces: list[bytes]) -> None:
     """Nothing is measured then."""
     with pytest.raises(StreamError):
         arrivals_of(list(enumerate(pieces)), 3)
-
-
-def test_a_step_gives_every_stream_a_token() -> None:
-    """The server's line has streams, and seconds of a step and of its host."""
-    assert Load("chat", 64, 100, 8000.0, 1e-5).plan == "64 0.008 0.00064\n"

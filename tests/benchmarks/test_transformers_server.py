@@ -5,17 +5,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
 import uvicorn
-from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.serving import main
 from benchmarks.transformers_server import Generating, create_app, load
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 
@@ -95,13 +92,3 @@ def test_a_generation_whose_client_went_away_ends(url: str) -> None:
     began = time.perf_counter()
     httpx.post(f"{url}/v1/completions", json=body(max_tokens=1), timeout=60)
     assert time.perf_counter() - began < 3  # all of them take ten or more
-
-
-def test_the_yardstick_measures_it(url: str, tmp_path: Path) -> None:
-    """The measured server runs one request at a time, however many are sent."""
-    ended = CliRunner().invoke(
-        main,
-        [f"generate={url}", "--record", str(tmp_path / "rounds.jsonl"), "--scenarios", "batch",
-         "--rounds", "1", "--warmup", "0", "--vocab-size", "2048"],
-    )  # fmt: skip
-    assert ended.exit_code == 0, ended.stderr

@@ -1,7 +1,6 @@
 """Steps beside reading: fewer bits are fewer bytes, and wrong ways are refused."""
 
 import re
-from pathlib import Path
 
 import torch
 from click.testing import CliRunner
@@ -19,12 +18,3 @@ def test_a_step_with_random_weights_of_a_type_reads_its_bytes() -> None:
     rows = dict(re.findall(r"^\| (\w+) \| (\d+) \|", done.output, re.MULTILINE))
     assert list(rows) == ["float32", "Q4_1"], done.output
     assert 0 < int(rows["Q4_1"]) < 0.3 * int(rows["float32"])
-
-
-def test_a_file_has_weights_of_its_own_and_no_random_ones(tmp_path: Path) -> None:
-    """The sentence names the way and the file."""
-    path = tmp_path / "m.gguf"
-    path.touch()
-    done = CliRunner().invoke(main, [str(path), "--ways", "Q4_K"])
-    assert done.exit_code == 2
-    assert "Q4_K needs a folder" in done.output

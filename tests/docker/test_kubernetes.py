@@ -18,7 +18,7 @@ from ropewalk.server.sentences import USAGE_ERROR
 from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
 from ropewalk.server.startup.gate import key_table_of
 from ropewalk.server.startup.lifecycle import _FAREWELL_S
-from tests.docker.dockerfile import parse
+from tests.docker.dockerfile import instructions
 from tests.processes import running_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,12 +103,11 @@ def test_flags_and_paths_are_those_of_the_server_and_its_mounts() -> None:
     keys = PurePosixPath(yaml.safe_load(OBJECTS["ConfigMap"]["data"][config.name])["api_key_file"])
     assert mount_of(str(keys))["name"] == "keys"
     assert keys.name in OBJECTS["Secret"]["stringData"]
-    image = parse((ROOT / "Dockerfile").read_text())
-    of_image = " ".join(each.text for each in image.all("ENV"))
+    of_image = " ".join(instructions("ENV"))
     for each in SERVER["env"]:
         assert f"{each['name']}=" in of_image, "a variable that the image sets, too"
         assert not mount_of(each["value"]).get("readOnly", False)
-    user, group = (int(each) for each in image.all("USER")[-1].text.split(":"))
+    user, group = (int(each) for each in instructions("USER")[-1].split(":"))
     security = POD["securityContext"]
     assert (security["runAsUser"], security["runAsGroup"]) == (user, group)
 

@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.docker.dockerfile import parse
+from tests.docker.dockerfile import instructions
 from tests.locks import EXTRAS, FOLDER, PROJECT, entries
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +78,7 @@ def test_no_package_is_in_two_locks_of_an_image() -> None:
 
 def test_the_image_installs_nothing_from_an_index_without_hashes() -> None:
     """Only torch may come from an index that the lock does not know, and then alone."""
-    steps = [each.text for each in parse((ROOT / "Dockerfile").read_text()).all("RUN")]
+    steps = instructions("RUN")
     commands = [each for step in steps for each in re.findall(r"pip (?:install|wheel) [^&]*", step)]
     assert len(commands) == 5
     for command in commands:

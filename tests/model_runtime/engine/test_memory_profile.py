@@ -1,18 +1,17 @@
 """The memory of a step: the largest step is run in full, and only its figures are kept."""
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Span
-from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.model_runtime.engine import build_engine, memory_profile
+from ropewalk.model_runtime.engine import memory_profile
 from ropewalk.model_runtime.engine.cache_size import MemoryProfile
 from ropewalk.model_runtime.engine.memory_profile import (
     GRAPH_BYTES,
@@ -25,7 +24,6 @@ from ropewalk.model_runtime.engine.memory_profile import (
 )
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.request import MAX_LOGPROBS
 from ropewalk.model_runtime.runner import sampler
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.runner.ranked_draw import NOT_FOUND
@@ -49,9 +47,8 @@ CONFIG = EngineConfig(
 class StillMeter:
     """A device of 10 GiB on which nothing changes."""
 
-    def __init__(self, **changes: int) -> None:
-        numbers = {"total": 10, "free": 6, "reserved": 3, "allocated": 2, "peak": 2, **changes}
-        self._reading = Reading(**{name: number * GIB for name, number in numbers.items()})
+    def __init__(self, free: int = 6) -> None:
+        self._reading = Reading(10 * GIB, free * GIB, 3 * GIB, 2 * GIB, 2 * GIB)
 
     def reset(self) -> None:
         """Nothing has to be given back."""
@@ -194,55 +191,6 @@ def size_of(spans: Sequence[Span]) -> tuple[int, int, int]:
     return num_tokens, len(spans), sum(len(span.logit_rows) for span in spans)
 
 
-def test_forward_logprobs_and_sampling_are_run_and_the_cache_is_gone(
-    embedded: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cache of one page suffices for the measured steps, and it is freed afterwards."""
-    sizes = sizes_of_runs(monkeypatch)
-    stores: list[weakref.ref[KVCache]] = []
-    page_counts: list[int] = []
-    scored: list[int] = []
-    sampled: list[tuple[int, int]] = []
-    top_p: list[set[float]] = []
-    new_store, logprobs, sample_rows = (
-        build_engine.new_store,
-        memory_profile.logprobs,
-        memory_profile.sample_rows,
-    )
-
-    def noted_store(*args: Any) -> KVCache:
-        store = new_store(*args)
-        stores.append(weakref.ref(store))
-        page_counts.append(len(store.pages(0)[0]))
-        return store
-
-    def noted_logprobs(logits_RV: Tensor, ids: Sequence[int], num_top: Sequence[int]) -> Any:
-        found = logprobs(logits_RV, ids, num_top)
-        assert all(len(each.top) == MAX_LOGPROBS for each in found)
-        scored.append(len(found))
-        return found
-
-    def noted_sample_rows(logits_RV: Tensor, places: Sequence[int], rows: Sequence[Any]) -> Any:
-        temperatures = [row.params.temperature for row in rows]
-        assert temperatures[0] == 0
-        assert min(temperatures[1:]) > 0
-        top_p.append({row.params.top_p for row in rows[1:]})
-        is_finite_R, token_ids = sample_rows(logits_RV, places, rows)
-        assert all(is_finite_R)
-        sampled.append((len(logits_RV), len(token_ids)))
-        return is_finite_R, token_ids
-
-    monkeypatch.setattr(build_engine, "new_store", noted_store)
-    monkeypatch.setattr(memory_profile, "logprobs", noted_logprobs)
-    monkeypatch.setattr(memory_profile, "sample_rows", noted_sample_rows)
-    measured(embedded, CONFIG)
-    assert sizes == [(150, 5, 74), (150, 5, 5)]
-    assert page_counts == [1]
-    assert (scored, sampled) == ([74, 5], [(74, 5)] * 2)
-    assert top_p == [{1.0}, {0.9}]
-    assert [store() for store in stores] == [None]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("more", "row_bytes"),
@@ -323,28 +271,18 @@ def test_a_step_without_memory_is_a_sentence(
 
 def test_a_cuda_device_is_read_when_its_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the peak is reset, memory that no tensor holds is given back."""
-    called: list[str] = []
-    answers = {
-        "synchronize": None,
-        "empty_cache": None,
-        "reset_peak_memory_stats": None,
-        "mem_get_info": (60, 100),
-        "memory_reserved": 30,
-        "memory_allocated": 10,
-        "max_memory_allocated": 20,
-    }
-    for name, value in answers.items():
-
-        def told(*_args: Any, name: str = name, value: Any = value) -> Any:
-            called.append(name)
-            return value
-
-        monkeypatch.setattr(torch.cuda, name, told)
+    device = MagicMock()
+    device.mem_get_info.return_value = (60, 100)
+    device.memory_reserved.return_value = 30
+    device.memory_allocated.return_value = 10
+    device.max_memory_allocated.return_value = 20
+    monkeypatch.setattr(torch, "cuda", device)
     meter = CudaMeter(torch.device("cuda:0"))
     meter.reset()
+    called = [name for name, _, _ in device.method_calls]
     assert called == ["synchronize", "empty_cache", "reset_peak_memory_stats"]
-    called.clear()
+    device.reset_mock()
     reading = meter.read()
-    assert called[0] == "synchronize"
+    assert device.method_calls[0][0] == "synchronize"
     assert reading == Reading(total=100, free=60, reserved=30, allocated=10, peak=20)
     assert reading.outside == 10

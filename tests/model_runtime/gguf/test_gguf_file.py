@@ -74,7 +74,7 @@ def test_a_damaged_header_is_one_sentence(
         read_outline(path, device="cpu")
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.1, 0.5, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.999])
 def test_a_truncated_file_is_named(whole: Path, tmp_path: Path, share: float) -> None:
     """A download may end anywhere, in the header or in the weights."""
     data = whole.read_bytes()
@@ -104,17 +104,13 @@ def test_any_byte_of_a_header_may_be_wrong(whole: Path, tmp_path: Path) -> None:
 UNREAD = {
     "architecture": ({"general.architecture": "rwkv6"}, "general.architecture rwkv6 is not read"),
     "no blocks": ({"llama.block_count": None}, "llama.block_count must be an integer >= 1"),
-    "zero heads": ({"llama.attention.head_count": 0}, "llama.attention.head_count must be"),
     "per layer": ({"llama.attention.head_count_kv": [2, 2, 1, 2]}, "head_count_kv differs"),
-    "text": ({"llama.context_length": "long"}, "llama.context_length must be an integer"),
     "no tokenizer": ({"tokenizer.ggml.tokens": None}, "has no tokenizer"),
     "other tokenizer": ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model rwkv is not"),
     "no pre": ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is missing"),
     "other pre": ({"tokenizer.ggml.pre": "afmoe"}, "tokenizer.ggml.pre afmoe is not read"),
     "no merges": ({"tokenizer.ggml.merges": None}, "has no tokenizer.ggml.merges"),
-    "other merges": ({"tokenizer.ggml.merges": ["zz yy"]}, "merges do not fit the tokens"),
     "empty merge": ({"tokenizer.ggml.merges": ["a b", ""]}, "merges do not .*: entry 1 is ''"),
-    "half a merge": ({"tokenizer.ggml.merges": ["a"]}, "do not fit the tokens: entry 0 is 'a'"),
     "long merge": (
         {"tokenizer.ggml.merges": ["a <|begin|>"]},
         "do not fit the tokens: entry 0 is 'a <",
@@ -134,7 +130,6 @@ UNREAD = {
     "a billion layers": ({"llama.block_count": 10**9}, "llama.block_count is 1000000000, and"),
     "fewer layers": ({"llama.block_count": 3}, r"tensor blk\.3\..* has no place"),
     "other heads": ({"llama.attention.head_count": 8}, r"has shape \[64, 64\], the metadata give"),
-    "other width": ({"llama.feed_forward_length": 128}, "ffn.* has shape"),
 }
 
 
@@ -148,17 +143,26 @@ def test_metadata_that_cannot_be_served_are_one_sentence(
         load_checkpoint(path, device="cpu")
 
 
-def test_a_missing_or_additional_tensor_is_named(tmp_path: Path) -> None:
-    """The weights and the metadata must describe one model."""
-    one = {"blk.1.attn_q.weight": None}
-    with pytest.raises(ModelError, match=r"has no tensor blk\.1\.attn_q\.weight"):
-        load_checkpoint(LLAMA.write(tmp_path / "a.gguf", Written(tensors=one)), device="cpu")
-    more = {"blk.0.attn_q.scale": np.ones(4, np.float32)}
-    with pytest.raises(ModelError, match=r"tensor blk\.0\.attn_q\.scale has no place"):
-        load_checkpoint(LLAMA.write(tmp_path / "b.gguf", Written(tensors=more)), device="cpu")
-    no_embedding = {"token_embd.weight": None}
-    with pytest.raises(ModelError, match=r"no tensor token_embd\.weight"):
-        read_outline(LLAMA.write(tmp_path / "c.gguf", Written(tensors=no_embedding)), device="cpu")
+@pytest.mark.parametrize(
+    ("name", "tensor", "sentence"),
+    [
+        ("blk.1.attn_q.weight", None, r"has no tensor blk\.1\.attn_q\.weight"),
+        ("token_embd.weight", None, r"no tensor token_embd\.weight"),
+        ("blk.0.attn_q.scale", np.ones(4, np.float32), r"blk\.0\.attn_q\.scale has no place"),
+        (
+            "blk.2.attn_q.weight",
+            np.full((64, 64), np.nan, np.float32),
+            r"tensor blk\.2\.attn_q\.weight has NaN or Inf",
+        ),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    tmp_path: Path, name: str, tensor: Any, sentence: str
+) -> None:
+    """The weights and the metadata must describe one model, and be numbers."""
+    path = LLAMA.write(tmp_path / "a.gguf", Written(tensors={name: tensor}))
+    with pytest.raises(ModelError, match=rf"a\.gguf.*{sentence}"):
+        load_checkpoint(path, device="cpu")
 
 
 def test_another_epsilon_of_olmo_is_refused(tmp_path: Path) -> None:
@@ -167,14 +171,6 @@ def test_another_epsilon_of_olmo_is_refused(tmp_path: Path) -> None:
     written = Written(metadata={"olmo.attention.layer_norm_epsilon": 1e-6})
     with pytest.raises(ModelError, match="layer_norm_epsilon must be 1e-05"):
         read_outline(olmo.write(tmp_path / "a.gguf", written), device="cpu")
-
-
-def test_nan_in_a_weight_is_named(tmp_path: Path) -> None:
-    """The tensor's name in the file."""
-    bad = np.full((64, 64), np.nan, np.float32)
-    path = LLAMA.write(tmp_path / "a.gguf", Written(tensors={"blk.2.attn_q.weight": bad}))
-    with pytest.raises(ModelError, match=r"a\.gguf: tensor blk\.2\.attn_q\.weight has NaN or Inf"):
-        load_checkpoint(path, device="cpu")
 
 
 def test_an_unread_number_type_is_named(whole: Path, tmp_path: Path) -> None:
@@ -244,27 +240,23 @@ def test_a_header_is_read_once_until_a_file_changes(
         read_gguf(parts[0])
 
 
-def test_a_missing_part_is_named(tmp_path: Path) -> None:
-    """The sentence names the file that is not there."""
+def test_a_part_that_is_missing_or_renamed_is_named(tmp_path: Path) -> None:
+    """By the folder, and by a part's own path; parts are found by their names."""
     parts = split(tmp_path)
-    parts[1].unlink()
+    parts[1].rename(tmp_path / "kept")
     with pytest.raises(ModelError, match=rf"and {parts[1].name} is not beside it"):
         read_outline(tmp_path, device="cpu")
-
-
-def test_a_part_without_the_first_one_is_explained(tmp_path: Path) -> None:
-    """By the folder, and by the part's own path."""
-    parts = split(tmp_path)
-    for each in (parts[0], *parts[2:]):
+    renamed = parts[0].rename(tmp_path / "other.gguf")
+    with pytest.raises(ModelError, match=r"is one of \d parts.*does not end in -00001-of-"):
+        read_gguf(renamed)
+    (tmp_path / "kept").rename(parts[1])
+    for each in (renamed, *parts[2:]):
         each.unlink()
+    expected = f"{parts[1]} is a part of a split model, and {parts[0].name} is not beside it"
     for source in (tmp_path, parts[1]):
         with pytest.raises(ModelError) as caught:
             read_outline(source, device="cpu")
-        expected = f"{parts[1]} is a part of a split model, and {parts[0].name} is not beside it"
         assert str(caught.value) == expected
-    ended = run_here("inspect", str(tmp_path), "--device", "cpu")
-    assert ended.returncode == 2
-    assert ended.stderr.strip().endswith(expected)
 
 
 def test_a_file_that_cannot_be_opened_is_named(
@@ -285,14 +277,6 @@ def test_a_file_that_cannot_be_opened_is_named(
     for source in (tmp_path, one):
         with pytest.raises(ModelError, match=r"one\.gguf cannot be read: Permission denied"):
             find_gguf(source)
-
-
-def test_a_renamed_part_is_explained(tmp_path: Path) -> None:
-    """Parts are found by their names."""
-    parts = split(tmp_path)
-    renamed = parts[0].rename(tmp_path / "other.gguf")
-    with pytest.raises(ModelError, match=r"is one of \d parts.*does not end in -00001-of-"):
-        read_gguf(renamed)
 
 
 def test_a_folders_only_file_is_found(tmp_path: Path) -> None:

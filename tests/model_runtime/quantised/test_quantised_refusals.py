@@ -78,21 +78,14 @@ def compressed(**changes: Any) -> dict[str, Any]:
     ("config", "sentence"),
     [
         ([], "quantization_config must be an object, got []"),
-        ({}, f"quant_method {ACCEPTED} None"),
         ({"quant_method": "own"}, f"quant_method {ACCEPTED} 'own'"),
         ({"quant_method": ["x"]}, f"quant_method {ACCEPTED} ['x']"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be one of e4m3, got 'e5m2'"),
-        (
-            {"quant_method": "fp8", "expert_dtype": "fp4"},
-            "expert_dtype must be one of fp8, got 'fp4'",
-        ),
         (
             {"quant_method": "fp8", "weight_block_size": [128]},
             "weight_block_size must be two whole numbers above 0, got [128]",
         ),
         ({"quant_method": "gptq", "bits": 3}, "bits must be one of 2, 4, 8, got 3"),
-        ({"quant_method": "gptq", "bits": True}, "bits must be one of 2, 4, 8, got True"),
-        ({"quant_method": "gptq"}, "bits must be one of 2, 4, 8, got None"),
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 0},
             "group_size must be a whole number above 0, or -1, got 0",
@@ -101,7 +94,6 @@ def compressed(**changes: Any) -> dict[str, Any]:
             {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
             "checkpoint_format must be one of gptq, gptq_v2, got 'marlin'",
         ),
-        ({"quant_method": "awq", "bits": 8}, "bits must be one of 4, got 8"),
         ({"quant_method": "awq", "version": "GEMV"}, "version must be gemm, got 'gemv'"),
         ({"quant_method": "awq", "zero_point": False}, "zero_point must be one of True, got False"),
         ({"quant_method": "mxfp4"}, "quant_method must be mxfp4 only for model_type gpt_oss"),
@@ -111,19 +103,13 @@ def compressed(**changes: Any) -> dict[str, Any]:
             " got 'nvfp4-pack-quantized'",
         ),
         (
-            compressed(group={"format": "marlin-24"}),
-            "config_groups.group_0.format must be one of pack-quantized",
-        ),
-        (
             compressed(weights={"num_bits": 3}),
             "config_groups.group_0.weights.num_bits must be one of 4, 8, got 3",
         ),
-        (compressed(weights={"type": "float"}), "weights.type must be one of int, got 'float'"),
         (
             compressed(weights={"strategy": "tensor_group"}),
             "strategy must be one of tensor, channel, group, block, got 'tensor_group'",
         ),
-        (compressed(group={"targets": None}), "group_0.targets must be a list of names, got None"),
         (
             compressed(group={"targets": ["re:*bad"]}),
             "group_0.targets must be a list of names, and of patterns after re: (nothing to repeat "
@@ -140,10 +126,6 @@ def compressed(**changes: Any) -> dict[str, Any]:
             "sparsity_config.format must be one of dense, got 'sparse-24-bitmask'",
         ),
         (
-            compressed(transform_config={"R1": {}}),
-            "transform_config must be absent, got {'R1': {}}",
-        ),
-        (
             compressed(group={"output_activations": {"num_bits": 8}}),
             "group_0.output_activations must be absent, got {'num_bits': 8}",
         ),
@@ -157,69 +139,88 @@ def test_a_field_that_is_not_read_is_named_with_what_is(config: Any, sentence: s
     assert sentence in str(caught.value)
 
 
-def test_a_refused_format_ends_a_load_and_a_check(fp8: Written) -> None:
-    """Both read the same config."""
-    change_config(fp8.folder, quantization_config={"quant_method": "bitsandbytes"})
-    assert "the package bitsandbytes, which is not used here" in refusal(fp8.folder)
-
-
-def test_a_missing_scale_is_named_with_its_file(fp8: Written) -> None:
-    """Values without a scale mean nothing."""
-    fp8.store(**{f"{Q_PROJ}.weight_scale_inv": None})
-    file = fp8.folder / "model.safetensors"
-    expected = f"{file}: {Q_PROJ}.weight needs {Q_PROJ}.weight_scale_inv, which is absent"
-    assert refusal(fp8.folder) == expected
-
-
-def test_a_scale_of_another_shape_is_named(fp8: Written) -> None:
-    """The blocks of the config give the shape."""
-    fp8.store(**{f"{Q_PROJ}.weight_scale_inv": torch.ones(2, 1)})
-    assert refusal(fp8.folder).endswith(
-        f"tensor {Q_PROJ}.weight_scale_inv must have shape [1, 1] in fp8 in blocks of 128 x 128, "
-        "got [2, 1]"
-    )
-
-
-def test_a_scale_without_its_weight_is_named(fp8: Written) -> None:
-    """A scale that nothing uses may mean a format that is not read."""
-    fp8.store(**{f"{Q_PROJ}.weight": torch.ones(128, 128, dtype=torch.bfloat16)})
-    assert refusal(fp8.folder).endswith(
-        f"tensor {Q_PROJ}.weight_scale_inv of type BF16 has no meaning in quantization fp8 in "
-        "blocks of 128 x 128"
-    )
+NO_TARGET = compressed(group={"targets": ["re:.*mlp.*"]})
+NO_CONFIG: dict[str, Any] = {"quantization_config": None}
+BLOCKS = "fp8 in blocks of 128 x 128"
+# The case, tensors of one projection that change, changes of the config, and the sentence.
+UNFIT: list[tuple[str, dict[str, torch.Tensor | None], dict[str, Any], str]] = [
+    (
+        "fp8-blocks",
+        {},
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        "the package bitsandbytes, which is not used here",
+    ),
+    ("fp8-blocks", {"weight_scale_inv": None}, {}, "weight needs {}.weight_scale_inv, which is"),
+    (
+        "fp8-blocks",
+        {"weight_scale_inv": torch.ones(2, 1)},
+        {},
+        f"tensor {{}}.weight_scale_inv must have shape [1, 1] in {BLOCKS}, got [2, 1]",
+    ),
+    (
+        "fp8-blocks",
+        {"weight": torch.ones(128, 128, dtype=torch.bfloat16)},
+        {},
+        f"{{}}.weight_scale_inv of type BF16 has no meaning in quantization {BLOCKS}",
+    ),
+    (
+        "fp8-blocks",
+        {"weight": torch.ones(128, 128).to(torch.float8_e5m2)},
+        {},
+        "tensor {}.weight of type F8_E5M2 has no meaning",
+    ),
+    ("fp8-blocks", {"bytes": torch.ones(4, dtype=torch.uint8)}, {}, "type U8 has no meaning"),
+    ("fp8-blocks", {"bias_scale": torch.ones(1)}, {}, "bias_scale of type F32 has no meaning"),
+    ("w4a16", {"input_scale": torch.ones(1)}, {}, "{}.input_scale of type F32 has no meaning"),
+    ("fp8-blocks", {}, NO_CONFIG, ", but config.json has no quantization_config"),
+    ("gptq", {}, NO_CONFIG, ", but config.json has no quantization_config"),
+    ("gptq", {"qzeros": None}, {}, "qweight needs {}.qzeros, which is absent"),
+    ("gptq", {"scales": torch.ones(2, 128)}, {}, "must have shape [1, 128] in int4 in groups"),
+    ("gptq", {"g_idx": torch.ones(9, dtype=torch.int32)}, {}, "g_idx must have shape [128]"),
+    ("gptq", {"qweight": torch.ones(16, 128)}, {}, "qweight must have type I32"),
+    ("gptq", {"qweight": torch.ones(16, dtype=torch.int32)}, {}, "must have 2 dimensions"),
+    (
+        "gptq",
+        {},
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 48}},
+        "columns, which are no whole groups of 48",
+    ),
+    (
+        "gptq-ordered",
+        {"g_idx": torch.full((128,), 4, dtype=torch.int32)},
+        {},
+        "{}.g_idx must have indices of 4 groups, got 4 to 4",
+    ),
+    ("awq", {"scales": torch.ones(1, 128)}, {}, "scales must have shape [2, 128]"),
+    ("w4a16", {"weight_shape": torch.tensor([128, 96])}, {}, "must have shape [128, 12]"),
+    ("w4a16-zero-points", {"weight_zero_point": None}, {}, "needs {}.weight_zero_point"),
+    ("w8a8", {"weight_scale": torch.ones(1)}, {}, "weight_scale must have shape [128, 1]"),
+    ("mixed", {"weight_shape": torch.ones(2)}, {}, "weight_shape of type F32 has no meaning"),
+    ("w4a16", {}, {"quantization_config": NO_TARGET}, "no target of config_groups is model.layers"),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "kind"),
-    [
-        ("weight_global_scale", torch.ones(1), "F32"),
-        ("weight", torch.ones(128, 128).to(torch.float8_e5m2), "F8_E5M2"),
-        ("bytes", torch.ones(4, dtype=torch.uint8), "U8"),
-        ("weight_zero_point", torch.ones(1, dtype=torch.int8), "I8"),
-        ("bias_scale", torch.ones(1), "F32"),
-    ],
+    ("name", "tensors", "config", "sentence"), UNFIT, ids=[each[0] + each[3][:30] for each in UNFIT]
 )
-def test_a_tensor_that_no_rule_knows_is_named(
-    fp8: Written, name: str, tensor: torch.Tensor, kind: str
+def test_what_does_not_fit_is_one_sentence_of_a_load_and_of_a_check(
+    name: str,
+    tensors: dict[str, torch.Tensor | None],
+    config: dict[str, Any],
+    sentence: str,
+    tmp_path: Path,
 ) -> None:
-    """Its name or its number type says that it belongs to a quantised weight."""
-    fp8.store(**{f"{Q_PROJ}.bias": torch.ones(128), f"{Q_PROJ}.{name}": tensor})
-    assert f"tensor {Q_PROJ}.{name} of type {kind} has no meaning" in refusal(fp8.folder)
-
-
-def test_a_scale_of_activations_needs_a_scheme_that_has_them(tmp_path: Path) -> None:
-    """W4A16 quantises weights only."""
-    written = case("w4a16").write(tmp_path)
-    written.store(**{f"{Q_PROJ}.input_scale": torch.ones(1)})
-    assert f"tensor {Q_PROJ}.input_scale of type F32 has no meaning" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["fp8-blocks", "w4a16", "gptq"])
-def test_quantised_tensors_without_a_config_are_refused(name: str, tmp_path: Path) -> None:
-    """Some tools describe them in another file; transformers would read FP8 without its scales."""
-    case(name).write(tmp_path)
-    change_config(tmp_path, quantization_config=None)
-    assert ", but config.json has no quantization_config" in refusal(tmp_path)
+    """The tensor or the field, what the scheme needs, and what is there."""
+    written = case(name).write(tmp_path)
+    if tensors:
+        bias = {f"{Q_PROJ}.bias": torch.ones(128)} if "bias_scale" in tensors else {}
+        changes = {f"{Q_PROJ}.{part}": each for part, each in tensors.items()}
+        written.store(**bias, **changes)
+    if config:
+        change_config(tmp_path, **config)
+    said = refusal(tmp_path)
+    assert said.startswith(str(tmp_path))
+    assert sentence.format(Q_PROJ) in said
 
 
 def test_a_config_without_quantised_tensors_is_refused(fp8: Written) -> None:
@@ -230,60 +231,6 @@ def test_a_config_without_quantised_tensors_is_refused(fp8: Written) -> None:
             del fp8.tensors[name]
     fp8.store()
     assert "no tensor is stored in fp8 in blocks of 128 x 128" in refusal(fp8.folder)
-
-
-@pytest.mark.parametrize(
-    ("name", "part", "tensor", "expected"),
-    [
-        ("gptq", "qzeros", None, "qweight needs {}.qzeros, which is absent"),
-        ("gptq", "scales", torch.ones(2, 128), "scales must have shape [1, 128] in int4 in groups"),
-        ("gptq", "qzeros", torch.ones(1, 9, dtype=torch.int32), "must have shape [1, 16]"),
-        ("gptq", "g_idx", torch.ones(9, dtype=torch.int32), "g_idx must have shape [128]"),
-        ("gptq", "qweight", torch.ones(16, 128), "qweight must have type I32"),
-        ("gptq", "qweight", torch.ones(16, dtype=torch.int32), "must have 2 dimensions"),
-        ("awq", "scales", torch.ones(1, 128), "scales must have shape [2, 128]"),
-        ("w4a16", "weight_shape", None, "weight_packed needs {}.weight_shape, which is absent"),
-        ("w4a16", "weight_shape", torch.tensor([128, 96]), "must have shape [128, 12]"),
-        ("w4a16", "weight_scale", torch.ones(128, 2), "weight_scale must have shape [128, 1]"),
-        ("w4a16-zero-points", "weight_zero_point", None, "needs {}.weight_zero_point"),
-        ("w8a8", "weight_scale", torch.ones(1), "weight_scale must have shape [128, 1]"),
-        ("mixed", "weight_shape", torch.ones(2), "weight_shape of type F32 has no meaning"),
-    ],
-)
-def test_a_part_that_does_not_fit_is_named(
-    name: str, part: str, tensor: torch.Tensor | None, expected: str, tmp_path: Path
-) -> None:
-    """The tensor, what the scheme needs, and what is there."""
-    written = case(name).write(tmp_path)
-    written.store(**{f"{Q_PROJ}.{part}": tensor})
-    sentence = refusal(tmp_path)
-    assert sentence.startswith(f"{tmp_path / 'model.safetensors'}: ")
-    assert expected.format(Q_PROJ) in sentence
-
-
-def test_groups_that_do_not_divide_the_inputs_are_refused(tmp_path: Path) -> None:
-    """Readers differ in how they round the last group."""
-    case("gptq").write(tmp_path)
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 48}
-    change_config(tmp_path, quantization_config=config)
-    assert "columns, which are no whole groups of 48" in refusal(tmp_path)
-
-
-def test_a_group_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    """Only the values of the tensor show it."""
-    written = case("gptq-ordered").write(tmp_path)
-    written.store(**{f"{Q_PROJ}.g_idx": torch.full((128,), 4, dtype=torch.int32)})
-    assert refusal(tmp_path).endswith("q_proj.g_idx must have indices of 4 groups, got 4 to 4")
-
-
-def test_a_module_without_a_target_is_refused(tmp_path: Path) -> None:
-    """The groups' targets say how a module is stored."""
-    written = case("fp8-dynamic").write(tmp_path)
-    config = dict(case("fp8-dynamic").config)
-    group = {**config["config_groups"]["group_0"], "targets": ["re:.*mlp.*"]}
-    change_config(written.folder, quantization_config={**config, "config_groups": {"g": group}})
-    sentence = refusal(tmp_path)
-    assert "no target of config_groups is model.layers.0.self_attn." in sentence
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -5,7 +5,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
+from ropewalk.server.api.completion_schema import CompletionRequest
 from tests.processes import Server, running_server, without_replicas
 
 
@@ -19,94 +21,46 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
     ("body", "param", "message"),
     [
         ('{"prompt": "a", "temperature": NaN}', "temperature", "finite number. Given: NaN"),
-        ('{"prompt": "a", "temperature": Infinity}', "temperature", "Given: Infinity"),
         ('{"prompt": "a", "top_p": -1e999}', "top_p", "Given: -Infinity"),
-        (
-            '{"prompt": "a", "temperature": 2.5}',
-            "temperature",
-            "must be at most 2. Given: 2.5",
-        ),
+        ('{"prompt": "a", "temperature": 2.5}', "temperature", "must be at most 2. Given: 2.5"),
         ('{"prompt": "a", "top_p": 0}', "top_p", "must be above 0. Given: 0"),
         ('{"prompt": "a", "max_tokens": "5"}', "max_tokens", 'must be an integer. Given: "5"'),
-        (
-            '{"prompt": "a", "max_tokens": -1}',
-            "max_tokens",
-            "must be at least 0. Given: -1",
-        ),
         ('{"prompt": "a", "max_tokens": true}', "max_tokens", "must be an integer. Given: true"),
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens", "`max_tokens` of 0 needs `echo`"),
         ('{"prompt": "a", "seed": ' + "9" * 100 + "}", "seed", "more than 20 digits"),
-        ('{"prompt": "a", "logprobs": 21}', "logprobs", "must be at most 20. Given: 21"),
-        (
-            '{"prompt": "a", "stop": ["a", "b", "c", "d", "e"]}',
-            "stop",
-            "must be at most 4 strings. Given: 5",
-        ),
+        ('{"prompt": "a", "stop": ["a", "b", "c", "d", "e"]}', "stop", "most 4 strings. Given: 5"),
         ('{"prompt": "a", "stop": "' + "x" * 257 + '"}', "stop", "at most 256 characters each"),
         ('{"prompt": "a", "stop_token_ids": [' + "1," * 128 + "1]}", "stop_token_ids", "most 128"),
-        ('{"prompt": "a", "stop": ""}', "stop", "at least 1"),
-        ('{"prompt": "a", "stream_options": {}}', "stream_options", "needs `stream`"),
         ('{"prompt": "a", "stop": 5}', "stop", "must be a string or a list of strings"),
-        ('{"prompt": "a", "n": 0}', "n", "must be at least 1. Given: 0"),
         ('{"prompt": "a", "n": 17}', "n", "must be at most 16 answers. Given: 17"),
         ('{"prompt": "a", "best_of": 17}', "best_of", "must be at most 16 answers. Given: 17"),
         ('{"prompt": "a", "n": 3, "best_of": 2}', "best_of", "must be >= `n` (3)"),
         ('{"prompt": "a", "best_of": 2, "stream": true}', "best_of", "cannot be streamed"),
         ('{"prompt": "a", "best_of": 2, "echo": true, "max_tokens": 0}', "best_of", "needs `max_t"),
-        ('{"prompt": "a", "return_progress": true}', "return_progress", "needs `stream`"),
+        ('{"prompt": "a", "stream_options": {}}', "stream_options", "needs `stream`"),
         ('{"prompt": "a", "suffix": "b"}', "suffix", "not supported, remove it"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias", "must be named by a token id"),
         ('{"prompt": "a", "logit_bias": {"9999": 1}}', "logit_bias", "must be < 2048"),
-        (
-            '{"prompt": "a", "logit_bias": {"5": 101}}',
-            "logit_bias",
-            "must be at most 100. Given: 101",
-        ),
+        ('{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias", "at most 100. Given: 101"),
         ('{"prompt": "a", "stop_token_ids": [4000]}', "stop_token_ids", "must be < 2048"),
-        (
-            '{"prompt": "a", "presence_penalty": 2.5}',
-            "presence_penalty",
-            "must be at most 2. Given: 2.5",
-        ),
-        (
-            '{"prompt": "a", "repetition_penalty": 0}',
-            "repetition_penalty",
-            "must be at least 0.01. Given: 0",
-        ),
         ('{"prompt": "a", "min_tokens": 17}', "min_tokens", "must be <= `max_tokens`"),
-        ('{"prompt": "a", "min_p": 1.5}', "min_p", "must be at most 1. Given: 1.5"),
-        ('{"prompt": "a", "guided_grammar": "x"}', "guided_grammar", "is not a field of this body"),
         ('{"prompt": []}', "prompt", "at least 1"),
-        ('{"prompt": [1, -2]}', "prompt", "must be at least 0. Given: -2"),
         ('{"prompt": [1, 2048]}', "prompt", "must be < 2048. Given: 2048"),
         ('{"prompt": ["a", 5]}', "prompt", "must be a string, a list of strings, a list of"),
-        ('{"prompt": {"a": 1}}', "prompt", "must be a string, a list of strings, a list of"),
-        (
-            '{"prompt": [' + '"a", ' * 64 + '"a"]}',
-            "prompt",
-            "must be at most 64 prompts. Given: 65",
-        ),
+        ('{"prompt": [' + '"a", ' * 64 + '"a"]}', "prompt", "at most 64 prompts. Given: 65"),
         ('{"prompt": "\\ud800"}', "prompt", "Unicode"),
         ('{"max_tokens": 3}', "prompt", "`prompt` is missing"),
-        ('{"prompt": "a", "rope": {"kind": "yarn"}}', "rope.kind", "is not a field"),
-        (
-            '{"prompt": "a", "rope": {"type": "yarn"}}',
-            "rope.type",
-            "`rope.type` is not a field of this body, remove it. Did you mean `rope_type`?",
-        ),
+        ('{"prompt": "a", "rope": {"type": "yarn"}}', "rope.type", "Did you mean `rope_type`?"),
         ('{"prompt": "a", "rope": "yarn"}', "rope", 'must be an object. Given: "yarn"'),
         ('{"prompt": "a", "rope": {"beta_fast": 32}}', "rope.beta_fast", "is not a field"),
         ('{"prompt": "a", "rope": {"rope_type": "magic"}}', "rope.rope_type", "Given: magic"),
-        (
-            '{"prompt": "a", "rope": {"factor": 0.5}}',
-            "rope.factor",
-            "must be at least 1. Given: 0.5",
-        ),
         (
             '{"prompt": "a", "rope": {"rope_type": "default", "factor": 2}}',
             "rope.factor",
             "must be 1 under `rope_type` default. Given: 2",
         ),
+        ('{"prompt": "a", "rope": {"factor": 9}}', "rope.factor", "between 1 and 8. Given: 9"),
+        ('{"prompt": "a", "rope": {"policy": "shrink"}}', "rope.policy", "grow-exact. Given: shr"),
         (
             '{"prompt": "a", "ignore_eos": true, "response_format": {"type": "json_object"}}',
             "ignore_eos",
@@ -116,13 +70,6 @@ def post(server: Server, body: bytes | str, **headers: str) -> httpx.Response:
             '{"prompt": "a", "response_format": {"type": "json_objct"}}',
             "response_format.type",
             'or json_schema. Given: "json_objct". Did you mean `json_object`?',
-        ),
-        ('{"prompt": "a", "rope": {"factor": 9}}', "rope.factor", "between 1 and 8. Given: 9"),
-        ('{"prompt": "a", "rope": {"factor": NaN}}', "rope.factor", "finite number"),
-        (
-            '{"prompt": "a", "rope": {"policy": "shrink"}}',
-            "rope.policy",
-            "grow, grow-exact. Given: shrink",
         ),
         ('{"prompt": "a"', None, "not valid JSON, at character 14"),
         ("[1, 2]", None, "must be a JSON object"),
@@ -143,6 +90,35 @@ def test_refusals_name_the_field(
     assert named[: len((param or "").split("."))] == (param or "").split(".")
     assert message in error["message"]
     assert len(answer.content) < 10_000
+
+
+BOUNDS: dict[str, tuple[float, float | None]] = {
+    "temperature": (0, 2),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 10),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+    "top_k": (-1, None),
+    "max_tokens": (0, None),
+    "min_tokens": (0, None),
+    "truncate_prompt_tokens": (-1, None),
+}
+
+
+@pytest.mark.parametrize(("name", "bounds"), BOUNDS.items(), ids=list(BOUNDS))
+def test_numbers_are_taken_up_to_their_bounds_and_not_beyond(
+    name: str, bounds: tuple[float, float | None]
+) -> None:
+    """The bounds are OpenAI's, or vLLM's for its fields."""
+    for bound, step in zip(bounds, (-1, 1), strict=True):
+        if bound is not None:
+            fields = {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 16, name: bound}
+            assert getattr(CompletionRequest.model_validate(fields), name) == bound
+            with pytest.raises(ValidationError) as caught:
+                CompletionRequest.model_validate({**fields, name: bound + step})
+            assert [each["loc"][0] for each in caught.value.errors()] == [name]
 
 
 @pytest.mark.parametrize(
@@ -179,13 +155,6 @@ def test_the_check_for_equal_keys_reads_all_that_json_may_be(server: Server) -> 
     assert "JSON in UTF-8" in answer.json()["error"]["message"]
 
 
-def test_a_long_bad_list_makes_a_short_answer(server: Server) -> None:
-    """The answer to a list of 12,000 wrong items does not repeat an error for each."""
-    answer = post(server, '{"prompt": [' + "1.5, " * 12_000 + "1.5]}")
-    assert answer.status_code == 400
-    assert len(answer.content) < 10_000
-
-
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_a_wrong_content_type_is_said(server: Server, content_type: str) -> None:
     """The form that curl sends without a header is refused by its content type."""
@@ -212,12 +181,8 @@ def test_unknown_models_routes_and_methods(server: Server) -> None:
     ("path", "meant"),
     [
         ("/v1/completion", "/v1/completions"),
-        ("/completions", "/v1/completions"),
-        ("/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/chat/completions", "/v1/chat/completions"),
         ("/v1/Chat/Completions", "/v1/chat/completions"),
-        ("/models", "/v1/models"),
-        ("/metric", "/metrics"),
         ("/healthz", "/health"),
     ],
 )

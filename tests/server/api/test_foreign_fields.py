@@ -309,23 +309,18 @@ def test_token_ids_are_those_of_the_text(server: Server, route: str) -> None:
     [
         ({"guided_regex": "(a"}, "guided_regex", "`guided_regex`: "),
         ({"guided_json": "{"}, "guided_json", "a JSON schema, as an object or as text"),
-        ({"guided_json": "[1]"}, "guided_json", "a JSON schema, as an object or as text"),
         ({"guided_json": {"not": {}}}, "guided_json", "'not'"),
-        ({"guided_choice": []}, "guided_choice", "at least 1 item"),
         ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "`guided_regex` exclude"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "together with `guided_regex`"),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "not a field"),
         ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "JSON"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs", "must be at most 20. Given: 21"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1. Given: 0"),
-        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least -1. Given: -2"),
         ({"bad_words": ["a", ""]}, "bad_words.1", "at least 1 character"),
         ({"bad_words": ["a"] * 65}, "bad_words", "at most 64 items. Given: 65"),
         ({"use_beam_search": True}, "use_beam_search", "must be false, or left out. Given: true"),
         ({"length_penalty": 0.5}, "length_penalty", "must be 1, or left out. Given: 0.5"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids", "is not a field of this body"),
-        ({"logits_processors": ["x"]}, "logits_processors", "is not a field of this body"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(

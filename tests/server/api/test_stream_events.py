@@ -146,6 +146,14 @@ def end(index: int = 0, reason: FinishReason = FinishReason.LENGTH) -> tuple[int
     )
 
 
+PLANES = [
+    "".join(chr(at) for at in range(first, first + 65536) if not 0xD800 <= at < 0xE000)
+    for first in range(0, 0x110000, 65536)
+]
+WITH_LOGPROBS = {
+    "chat": {"logprobs": True, "top_logprobs": 2},
+    "completions": {"logprobs": 2, "echo": True},
+}
 SHAPES: dict[str, tuple[dict[str, Any], list[tuple[int, Output]]]] = {
     "plain": ({}, [*tokens(), end()]),
     "rescaled": ({}, [*tokens(), *tokens(num_rescales=1), *tokens(), end()]),
@@ -154,6 +162,8 @@ SHAPES: dict[str, tuple[dict[str, Any], list[tuple[int, Output]]]] = {
         [*tokens(0), *tokens(1), *tokens(1, num_rescales=1), *tokens(0), end(1), end(0)],
     ),
     "one token": ({}, [end(reason=FinishReason.STOP)]),
+    "all of Unicode": ({}, [*((0, Output(text=each, tier=TIERS[0])) for each in PLANES), end()]),
+    "logprobs": ({}, [*tokens(logprobs=(LOGPROB,)), end()]),  # offsets change with every token
 }
 
 
@@ -163,44 +173,20 @@ SHAPES: dict[str, tuple[dict[str, Any], list[tuple[int, Output]]]] = {
 def test_events_are_the_bytes_of_whole_bodies(route: str, shape: str, together: int) -> None:
     """Whatever is sent together, each output is an event of its own, in order."""
     fields, outputs = SHAPES[shape]
+    if shape == "logprobs":
+        fields = {**WITH_LOGPROBS[route], "stream_options": {"include_usage": True}}
     steps = [outputs[first : first + together] for first in range(0, len(outputs), together)]
 
     async def check() -> None:
-        sent = await sent_by(*answer_of(route, **fields), steps)
+        answer, engine = answer_of(route, **fields)
+        sent = await sent_by(answer, engine, steps)
         expected = whole_bodies(answer_of(route, **fields)[0], outputs)
+        if shape == "logprobs":
+            expected += event(answer.event_body([], usage=answer.usage()))
+            assert b'"completion_tokens":8' in expected
+            assert expected.count(b'"text":"ab') == (route == "completions"), "one echo"
         assert b"".join(sent) == OPENING + expected + DONE
         assert len(sent) <= len(steps) + 2 + len(outputs) // 32
-
-    asyncio.run(check())
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_events_with_logprobs_and_usage_are_the_bytes_of_whole_bodies(route: str) -> None:
-    """Offsets and alternatives change with every token."""
-    fields = {"logprobs": True, "top_logprobs": 2} if route == "chat" else {"logprobs": 2}
-    fields["stream_options"] = {"include_usage": True}
-    outputs = [*tokens(logprobs=(LOGPROB,)), end()]
-
-    async def check() -> None:
-        answer, engine = answer_of(route, **fields)
-        sent = b"".join(await sent_by(answer, engine, [outputs]))
-        expected = whole_bodies(answer_of(route, **fields)[0], outputs)
-        usage = event(answer.event_body([], usage=answer.usage()))
-        assert b'"completion_tokens":8' in usage
-        assert sent == OPENING + expected + usage + DONE
-
-    asyncio.run(check())
-
-
-def test_only_the_first_event_has_the_echo() -> None:
-    """Events after it repeat without the prompt."""
-    outputs = [*tokens(), end()]
-
-    async def check() -> None:
-        sent = b"".join(await sent_by(*answer_of("completions", echo=True), [outputs]))
-        expected = whole_bodies(answer_of("completions", echo=True)[0], outputs)
-        assert sent == OPENING + expected + DONE
-        assert sent.count(b'"text":"ab') == 1
 
     asyncio.run(check())
 
@@ -217,23 +203,6 @@ def test_progress_between_events_changes_none() -> None:
         assert len(told) == 1
         rest = b"".join(piece for piece in sent if piece not in told)
         assert rest == OPENING + whole_bodies(answer_of("completions")[0], outputs) + DONE
-
-    asyncio.run(check())
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_every_character_is_escaped_as_in_a_whole_body(route: str) -> None:
-    """All of Unicode, a plane in each event."""
-    planes = [
-        "".join(map(chr, range(first, first + 65536))).replace(surrogates, "")
-        for first in range(0, 0x110000, 65536)
-        for surrogates in ["".join(map(chr, range(0xD800, 0xE000)))]
-    ]
-    outputs = [(0, Output(text=each, tier=TIERS[0])) for each in ("a", *planes)]
-
-    async def check() -> None:
-        sent = b"".join(await sent_by(*answer_of(route), [[*outputs, end()]]))
-        assert sent == OPENING + whole_bodies(answer_of(route)[0], [*outputs, end()]) + DONE
 
     asyncio.run(check())
 
@@ -317,17 +286,6 @@ def test_outputs_without_an_event_are_silence() -> None:
     assert sent[0] == OPENING
     assert 1 <= sent.count(KEEP_ALIVE) <= 3
     assert b"" not in sent
-
-
-def test_a_stream_without_comments_has_no_timer() -> None:
-    """The setting 0 means never."""
-
-    async def check() -> None:
-        answer, engine = answer_of("completions")
-        at([0.3], lambda: engine.give(end()))
-        assert KEEP_ALIVE not in await sent_by(answer, engine, [])
-
-    asyncio.run(check())
 
 
 def test_a_closed_answer_aborts_and_leaves_no_timer() -> None:

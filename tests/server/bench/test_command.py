@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import random
 import re
 import subprocess
 import sys
@@ -19,8 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ropewalk.studies.bench.command import bench
 from ropewalk.studies.bench.plan import BenchError, LoadPlan, choose_context_lens
-from ropewalk.studies.bench.report import percentile
-from ropewalk.studies.bench.target import IdPrompts, WordPrompts, root_of
+from ropewalk.studies.bench.target import IdPrompts, WordPrompts
 from tests.processes import Server, run_here
 
 pytestmark = pytest.mark.alone
@@ -104,12 +102,6 @@ def test_the_client_cannot_see_a_first_token_before_the_server_has_it(measured: 
         assert seen < of_server[BUCKETS[each["context_len"]]] + 0.5
 
 
-def test_longer_contexts_wait_longer_for_their_first_token(measured: Run) -> None:
-    """The longest prompt has about thirty-two times the tokens of the shortest."""
-    shortest, _, longest = measured.report["results"]
-    assert longest["time_to_first_token_s"]["p50"] > shortest["time_to_first_token_s"]["p50"]
-
-
 def test_the_prompts_have_the_length_that_was_asked_for(measured: Run) -> None:
     """Prompts have the exact length, and no token comes from the prefix cache."""
     for each in measured.report["results"]:
@@ -190,15 +182,11 @@ def test_one_point_can_be_drawn(server: Server, tmp_path: Path) -> None:
             ["--context-lens", "64,2034"],
             "--context-lens must be <= 2033 tokens (max_model_len 2048 - 16 output tokens + 1)",
         ),
-        (["--context-lens", "64,x"], "--context-lens must be integers with commas between them"),
         (["--context-lens", "0"], "--context-lens must be 1 token or more, got 0"),
         (["--output-tokens", "2048"], "--output-tokens must be < 2048 (the model's max_model_len)"),
-        (["--rope", "{"], "--rope is not JSON: "),
         (["--rope", "[1]"], "--rope must be a JSON object, got '[1]'"),
         (["--json", "no/such/out.json"], "--json: there is no folder no/such"),
-        (["--json", "/"], "--json: / is a folder"),
         (["--timeout-seconds", "nan"], "--timeout-seconds must be a finite number, got nan"),
-        (["--plot", "no/such/out.png"], "--plot: there is no folder no/such"),
         (["--plot", "out.bmp"], "--plot must end in .png or .svg, got 'out.bmp'"),
         (["--api-key", "k\u00e9"], "--api-key must be printable ASCII"),
     ],
@@ -219,16 +207,6 @@ def test_the_longest_context_that_fits_is_accepted(server: Server) -> None:
     assert ended.exit_code == 0, ended.stderr
 
 
-def test_a_plot_without_matplotlib_is_refused_before_the_load(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The URL of this test has no server."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    ended = run("http://127.0.0.1:1", "--plot", "out.png")
-    assert ended.exit_code == 2
-    assert "ropewalk bench: --plot needs matplotlib: pip install 'matplotlib>=3.8'" in ended.stderr
-
-
 def test_the_command_waits_for_neither_torch_nor_its_own_client() -> None:
     """Matplotlib is not imported before the plot either."""
     unused = "print({'torch', 'httpx', 'matplotlib'} & {*sys.modules})"
@@ -241,20 +219,11 @@ def test_the_command_waits_for_neither_torch_nor_its_own_client() -> None:
         assert ended.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 57])
-@pytest.mark.parametrize("percent", [0, 5, 50, 95, 99, 100])
-def test_percentiles_are_numpys(count: int, percent: float) -> None:
-    """The values are unsorted, and the interpolation is linear."""
-    values = [random.Random(count).gauss(0, 1) for _ in range(count)]
-    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
-
-
 @pytest.mark.parametrize(
     ("max_model_len", "output", "expected"),
     [
         (2048, 16, [64, 128, 256, 512, 1024, 2032]),
         (131_072, 256, [64 * 2**power for power in range(11)] + [130_816]),
-        (1056, 16, [64, 128, 256, 512, 1040]),
         (40, 16, [24]),
     ],
 )
@@ -299,18 +268,12 @@ def test_prompts_are_the_seeds_but_for_their_beginning() -> None:
     assert set(first) <= set(ids)
 
 
-@pytest.mark.parametrize("length", [64, 500, 4000])
+@pytest.mark.parametrize("length", [64, 4000])
 def test_words_come_close_to_the_length(length: int) -> None:
     """A word counts 1.5 tokens."""
     prompt = WordPrompts(1.5, 0)(length, 0).content
     assert isinstance(prompt, str)
     assert length - 10 <= 1.5 * len(prompt.split()) <= length
-
-
-@pytest.mark.parametrize("url", ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"])
-def test_the_url_may_end_in_v1(url: str) -> None:
-    """The root of the URL is the same with and without /v1."""
-    assert root_of(url) == "http://a:1"
 
 
 def test_every_option_and_field_is_documented(measured: Run) -> None:

@@ -201,13 +201,6 @@ def test_the_kernels_of_every_folder_are_counted(
     assert check_kernel_cache().text.endswith(", 3 kernels compiled")
 
 
-def test_one_thread_is_one_thread() -> None:
-    """The device's line has the number of threads in good English."""
-    build = TorchBuild("2.13.0", None, None, finds_gpu=False)
-    told = [check_device(TorchFacts(build, (), number), "cpu").text for number in (1, 2)]
-    assert told == ["cpu, 1 thread", "cpu, 2 threads"]
-
-
 def test_a_narrow_processor_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The instruction set is that of the kernels."""
     from ropewalk.model_runtime.cpu_kernels import simd as processor

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
@@ -40,30 +39,6 @@ def report_of(shares: dict[Variant, list[int]]) -> Any:
     }
     plan = SimpleNamespace(native_len=256, context_lens=lens, variants=list(shares))
     return SimpleNamespace(plan=plan, of=rows.__getitem__, model="m")
-
-
-def test_the_trained_length_is_named_above_the_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A line of 100 % would cross the text inside of the panel."""
-    plan = SimpleNamespace(
-        native_len=256, context_lens=(128, 256, 512), variants=[Variant("yarn", "pinned")]
-    )
-    report: Any = SimpleNamespace(plan=plan, of=lambda _: [])
-    figure = drawn(
-        monkeypatch,
-        lambda: _lines(
-            report, tmp_path / "a.png", "one\ntwo", "right answers", lambda row: row.retrieval
-        ),
-    )
-    (axes,) = figure.axes
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    figure.draw(renderer)
-    (told,) = axes.texts
-    box = told.get_window_extent(renderer)
-    assert told.get_text() == "trained length"
-    assert box.y0 >= axes.get_window_extent(renderer).y1
-    assert not box.overlaps(axes.title.get_window_extent(renderer))
 
 
 def test_equal_variants_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

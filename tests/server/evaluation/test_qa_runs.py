@@ -85,8 +85,6 @@ NO_ANSWERS = {
     [
         ("qa_1", None, "--squad: cannot read PATH: No such file or directory"),
         ("qa_1", "{", "--squad: PATH is not SQuAD's JSON: Invalid JSON: EOF while parsing"),
-        ("qa_1", hotpotqa(), "--squad: PATH is not SQuAD's JSON: Input should be an object"),
-        ("qa_1", {}, "--squad: PATH is not SQuAD's JSON: data: Field required"),
         (
             "qa_1",
             {"data": [*SQUAD["data"], {"paragraphs": [{"context": 5, "qas": []}]}]},
@@ -94,22 +92,11 @@ NO_ANSWERS = {
         ),
         ("qa_1", NO_ANSWERS, "--squad: PATH has no question with an answer"),
         ("qa_1", SQUAD, "--samples must be <= 4, so many questions with an answer has PATH"),
-        ("qa_2", None, "--hotpotqa: cannot read PATH: No such file or directory"),
         ("qa_2", SQUAD, "--hotpotqa: PATH is not HotpotQA's JSON: Input should be a valid array"),
         (
             "qa_2",
             [{**each, "context": []} for each in hotpotqa()],
             "PATH is not HotpotQA's JSON: 0.context: List should have at least 1 item",
-        ),
-        (
-            "qa_2",
-            [{**each, "context": [["title", "text"]]} for each in hotpotqa()],
-            "PATH is not HotpotQA's JSON: 0.context.0.1: Input should be a valid array",
-        ),
-        (
-            "qa_2",
-            [{"question": "a", "context": [["b", ["c"]]]}],
-            "PATH is not HotpotQA's JSON: 0.answer: Field required",
         ),
     ],
 )
@@ -131,40 +118,10 @@ def test_a_file_that_cannot_serve_is_refused(
     assert flag in line
 
 
-def test_a_folder_and_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    """Neither ends in a traceback."""
-    ended = invoke("--tasks", "qa_1", "--squad", str(tmp_path), "--output", str(tmp_path / "out"))
-    assert ended.exit_code == 2
-    assert f"--squad: cannot read {tmp_path}: Is a directory" in ended.stderr
-    path = tmp_path / "qa.json"
-    path.write_bytes(b'{"data": "\xff\xfe"}')
-    ended = invoke("--tasks", "qa_1", "--squad", str(path), "--output", str(tmp_path / "out"))
-    assert ended.exit_code == 2
-    assert f"--squad: {path} is not SQuAD's JSON: Invalid JSON: invalid unicode" in ended.stderr
-
-
-def test_too_few_documents_for_a_length_are_refused(tmp_path: Path) -> None:
-    """The longest length needs more than the file has."""
-    path = written(tmp_path / "qa.json", squad(4))
-    ended = invoke(
-        *("--tasks", "qa_1", "--squad", str(path), "--samples", "2", "--methods", "yarn"),
-        *("--context-lens", "256,8192", "--output", str(tmp_path / "out")),
-    )
-    assert ended.exit_code == 2
-    assert (
-        f"ropewalk eval: --squad: 16 documents in {path} are too few for qa_1 with 8192 tokens"
-        in ended.stderr
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
         (("--tasks", "qa_1"), "--tasks qa_1 needs --squad with the path of its questions' file"),
-        (
-            ("--tasks", "qa_1,qa_2", "--squad", __file__),
-            "--tasks qa_2 needs --hotpotqa with the path of its questions' file",
-        ),
         (
             ("--tasks", "vt,fwe", "--squad", "a.json"),
             "--squad has no meaning for --tasks vt,fwe: only qa_1 reads a.json",

@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 
 from ropewalk.studies.evaluation.cells import WindowScore
 from ropewalk.studies.evaluation.plan import Variant
 from ropewalk.studies.evaluation.plot import added_cost, plot_static
 from ropewalk.studies.evaluation.report import LengthReport, LengthRow
-from tests.doc_commands import blocks
 
 ROOT = Path(__file__).resolve().parents[3]
 LENS = (128, 256, 512)
@@ -61,22 +59,6 @@ def test_the_lines_are_the_perplexities_of_the_best_method(tmp_path: Path) -> No
     assert found["context_lens"] == list(LENS)
     for name, variant in (("none", NONE), ("fixed", FIXED), ("pinned", PINNED)):
         assert found[name] == pytest.approx(np.exp(np.mean(NATS[variant], axis=1)))
-
-
-def test_values_above_the_panel_and_the_cost_at_l_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a scale that shows a fifth, a line that is ten times as high leaves the panel."""
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    plot_static(report(NONE, FIXED, PINNED), tmp_path / "static.png", "m")
-    (axes,) = figures[0].axes
-    texts = [each.get_text() for each in axes.texts]
-    cost = 100 * math.expm1((0.2 + 0.1) / 2)
-    assert any(each.startswith(f"{cost:+.0f} % (95 %: ") for each in texts)
-    assert [each for each in texts if "\N{UPWARDS ARROW}" in each] == [
-        f"{math.exp(5):.0f} \N{UPWARDS ARROW}"
-    ]
 
 
 def test_the_cost_compares_windows_in_pairs() -> None:
@@ -132,12 +114,3 @@ def test_the_numbers_beside_other_servers_are_those_of_the_results() -> None:
             assert told is not None, each
             near = pytest.approx(tuple(map(float, told.groups())), rel=0.05)
             assert any(found == near for found in measured), each
-
-
-def test_the_readme_names_the_command_before_any_other() -> None:
-    """The path of the command is the one that `make setup` makes."""
-    first = next(each for each in blocks("bash") if each.page == "README.md")
-    assert first.text.startswith(".venv/bin/ropewalk eval --methods none,yarn --queries 0 ")
-    readme = (ROOT / "README.md").read_text()
-    assert readme.index("PATH=$PWD/.venv/bin:$PATH") < readme.index("\nropewalk ")
-    assert readme.index("A tier is a length and the table") < readme.index("tiers")

@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from ropewalk.server.corpus.held_out import library_documents
 from ropewalk.server.settings.load import load_settings
 from ropewalk.studies.evaluation.command import evaluate
 from ropewalk.studies.harness.eval_run import write_files
-from ropewalk.studies.harness.intervals import bootstrap, proportion
+from ropewalk.studies.harness.intervals import bootstrap
 from ropewalk.studies.harness.progress import Progress
 from ropewalk.studies.policies import run as crossing_run
 from ropewalk.studies.policies.measure import CROSSING_POLICIES, CrossingPolicy, Outcome
@@ -54,13 +52,6 @@ def two_policies() -> dict[tuple[str, int, CrossingPolicy], list[Outcome]]:
     return {("yarn", 1, "pinned"): pinned, ("yarn", 1, "stale"): stale}
 
 
-def test_wilson_meets_published_values() -> None:
-    """Newcombe 1998 gives 0.2553 to 0.3662 for 81 of 263, and 0 to 0.1611 for 0 of 20."""
-    found = proportion(81, 263)
-    assert (found.low, found.high) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert (proportion(0, 20).low, proportion(0, 20).high) == pytest.approx((0.0, 0.1611), abs=5e-5)
-
-
 def test_the_bootstrap_is_near_the_normal_interval_of_many_values() -> None:
     """The normal interval is 1.96 standard errors to either side."""
     values = np.random.default_rng(1).normal(3.0, 2.0, 400).tolist()
@@ -82,23 +73,6 @@ def test_differences_are_taken_window_by_window() -> None:
     assert (difference["num_found_only_here"], difference["num_found_only_there"]) == (0, 1)
     assert difference["decode_time"] == 2.0
     assert "+1.0000 [+1.0000, +1.0000]" in table(two_policies())
-
-
-def test_the_legend_of_the_plot_is_beside_the_panels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inside a panel it would cover the interval of a policy."""
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    options = CrossingOptions(output=tmp_path, **OPTIONS)
-    plot(CrossingReport("demo", 256, options, two_policies()), tmp_path / "a.png")
-    (figure,) = figures
-    FigureCanvasAgg(figure).draw()
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["pinned", "stale"]
-    for axes in figure.axes:
-        assert axes.get_legend() is None
-        assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from ropewalk.server.middleware.auth import OPEN_PATHS
-from ropewalk.server.page.docs_page import HEADERS, address_of, render
+from ropewalk.server.page.docs_page import address_of, render
 from ropewalk.server.page.schema_words import example, field_rows, kind
 from tests.processes import Server, running_server
 
@@ -156,13 +156,17 @@ def test_a_route_lists_the_errors_that_it_can_answer(server: Server) -> None:
 def test_names_cannot_leave_their_place() -> None:
     """A served name and a description with markup stay text."""
     hostile = "<b>\"$(x)'&"
+    name = {"name": "name", "in": "path", "schema": {}, "required": True}
+    parameters = [name, {**name, "name": hostile, "required": False}]
+    operation = {"description": hostile, "parameters": parameters, "responses": {}}
     document = {
         "info": {"title": "a", "version": "1"},
-        "paths": {"/v1/models/{name}": {"get": {"description": hostile, "responses": {}}}},
+        "paths": {"/v1/models/{name}": {"get": operation}},
         "components": {"schemas": {}},
     }
     page = render(document, hostile, None)
     assert "<b>" not in page
+    assert page.count(">yes<") == 1, "one parameter is required"
     curl = curls(page)[0]
     assert shlex.split(curl) == [
         "curl",
@@ -175,22 +179,13 @@ def test_names_cannot_leave_their_place() -> None:
     ("host", "address"),
     [
         ("models.example:8443", "https://models.example:8443/rope"),
-        ("[::1]:80", "https://[::1]:80/rope"),
         ('x"; touch /tmp/x; "', "http://127.0.0.1:8000/rope"),
-        ("<b>", "http://127.0.0.1:8000/rope"),
         ("", "http://127.0.0.1:8000/rope"),
     ],
 )
 def test_the_address_of_the_examples_is_a_host_or_the_default(host: str, address: str) -> None:
     """A client's header cannot put a command or markup into the page."""
     assert address_of("https", host, "/rope/") == address
-
-
-def test_there_is_no_page_that_needs_a_network(server: Server) -> None:
-    """FastAPI's second page and its helper are off."""
-    for path in ("/redoc", "/docs/oauth2-redirect"):
-        assert httpx.get(server.url + path).status_code == 404
-    assert "unsafe" not in HEADERS["Content-Security-Policy"]
 
 
 def test_schemas_are_told_in_words_and_by_example() -> None:

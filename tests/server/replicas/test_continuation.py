@@ -13,7 +13,6 @@ from ropewalk.model_runtime.engine.output_processor import Answer
 from ropewalk.model_runtime.request import (
     FinishReason,
     Output,
-    PromptProgress,
     Request,
     SamplingParams,
     TokenLogprob,
@@ -158,25 +157,6 @@ def test_errors_and_aborts_are_passed_on_whatever_was_repeated() -> None:
         assert list(answer.take(last)) == [last]
 
 
-def progress(num_computed: int) -> Output:
-    """The progress of a prompt of 40 tokens."""
-    return Output(progress=PromptProgress(40, 0, num_computed, 0.5))
-
-
-def test_progress_goes_on_where_it_was_and_never_back() -> None:
-    """It repeats nothing before the first token, and is silent after it."""
-    answer = DeliveredAnswer()
-    given_first = [each for num in (16, 32) for each in answer.take(progress(num))]
-    assert given_first == [progress(16), progress(32)]
-    assert not answer.has_begun
-    answer.begin_again()
-    again = [each for num in (16, 32, 40) for each in answer.take(progress(num))]
-    assert again == [progress(40)]
-    list(answer.take(Output(text="a", token_ids=(1,))))
-    answer.begin_again()
-    assert [each for num in (16, 32, 40) for each in answer.take(progress(num))] == []
-
-
 def test_an_answer_has_one_number_of_cached_tokens() -> None:
     """The first is counted by the metrics, and the client reads the last."""
     answer = DeliveredAnswer()
@@ -185,16 +165,6 @@ def test_an_answer_has_one_number_of_cached_tokens() -> None:
     list(answer.take(Output(token_ids=(1,), num_cached_tokens=0)))
     (new,) = answer.take(Output(token_ids=(2,), finish_reason=FinishReason.LENGTH))
     assert new.num_cached_tokens == 16
-
-
-def test_an_answer_without_tokens_ends_once() -> None:
-    """Logprobs of the prompt only: they come with the end."""
-    last = Output(
-        prompt_logprobs=(None, *logprobs_of(3)), finish_reason=FinishReason.LENGTH, tier=TIER
-    )
-    answer = DeliveredAnswer()
-    answer.begin_again()
-    assert list(answer.take(last)) == [last]
 
 
 def written(text: str, **sampling: object) -> list[Output]:

@@ -97,16 +97,6 @@ def test_a_replica_that_was_away_has_its_own_place_again() -> None:
     assert of(values(merged), USAGE) == {"0": 0.5}
 
 
-def test_a_slow_replica_shows_what_it_had_before() -> None:
-    """It has not gone."""
-    merged, replica = MergedPages(), Replica()
-    replica.step(5)
-    merged.update({"a": replica.page()}, ["a"])
-    merged.update({}, ["a"])
-    assert of(values(merged), STEPS) == {"0": 5}
-    assert of(values(merged), USAGE) == {"0": 0.5}
-
-
 def test_a_late_page_of_a_replica_that_has_gone_counts_once() -> None:
     """Another scrape was faster, and saw the replica that took its place."""
     merged, gone, new = MergedPages(), Replica(), Replica()
@@ -116,16 +106,6 @@ def test_a_late_page_of_a_replica_that_has_gone_counts_once() -> None:
     merged.update({"b": new.page()}, ["b"])
     merged.update({"a": late}, ["b"])
     assert of(values(merged), STEPS) == {"0": 5}
-
-
-def test_the_number_of_series_is_bounded_by_the_replicas_at_one_time() -> None:
-    """A crash a minute must not fill Prometheus."""
-    merged = MergedPages()
-    for number in range(50):
-        replica = Replica()
-        replica.step()
-        merged.update({f"{number}": replica.page()}, [f"{number}"])
-    assert of(values(merged), STEPS) == {"0": 50}
 
 
 EVENTS = st.lists(

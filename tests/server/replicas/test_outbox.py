@@ -67,23 +67,6 @@ async def next_entries(messages: AsyncGenerator[list[Entry], None]) -> list[Entr
     return []
 
 
-def test_outputs_of_one_step_are_one_message() -> None:
-    """They wait for `flush`."""
-
-    async def test() -> None:
-        outbox = Outbox(100)
-        outbox.put((1, ("a",)))
-        outbox.put((2, ("b",)))
-        messages = outbox.messages(0.01)
-        assert await anext(messages) == []
-        outbox.flush()
-        assert await next_entries(messages) == [(1, ("a",)), (2, ("b",))]
-        outbox.flush()
-        assert await anext(messages) == []
-
-    run(test)
-
-
 def test_a_silent_engine_gives_an_empty_message_after_the_limit() -> None:
     """It is the sign of life."""
 

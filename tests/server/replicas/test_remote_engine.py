@@ -125,21 +125,6 @@ def test_drafts_change_no_continued_answer(
     assert 20 < counted.num_accepted < counted.num_drafted
 
 
-def test_the_answers_of_one_prompt_are_all_continued(
-    replicas: list[Engine], deployment: Deployment
-) -> None:
-    """n > 1: each answer has a seed of its own."""
-    asked = [
-        request(deployment, PROMPT, max_tokens=NUM_TOKENS, temperature=1.0, seed=seed)
-        for seed in range(4)
-    ]
-    undisturbed = [Result.of(each) for each in replicas[3].generate(asked)]
-    assert len(set(undisturbed)) == 4
-    answers, client, _ = continued(replicas, (5, 11), *asked)
-    assert answers == undisturbed
-    assert client.counts.outcomes == {"ok": 4}
-
-
 def test_stop_strings_end_a_continued_answer_at_the_same_place(
     replicas: list[Engine], deployment: Deployment
 ) -> None:
@@ -280,18 +265,3 @@ def test_stop_ends_every_request_with_an_error(slow: Engine, deployment: Deploym
         assert not client.engine.is_ready
 
     run(test)
-
-
-def test_a_failed_step_is_the_answer_and_not_a_lost_replica(
-    engines: EngineFactory, checkpoints: Sequence[Checkpoint], deployment: Deployment
-) -> None:
-    """Another replica would fail, too."""
-    script = Script(checkpoints[0], "abcdefgh")
-    script.fail_at = 3
-    engine = engines.over(checkpoints[0], runner=script)
-    asked = request(deployment, (1,), max_tokens=40)
-    (answer,), client, lossy = continued([engine], (), asked)
-    assert answer.finish_reason is FinishReason.ERROR
-    assert answer.text == "ab"
-    assert len(lossy.served) == 1
-    assert client.counts.outcomes == {}

@@ -4,7 +4,6 @@ import pickle
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,12 +20,7 @@ from ropewalk.model_runtime.request import (
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
 from ropewalk.model_runtime.text.grammar_trial import ONE_SPACE
 from ropewalk.rope import Linear, Profile, Tier, Unscaled
-from ropewalk.server.replicas.wire import (
-    MissingOutputError,
-    OutputDecoder,
-    OutputEncoder,
-    SentRequest,
-)
+from ropewalk.server.replicas.wire import OutputDecoder, OutputEncoder, SentRequest
 from tests.tokens import byte_tokenizer
 
 TIERS = [Tier(64, 1.0, Profile(Unscaled())), Tier(256, 4.0, Profile(Linear(factor=4.0)))]
@@ -95,22 +89,6 @@ def test_an_output_without_a_tier_has_that_of_the_last_one() -> None:
     assert last.tier == TIERS[1]
     back = decoder.decode(encoder.encode(Output(token_ids=(1,), tier=TIERS[0])))
     assert back.tier == TIERS[0]
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(OUTPUTS, min_size=2, max_size=6), st.data())
-def test_a_missing_or_repeated_output_is_noticed(
-    outputs: list[Output], data: st.DataObject
-) -> None:
-    """All before it are decoded, and none after it."""
-    encoder, decoder = OutputEncoder(), OutputDecoder()
-    sent = [encoder.encode(each) for each in outputs]
-    at = data.draw(st.integers(0, len(sent) - 2))
-    kept = sent[:at] + sent[at + 1 :] if data.draw(st.booleans()) else sent[: at + 1] + sent[at:]
-    wrong = next(place for place, each in enumerate(kept) if each[0] != place)
-    assert [decoder.decode(each) for each in kept[:wrong]] == outputs[:wrong]
-    with pytest.raises(MissingOutputError):
-        decoder.decode(kept[wrong])
 
 
 def test_a_request_is_sent_with_what_its_grammar_is_compiled_from() -> None:

@@ -106,16 +106,13 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         ("zzz: 1", r"not a setting of ropewalk\. `ropewalk serve --help` lists the settings\.$"),
         ("prot: 1\nport: x", r"Did you mean `port`\?\nport: must be an integer, got 'x'"),
         ("port:", "port: must be an integer, got no value .from .*ropewalk.yaml"),
-        ("port: true", "port: must be an integer, got true .from"),
         ("host: true", "host: must be a string, got true .from"),
         ("rope_tiers: [true, 2]", "rope_tiers: item 1: must be a number, got true .from"),
         ("dtype: floatt32", r"float16, got 'floatt32' .*\. Did you mean `float32`\?$"),
-        ("port: 70000", "port: must be at most 65535, got 70000 .from .*ropewalk.yaml"),
         (
             "port: 1\nport: 2",
             "ropewalk.yaml cannot be used: line 2, column 1: 'port' is given twice",
         ),
-        ("rope_scaling: {a: 1, a: 2}", "'a' is given twice"),
         ("port: 010", r"line 1, column 7: 010 is another number in YAML 1\.1 than it seems"),
         ("step_target_seconds: 12:30", "column 22: 12:30 is another number"),
         ("port: 1:30.5", r"1:30\.5 is another number"),
@@ -124,7 +121,6 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         ("? [a]\n: 1", "a name must be text, got a list"),
         ("max_replicas: 3", "max_replicas needs replicas, got 3$"),
         ("replicas: 4\nmax_replicas: 3", r"max_replicas must be >= replicas \(4\), got 3$"),
-        ("replicas: 0", "replicas: must be at least 1, got 0"),
         ("a: &a {b: 1}\nc: {<<: *a}", r"line 2, column 5: merge keys \(<<\) are not supported, w"),
         (
             "deployments: [{name: a}, {name: b}, {name: a}, {name: b}]\nrope_policy: grow\n"
@@ -149,7 +145,6 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         ),
         ("deployments: [5]", "deployments: item 1: must be an object, got 5"),
         ("deployments: [{name: a}, {name: a}]", "name must be given once, got 'a' twice"),
-        ("deployments: []", r"deployments: must have at least 1 item, got \[\]"),
         ("deployments: [{name: a}]\nrope_policy: grow", "rope_policy and deployments exclude"),
         ("deployments: [{name: a}]\nserved_model_name: b", "served_model_name and deployments"),
     ],
@@ -229,7 +224,6 @@ def test_lists_and_json_are_read_from_strings() -> None:
         ({"rope_tiers": "1,x"}, "rope_tiers: item 2: must be a number, got 'x'"),
         ({"dtype": "int8"}, "dtype: must be .*float32.*, got 'int8'"),
         ({"device": "tpu"}, "device: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
-        ({"gpu_memory_utilization": "1.1"}, "gpu_memory_utilization: must be at most 1, got"),
         ({"gpu_memory_utilization": "nan"}, "gpu_memory_utilization: "),
         ({"kv_cache_gib": "nan"}, "kv_cache_gib: .*finite"),
         ({"kv_cache_gib": "1", "kv_cache_tokens": "5"}, "both size the cache"),
@@ -241,10 +235,7 @@ def test_lists_and_json_are_read_from_strings() -> None:
             {"context_buckets": ",".join(map(str, range(1, 14)))},
             "context_buckets: must have at most 11 items, got",
         ),
-        ({"threads": "100000"}, "threads: must be at most 512, got '100000'"),
-        ({"served_model_name": ""}, "served_model_name: .*at least 1"),
         ({"model": ""}, "model: .*at least 1"),
-        ({"page_size": "2"}, "page_size: must be at least 4, got '2'"),
     ],
 )
 def test_a_wrong_value_names_setting_value_and_what_is_accepted(

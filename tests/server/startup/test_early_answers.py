@@ -73,6 +73,9 @@ def test_every_path_but_live_is_loading() -> None:
                 "phase": "loading weights",
             }
         assert ask(port, "HEAD").content == b""
+        page = ask(port, path="/playground/")
+        assert (page.status_code, page.content[:9]) == (200, b"<!doctype")
+        assert ask(port, "HEAD", "/playground/").headers["etag"] == page.headers["etag"]
 
 
 def test_kernels_are_named_while_they_are_compiled() -> None:

@@ -135,9 +135,7 @@ def test_contradictions_name_their_deployment(
     ("asked", "is_on_gpu", "is_exact", "told"),
     [
         (None, False, True, "up to 15 tokens; no bit of an answer depends on them"),
-        (4, False, True, "up to 4 tokens; no bit of an answer depends on them"),
         (0, False, True, "off (max_draft_tokens 0)"),
-        (0, True, False, "off (max_draft_tokens 0)"),
         (
             None,
             True,
@@ -164,7 +162,6 @@ def test_contradictions_name_their_deployment(
             None,
             "up to 15 tokens if the self-check finds the same bits in any batch",
         ),
-        (3, False, None, "up to 3 tokens"),
     ],
 )
 def test_the_banner_says_whether_bits_depend_on_drafts(

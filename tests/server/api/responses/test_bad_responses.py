@@ -21,9 +21,7 @@ def server() -> Iterator[Scripted]:
 @pytest.mark.parametrize(
     ("body", "param", "part"),
     [
-        ({}, "input", "is missing"),
         ({"input": 5}, "input", "must be a string or a list of items"),
-        ({"input": []}, "input", "at least 1 item"),
         ({"input": [{**USER, "content": 5}]}, "input.0.content", "must be a string or a list"),
         ({"input": [USER, {**USER, "role": "tool"}]}, "input.1.role", "must be user, assistant"),
         (
@@ -32,7 +30,6 @@ def server() -> Iterator[Scripted]:
             "images and files are not supported",
         ),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0", "stores no items"),
-        ({"input": [{"type": "function_call", "call_id": "a"}]}, "input.0.name", "is missing"),
         (
             {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "no"}]},
             "input.0.arguments",
@@ -50,13 +47,7 @@ def server() -> Iterator[Scripted]:
         ({"input": "a", "truncation": "auto"}, "truncation", 'must be "disabled"'),
         ({"input": "a", "top_logprobs": 3}, "top_logprobs", "must be 0"),
         ({"input": "a", "include": ["message.output_text.logprobs"]}, "include.0", "must be"),
-        ({"input": "a", "stream_options": {}}, "stream_options", "needs `stream`"),
         ({"input": "a", "text": {"verbosity": "huge"}}, "text.verbosity", "must be low, medium"),
-        (
-            {"input": "a", "text": {"format": {"type": "json_schema", "name": "a"}}},
-            "text.format.schema",
-            "is missing",
-        ),
         (
             {
                 "input": "a",
@@ -65,10 +56,8 @@ def server() -> Iterator[Scripted]:
             "text.format",
             "Invalid type",
         ),
-        ({"input": "a", "tools": [{"type": "function"}]}, "tools.0.name", "is missing"),
         ({"input": "a", "tools": [{"type": 5}]}, "tools.0.type", "must be a string"),
         ({"input": "a", "tools": [LOOK, LOOK]}, "tools", "Given twice: 'look'"),
-        ({"input": "a", "tool_choice": "required"}, "tool_choice", "needs `tools`"),
         (
             {"input": "a", "tools": [{"type": "web_search"}], "tool_choice": "required"},
             "tool_choice",
@@ -84,16 +73,9 @@ def server() -> Iterator[Scripted]:
             "tool_choice.type",
             "must be function or allowed_tools",
         ),
-        (
-            {"input": "a", "tools": [LOOK], "tool_choice": {"type": "allowed_tools"}},
-            "tool_choice.mode",
-            "is missing",
-        ),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "must be at least 1"),
-        ({"input": "a", "max_output_tokens": 9999}, "max_output_tokens", "at most"),
         ({"input": "a" * 99_000}, "input", "`input` must be at most"),
         ({"input": "a", "model": "no"}, "model", "does not exist"),
-        ({"input": "a", "rope": {"factor": 0}}, "rope.factor", "must be at least 1"),
     ],
 )
 def test_a_mistake_is_told_with_its_field(
