@@ -3,7 +3,7 @@
 import gc
 import sys
 
-from ropewalk.server.startup.preflight import bound_memory, keep_hangups, wait_briefly
+from ropewalk.server.process.preflight import bound_memory, keep_hangups, wait_briefly
 
 
 def main() -> None:

@@ -97,7 +97,7 @@ _COMMANDS = {
 }
 _CONFIG_COMMANDS = {
     "check": Entry(
-        "ropewalk.server.startup.dry_run",
+        "ropewalk.server.startup.check_command",
         "check",
         "Show what `ropewalk serve --config FILE` would serve here, without loading weights.",
     ),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ropewalk.server.access.keys import KeyTable
+from ropewalk.server.process.hangups import Hangups
 from ropewalk.server.sentences import DIED, sentences
 from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
 from ropewalk.server.settings.load import ServeSettings, chat_template_text, load_settings
@@ -25,7 +26,6 @@ from ropewalk.server.startup.gate import (
     tls_context,
     url_of,
 )
-from ropewalk.server.startup.hangups import Hangups
 from ropewalk.server.startup.progress import LoadingProgress
 from ropewalk.server.version import version_and_commit
 

@@ -171,7 +171,7 @@ def close() -> None:
 
 
 def _import() -> None:
-    from ropewalk.server.startup.preflight import (  # before torch, as in a command
+    from ropewalk.server.process.preflight import (  # before torch, as in a command
         bound_memory,
         wait_briefly,
     )

@@ -52,9 +52,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "turns": {"api", "settings"},
         "corpus": set(),
         "page": {"turns", "api", "corpus", "settings"},
-        "startup": {"page", "turns", "api", "middleware", "access", "settings"},
+        "process": {"settings"},
+        "startup": {"page", "turns", "api", "middleware", "access", "settings", "process"},
         "replicas": {"access"},
-        "ray": {"replicas", "startup", "api", "access", "settings"},
+        "ray": {"replicas", "startup", "api", "access", "settings", "process"},
     },
     "studies": {
         "harness": set(),

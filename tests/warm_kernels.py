@@ -16,8 +16,8 @@ from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.known_products import expected_computing
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.loading.plain_config import PlainDevice, PlainNumberType
+from ropewalk.server.process.preflight import bound_primitives
 from ropewalk.server.settings.sections import CacheSettings
-from ropewalk.server.startup.preflight import bound_primitives
 from tests.engines import EngineFactory, answer, deployment_of, request
 from tests.range_cases import CPU, METHODS, PlacedReads
 

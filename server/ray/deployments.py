@@ -8,11 +8,11 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.handle import DeploymentHandle
 
 from ropewalk.server.access.keys import KeyTable
+from ropewalk.server.process.preflight import bound_primitives, wait_briefly
+from ropewalk.server.process.torch_build import has_nvidia_gpu
 from ropewalk.server.ray.api_replica import ApiReplica
 from ropewalk.server.ray.engine_replica import EngineReplica
 from ropewalk.server.settings.load import ServeSettings
-from ropewalk.server.startup.preflight import bound_primitives, wait_briefly
-from ropewalk.server.startup.torch_build import has_nvidia_gpu
 
 _HEALTH_PERIOD_S = 2.0
 _FAREWELL_S = 10.0  # after the time that running requests have

@@ -22,6 +22,7 @@ from ropewalk.model_runtime.request import FinishReason, Output, Request
 from ropewalk.model_runtime.text.grammar import GrammarCompiler
 from ropewalk.server.log_lines import log_to_stderr
 from ropewalk.server.metrics import MetricFactory, Metrics
+from ropewalk.server.process.preflight import bound_memory
 from ropewalk.server.ray.ray_replicas import TokenLoad
 from ropewalk.server.replicas.channel import Entry, Outbox, Outboxes
 from ropewalk.server.replicas.watchdog import Watchdog
@@ -29,7 +30,6 @@ from ropewalk.server.replicas.wire import ACCEPTED, FULL, STOPPED, OutputEncoder
 from ropewalk.server.sentences import DIED
 from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.startup.load_service import ServedModel, load_served, metrics_of
-from ropewalk.server.startup.preflight import bound_memory
 
 SIGN_OF_LIFE_S = 1.0  # the longest silence of a channel; the settings allow no limit below 2 s
 

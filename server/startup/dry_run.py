@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import click
-
 from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.engine.cache_size import affordable_bytes
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory, machine_memory
@@ -23,9 +21,7 @@ from ropewalk.model_runtime.size_text import size_text
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
 from ropewalk.model_runtime.text.tools.find_format import find_formats
 from ropewalk.model_runtime.text.tools.tool_format import GENERIC, REASONING_FORMATS
-from ropewalk.server.sentences import sentences
-from ropewalk.server.settings.flags import SettingsCommand
-from ropewalk.server.settings.load import ServeSettings, chat_template_text, load_settings
+from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.startup.banner_lines import (
     chat_line,
     computing_line,
@@ -36,7 +32,6 @@ from ropewalk.server.startup.banner_lines import (
     rank_line,
     stored_text,
 )
-from ropewalk.server.startup.gate import address_of, check_traces, key_table_of, tls_context
 from ropewalk.server.startup.load_model import find_model
 from ropewalk.server.startup.serving_plan import (
     ModelFacts,
@@ -45,7 +40,6 @@ from ropewalk.server.startup.serving_plan import (
     plan_deployments,
     plan_serving,
 )
-from ropewalk.server.wording import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,25 +253,3 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
         "  not checked      whether the address is free, and whether the architecture can be taken "
         "over: loading it shows",
     ]
-
-
-@click.command(cls=SettingsCommand)
-@click.argument("file")
-def check(file: str) -> None:
-    """Show what `ropewalk serve --config FILE` would serve here, without loading weights.
-
-    The output lists deployments, tiers, the longest context and memory. Variables of the
-    environment override the file. If the server would refuse to start, the exit code is 2, and a
-    sentence gives the reason.
-    """
-    with sentences():
-        settings = load_settings({"config": file})
-        # As in `serve`: the files that settings name, and the address.
-        key_table_of(settings), tls_context(settings), chat_template_text(settings)
-        address_of(settings)
-        check_traces(settings)
-        # Imported here, so that a wrong key does not wait for it.
-        from ropewalk.server.log_lines import log_to_stderr  # noqa: PLC0415
-
-        log_to_stderr()
-        click.echo(printable("\n".join(outlook_lines(settings, outlook_of(settings)))))

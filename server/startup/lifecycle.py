@@ -33,7 +33,7 @@ from ropewalk.server.startup.progress import LoadingProgress
 from ropewalk.server.startup.reload import Reloader
 
 if TYPE_CHECKING:
-    from ropewalk.server.startup.hangups import Hangups
+    from ropewalk.server.process.hangups import Hangups
 
 _FAREWELL_S = 5.0  # for the error events of requests that did not finish
 

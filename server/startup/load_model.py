@@ -11,8 +11,8 @@ from ropewalk.model_runtime.loading.low_bits.sizes import refuse_int8
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.rope import NativeRope
+from ropewalk.server.process.kernel_folders import refuse_shared_kernels
 from ropewalk.server.settings.load import ServeSettings
-from ropewalk.server.startup.kernel_folders import refuse_shared_kernels
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.loading.checkpoint import Checkpoint

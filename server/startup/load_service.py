@@ -30,6 +30,7 @@ from ropewalk.server.api.service import Service
 from ropewalk.server.errors import rejection_reasons
 from ropewalk.server.metrics import MetricFactory, Metrics
 from ropewalk.server.middleware.http_metrics import HttpMetrics
+from ropewalk.server.process.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.startup.banner_lines import (
     chat_line,
@@ -51,7 +52,6 @@ from ropewalk.server.startup.serving_plan import (
     plan_serving,
     profiles_of,
 )
-from ropewalk.server.startup.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.parallel.ranks import Ranks

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 from ropewalk.model_runtime.size_text import size_text
+from ropewalk.server.process.kernel_folders import kernel_folders, writer_of
 from ropewalk.server.settings.load import ServeSettings, SettingsError
 from ropewalk.server.startup.gate import bound_socket
-from ropewalk.server.startup.kernel_folders import kernel_folders, writer_of
 from ropewalk.server.wording import counted
 from ropewalk.studies.doctor.finding import Finding
 

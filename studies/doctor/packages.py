@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ropewalk.model_runtime.size_text import size_text
-from ropewalk.server.startup.torch_build import TorchBuild, has_nvidia_gpu, mismatch
+from ropewalk.server.process.torch_build import TorchBuild, has_nvidia_gpu, mismatch
 from ropewalk.server.wording import counted
 from ropewalk.studies.doctor.finding import Finding
 

@@ -14,15 +14,15 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 
 from ropewalk.model_runtime.cpu_kernels import attention, elementwise
-from ropewalk.model_runtime.cpu_kernels import attention_ranges as attention_of_ranges
+from ropewalk.model_runtime.cpu_kernels.experts import products
 from ropewalk.model_runtime.cpu_kernels.jit import KeptCode
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import panels_text
+from ropewalk.server.process.kernel_folders import kernel_folders, refuse_shared_kernels, writer_of
 from ropewalk.server.settings.load import SettingsError
-from ropewalk.server.startup.kernel_folders import kernel_folders, refuse_shared_kernels, writer_of
 from tests.processes import run_to_end
 
 # These are imported before any test: a kernel takes its folder when its module is imported.
-MODULES = (attention, elementwise, attention_of_ranges)
+MODULES = (attention, elementwise, products)
 OTHER = "or set NUMBA_CACHE_DIR to a folder that only this user can write"
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
 
@@ -105,7 +105,7 @@ def test_root_may_own_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     """Root can change the code of every process anyway."""
     owner = folder.stat().st_uid
     monkeypatch.setattr("os.geteuid", lambda: owner + 1)
-    monkeypatch.setattr("ropewalk.server.startup.kernel_folders._ROOT_ID", owner)
+    monkeypatch.setattr("ropewalk.server.process.kernel_folders._ROOT_ID", owner)
     assert writer_of(folder) is None
 
 
@@ -126,7 +126,7 @@ def test_a_private_group_has_no_other_member(folder: Path, monkeypatch: pytest.M
     """With umask 002 a folder can be written by its owner's private group."""
     status = folder.stat()
     name = pwd.getpwuid(status.st_uid).pw_name
-    monkeypatch.setattr("ropewalk.server.startup.kernel_folders._ROOT_ID", -1)
+    monkeypatch.setattr("ropewalk.server.process.kernel_folders._ROOT_ID", -1)
     folder.chmod(0o775)
 
     def group(name: str, *members: str) -> Callable[[int], grp.struct_group]:
@@ -145,7 +145,7 @@ def test_a_private_group_has_no_other_member(folder: Path, monkeypatch: pytest.M
 def test_a_volume_of_root_may_be_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An emptyDir of Kubernetes is open. The folders that numba makes in it are the user's."""
     folder.parent.chmod(0o777)
-    monkeypatch.setattr("ropewalk.server.startup.kernel_folders._ROOT_ID", folder.stat().st_uid)
+    monkeypatch.setattr("ropewalk.server.process.kernel_folders._ROOT_ID", folder.stat().st_uid)
     monkeypatch.setattr(Path, "is_mount", lambda path: path == folder.parent)
     assert writer_of(folder) is None
 

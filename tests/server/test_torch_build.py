@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from ropewalk.server.process.torch_build import TorchBuild, mismatch
 from ropewalk.server.startup import load_service
-from ropewalk.server.startup.torch_build import TorchBuild, mismatch
 
 
 @pytest.mark.parametrize(

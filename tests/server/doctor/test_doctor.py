@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory
+from ropewalk.server.process.torch_build import TorchBuild
 from ropewalk.server.settings.load import load_settings
-from ropewalk.server.startup.torch_build import TorchBuild
 from ropewalk.studies.doctor.command import findings
 from ropewalk.studies.doctor.finding import Finding, checked
 from ropewalk.studies.doctor.machine import (
@@ -191,8 +191,8 @@ def test_the_kernels_of_every_folder_are_counted(
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     assert "empty, the first start compiles" in check_kernel_cache().text
     (own,) = tmp_path.glob("cpu_kernels_*")
-    (ranges,) = tmp_path.glob("ranges_*")
-    for folder, number in ((own, 1), (ranges, 2), (tmp_path / "other_1f", 4)):
+    (inner,) = tmp_path.glob("low_bits_*")
+    for folder, number in ((own, 1), (inner, 2), (tmp_path / "other_1f", 4)):
         folder.mkdir(exist_ok=True)
         for each in range(number):
             (folder / f"{each}.nbc").touch()

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup.dry_run import check
+from ropewalk.server.startup.check_command import check
 from ropewalk.server.startup.load_service import load_service
 
 

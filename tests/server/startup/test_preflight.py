@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from ropewalk.server.startup.preflight import wait_briefly
+from ropewalk.server.process.preflight import wait_briefly
 
-_SHOW = "from ropewalk.server.startup.preflight import wait_briefly; wait_briefly(); import torch"
+_SHOW = "from ropewalk.server.process.preflight import wait_briefly; wait_briefly(); import torch"
 
 
 def test_the_environment_may_say_otherwise() -> None:

@@ -1,0 +1,1 @@
+"""The process before anything heavy is imported, and the machine below it."""
