@@ -37,6 +37,17 @@ class LazyGroup(click.Group):
         found: click.Command = getattr(importlib.import_module(entry.module), entry.attribute)
         return found
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the arguments name; a misspelt one is told the nearest name."""
+        known = self.list_commands(ctx)
+        if args[0] not in known and args[0][:1].isalnum() and not ctx.resilient_parsing:
+            from ropewalk.server.wording import did_you_mean  # noqa: PLC0415
+
+            ctx.fail(f"No such command {args[0]!r}.{did_you_mean(args[0], known)}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, self._help(ctx, name)) for name in self.list_commands(ctx)])

@@ -15,17 +15,10 @@ from ropewalk.server.access.keys import KeyTable
 from ropewalk.server.process.hangups import Hangups
 from ropewalk.server.sentences import DIED, sentences
 from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
-from ropewalk.server.settings.load import ServeSettings, chat_template_text, load_settings
+from ropewalk.server.settings.load import ServeSettings, load_settings
 from ropewalk.server.settings.sections import SECTIONS
 from ropewalk.server.startup.early_answers import EarlyAnswers
-from ropewalk.server.startup.gate import (
-    bound_socket,
-    check_traces,
-    key_table_of,
-    key_warnings,
-    tls_context,
-    url_of,
-)
+from ropewalk.server.startup.gate import bound_socket, checked, key_warnings, url_of
 from ropewalk.server.startup.progress import LoadingProgress
 from ropewalk.server.version import version_and_commit
 
@@ -48,12 +41,10 @@ def serve(**flags: Any) -> None:
         settings = load_settings(stated)
         if settings.log_format == "json":
             teller.use_json(_json_log(settings))
-        # Errors of these files are reported before anything is imported.
-        keys, tls = key_table_of(settings), tls_context(settings)
+        # Errors of named files are reported before anything is imported.
+        keys, tls = checked(settings)
         for warning in key_warnings(settings, stated):
             teller.say(warning)
-        chat_template_text(settings)
-        check_traces(settings)
         with bound_socket(settings) as listener, _ended_by_signals():
             hangups = Hangups(teller.say)
             url = url_of(settings, listener)

@@ -30,7 +30,7 @@ numba.config.reload_config()
 
 _log = structlog.get_logger(__name__)
 _NOT_KEPT = "kernels_not_kept"
-_kept: set[str] = set()  # folders that took compiled code of this process
+_kept: set[str] = set()  # files of compiled code that this process has written
 _told: set[str] = set()  # warnings of this process, because every kernel has the same problem
 
 SOURCES = sorted(path for path in Path(__file__).parent.rglob("*.py") if path.name != "__init__.py")
@@ -113,8 +113,10 @@ class _KeptFiles(IndexDataCacheFile):  # type: ignore[misc]
 
     def _save_data(self, name: str, data: Any) -> None:
         code = self._dump(data)
-        with self._open_for_write(self._data_path(name)) as file:
+        path = self._data_path(name)
+        with self._open_for_write(path) as file:
             file.write(code + self._seal(code))
+        _kept.add(path)
 
     def _load_data(self, name: str) -> Any:
         kept = Path(self._data_path(name)).read_bytes()
@@ -155,7 +157,6 @@ class KeptCode(FunctionCache):  # type: ignore[misc]
         """Keep code for the next start, if the folder takes it."""
         try:
             super().save_overload(sig, data)
-            _kept.add(str(self.cache_path))
         except OSError as error:
             _warn_once(
                 _NOT_KEPT,
@@ -174,9 +175,9 @@ class KeptCode(FunctionCache):  # type: ignore[misc]
         return sig, codegen.magic_tuple(), code
 
 
-def are_kernels_kept() -> bool:
-    """Return whether this process has kept compiled code, and no folder has refused any."""
-    return bool(_kept) and _NOT_KEPT not in _told
+def num_kept() -> int:
+    """Return how many kernels this process has kept as files; 0 if a folder has refused any."""
+    return 0 if _NOT_KEPT in _told else len(_kept)
 
 
 def _cache_of(function: Callable[..., Any]) -> KeptCode | None:

@@ -20,6 +20,8 @@ from ropewalk.model_runtime.formats.quantised_scheme import Scheme
 from ropewalk.model_runtime.formats.read_scheme import read_scheme
 from ropewalk.model_runtime.json_files import read_json, read_object
 from ropewalk.model_runtime.loading.plain_config import (
+    NO_FLOAT16,
+    NO_GPU,
     PlainDevice,
     PlainNumberType,
     gguf_num_parameters,
@@ -28,7 +30,7 @@ from ropewalk.model_runtime.loading.plain_config import (
     plain_config,
     plain_device,
     plain_number_type,
-    refuse_unserved_attention,
+    served_values,
     text_values,
 )
 from ropewalk.rope import NativeRope, RopeConfigError, native_rope
@@ -69,11 +71,7 @@ class ModelConfig:
 
     def native(self) -> NativeRope:
         """Return its rotary tables. Raises ModelError."""
-        values = text_values(self.config)
-        problem = impossible(values)
-        if problem is not None:
-            raise ModelError(f"{self.architecture}: {problem[0]} {problem[1]}")
-        refuse_unserved_attention(self.architecture, values)
+        values = served_values(self.architecture, self.config)
         try:
             return native_rope(values)
         except RopeConfigError as error:
@@ -296,7 +294,7 @@ def torch_device(name: str) -> "torch.device":
     if kind != "cuda":
         return torch.device(name)
     if not torch.cuda.is_available():
-        raise ModelError(f"device is {name}, but torch finds no CUDA device here")
+        raise ModelError(f"device is {name}, but {NO_GPU}")
     if not index:
         return torch.device(kind)
     found = torch.cuda.device_count()
@@ -314,7 +312,7 @@ def torch_dtype(name: str, config: Any, device: "torch.device") -> "torch.dtype"
         own: torch.dtype = getattr(config, "dtype", None) or torch.float32
         return torch.float32 if device.type == "cpu" else own
     if name == "float16" and device.type == "cpu":
-        raise ModelError("dtype float16 is not served on a CPU; use float32 or bfloat16")
+        raise ModelError(NO_FLOAT16)
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 

@@ -32,7 +32,11 @@ from ropewalk.model_runtime.attention.paged_attention import (
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.replace_modules import Replacement
 from ropewalk.model_runtime.layers.skip_rotation import restore_rotation, spare_rotation
-from ropewalk.model_runtime.loading.plain_config import refuse_unserved_attention, text_values
+from ropewalk.model_runtime.loading.plain_config import (
+    NO_ROTATION,
+    refuse_unserved_attention,
+    text_values,
+)
 from ropewalk.model_runtime.probing.probe import are_equal, recorded_calls, text_config
 from ropewalk.model_runtime.probing.untouched import rotary_modules
 from ropewalk.rope import ALL_LAYERS, NativeRope, RopeConfigError, native_rope
@@ -147,7 +151,7 @@ def read_native_rope(model: nn.Module) -> NativeRope:
     name = type(model).__name__
     modules = rotary_modules(model)
     if not modules:
-        raise ModelError(f"{name} has no rotary position embeddings that can be patched")
+        raise ModelError(f"{name} {NO_ROTATION}")
     values = text_values(model.config)
     refuse_unserved_attention(name, values)
     try:

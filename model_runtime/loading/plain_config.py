@@ -4,6 +4,7 @@
 For everything else, the functions return None, and transformers reads the config.
 """
 
+import ctypes
 import importlib.util
 import sys
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ropewalk.model_runtime.config_limits import impossible
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.gpu_nodes import GPU_NODES, is_there
 from ropewalk.model_runtime.json_files import read_object
@@ -25,6 +27,8 @@ _NEEDED = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
     *("max_position_embeddings", "vocab_size"),
 )
+NO_FLOAT16 = "dtype float16 is not served on a CPU; use float32 or bfloat16"
+NO_GPU = "torch finds no CUDA device here"
 _ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -148,6 +152,20 @@ def plain_device(name: str) -> PlainDevice | None:
     return None
 
 
+def refuse_absent(device: str, dtype: str) -> None:
+    """Raise ModelError for a device or number type that this machine cannot have.
+
+    Only torch knows the rest, for example which GPUs there are.
+    """
+    if dtype == "float16" and plain_device(device) is not None:
+        raise ModelError(NO_FLOAT16)
+    if device.startswith("cuda") and sys.platform == "linux" and not is_there(GPU_NODES):
+        try:
+            ctypes.CDLL("libcuda.so.1")  # some systems have the driver without those nodes
+        except OSError:
+            raise ModelError(f"device is {device}, but {NO_GPU}") from None
+
+
 def plain_template(folder: Path) -> tuple[str | None] | None:
     """Return the chat template of a folder's tokenizer, in a tuple; None if it is not plain.
 
@@ -210,6 +228,7 @@ def _may_have_gpu() -> bool:
 # looks right to it. So such attention is recognised by the fields of the config.
 
 _BY_INDEX = "an index chooses the keys that a query sees"
+NO_ROTATION = "has no rotary position embeddings that can be patched"
 # A field that is set -> the attention that it switches on.
 _UNSERVED = {
     "index_topk": _BY_INDEX,  # DeepSeek-V3.2, GLM-5
@@ -231,6 +250,38 @@ def text_values(config: Any) -> dict[str, Any]:
     for general, own in aliases.items():
         if values.get(general) is None and own in values:
             values[general] = values[own]
+    return values
+
+
+def has_no_rotation(config: Any) -> bool:
+    """Return whether a config says that its model has no rotary positions, as a load finds them.
+
+    Every class of transformers whose model has a rotary module has `rope_parameters`.
+    """
+    text: Any = config.get_text_config()
+    if not type(text).__module__.startswith("transformers.models."):
+        return False
+    kind = getattr(text, "position_embedding_type", "rope")
+    return not hasattr(text, "rope_parameters") or kind != "rope"
+
+
+def served_values(name: str, config: Any) -> dict[str, Any]:
+    """Return `text_values` of a model that can be served as far as its config tells.
+
+    `name`: that of its class. Raises ModelError, in the words of a load.
+    """
+    if has_no_rotation(config):
+        from transformers.models.auto.modeling_auto import (  # noqa: PLC0415  # seconds
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        )
+
+        kind = config.model_type
+        raise ModelError(f"{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind)} {NO_ROTATION}")
+    values = text_values(config)
+    problem = impossible(values)
+    if problem is not None:
+        raise ModelError(f"{name}: {problem[0]} {problem[1]}")
+    refuse_unserved_attention(name, values)
     return values
 
 

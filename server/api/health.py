@@ -41,6 +41,7 @@ def health_router(service: Service) -> APIRouter:
     def get_version() -> dict[str, str | None]:  # not async: the first one may ask git
         return {"version": own_version(), "commit": own_commit()}
 
+    @router.head("/metrics", include_in_schema=False)
     @router.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:  # not async: rendering runs off the event loop
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -91,7 +91,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     # OpenAI's fields that are accepted only with values that have no effect.
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    instead: ClassVar[Mapping[str, str]] = {}  # the fields to use instead of some of them
+    instead: ClassVar[Mapping[str, str]] = {}  # words for the fields to use instead of others
     known: ClassVar[frozenset[str]] = frozenset()  # names of the fields in JSON
 
     @classmethod
@@ -148,16 +148,18 @@ class Body(BaseModel):
         """Yield the fields that are neutral with another value, then some that are unknown."""
         for name, values in cls.neutral.items():
             if name in value and value[name] not in values:
-                instead = cls.instead.get(name)
-                told = f"is not supported, use `{instead}`" if instead else None
-                yield name, told or _not_served(values, value[name])
+                yield name, cls._instead_of(name) or _not_served(values, value[name])
         if not value.keys() <= cls.known:
             for name in islice((name for name in value if name not in cls.known), _MAX_NAMES):
                 hint = did_you_mean(name, cls.known)
-                yield (
-                    name[:_MAX_NAME],
-                    f"is not a field of this body, remove it{hint and '.'}{hint}",
-                )
+                told = f"is not a field of this body, remove it{hint and '.'}{hint}"
+                yield name[:_MAX_NAME], cls._instead_of(name) or told
+
+    @classmethod
+    def _instead_of(cls, name: str) -> str | None:
+        """Return the words for a field that another one replaces; None if none does."""
+        instead = cls.instead.get(name)
+        return f"is not supported, use {instead}" if instead else None
 
 
 def _not_served(values: tuple[Any, ...], value: Any) -> str:

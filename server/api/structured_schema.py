@@ -95,6 +95,10 @@ class StructuredOutputs(Body):
         "disable_fallback": (None, False),
         "disable_additional_properties": (None, False),
     }
+    instead: ClassVar[Mapping[str, str]] = {
+        "grammar": "`regex`, or `json` with a schema",
+        "structural_tag": "`json` with a schema",
+    }
 
     json_: SchemaOrText | None = Field(None, alias="json")
     regex: Regex | None = None
@@ -122,6 +126,12 @@ _NO_OUTPUTS = StructuredOutputs()
 
 class AnswerFields(Body):
     """The fields that ask for a form of the answer, of which a request has one at most."""
+
+    # vLLM's older names without a counterpart of the same name.
+    instead: ClassVar[Mapping[str, str]] = {
+        "guided_grammar": "`guided_regex`, or `response_format` with a JSON schema",
+        "guided_whitespace_pattern": "`structured_outputs` with `whitespace_pattern`",
+    }
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

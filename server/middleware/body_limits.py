@@ -13,6 +13,8 @@ from ropewalk.server.middleware.large_bodies import LARGE, JsonShape, LargeBodie
 
 _LINGER_S = 2.0  # for a client to send the rest of a refused body; a close would reset it before
 
+_MAX_CODING = 64  # characters of a header that are shown
+
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
@@ -64,6 +66,7 @@ class BodyLimitsMiddleware:
     async def _has_arrived(self, arriving: "_Arriving", headers: Headers, receive: Receive) -> bool:
         """Receive the whole body and check it; return False if the client disconnected."""
         limits = self._limits
+        _check_coding(headers)
         with suppress(ValueError):  # the protocol has refused a length that is none
             arriving.check_size(int(headers.get("content-length", "0")))
         try:
@@ -161,6 +164,17 @@ class _Arriving:
             return {"type": "http.request", "body": body, "more_body": False}
 
         return receive_again
+
+
+def _check_coding(headers: Headers) -> None:
+    """Raise _RefusedError for a body that is compressed."""
+    coding = headers.get("content-encoding", "").strip()
+    if coding.lower() not in {"", "identity"}:
+        told = (
+            f"The header Content-Encoding must be identity, or left out: send the body without "
+            f"compression. Given: {coding[:_MAX_CODING]!a}."
+        )
+        raise _RefusedError(415, told, "compressed_body")
 
 
 async def _refuse(

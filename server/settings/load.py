@@ -5,6 +5,7 @@ and the file overrides the default.
 """
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,6 +65,7 @@ class ServeSettings(
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
 
+_WORD = re.compile("[a-z_]+")
 _CACHE_SIZES = {"kv_cache_gib", "kv_cache_tokens"}
 
 
@@ -81,13 +83,17 @@ def load_settings(flags: Mapping[str, Any]) -> ServeSettings:
         for name, value in in_file.items()
         if name in ServeSettings.model_fields and name not in stated
     }
+    values = {**unstated, **flags}
+    wrong = set[str]()
     try:
-        settings = ServeSettings(**{**unstated, **flags})
+        settings = ServeSettings(**values)
     except ValidationError as error:
         problems += value_problems(error, Sources(flags, in_file, path))
-    if problems:
-        raise SettingsError("\n".join(problems))
-    problems += _contradictions(settings)
+        wrong = {str(each["loc"][0]) for each in error.errors(include_url=False)}
+        # With their defaults, so that contradictions between the others are told, too.
+        defaults = {name: ServeSettings.model_fields[name].default for name in wrong}
+        settings = ServeSettings(**{**values, **defaults})
+    problems += [told for told in _contradictions(settings) if not wrong & set(_WORD.findall(told))]
     if problems:
         raise SettingsError("\n".join(problems))
     return settings

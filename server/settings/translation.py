@@ -28,6 +28,7 @@ def translated(args: Sequence[str], params: Sequence[click.Parameter]) -> list[s
     takes_model = any(param.name == "model" for param in params)
     ours: list[str] = []
     problems: list[str] = []
+    models: list[str] = []  # as they were given, those with a flag last
     left = iter(args)
     for arg in left:
         flag, equals, value = arg.partition("=")
@@ -38,6 +39,7 @@ def translated(args: Sequence[str], params: Sequence[click.Parameter]) -> list[s
             model = [value] if equals else _next(left)
             if not model or model[0].startswith("-"):
                 problems.append(f"{flag} needs the path or the hub id of a model.")
+            models += [f"{flag} {each}" for each in model]
             ours += model
         elif own is not None and own != _MODEL:
             ours.append(f"{own}{equals}{value}")
@@ -45,8 +47,10 @@ def translated(args: Sequence[str], params: Sequence[click.Parameter]) -> list[s
         elif flag in REFUSED:
             problems.append(f"No such option {flag}: {_uncapitalised(REFUSED[flag])}")
         else:
+            if not arg.startswith("-"):
+                models.insert(0, arg)
             ours.append(arg)
-    problems += _several_names(ours)
+    problems += list(_several_names(ours)) or _several_models(models)
     if problems:
         raise click.UsageError("\n".join(dict.fromkeys(problems)))
     return ours
@@ -74,6 +78,13 @@ def _next(left: Iterator[str]) -> list[str]:
 def _uncapitalised(sentence: str) -> str:
     """Return a sentence as the part of another; names in capitals or code stay."""
     return sentence if sentence[:2].isupper() else sentence[0].lower() + sentence[1:]
+
+
+def _several_models(models: Sequence[str]) -> list[str]:
+    """Return the sentence about a flag that names a model beside MODEL or another flag."""
+    if len(models) < 2 or not models[-1].startswith("-"):
+        return []
+    return [f"MODEL is given twice, as {models[0]} and as {models[-1]}: drop {models[-1]}."]
 
 
 def _several_names(args: Sequence[str]) -> Iterator[str]:

@@ -45,6 +45,7 @@ _ANSWERS = {
     "404": "No such model.",
     "408": "The body came too slowly.",
     "413": "The body is too large.",
+    "415": "The body is compressed.",
     "429": "The queue is full, or a bound of the API key is reached; with Retry-After.",
     "431": "Too many headers.",
     "500": "A bug of the server.",
@@ -113,7 +114,7 @@ def _statuses(operation: dict[str, Any], path: str, needs_key: bool) -> Iterator
     if has_body or operation.get("parameters"):
         yield "404"
     if has_body:
-        yield from ("408", "413")
+        yield from ("408", "413", "415")
     if path.endswith("/completions"):  # only an answer waits in the queue
         yield "429"
 

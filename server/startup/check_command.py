@@ -4,8 +4,8 @@ import click
 
 from ropewalk.server.sentences import sentences
 from ropewalk.server.settings.flags import SettingsCommand
-from ropewalk.server.settings.load import chat_template_text, load_settings
-from ropewalk.server.startup.gate import address_of, check_traces, key_table_of, tls_context
+from ropewalk.server.settings.load import load_settings
+from ropewalk.server.startup.gate import Problems, checked
 from ropewalk.server.wording import printable
 
 
@@ -20,13 +20,14 @@ def check(file: str) -> None:
     """
     with sentences():
         settings = load_settings({"config": file})
-        # As in `serve`: the files that settings name, and the address.
-        key_table_of(settings), tls_context(settings), chat_template_text(settings)
-        address_of(settings)
-        check_traces(settings)
+        problems = Problems()
+        problems.tried(lambda: checked(settings))
         # Imported here, so that a wrong key does not wait for it.
         from ropewalk.server.log_lines import log_to_stderr  # noqa: PLC0415
         from ropewalk.server.startup.dry_run import outlook_lines, outlook_of  # noqa: PLC0415
 
         log_to_stderr()
-        click.echo(printable("\n".join(outlook_lines(settings, outlook_of(settings)))))
+        outlook = problems.tried(lambda: outlook_of(settings))
+        problems.refuse()
+        assert outlook is not None, "it was made without a problem"
+        click.echo(printable("\n".join(outlook_lines(settings, outlook))))

@@ -15,6 +15,7 @@ from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.model_runtime.loading.plain_config import (
     PlainConfig,
     plain_template,
+    refuse_absent,
     written_template,
 )
 from ropewalk.model_runtime.size_text import size_text
@@ -32,6 +33,7 @@ from ropewalk.server.startup.banner_lines import (
     rank_line,
     stored_text,
 )
+from ropewalk.server.startup.gate import Problems
 from ropewalk.server.startup.load_model import find_model
 from ropewalk.server.startup.serving_plan import (
     ModelFacts,
@@ -59,6 +61,7 @@ def outline_of(settings: ServeSettings, on_phase: OnPhase = no_phases) -> ModelC
 
     The config and the tokenizer of a hub id are downloaded, and its weights are not.
     """
+    refuse_absent(settings.device, settings.dtype)
     found = find_model(settings, weights=False, on_phase=on_phase)
     return read_outline(
         found.folder,
@@ -78,9 +81,13 @@ def refuse_ahead(settings: ServeSettings, on_phase: OnPhase = no_phases) -> None
     num_ranks = settings.tensor_parallel_size
     source = Path(outline.source)
     written = written_template(source) if source.is_dir() else None
+    problems = Problems()
     if written is not None or settings.chat_template is not None:
-        _tried_template(settings, lambda: None if written is None else written[0])
-    plan_deployments(settings, outline.native())
+        problems.tried(
+            lambda: _tried_template(settings, lambda: None if written is None else written[0])
+        )
+    problems.tried(lambda: plan_deployments(settings, outline.native()))
+    problems.refuse()
     is_sized = settings.kv_cache_gib is not None or settings.kv_cache_tokens is not None
     if is_sized or outline.device.type == "cpu":  # else the size is measured on the GPU
         num_bytes = _storage(settings, outline)[0] or 0
@@ -95,7 +102,11 @@ def outlook_of(settings: ServeSettings) -> Outlook:
     """
     outline = outline_of(settings)
     rank_bytes = _rank_weight_bytes(settings, outline)
-    template = _template_of(settings, outline)
+    problems = Problems()
+    template = problems.tried(lambda: _template_of(settings, outline))
+    problems.tried(lambda: plan_deployments(settings, outline.native()))
+    problems.refuse()
+    assert template is not None, "it was tried without a problem"
     num_weight_bytes, low_bits = _storage(settings, outline)
     memory = _memory(outline)
     if memory is not None:

@@ -1,13 +1,19 @@
-"""The access policy built from the settings: API keys, key file, origins and body limits."""
+"""The checks of settings that need no model, and the access policy that is built from them.
 
+Access is API keys, key file, origins and body limits. The checks import nothing heavy.
+"""
+
+import re
 import socket
 import ssl
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.plain_config import refuse_absent
 from ropewalk.server.access.keys import (
     KEY_RULE,
     NAME_RULE,
@@ -24,8 +30,107 @@ from ropewalk.server.access.keys import (
 )
 from ropewalk.server.access.span_exporters import MissingExporterError, span_exporters
 from ropewalk.server.page.page_files import has_playground
-from ropewalk.server.settings.load import ServeSettings, SettingsError, read_named
+from ropewalk.server.settings.load import (
+    ServeSettings,
+    SettingsError,
+    chat_template_text,
+    read_named,
+)
 from ropewalk.server.settings.problems import shown
+
+_CERTIFICATE = "-----BEGIN CERTIFICATE-----"
+_PRIVATE_KEY = re.compile("-----BEGIN ([A-Z]+ )?PRIVATE KEY-----")
+_MISMATCHES = (
+    "KEY_VALUES_MISMATCH",
+    "KEY_TYPE_MISMATCH",
+    "NO_CERTIFICATE_ASSIGNED",
+)  # OpenSSL's words
+# In PKCS#8 and in older formats. OpenSSL would ask for the password at the terminal.
+_ENCRYPTED = re.compile("-----BEGIN ENCRYPTED PRIVATE KEY-----|Proc-Type: 4,ENCRYPTED")
+
+# family, kind, protocol, canonical name, address
+Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
+
+
+def bound_socket(settings: ServeSettings) -> socket.socket:
+    """Return a bound socket that does not listen yet. Raises SettingsError."""
+    family, kind, protocol, _, address = address_of(settings)
+    try:
+        # The protocol is explicit, because asyncio turns Nagle's delay off only for sockets with
+        # TCP as their protocol. With the delay, a token waits up to 40 ms for the client's
+        # acknowledgement.
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _cannot_listen(settings, error) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(settings, error) from error
+    return listener
+
+
+def address_of(settings: ServeSettings) -> Address:
+    """Return the address of host and port, in the format of getaddrinfo. Raises SettingsError."""
+    try:
+        return socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise _cannot_listen(settings, error) from error
+
+
+def _cannot_listen(settings: ServeSettings, error: OSError) -> SettingsError:
+    return SettingsError(
+        f"cannot listen on host {settings.host}, port {settings.port}: {error.strerror}"
+    )
+
+
+def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
+    """Return the context of the settings' certificate, or None without one. Raises SettingsError.
+
+    uvicorn makes its own from the same files.
+    """
+    if settings.ssl_certfile is None:
+        return None
+    _check_pem_files(settings.ssl_certfile, settings.ssl_keyfile)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except ssl.SSLError as error:
+        raise SettingsError(_cannot_use(settings, error)) from error
+    return context
+
+
+def _check_pem_files(certificate: Path, key: Path | None) -> None:
+    """Raise SettingsError for a file that cannot be read, or without its part in PEM format."""
+    if _CERTIFICATE not in read_named("ssl_certfile", certificate):
+        raise SettingsError(f"ssl_certfile: {certificate} has no certificate in PEM format")
+    name, path = ("ssl_certfile", certificate) if key is None else ("ssl_keyfile", key)
+    text = read_named(name, path)
+    if not _PRIVATE_KEY.search(text):
+        other = "" if key is not None else ", and ssl_keyfile names no other file"
+        raise SettingsError(f"{name}: {path} has no private key in PEM format{other}")
+    if _ENCRYPTED.search(text):
+        raise SettingsError(f"{name}: the private key in {path} must have no password")
+
+
+def _cannot_use(settings: ServeSettings, error: ssl.SSLError) -> str:
+    """Return the sentence about files in PEM format that OpenSSL refuses."""
+    if settings.ssl_keyfile is not None and error.reason in _MISMATCHES:
+        found = f"is not the key of the certificate in {settings.ssl_certfile}"
+        return f"ssl_keyfile: {settings.ssl_keyfile} {found}"
+    beside = "" if settings.ssl_keyfile is None else f" with ssl_keyfile {settings.ssl_keyfile}"
+    why = error.reason or str(error)
+    return f"ssl_certfile: {settings.ssl_certfile} cannot be used{beside}: OpenSSL says {why}"
+
+
+def url_of(settings: ServeSettings, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
 
 if TYPE_CHECKING:
     from ropewalk.server.access.allowance import KeyRing
@@ -34,6 +139,7 @@ if TYPE_CHECKING:
     from ropewalk.server.startup.app import AccessPolicy
 
 
+_Found = TypeVar("_Found")
 _MAX_NAMES = 200  # each has series in the metrics
 # A body has room for schemas, biases and many prompts of token ids, and then for the longest
 # context: a token is 4 to 12 bytes of JSON, and at most a handful of values (a message of one word
@@ -41,6 +147,43 @@ _MAX_NAMES = 200  # each has series in the metrics
 _BODY_BYTES, _BODY_BYTES_OF_A_TOKEN = 2**20, 64
 _BODY_VALUES, _BODY_VALUES_OF_A_TOKEN = 131_072, 4
 _ALL_BODIES_BYTES = 256 * 2**20
+
+
+class Problems:
+    """The errors of several checks, so that all are told at once."""
+
+    def __init__(self) -> None:
+        self._errors: list[SettingsError | ModelError] = []
+
+    def tried(self, check: Callable[[], _Found]) -> _Found | None:
+        """Return what a check returns; None if it has raised SettingsError or ModelError."""
+        try:
+            return check()
+        except (SettingsError, ModelError) as error:
+            self._errors.append(error)
+            return None
+
+    def refuse(self) -> None:
+        """Raise SettingsError with a line for each sentence; raise the only error as it is."""
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            lines = "\n".join(map(str, self._errors)).split("\n")
+            raise SettingsError("\n".join(dict.fromkeys(lines)))
+
+
+def checked(settings: ServeSettings) -> tuple[KeyTable, ssl.SSLContext | None]:
+    """Return the keys and the certificate. Raises SettingsError with a line for each problem."""
+    problems = Problems()
+    keys = problems.tried(lambda: key_table_of(settings))
+    tls = problems.tried(lambda: tls_context(settings))
+    problems.tried(lambda: chat_template_text(settings))
+    problems.tried(lambda: check_traces(settings))
+    problems.tried(lambda: refuse_absent(settings.device, settings.dtype))
+    problems.tried(lambda: address_of(settings))
+    problems.refuse()
+    assert keys is not None, "it was read without a problem"
+    return keys, tls
 
 
 def key_table_of(settings: ServeSettings) -> KeyTable:
@@ -183,64 +326,3 @@ def body_limits_of(settings: ServeSettings, max_len: int) -> "BodyLimits":
         settings.max_total_body_bytes or max(_ALL_BODIES_BYTES, 4 * max_bytes),
         settings.body_timeout_seconds,
     )
-
-
-# family, kind, protocol, canonical name, address
-Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
-
-
-def bound_socket(settings: ServeSettings) -> socket.socket:
-    """Return a bound socket that does not listen yet. Raises SettingsError."""
-    family, kind, protocol, _, address = address_of(settings)
-    try:
-        # The protocol is explicit, because asyncio turns Nagle's delay off only for sockets with
-        # TCP as their protocol. With the delay, a token waits up to 40 ms for the client's
-        # acknowledgement.
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise _cannot_listen(settings, error) from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(settings, error) from error
-    return listener
-
-
-def address_of(settings: ServeSettings) -> Address:
-    """Return the address of host and port, in the format of getaddrinfo. Raises SettingsError."""
-    try:
-        return socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise _cannot_listen(settings, error) from error
-
-
-def _cannot_listen(settings: ServeSettings, error: OSError) -> SettingsError:
-    return SettingsError(
-        f"cannot listen on host {settings.host}, port {settings.port}: {error.strerror}"
-    )
-
-
-def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
-    """Return the context of the settings' certificate, or None without one. Raises SettingsError.
-
-    uvicorn makes its own from the same files.
-    """
-    if settings.ssl_certfile is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
-    except OSError as error:  # ssl's errors are subclasses of it
-        files = f"{settings.ssl_certfile}, {settings.ssl_keyfile or 'no key file'}"
-        raise SettingsError(f"ssl_certfile, ssl_keyfile: {error} ({files})") from error
-    return context
-
-
-def url_of(settings: ServeSettings, listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    scheme = "http" if settings.ssl_certfile is None else "https"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -27,15 +27,15 @@ class LoadingProgress:
         self._num_compiled = 0
         self._bytes: tuple[int, int] | None = None  # downloaded, and in total
         self._said = 0.0
-        self._are_kept: Callable[[], bool] = lambda: False
+        self._num_kept: Callable[[], int] = lambda: 0
         self._kept_said = False
 
     def enter(self, phase: str) -> None:
         """Begin a phase, in words that an operator understands."""
         # Only now, because the disk may refuse the last kernel of a phase.
-        if self._said and not self._kept_said and self._are_kept():
+        if self._said and not self._kept_said and (num_kept := self._num_kept()):
             self._kept_said = True
-            self._say(f"compiled {counted(self._num_compiled, 'kernel')}; later starts reuse them")
+            self._say(f"compiled {counted(num_kept, 'kernel')}; later starts reuse them")
         self._phase, self._phase_began, self._bytes = phase, time.monotonic(), None
 
     def downloaded(self, done: int, total: int) -> None:
@@ -62,13 +62,13 @@ class LoadingProgress:
         # The port answers before these imports.
         from numba.core import event  # noqa: PLC0415
 
-        from ropewalk.model_runtime.cpu_kernels.jit import are_kernels_kept  # noqa: PLC0415
+        from ropewalk.model_runtime.cpu_kernels.jit import num_kept  # noqa: PLC0415
 
         def is_kernel(data: dict[str, Any]) -> bool:  # numba compiles functions of its own, too
             return str(data["dispatcher"].py_func.__module__).startswith(_KERNELS)
 
         progress = self
-        self.know_kept(are_kernels_kept)
+        self.know_kept(num_kept)
 
         class Watching(event.Listener):  # type: ignore[misc]  # numba has no types
             def on_start(self, event: event.Event) -> None:
@@ -81,8 +81,8 @@ class LoadingProgress:
 
         event.register("numba:compile", Watching())
 
-    def know_kept(self, are_kept: Callable[[], bool]) -> None:
-        self._are_kept = are_kept
+    def know_kept(self, num_kept: Callable[[], int]) -> None:
+        self._num_kept = num_kept
 
     def as_json(self) -> dict[str, object]:
         """Return the fields of a 503 answer."""

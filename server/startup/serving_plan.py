@@ -6,12 +6,14 @@ Planning needs no weights.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
+from ropewalk.model_runtime.deployments.wrong_fields import wrong_fields
 from ropewalk.model_runtime.engine.cache_size import MemoryProfile, sized
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory
 from ropewalk.model_runtime.size_text import size_text
@@ -221,12 +223,16 @@ def _deployment(
     }
     if settings.model is None and stated.rope_scaling is None and stated.rope_tiers is None:
         given["rope_scaling"] = _EMBEDDED_SCALING
+    options = DeploymentOptions(**given, page_size=settings.page_size)
+    build = partial(make_deployment, name, native)
     try:
-        options = DeploymentOptions(**given, page_size=settings.page_size)
-        return make_deployment(name, native, options)
-    except RopeConfigError as error:
-        inside = "" if error.field in DeploymentSettings.model_fields else "rope_scaling: "
-        raise SettingsError(f"{_prefix(settings, name)}{inside}{error}") from error
+        return build(options)
+    except RopeConfigError as first:
+        lines = []
+        for error in wrong_fields(options, build):
+            inside = "" if error.field in DeploymentSettings.model_fields else "rope_scaling: "
+            lines.append(f"{_prefix(settings, name)}{inside}{error}")
+        raise SettingsError("\n".join(lines)) from first
 
 
 def _prefix(settings: ServeSettings, name: str) -> str:

@@ -203,7 +203,11 @@ class ChatRequest(GenerationRequest):
         "include_reasoning": (None, True),
     }
 
-    instead: ClassVar[Mapping[str, str]] = {"functions": "tools", "function_call": "tool_choice"}
+    instead: ClassVar[Mapping[str, str]] = {
+        **GenerationRequest.instead,
+        "functions": "`tools`",
+        "function_call": "`tool_choice`",
+    }
 
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=INT64)

@@ -102,7 +102,7 @@ class MessageAnswer(EventAnswer[MessagesRequest]):
         ).model_dump()
 
     def _stop_reason(self, output: Output) -> str:
-        if output.finish_reason is FinishReason.LENGTH:
+        if self.reader.end(output) is FinishReason.LENGTH:
             # The body has the max_tokens that there was room for.
             had_room = self.body.max_tokens == self.received.max_tokens
             return "max_tokens" if had_room else "model_context_window_exceeded"

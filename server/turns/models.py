@@ -60,9 +60,10 @@ class ScalingEntry(Body):
 
 
 class Model(Body):
-    """One served name."""
+    """One served name, or one of its aliases."""
 
     id: str
+    root: str  # the served name
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["ropewalk"] = "ropewalk"
@@ -184,10 +185,11 @@ def model_router(service: Service) -> APIRouter:
     """Build a router with the routes over one service."""
     router = APIRouter(route_class=JsonBodyRoute)
 
-    def model_of(deployment: Deployment) -> Model:
+    def model_of(deployment: Deployment, name: str) -> Model:
         formats = service.chat_formats
         return Model(
-            id=deployment.name,
+            id=name,
+            root=deployment.name,
             created=service.created,
             max_model_len=deployment.max_len,
             meta=ModelMeta(n_ctx=deployment.max_len, n_ctx_train=deployment.native_len),
@@ -216,11 +218,12 @@ def model_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> ModelList:
-        return ModelList(data=[model_of(each) for each in service.deployments.values()])
+        names = (*service.deployments, *service.aliases)
+        return ModelList(data=[model_of(service.deployment(each), each) for each in names])
 
     @router.get("/v1/models/{name:path}")  # a hub id has a slash
     async def model(name: str) -> Model:
-        return model_of(service.deployment(name))
+        return model_of(service.deployment(name), name)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:

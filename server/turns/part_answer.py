@@ -162,10 +162,16 @@ class ChoiceReader:
 
     def finish_reason(self, output: Output) -> str | None:
         """Return OpenAI's finish reason; `length` wins, and a named function ends with `stop`."""
-        reason = output.finish_reason
+        reason = self.end(output)
         if reason is FinishReason.STOP and self._reader.num_calls and not self._is_named:
             return "tool_calls"
         return None if reason is None else reason.value
+
+    def end(self, output: Output) -> FinishReason | None:
+        """Return why the answer ended. A limit that cut only repeated calls is no reason."""
+        reason = output.finish_reason
+        is_whole = reason is FinishReason.LENGTH and self._reader.has_cut_repeats
+        return FinishReason.STOP if is_whole else reason
 
     def outcomes(self) -> dict[str, int]:
         """Return how many calls were read, were cut, could not be read, or were left out."""

@@ -37,7 +37,7 @@ class ResponseAnswer(EventAnswer[ResponsesRequest]):
     _num_events = 0
 
     def complete(self, output: Output) -> dict[str, Any]:
-        return self._response(_status(output), output)
+        return self._response(self._status(output), output)
 
     def first_events(self) -> bytes:
         """Return the events before the first item."""
@@ -82,7 +82,7 @@ class ResponseAnswer(EventAnswer[ResponsesRequest]):
         return done + self._event("response.output_item.done", output_index=part.index, item=item)
 
     def closed(self, output: Output) -> bytes:
-        status = _status(output)
+        status = self._status(output)
         return self._event(f"response.{status}", response=self._response(status, output))
 
     def error_events(self, error: RopewalkError) -> bytes:
@@ -150,6 +150,9 @@ class ResponseAnswer(EventAnswer[ResponsesRequest]):
             rope=None if output is None else self.rope(0, output),
         ).model_dump()
 
+    def _status(self, output: Output) -> Status:
+        return "incomplete" if self.reader.end(output) is FinishReason.LENGTH else "completed"
+
     def _usage(self) -> ResponseUsage:
         counts = self.usage()
         cached = counts.prompt_tokens_details.cached_tokens
@@ -162,10 +165,6 @@ class ResponseAnswer(EventAnswer[ResponsesRequest]):
             ),
             total_tokens=counts.total_tokens,
         )
-
-
-def _status(output: Output) -> Status:
-    return "incomplete" if output.finish_reason is FinishReason.LENGTH else "completed"
 
 
 def _status_of_part(part: Part) -> str:

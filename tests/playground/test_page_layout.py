@@ -59,6 +59,10 @@ def test_no_label_of_the_chart_is_cut_or_covered(small: Watched) -> None:
             assert box["right"] <= chart["right"], text
         for (_, one), (text, other) in pairwise(lengths):
             assert one["right"] < other["left"], text
+        # Each label is under its length; the axis is logarithmic, and the bounds double.
+        centres = [(box["left"] + box["right"]) / 2 for _, box in lengths]
+        gaps = [right - left for left, right in pairwise(centres)]
+        assert max(gaps) - min(gaps) < 1.5, gaps
 
 
 def test_the_empty_page_invites_to_the_demo(small: Watched) -> None:

@@ -7,7 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from ropewalk.cli import ropewalk
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
@@ -25,6 +27,19 @@ def test_help_lists_every_setting() -> None:
         if name != "model":
             assert f"--{name.replace('_', '-')} " in text
             assert f"ROPEWALK_{name.upper()}" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [(("serv",), " Did you mean `serve`?"), (("config", "chek"), " Did you mean `check`?")],
+)
+def test_a_misspelt_command_is_told_the_nearest_one(arguments: tuple[str, ...], hint: str) -> None:
+    """A name that is like none has no hint."""
+    ended = CliRunner().invoke(ropewalk, [*arguments])
+    assert ended.exit_code == 2
+    assert ended.stderr.endswith(f"Error: No such command {arguments[-1]!r}.{hint}\n")
+    ended = CliRunner().invoke(ropewalk, ["zzz"])
+    assert ended.stderr.endswith("Error: No such command 'zzz'.\n")
 
 
 def test_banner_says_what_an_operator_needs(server: Server) -> None:

@@ -268,6 +268,14 @@ def test_health_and_ready(fresh: Server) -> None:
         assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
 
 
+def test_monitoring_may_ask_for_heads_alone(server: Server) -> None:
+    """HEAD has the status and type of GET, and no body."""
+    for path in ("/metrics", "/health", "/live", "/ready"):
+        head, whole = httpx.head(server.url + path), httpx.get(server.url + path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == whole.headers["content-type"]
+
+
 @pytest.mark.parametrize(
     ("native_len", "max_len", "expected"),
     [

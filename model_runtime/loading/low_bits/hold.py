@@ -109,10 +109,11 @@ def storage_of(model: Any) -> Storage:
                 seen.add(id(panels))
                 shape = panels.num_outputs, panels.num_inputs
                 is_product = kind is LowBitLinear
-                found.add(name, shape, panels.kind, 0, is_product=is_product)
+                found.add(f"{name}.weight", shape, panels.kind, 0, is_product=is_product)
     for name, module in modules:
         if type(module) is nn.Linear:
-            found.add_float_outputs(f"{name}.weight", tuple(module.weight.shape))
+            weight = module.weight
+            found.add_float_outputs(f"{name}.weight", tuple(weight.shape), weight.itemsize)
     found.float_bytes = sum(each.nbytes for each in model.parameters())
     for _, module in modules:
         if isinstance(module, LowBitExperts):

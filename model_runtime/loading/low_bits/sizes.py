@@ -7,6 +7,7 @@ from typing import Literal
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import (
     BY_TYPE,
+    FLOAT32,
     INT8,
     PANEL,
     SCRATCH_BYTES,
@@ -70,6 +71,8 @@ class Storage:
     outputs: dict[tuple[str, int], int] = field(default_factory=dict)  # by product and inputs
     # Outputs of floats, by product and inputs: some of them join products of few bits.
     float_outputs: dict[tuple[str, int], int] = field(default_factory=dict)
+    # Bytes that these outputs take in addition, if they join a product of few bits.
+    widening: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def add(
         self,
@@ -86,7 +89,7 @@ class Storage:
         """
         if kind is None:
             self.float_bytes += prod(shape) * itemsize
-            self.add_float_outputs(name, shape)
+            self.add_float_outputs(name, shape, itemsize)
             return
         num_bytes = kind.num_bytes(shape[0], shape[1])
         self.by_format[kind.name] = self.by_format.get(kind.name, 0) + num_bytes
@@ -100,10 +103,13 @@ class Storage:
         self.by_format[kind.name] = self.by_format.get(kind.name, 0) + num_bytes
         self.expert_bytes += num_bytes
 
-    def add_float_outputs(self, name: str, shape: tuple[int, ...]) -> None:
+    def add_float_outputs(self, name: str, shape: tuple[int, ...], itemsize: int) -> None:
+        """Count the outputs of a linear that stays float; `name` is its weight's, as in `add`."""
         if len(shape) == 2 and _product(name) != name:
             key = _product(name), shape[1]
             self.float_outputs[key] = self.float_outputs.get(key, 0) + shape[0]
+            widening = FLOAT32.num_bytes(*shape) - prod(shape) * itemsize
+            self.widening[key] = self.widening.get(key, 0) + widening
 
     @property
     def scratch_bytes(self) -> int:
@@ -116,7 +122,9 @@ class Storage:
 
     @property
     def num_bytes(self) -> int:
-        return sum(self.by_format.values()) + self.float_bytes + self.scratch_bytes
+        widening = sum(size for key, size in self.widening.items() if key in self.outputs)
+        floats = self.float_bytes + widening
+        return sum(self.by_format.values()) + floats + self.scratch_bytes
 
     @property
     def formats(self) -> str:

@@ -76,6 +76,7 @@ class AnswerReader:
         self.num_calls = 0
         self.num_unparsed = 0
         self.num_cut = 0
+        self.has_cut_repeats = False  # max_tokens cut nothing but calls that were left out
 
     @property
     def num_repeated(self) -> int:
@@ -108,6 +109,8 @@ class AnswerReader:
             self._buffer = self._buffer[: len(self._buffer) - self._held_len()].rstrip()
         self._emit(events, self._buffer)
         self._buffer = ""
+        is_other = self._has_text or self._state is _State.REASONING
+        self.has_cut_repeats = is_cut and self._new_calls.is_repeating and not is_other
         return _merged(events)
 
     def _step(self, events: list[Event]) -> bool:

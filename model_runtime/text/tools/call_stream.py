@@ -237,6 +237,7 @@ class NewCalls:
         self._alike: list[str] = []  # arguments of calls before that begin with the pieces
         self._held: list[CallEvent] | None = None  # None: the call differs from all before it
         self.num_repeated = 0
+        self.is_repeating = False  # the last whole call was left out, and no new one has begun
 
     def passed(self, event: CallEvent) -> list[CallEvent]:
         """Return the events that are known to belong to a new call."""
@@ -259,8 +260,10 @@ class NewCalls:
         if is_repeated:
             self._held = None
             self.num_repeated += 1
+            self.is_repeating = True
             return []
         if self._alike and not is_whole:
             return []
+        self.is_repeating = False
         held, self._held = self._held, None
         return held

@@ -81,26 +81,27 @@ function parts(rows, dots) {
   const high = there.length ? Math.ceil(Math.log10(Math.max(...there)) + 1e-9) : 0;
   const top = Math.max(high, low + 1);
   const lengths = rows.map((row) => row.upper);
+  const last = rows.length - 1;
+  // Half of the last label is right of its length.
+  const width = WIDTH - LEFT - Math.max(RIGHT, Math.ceil((CHARACTER * rows[last].label.length) / 2));
   const [from, to] = [Math.log2(lengths[0]) - 1, Math.log2(lengths[lengths.length - 1])];
   const x = (tokens) =>
     LEFT +
-    Math.max(4, ((Math.log2(Math.max(tokens, 1)) - from) / (to - from)) * (WIDTH - LEFT - RIGHT));
+    Math.max(4, ((Math.log2(Math.max(tokens, 1)) - from) / (to - from)) * width);
   const y = (value) =>
     TOP + ((top - Math.log10(value)) / (top - low)) * (HEIGHT - TOP - BOTTOM);
   const found = [];
   for (let power = low; power <= top; power += 1) {
     const at = y(10 ** power);
-    found.push(drawn("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: at, y2: at }));
+    found.push(drawn("line", { class: "grid", x1: LEFT, x2: LEFT + width, y1: at, y2: at }));
     found.push(drawn("text", { class: "axis", x: LEFT - 6, y: at + 4, "text-anchor": "end" }, duration(10 ** power)));
   }
-  // The last label ends at the edge, and the others are as far apart as the longest needs.
+  // Labels are as far apart as the longest needs.
   const longest = CHARACTER * Math.max(...rows.map((row) => row.label.length));
-  const every = Math.ceil((1.5 * longest * rows.length) / (WIDTH - LEFT - RIGHT));
-  const last = rows.length - 1;
+  const every = Math.ceil((1.5 * longest * rows.length) / width);
   rows.forEach((row, index) => {
     if ((last - index) % every === 0) {
-      const anchor = index === last ? "end" : "middle";
-      found.push(drawn("text", { class: "axis", x: x(row.upper), y: HEIGHT - 18, "text-anchor": anchor }, row.label));
+      found.push(drawn("text", { class: "axis", x: x(row.upper), y: HEIGHT - 18, "text-anchor": "middle" }, row.label));
     }
   });
   found.push(drawn("text", { class: "axis", x: WIDTH / 2, y: HEIGHT - 3, "text-anchor": "middle" }, "context in tokens"));

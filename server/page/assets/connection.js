@@ -18,7 +18,8 @@ export async function connect(onModel) {
   for (;;) {
     try {
       await getJson("ready");
-      state.models = (await getJson("v1/models")).data;
+      const listed = (await getJson("v1/models")).data;
+      state.models = listed.filter((each) => each.root === each.id); // without aliases
       break;
     } catch (error) {
       const { phase, bytes_done: done, bytes_total: total } = error.error ?? {};

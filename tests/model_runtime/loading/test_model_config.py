@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,10 @@ from ropewalk.model_runtime.loading.model_config import (
     read_outline,
     torch_device,
 )
+from ropewalk.model_runtime.loading.plain_config import NO_ROTATION, has_no_rotation
 from tests.engines import tiny_checkpoint
-from tests.models_page import SERVED
+from tests.models_page import REFUSED, SERVED
+from tests.tiny_models import tiny_config
 
 # These have a key head for every query head, and no field for it.
 MULTI_HEAD = {"fuyu", "gpt_neox", "modernbert-decoder", "persimmon", "phi"}
@@ -182,3 +185,16 @@ def test_a_quantisation_that_is_no_object_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": "gptq"}))
     with pytest.raises(ModelError, match="quantization_config must be an object, got 'gptq'"):
         read_outline(tmp_path / "model", device="cpu")
+
+
+def test_models_without_rotary_positions_are_known_by_their_config() -> None:
+    """docs/models.md, which loads have written, is the reference."""
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    rows = dict(re.findall(r"^\| `(.+?)` \| (.*) \|$", page, re.MULTILINE))
+    for name in (*SERVED, *REFUSED):
+        expected = f" | {NO_ROTATION}" in rows[name]
+        assert has_no_rotation(tiny_config(name)) == expected, name
+    for name, class_name in (("bert", "BertLMHeadModel"), ("gptj", "GPTJForCausalLM")):
+        config = ModelConfig("x", tiny_config(name), torch.float32, torch.device("cpu"))
+        with pytest.raises(ModelError, match=f"^{class_name} has no rotary position embeddings"):
+            config.native()

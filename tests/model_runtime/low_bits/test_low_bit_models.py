@@ -26,12 +26,10 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.experts.low_bit import LowBitExperts
 from ropewalk.model_runtime.layers.fused_decoder import DecoderLayers
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitEmbedding, LowBitLinear
-from ropewalk.model_runtime.layers.low_bits.product import LowBitProduct
-from ropewalk.model_runtime.layers.packed_linear import products_of
-from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.low_bits.hold import distance, quantise_model
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
-from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, read_outline
+from ropewalk.model_runtime.loading.model_config import read_outline
 from tests.engines import EngineFactory, answer, checkpoint_of, deployment_of, request
 from tests.gguf_cases import CASES
 from tests.gguf_files import Written, as_float32, quantised
@@ -151,35 +149,6 @@ def test_the_distance_is_the_mean_divergence_of_the_next_token() -> None:
     found = distance(before, after)
     assert found.divergence == pytest.approx(float(expected), rel=1e-6)
     assert (found.agreement, found.num_tokens) == (0.5, 2)
-
-
-def test_the_embedded_model_in_int8_is_near_the_stored_one_and_its_memory_is_as_planned() -> None:
-    """Issue 24: the divergence is at most 0.002 nats."""
-    loaded = load_checkpoint(EMBEDDED_MODEL, device="cpu", weights="int8")
-    assert loaded.report.bitwise
-    assert loaded.distance is not None
-    assert 0 < loaded.distance.divergence < 0.002
-    assert loaded.low_bits is not None
-    outline = read_outline(EMBEDDED_MODEL, device="cpu")
-    planned = planned_storage(outline, "int8", is_divided=False)
-    assert planned is not None
-    assert planned.num_bytes == loaded.low_bits.num_bytes
-    assert planned.num_bytes == _held_bytes(loaded)
-
-
-def _held_bytes(loaded: Checkpoint) -> int:
-    """The bytes of all tensors and buffers that a loaded model's products and modules hold."""
-    low = [each for each in products_of(loaded.model) if isinstance(each, LowBitProduct)]
-    panels = {id(weight): weight.memory.nbytes for each in low for weight in each.weights}
-    embedding: Any = loaded.model.get_input_embeddings()
-    panels[id(embedding.panels)] = embedding.panels.memory.nbytes
-    scratch = {
-        each._many.__self__.scratch.packed_Q.ctypes.data: each._many.__self__.scratch.num_bytes
-        for each in low
-        if each._many is not None
-    }
-    floats = sum(each.nbytes for each in loaded.model.parameters() if each.device.type == "cpu")
-    return sum(panels.values()) + sum(scratch.values()) + floats
 
 
 # All types that are kept, and two that are not.
@@ -326,13 +295,6 @@ def test_a_model_of_floats_does_not_import_the_kernels_of_few_bits() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_int8_is_refused_where_its_kernels_are_not() -> None:
-    """A GPU, or several processes."""
-    outline = read_outline(EMBEDDED_MODEL, device="cpu")
-    with pytest.raises(ModelError, match="weights: int8 is not divided among processes"):
-        planned_storage(outline, "int8", is_divided=True)
 
 
 def test_a_factor_that_is_not_finite_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Bodies above 32 KiB are parsed in a thread, have the same answers, and limits of their own."""
 
+import gzip
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -132,3 +133,18 @@ def test_limits_that_are_set_do_not_follow_the_context() -> None:
     assert body_limits_of(load_settings({"max_total_body_bytes": "3000"}), 2048).max_bytes == 3000
     with pytest.raises(SettingsError, match="max_total_body_bytes must be >= max_body_bytes"):
         load_settings({"max_body_bytes": "3001", "max_total_body_bytes": "3000"})
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/tokenize"])
+def test_a_compressed_body_is_refused_with_its_header(server: Server, path: str) -> None:
+    """The body was read as JSON, and the message was about its first character."""
+    body = gzip.compress(b'{"prompt": "a"}')
+    answer = post(server, path, body, **{"Content-Encoding": "gzip"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error.get("code", "compressed_body")) == (415, "compressed_body")
+    assert error["message"] == (
+        "The header Content-Encoding must be identity, or left out: send the body without "
+        "compression. Given: 'gzip'."
+    )
+    plain = post(server, "/tokenize", b'{"prompt": "a"}', **{"Content-Encoding": "identity"})
+    assert plain.status_code == 200

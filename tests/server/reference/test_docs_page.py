@@ -145,7 +145,7 @@ def test_a_route_lists_the_errors_that_it_can_answer(server: Server) -> None:
     for probe in ("/live", "/ready", "/health", "/version", "/metrics", "/v1/models"):
         assert set(paths[probe]["get"]["responses"]) == every, probe
     assert set(paths["/v1/models/{name}"]["get"]["responses"]) == {*every, "404"}
-    with_body = {*every, "404", "408", "413"}
+    with_body = {*every, "404", "408", "413", "415"}
     assert set(paths["/tokenize"]["post"]["responses"]) == with_body
     for route in ("/v1/completions", "/v1/chat/completions"):
         responses = paths[route]["post"]["responses"]

@@ -119,6 +119,21 @@ def test_several_served_names_are_not_taken_for_a_model(names: tuple[str, ...]) 
     assert settings.model_aliases == {each: "a" for each in names if "/" not in each}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("a", "--model", "b"), "as a and as --model b: drop --model b."),
+        (("--model=b", "--port", "1", "a"), "as a and as --model b: drop --model b."),
+        (("-m", "a", "--model-path", "b"), "as -m a and as --model-path b: drop --model-path b."),
+    ],
+)
+def test_a_model_that_is_given_twice_is_told_which_one_to_drop(
+    arguments: tuple[str, ...], told: str
+) -> None:
+    """The argument is the usual place."""
+    assert refusal(*arguments) == f"MODEL is given twice, {told}\n"
+
+
 def test_a_model_may_stand_behind_its_served_name() -> None:
     """A path or an owner's hub id is no name."""
     expected = {"served_model_name": "a", "model": "x/y"}

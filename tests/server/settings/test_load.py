@@ -246,6 +246,24 @@ def test_a_wrong_value_names_setting_value_and_what_is_accepted(
         load_settings(flags)
 
 
+def test_contradictions_are_told_beside_wrong_values() -> None:
+    """A contradiction with a wrong value is none: that value is not known."""
+    flags = {
+        "port": "x",
+        "max_num_batched_tokens": "y",
+        "max_num_seqs": "4096",
+        "kv_cache_gib": "1",
+        "kv_cache_tokens": "5",
+    }
+    with pytest.raises(SettingsError) as caught:
+        load_settings(flags)
+    assert sorted(str(caught.value).split("\n")) == [
+        "kv_cache_gib and kv_cache_tokens both size the cache: give one",
+        "max_num_batched_tokens: must be an integer, got 'y' (from the command line)",
+        "port: must be an integer, got 'x' (from the command line)",
+    ]
+
+
 def test_names_may_have_spaces_round_their_commas() -> None:
     """An empty text is an empty list of names."""
     settings = load_settings(

@@ -86,6 +86,62 @@ def test_wrong_deployments_are_reported_together(tmp_path: Path, case: str) -> N
         assert line.startswith(f"ropewalk: {beginning}")
 
 
+def test_all_wrong_fields_are_told_at_once(tmp_path: Path) -> None:
+    """Of files, of blocks of the scaling, and of the deployments' other fields."""
+    path = tmp_path / "ropewalk.yaml"
+    path.write_text("""
+api_key_file: /nowhere/keys
+ssl_certfile: /nowhere/cert.pem
+chat_template: /nowhere/template.jinja
+deployments:
+  - name: a
+    rope_scaling: {rope_type: yarn, factor: -1, beta_fast: x, mscale: -1, colour: red}
+    max_rope_factor: 3000
+  - name: b
+    allowed_rope_types: [what]
+    allowed_positions: [which]
+    max_model_len: 1000000
+    max_rope_factor: 3000
+""")
+    ended = CliRunner().invoke(check, [str(path)])
+    assert ended.exit_code == 2
+    told = [line.removeprefix("ropewalk: ") for line in ended.stderr.splitlines()]
+    beginnings = [
+        *("api_key_file: cannot read", "ssl_certfile: cannot read", "chat_template: cannot read"),
+        *(f"deployments: a: rope_scaling: {name}:" for name in ("beta_fast", "colour", "factor")),
+        "deployments: a: rope_scaling: mscale: must be >= 0, got -1.0",
+        *(f"deployments: b: {name}:" for name in ("allowed_positions", "allowed_rope_types")),
+        *(f"deployments: b: {name}:" for name in ("max_model_len", "max_rope_factor")),
+    ]
+    assert len(told) == len(beginnings), told
+    for line, beginning in zip(sorted(told[3:]), sorted(beginnings[3:]), strict=True):
+        assert line.startswith(beginning)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("dtype: float16", "dtype float16 is not served on a CPU; use float32 or bfloat16"),
+        ("device: cuda:1", "device is cuda:1, but torch finds no CUDA device here"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_before_the_model_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, sentence: str
+) -> None:
+    """The model's folder is not there either, and torch is not asked."""
+
+    def no_library(_: str) -> None:
+        raise OSError
+
+    monkeypatch.setattr("ropewalk.model_runtime.loading.plain_config.is_there", lambda _: False)
+    monkeypatch.setattr("ctypes.CDLL", no_library)
+    monkeypatch.delattr("torch.cuda.is_available")
+    path = tmp_path / "ropewalk.yaml"
+    path.write_text(f"model: /nowhere/model\n{line}\n")
+    ended = CliRunner().invoke(check, [str(path)])
+    assert (ended.exit_code, ended.stderr) == (2, f"ropewalk: {sentence}\n")
+
+
 def test_a_wrong_deployment_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     """The weights are damaged, and the sentence is about the deployment."""
     folder = tmp_path / "model"

@@ -117,14 +117,14 @@ def test_later_starts_are_promised_only_if_the_kernels_are_kept(*, is_kept: bool
     """The promise comes once, after the kernels of a phase."""
     said: list[str] = []
     progress = LoadingProgress(said.append)
-    progress.know_kept(lambda: is_kept)
+    progress.know_kept(lambda: 3 if is_kept else 0)
     progress.enter("checking the model")
     progress.compiling("attend")
     progress.compiled()
     assert not any("later starts" in line for line in said)
     progress.enter("allocating the cache")
     progress.enter("importing")
-    promised = ["compiled 1 kernel; later starts reuse them"] if is_kept else []
+    promised = ["compiled 3 kernels; later starts reuse them"] if is_kept else []
     assert said[2:] == promised
 
 
@@ -224,9 +224,28 @@ def test_with_a_certificate_the_early_answers_speak_tls(tmp_path: Path) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
         with pytest.raises(httpx.TransportError):
             ask(port_of(listener))
-    (tmp_path / "cert.pem").write_text("no certificate")
-    with pytest.raises(SettingsError, match="ssl_certfile, ssl_keyfile: "):
-        tls_context(load_settings(flags))
+    whole, key_text = certificate.read_text(), key.read_text()
+    other = tmp_path / "other.pem"
+    curve = ("-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+    made = ["openssl", "genpkey", *curve, "-out", str(other)]
+    subprocess.run(made, check=True, capture_output=True)
+    locked = "-----BEGIN ENCRYPTED PRIVATE KEY-----\nAA==\n-----END ENCRYPTED PRIVATE KEY-----\n"
+    broken = "-----BEGIN CERTIFICATE-----\nAA==\n-----END CERTIFICATE-----\n"
+    for cert_text, other_text, told in (
+        ("no PEM", key_text, f"ssl_certfile: {certificate} has no certificate in PEM format"),
+        (whole, "no PEM", f"ssl_keyfile: {key} has no private key in PEM format"),
+        (whole, locked, f"ssl_keyfile: the private key in {key} must have no password"),
+        (whole, other.read_text(), f"ssl_keyfile: {key} is not the key of .* in {certificate}"),
+        (broken, key_text, f"ssl_certfile: {certificate} cannot be used with ssl_keyfile {key}: "),
+    ):
+        certificate.write_text(cert_text)
+        key.write_text(other_text)
+        with pytest.raises(SettingsError, match=f"^{told}") as caught:
+            tls_context(load_settings(flags))
+        assert "\n" not in str(caught.value)
+    certificate.write_text(whole)
+    with pytest.raises(SettingsError, match=r"and ssl_keyfile names no other file$"):
+        tls_context(load_settings({"ssl_certfile": str(certificate)}))
 
 
 def test_the_first_answer_comes_before_the_imports(tmp_path: Path) -> None:

@@ -59,6 +59,26 @@ def test_an_answer_has_at_most_max_parallel_tool_calls(choice: str) -> None:
     assert found.usage.completion_tokens == len("\n".join([CALL] * 8))
 
 
+@pytest.mark.parametrize("strict", [None, False])
+def test_a_limit_that_cuts_only_repeated_calls_is_no_reason(*, strict: bool | None) -> None:
+    """The client has all of the calls. A limit that cuts anything else is the reason."""
+    tools = [tool(strict=strict), tool("clock", strict=strict, zone={"type": "integer"})]
+    repeated = "\n".join([CALL] * 3)
+    twice = len("\n".join([CALL] * 2))
+    with saying(repeated) as server:
+        for length in (twice, twice + 1, twice + 10, twice + len(CALL) - 5):
+            found = server.ask(tools=tools, max_tokens=length).choices[0]
+            assert calls_of(found.message) == [("look", {"city": "Paris"})], length
+            assert found.finish_reason == "tool_calls", length
+        _, calls, reason = accumulated(server.stream(tools=tools, max_tokens=twice + 10))
+        assert (len(calls), reason) == (1, "tool_calls")
+        found = server.ask(tools=tools, max_tokens=len(CALL) + 10).choices[0]
+        assert found.finish_reason == "length"
+    with saying("\n".join([CALL, CALL, CALL.replace("Paris", "Rome")])) as server:
+        found = server.ask(tools=tools, max_tokens=twice + len(CALL) - 5).choices[0]
+        assert found.finish_reason == "length"
+
+
 def test_a_stream_of_calls_is_told_as_openai_tells_it() -> None:
     """First the role, then the id and name, the arguments as they come, and an empty delta."""
     with saying(CALL) as server:
