@@ -20,7 +20,12 @@ from functools import cached_property
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch
-from ropewalk.model_runtime.attention.paged_attention import AttentionCall, LayerPlan, PagedStep
+from ropewalk.model_runtime.attention.paged_attention import (
+    AttentionCall,
+    LayerPlan,
+    PagedStep,
+    StateCall,
+)
 from ropewalk.model_runtime.attention.rope_tables import LayerTables
 from ropewalk.model_runtime.layers.last_layer import WritingStep
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
@@ -68,6 +73,10 @@ class RotatedStep:
     tables: LayerTables
     read: WritingStep
     _angles_TP: Angles | None = None
+
+    def advance(self, layer_idx: int, call: StateCall) -> Tensor:
+        """Return the result of a layer with states, which rotates nothing."""
+        return self.read.advance(layer_idx, call)
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """Return the attention's output, [1, T, H, V]."""

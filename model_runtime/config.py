@@ -1,6 +1,8 @@
 """The engine's limits, fixed at start."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from ropewalk.model_runtime.errors import ModelError
 
 DEFAULT_DRAFT_TOKENS = 15
 # The most rows of a step with drafts on a GPU: reading the weights takes most of its time.
@@ -21,6 +23,7 @@ class EngineConfig:
     num_rope_tables: int = 1  # profiles that requests may have; their tables get memory at start
     # Tokens a sequence; 0: no speculation; None: the default if no bit can change, else 0.
     max_draft_tokens: int | None = 0
+    num_state_slots: int = 0  # sequences and snapshots of a model with states; 0: it has none
     enforce_eager: bool = False  # on a GPU: no CUDA graphs of decode steps
     max_queued_requests: int = 256  # requests waiting to start
     max_queued_prompt_tokens: int | None = None  # tokens of their prompts; None: no limit
@@ -37,3 +40,33 @@ class EngineConfig:
         return max(
             self.max_num_seqs, min(num_drafted, MOST_DRAFT_ROWS, self.max_num_batched_tokens)
         )
+
+
+def with_slots(
+    config: EngineConfig,
+    slot_bytes: int,
+    affordable_bytes: int | None = None,
+    kv_cache_tokens: int | None = None,
+    kv_cache_gib: float | None = None,
+) -> tuple[EngineConfig, int]:
+    """Return `config` with slots of `slot_bytes` for states, and the bytes of all slots.
+
+    There are two for each sequence of a step, so that snapshots have as many as sequences. They
+    take at most half of `kv_cache_gib`, or of `affordable_bytes`. If they are fewer than the
+    sequences, then fewer sequences run at a time. A size in tokens is for the pages alone. Raises
+    ModelError if drafts are asked for.
+    """
+    if not slot_bytes:
+        return config, 0
+    if config.max_draft_tokens:
+        raise ModelError(
+            "max_draft_tokens must be 0 for a model that keeps states, because a state that a "
+            f"wrong draft has advanced does not come back, got {config.max_draft_tokens}"
+        )
+    most_bytes = affordable_bytes if kv_cache_gib is None else int(kv_cache_gib * 2**30)
+    num_slots = 2 * config.max_num_seqs
+    if kv_cache_tokens is None and most_bytes is not None:
+        num_slots = min(num_slots, max(1, most_bytes // 2 // slot_bytes))
+    most = min(config.max_num_seqs, num_slots)
+    slotted = replace(config, num_state_slots=num_slots, max_num_seqs=most)
+    return slotted, num_slots * slot_bytes

@@ -240,6 +240,12 @@ class Metrics(Observer):
         self._kv_usage = factory.gauge(
             "ropewalk_kv_cache_usage_ratio", "Share of the cache's pages in use, 0 to 1."
         )
+        self._num_slots = config.num_state_slots
+        if self._num_slots:
+            self._state_usage = factory.gauge(
+                "ropewalk_state_slots_usage_ratio",
+                "Share of the slots of states that sequences hold, 0 to 1.",
+            )
         factory.gauge("ropewalk_kv_cache_tokens", "Tokens that the whole cache holds.").set(
             config.num_pages * config.page_size
         )
@@ -316,6 +322,10 @@ class Metrics(Observer):
         self._running.set(num_running)
         self._waiting.set(num_waiting)
         self._kv_usage.set(num_used_pages / self._num_pages)
+
+    def states_held(self, num_used_slots: int) -> None:
+        """Record the slots in use, after `stepped`."""
+        self._state_usage.set(num_used_slots / self._num_slots)
 
     def timed(self, seconds: Mapping[Part, float]) -> None:
         self._steps.inc()

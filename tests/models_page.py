@@ -24,19 +24,19 @@ SERVED = (
     "gemma3", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified",
     "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss",
     "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hy_v3",
-    "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "llama",
-    "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral",
-    "mixtral", "modernbert-decoder", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon",
-    "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
-    "stablelm", "starcoder2", "vaultgemma", "youtu",
+    "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "lfm2",
+    "lfm2_moe", "lfm3", "llama", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral",
+    "ministral3", "mistral", "mixtral", "modernbert-decoder", "nemotron", "olmo", "olmo2", "olmo3",
+    "olmoe", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
+    "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
 REFUSED = (
     "axk2", "bailing_hybrid", "bamba", "beam", "codegen", "deepseek_v32", "deepseek_v4",
-    "diffllama", "doge", "dots3_note_text", "falcon", "falcon_h1", "glm_moe_dsa",
-    "gpt2", "gpt_neox_japanese", "gptj", "granitemoehybrid", "hrm_text", "hunyuan_v1_dense",
-    "hunyuan_v1_moe", "hy_v4", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama4", "llama4_text",
-    "longcat_flash", "minimax", "minimax_m3_vl_text", "nanochat", "olmo_hybrid", "phimoe",
-    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp",
+    "diffllama", "doge", "dots3_note_text", "falcon", "falcon_h1", "glm_moe_dsa", "gpt2",
+    "gpt_neox_japanese", "gptj", "granitemoehybrid", "hrm_text", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "hy_v4", "kimi_linear", "llama4", "llama4_text", "longcat_flash",
+    "minimax", "minimax_m3_vl_text", "nanochat", "olmo_hybrid", "phimoe", "qwen4_exp",
     "qwen4_exp_text", "recurrent_gemma", "roformer", "zamba2", "zaya",
 )  # fmt: skip
 # Served, with experts that are not transformers' interface for them: torch multiplies these.
@@ -156,6 +156,8 @@ On 2026-11-24 the lists of PyPI and npm were searched for packages that carry GG
 | architecture | class | why |
 |---|---|---|
 {refused}
+
+Layers that keep a state of each sequence are served for the classes above, on a CPU ([hybrid.md](hybrid.md)). For other classes the refusal names the class of the layer.
 
 Three kinds of attention are refused by fields of the config, because the self-check's prompts are too short to see them:
 

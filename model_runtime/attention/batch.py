@@ -18,7 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.work_list import Cut, WorkList
+from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.model_runtime.transfer import on_device
+
+_NO_PARTS = np.empty((0, 4), dtype=np.int64)
 
 
 class Span(NamedTuple):
@@ -30,6 +33,7 @@ class Span(NamedTuple):
     pages: Sequence[int] | NDArray[np.int32]
     table_id: int  # index of its rotation table
     logit_rows: Sequence[int]  # tokens that need logits, counted from the span's start
+    states: Sequence[StatePart] = ()  # all of its tokens, in order; none if a model has no states
 
 
 class Place(NamedTuple):
@@ -58,6 +62,8 @@ class Batch:
     places_S: tuple[Place, ...]  # the host's copy, which avoids a wait for the device
     # Those of the GPU's decode kernel, each made when the first layer needs it.
     work_lists: dict[Cut, WorkList] = field(default_factory=dict)
+    # Begin, end, slot to read (-1: zeros) and slot to write of each part, int64 [X, 4]; the host's.
+    parts_X4: NDArray[np.int64] = field(default_factory=lambda: _NO_PARTS)
 
 
 class PageRow:
@@ -184,6 +190,7 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
         logit_rows_R=logit_rows_R,
         single_B=single_B,
         places_S=places,
+        parts_X4=_state_parts(spans, begin_S1) if spans[0].states else _NO_PARTS,
     )
 
 
@@ -197,6 +204,18 @@ def single_rows(spans: Sequence[Span]) -> list[Span]:
         for span in spans
         for row, token_id in enumerate(span.token_ids)
     ]
+
+
+def _state_parts(spans: Sequence[Span], begin_S1: Sequence[int]) -> NDArray[np.int64]:
+    """Return the parts of all spans as rows, int64 [X, 4]."""
+    rows = []
+    for span, first in zip(spans, begin_S1, strict=False):
+        begin = first
+        for part in span.states:
+            end = begin + part.num_tokens
+            rows.append((begin, end, -1 if part.read is None else part.read, part.write))
+            begin = end
+    return np.array(rows, dtype=np.int64)
 
 
 def _page_table(spans: Sequence[Span], width: int) -> NDArray[np.int32]:

@@ -12,13 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ropewalk.model_runtime.attention.batch import Batch
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import LayerTables, RopeTables
+from ropewalk.model_runtime.attention.state_store import LayerStates, StateStore
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.rope import half_split_from_interleaved
 
@@ -47,6 +50,23 @@ class StepMissingError(ModelError):
         super().__init__(
             f"{self.attention.__name__} does not pass keyword arguments to its attention"
         )
+
+
+class StateCall(Protocol):
+    """The call of a layer that mixes tokens by a state of each sequence, not by attention."""
+
+    def zeros(self) -> Tensor:
+        """Return zeros in the shape of the result, for probes."""
+
+    def advance(self, states: LayerStates, parts_X4: NDArray[np.int64]) -> Tensor:
+        """Advance the states of sequences, and return the result. See `Batch.parts_X4`."""
+
+
+class StateStep(Protocol):
+    """The object in the keyword, as layers with states use it."""
+
+    def advance(self, layer_idx: int, call: StateCall) -> Tensor:
+        """Return the result of a layer with states."""
 
 
 class Step(Protocol):
@@ -131,7 +151,11 @@ class PagedStep:
         tables: RopeTables,
         plans: Mapping[int, LayerPlan],
         backend: type[Backend],
+        *,
+        states: StateStore | None = None,
     ) -> None:
+        self.parts_X4 = batch.parts_X4
+        self.states = states
         self.store = store
         self.tables = tables
         self.plans = plans
@@ -145,6 +169,11 @@ class PagedStep:
             key_TKD = plan.in_cache_order(key_TKD)
         value_TKV = call.value_1KTV[0].transpose(0, 1)
         self.backend.write(*self.store.pages(layer_idx), key_TKD, value_TKV)
+
+    def advance(self, layer_idx: int, call: StateCall) -> Tensor:
+        """Advance a layer's states by this step's tokens."""
+        assert self.states is not None, "a layer with states in a model that was planned without"
+        return call.advance(self.states.layer(layer_idx), self.parts_X4)
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """Write this step's keys and values, then read every page."""

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from llvmlite import ir
@@ -75,6 +76,14 @@ def run_thread_team(work: Callable[[int], None], size: int, give_up: Callable[[]
     """
     with _team:
         parallel_for(work, range(size), give_up)
+
+
+def even_shares(size: int, unit: int, most: int) -> list[tuple[int, int]]:
+    """Return at most `most` ranges that are `size` together, at multiples of `unit`."""
+    num_units = size // unit
+    num_shares = max(1, min(most, num_units, MOST_THREADS))
+    edges = [num_units * share // num_shares * unit for share in range(num_shares + 1)]
+    return list(pairwise(edges))
 
 
 @cache

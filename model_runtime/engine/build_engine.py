@@ -7,7 +7,8 @@ import torch
 
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
-from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig
+from ropewalk.model_runtime.attention.state_store import StateStore
+from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS, EngineConfig, with_slots
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.errors import ModelError
@@ -16,6 +17,7 @@ from ropewalk.model_runtime.loading.load_progress import faults_of
 from ropewalk.model_runtime.runner.backends import backend_for, check_layers, new_store
 from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.state_shape import StatePart, bytes_per_state
 from ropewalk.rope import Profile
 
 _WARM_UP_TOKENS = 32  # so many that the last layer is pruned (last_layer.py)
@@ -46,6 +48,7 @@ def _built(
     make: Callable[..., ModelRunner],
 ) -> Engine:
     config = replace(config, max_draft_tokens=draft_tokens(checkpoint, config))
+    config = _slotted(checkpoint, config)
     runner = build_runner(checkpoint, config, profiles, make)
     is_captured = captures_graphs(checkpoint, config)
     # Nothing is cached yet, so any page will do.
@@ -65,6 +68,13 @@ def _built(
     return Engine(runner, checkpoint.tokenizer, config, checkpoint.eos_token_ids, observer)
 
 
+def _slotted(checkpoint: Checkpoint, config: EngineConfig) -> EngineConfig:
+    """Return `config` with slots if the model has states and no number of them is stated."""
+    if config.num_state_slots:
+        return config
+    return with_slots(config, bytes_per_state(checkpoint.states))[0]
+
+
 def draft_tokens(checkpoint: Checkpoint, config: EngineConfig) -> int:
     """Return the most tokens of a draft; by default none if they could change an answer's bits."""
     if config.max_draft_tokens is not None:
@@ -74,7 +84,8 @@ def draft_tokens(checkpoint: Checkpoint, config: EngineConfig) -> int:
 
 def has_exact_drafts(checkpoint: Checkpoint) -> bool:
     """Return whether the bits of a row do not depend on the draft beside it."""
-    return checkpoint.device.type == "cpu" and checkpoint.report.bitwise
+    # A state that a wrong draft has advanced does not come back.
+    return checkpoint.device.type == "cpu" and checkpoint.report.bitwise and not checkpoint.states
 
 
 def first_of_each_kind(profiles: Sequence[Profile]) -> Iterable[Profile]:
@@ -95,11 +106,15 @@ def build_runner(
     page_size = config.page_size
     profiles = tuple(profiles)
     check_layers(profiles, checkpoint.plans)
+    config = _slotted(checkpoint, config)
     try:
         # One extra page for the padding of a captured step.
         num_pages = config.num_pages + (1 if captures_graphs(checkpoint, config) else 0)
         store = new_store(
             checkpoint.plans, num_pages, page_size, checkpoint.dtype, checkpoint.device
+        )
+        states = (
+            StateStore(checkpoint.states, config.num_state_slots) if checkpoint.states else None
         )
     except RuntimeError as error:  # raised by torch if memory is short, on a CPU and on a GPU
         raise ModelError(
@@ -109,7 +124,8 @@ def build_runner(
     tables = RopeTables(checkpoint.native, page_size, config.max_model_len, checkpoint.device, room)
     for profile in profiles:
         tables.id_of(profile)
-    return make(checkpoint.model, checkpoint.plans, store, tables, page_size)
+    more = {} if states is None else {"states": states}  # which no class for several ranks takes
+    return make(checkpoint.model, checkpoint.plans, store, tables, page_size, **more)
 
 
 def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConfig) -> None:
@@ -121,9 +137,10 @@ def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConf
     num_tokens = min(_WARM_UP_TOKENS, config.max_model_len)
     pages = [page] * -(-num_tokens // config.page_size)
     table_id = runner.table_id(profile)
-    prompt = Span([0] * num_tokens, 0, pages, table_id, range(num_tokens - 1, num_tokens))
+    parts, one = ((StatePart(each, None, 0),) for each in (num_tokens, 1))
+    prompt = Span([0] * num_tokens, 0, pages, table_id, range(num_tokens - 1, num_tokens), parts)
     scored = prompt._replace(logit_rows=range(num_tokens))
-    decode = Span([0], 0, pages, table_id, range(1))
+    decode = Span([0], 0, pages, table_id, range(1), one)
     for spans in ([prompt], [decode, prompt, decode], [decode, scored]):
         runner.run(spans)
 

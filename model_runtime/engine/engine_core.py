@@ -67,6 +67,7 @@ class EngineCore:
         self._observer = observer
         self._clock = StepTimer()
         self.scheduler = Scheduler(config)
+        self._states = self.scheduler.pages.states
         self._prefill_budget = PrefillBudget(config.step_target_s, config.max_num_batched_tokens)
         self._requests = RequestStates(self.scheduler, observer, on_end)
         self._postprocessor = Postprocessor(self._requests, self.scheduler, observer, self._clock)
@@ -126,6 +127,8 @@ class EngineCore:
         self._observer.stepped(
             len(scheduler.running), len(scheduler.waiting), scheduler.pool.num_used
         )
+        if self._states is not None:
+            self._observer.states_held(self._states.pool.num_used)
 
     def check_integrity(self) -> None:
         """Check that the live requests are those of the scheduler. Raises AssertionError."""
@@ -283,15 +286,16 @@ class EngineCore:
             state.page_row.follow(sequence.pages),
             state.table[1],
             chunk.logit_rows,
+            () if self._states is None else self._states.parts(sequence, chunk.num_tokens),
         )
 
     def _make_room(self) -> bool:
-        """Preempt the newest sequence; return False if no other sequence runs."""
-        preempted = self.scheduler.preempt_newest()
-        if preempted is not None:
-            _log.warning("out_of_memory", preempted=preempted.request.request_id)
-            self._observer.preempted(preempted.request)
-        return preempted is not None
+        """Preempt sequences; return False if fewer than two run."""
+        preempted = self.scheduler.make_room()
+        for sequence in preempted:
+            _log.warning("out_of_memory", preempted=sequence.request.request_id)
+            self._observer.preempted(sequence.request)
+        return bool(preempted)
 
     def _fail(self, plan: StepPlan, error: str) -> None:
         for sequence in plan.chunks:

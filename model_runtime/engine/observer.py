@@ -39,5 +39,8 @@ class Observer:
     def stepped(self, num_running: int, num_waiting: int, num_used_pages: int) -> None:
         """Record the queues and the cache after a step, or after another change of them."""
 
+    def states_held(self, num_used_slots: int) -> None:
+        """Record the slots that hold states of running sequences, after `stepped`."""
+
     def timed(self, seconds: Mapping[Part, float]) -> None:
         """Record the seconds of every part of a step that computed tokens."""

@@ -19,7 +19,12 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.attention.batch import Batch, Span
-from ropewalk.model_runtime.attention.paged_attention import STEP, AttentionCall, LayerPlan
+from ropewalk.model_runtime.attention.paged_attention import (
+    STEP,
+    AttentionCall,
+    LayerPlan,
+    StateCall,
+)
 from ropewalk.model_runtime.errors import ModelError
 
 _MIN_SPARED = 8  # rows; if fewer are saved, a second call costs more time than it saves
@@ -31,6 +36,9 @@ class _WrittenError(Exception):
 
 class WritingStep(Protocol):
     """A step that can also write without reading."""
+
+    def advance(self, layer_idx: int, call: StateCall) -> Tensor:
+        """Return the result of a layer with states."""
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """Write and read the cache; return the attention's output, [1, T, H, V]."""
@@ -51,6 +59,12 @@ class PrunedStep:
         self.last_layer = last_layer
         self._is_written = False
         self.rows_R = rows_R
+
+    def advance(self, layer_idx: int, call: StateCall) -> Tensor:
+        """Return the result of a layer with states, which comes before the last layer."""
+        if self._is_written:
+            raise ModelError(f"layer {layer_idx} keeps states, and is called for some rows only")
+        return self.every.advance(layer_idx, call)
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """Return the attention's output, [1, T, H, V]; in the last layer [1, R, H, V]."""

@@ -30,7 +30,7 @@ def spare_rotation(layers: Iterable[nn.Module]) -> list[nn.Module]:
         forward = type(layer).forward
         if isinstance(forward, FunctionType) and _rotates_by_name(forward):
             if forward not in copies:
-                copies[forward] = _with_globals(forward, {_NAME: _as_they_are})
+                copies[forward] = with_globals(forward, {_NAME: _as_they_are})
             # The instance's attribute hides the forward of the class.
             layer.forward = MethodType(copies[forward], layer)
             spared.append(layer)
@@ -54,7 +54,7 @@ def _as_they_are(q: Tensor, k: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tens
     return q, k
 
 
-def _with_globals(function: FunctionType, replaced: dict[str, Any]) -> FunctionType:
+def with_globals(function: FunctionType, replaced: dict[str, Any]) -> FunctionType:
     """Return a copy of a function, with some globals replaced."""
     copy = FunctionType(
         function.__code__,

@@ -5,7 +5,7 @@ only if trust_remote_code is set.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,11 @@ from ropewalk.model_runtime.loading.low_bits.sizes import (
     refuse_int8,
 )
 from ropewalk.model_runtime.loading.model_config import ModelConfig, read_model_config
-from ropewalk.model_runtime.loading.patch_model import patch_model, plans_of_part, read_native_rope
+from ropewalk.model_runtime.loading.patch_model import (
+    patch_with_states,
+    plans_of_part,
+    read_native_rope,
+)
 from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.model_runtime.loading.pretrained import (
     end_token_ids,
@@ -55,6 +59,7 @@ from ropewalk.model_runtime.probing.untouched import (
 )
 from ropewalk.model_runtime.runner.backends import has_cpu_kernels, has_gpu_kernels
 from ropewalk.model_runtime.size_text import size_text
+from ropewalk.model_runtime.state_shape import StateShape
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.rope import NativeRope
 
@@ -85,6 +90,7 @@ class Checkpoint:
     weight_bytes: int | None = None  # of such weights, once loaded
     source: Path | None = None  # the folder or GGUF file; None if the model was not loaded from one
     low_bits: Storage | None = None  # of weights in few bits, if there are any
+    states: Mapping[int, StateShape] = field(default_factory=dict)  # by layer; empty: it has none
     distance: Distance | None = None  # of int8 weights from the stored ones
 
 
@@ -251,8 +257,8 @@ def prepare_model(
     _log.info("self_check", model=type(model).__name__)
     structure = original_structure(model, native)
     original = original_logits(model, native, text_ids=text_ids_of(model, tokenizer))
-    plans = patch_model(model, native)
-    check_structure(model, plans, native, structure)
+    plans, states = patch_with_states(model, native)
+    check_structure(model, plans, native, structure, states)
     if division is not None:
         division.divide(model)
         plans = plans_of_part(model, plans)
@@ -276,7 +282,7 @@ def prepare_model(
         if division is not None:
             division.note_products(model, parameter.dtype, parameter.device)
         replace_norms(model)
-    prompts = PagedPrompts(model, plans, native, original)
+    prompts = PagedPrompts(model, plans, native, original, states=states)
     report = choose_forward(prompts, check(prompts), fused)
     vocab_size = text_config(model).vocab_size
     return Checkpoint(
@@ -291,6 +297,7 @@ def prepare_model(
         parameter.device,
         report,
         products,
+        states=states,
     )
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from ropewalk.model_runtime.config_limits import impossible
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.gguf_weights import find_gguf
 from ropewalk.model_runtime.formats.quantised_inventory import read_inventory, refuse_unstated
@@ -20,19 +19,23 @@ from ropewalk.model_runtime.formats.quantised_scheme import Scheme
 from ropewalk.model_runtime.formats.read_scheme import read_scheme
 from ropewalk.model_runtime.json_files import read_json, read_object
 from ropewalk.model_runtime.loading.plain_config import (
-    NO_FLOAT16,
     NO_GPU,
     PlainDevice,
     PlainNumberType,
+    check_numbers,
     gguf_num_parameters,
     gguf_plain_config,
     gguf_storage,
     plain_config,
     plain_device,
     plain_number_type,
+    refuse_states_elsewhere,
     served_values,
+    state_shapes,
     text_values,
+    torch_dtype,
 )
+from ropewalk.model_runtime.state_shape import StateShape
 from ropewalk.rope import NativeRope, RopeConfigError, native_rope
 
 if TYPE_CHECKING:
@@ -72,6 +75,7 @@ class ModelConfig:
     def native(self) -> NativeRope:
         """Return its rotary tables. Raises ModelError."""
         values = served_values(self.architecture, self.config)
+        refuse_states_elsewhere(self.architecture, values, self.device)
         try:
             return native_rope(values)
         except RopeConfigError as error:
@@ -87,10 +91,16 @@ class ModelConfig:
         values = text_values(self.config)
         # Only layers that differ from the others are here (Gemma 4).
         own = {int(key): each for key, each in (values.get("per_layer_config") or {}).items()}
+        states = self.states()
         return {
             index: self._shape({**values, **own.get(index, {})})
             for index in range(self._number("num_hidden_layers", values))
+            if index not in states
         }
+
+    def states(self) -> Mapping[int, StateShape]:
+        """Return the shapes of its layers' states by index; empty for a model without them."""
+        return state_shapes(text_values(self.config))
 
     def num_parameters(self) -> int | None:
         """Return the number of parameters in the weight files; None without such files."""
@@ -304,18 +314,6 @@ def torch_device(name: str) -> "torch.device":
     return torch.device(kind, int(index))
 
 
-def torch_dtype(name: str, config: Any, device: "torch.device") -> "torch.dtype":
-    """Return the dtype; `auto`: float32 on a CPU, the checkpoint's own dtype elsewhere."""
-    import torch
-
-    if name == "auto":
-        own: torch.dtype = getattr(config, "dtype", None) or torch.float32
-        return torch.float32 if device.type == "cpu" else own
-    if name == "float16" and device.type == "cpu":
-        raise ModelError(NO_FLOAT16)
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-
-
 def _check_files(folder: Path, *, has_weights: bool) -> None:
     """Raise ModelError that names a missing or broken file, before anything is loaded."""
     for name in ("config.json", "tokenizer.json"):
@@ -323,7 +321,7 @@ def _check_files(folder: Path, *, has_weights: bool) -> None:
             raise ModelError(f"{folder} has no {name}")
     for name in ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
         read_json(folder / name)  # refuses one that is nested too deeply
-    _check_numbers(folder / "config.json")
+    check_numbers(folder / "config.json")
     if not has_weights:
         return
     weights = sorted(folder.glob("*.safetensors"))
@@ -337,13 +335,3 @@ def _check_files(folder: Path, *, has_weights: bool) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is not a whole safetensors file: {error}") from error
-
-
-def _check_numbers(path: Path) -> None:
-    """Raise ModelError for a number of the config that no model can have."""
-    values = read_object(path) or {}
-    inner = values.get("text_config")
-    for each in (values, inner if isinstance(inner, dict) else {}):
-        found = impossible(each)
-        if found is not None:
-            raise ModelError(f"{path}: {found[0]} {found[1]}")

@@ -39,6 +39,8 @@ from ropewalk.model_runtime.loading.plain_config import (
 )
 from ropewalk.model_runtime.probing.probe import are_equal, recorded_calls, text_config
 from ropewalk.model_runtime.probing.untouched import rotary_modules
+from ropewalk.model_runtime.runner.backends import has_cpu_kernels
+from ropewalk.model_runtime.state_shape import StateShape
 from ropewalk.rope import ALL_LAYERS, NativeRope, RopeConfigError, native_rope
 
 # Carry the step to attention modules that their decoder layers call without keyword arguments.
@@ -197,6 +199,29 @@ def patch_model(model: nn.Module, native: NativeRope) -> Mapping[int, LayerPlan]
     _spare_rotation(model, plans)
     _check_temperature(model)
     return plans
+
+
+def patch_with_states(
+    model: nn.Module, native: NativeRope
+) -> tuple[Mapping[int, LayerPlan], Mapping[int, StateShape]]:
+    """Patch a model as `patch_model` does, and its layers with states; return also their shapes.
+
+    Other models import no kernels of states. Raises ModelError that names the obstacle.
+    """
+    device = next(model.parameters()).device
+    may_have_states = any(isinstance(each, nn.Conv1d) for each in model.modules())
+    if not may_have_states or not has_cpu_kernels(device):
+        return patch_model(model, native), {}
+    from ropewalk.model_runtime.layers.states.rowwise_functions import (  # noqa: PLC0415  # imports numba
+        use_rowwise_functions,
+    )
+    from ropewalk.model_runtime.layers.states.take_over import take_states  # noqa: PLC0415
+
+    states = take_states(model)
+    plans = patch_model(model, native)
+    if states:
+        use_rowwise_functions(model)
+    return plans, states
 
 
 def _check_temperature(model: nn.Module) -> None:

@@ -10,12 +10,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ropewalk.model_runtime.config_limits import impossible
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.gpu_nodes import GPU_NODES, is_there
 from ropewalk.model_runtime.json_files import read_object
+from ropewalk.model_runtime.state_shape import StateShape
 
 # transformers reads the configs of these types as they are written. The tests compare both ways.
 PLAIN_TYPES = frozenset(
@@ -227,6 +228,9 @@ def _may_have_gpu() -> bool:
 # The self-check's prompts have 48 tokens. Attention that changes later, after thousands of tokens,
 # looks right to it. So such attention is recognised by the fields of the config.
 
+if TYPE_CHECKING:
+    import torch
+
 _BY_INDEX = "an index chooses the keys that a query sees"
 NO_ROTATION = "has no rotary position embeddings that can be patched"
 # A field that is set -> the attention that it switches on.
@@ -285,6 +289,33 @@ def served_values(name: str, config: Any) -> dict[str, Any]:
     return values
 
 
+def state_shapes(values: Mapping[str, Any]) -> dict[int, StateShape]:
+    """Return the states of the config's layers by index; empty for a model without them.
+
+    Taking over the loaded model finds the same shapes for the architectures in docs/models.md.
+    """
+    kinds = {}
+    if type(values.get("conv_L_cache")) is int:
+        kinds["conv"] = StateShape(values["conv_L_cache"] - 1, values["hidden_size"])
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    sizes: list[Any] = [values.get(f"linear_{name}") for name in (*names, "conv_kernel_dim")]
+    if all(type(each) is int for each in sizes):
+        num_key_heads, num_heads, key_dim, dim, num_taps = sizes
+        num_channels = 2 * num_key_heads * key_dim + num_heads * dim
+        kinds["linear_attention"] = StateShape(num_taps - 1, num_channels, num_heads, key_dim, dim)
+    types = values.get("layer_types") or ()
+    return {index: kinds[each] for index, each in enumerate(types) if each in kinds}
+
+
+def refuse_states_elsewhere(name: str, values: Mapping[str, Any], device: Any) -> None:
+    """Raise ModelError for a model with states that is not on a CPU."""
+    if device.type != "cpu" and state_shapes(values):
+        raise ModelError(
+            f"{name} has layers that keep a state of each sequence, which are served on a CPU "
+            f"only, got device {device}"
+        )
+
+
 def refuse_unserved_attention(name: str, values: Mapping[str, Any]) -> None:
     """Raise ModelError for attention that the self-check is too short to see."""
     for field, meaning in _UNSERVED.items():
@@ -292,3 +323,25 @@ def refuse_unserved_attention(name: str, values: Mapping[str, Any]) -> None:
             raise ModelError(
                 f"{name}: {field}: is {values[field]!r}, so {meaning}, which is not served yet"
             )
+
+
+def check_numbers(path: Path) -> None:
+    """Raise ModelError for a number of the config that no model can have."""
+    values = read_object(path) or {}
+    inner = values.get("text_config")
+    for each in (values, inner if isinstance(inner, dict) else {}):
+        found = impossible(each)
+        if found is not None:
+            raise ModelError(f"{path}: {found[0]} {found[1]}")
+
+
+def torch_dtype(name: str, config: Any, device: "torch.device") -> "torch.dtype":
+    """Return the dtype; `auto`: float32 on a CPU, the checkpoint's own dtype elsewhere."""
+    import torch  # noqa: PLC0415  # a plan for a CPU needs no torch
+
+    if name == "auto":
+        own: torch.dtype = getattr(config, "dtype", None) or torch.float32
+        return torch.float32 if device.type == "cpu" else own
+    if name == "float16" and device.type == "cpu":
+        raise ModelError(NO_FLOAT16)
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

@@ -26,9 +26,11 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers import last_layer
+from ropewalk.model_runtime.probing.probe import mixing_class
 from ropewalk.model_runtime.probing.random_numbers import random_numbers
 from ropewalk.model_runtime.probing.untouched import (
     LONG_LEN,
@@ -39,6 +41,7 @@ from ropewalk.model_runtime.probing.untouched import (
 )
 from ropewalk.model_runtime.runner.backends import backend_for
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.state_shape import StatePart, StateShape
 from ropewalk.rope import NativeRope, Profile
 
 _PAGE_SIZE = 16
@@ -69,10 +72,12 @@ class PagedPrompts:
         original: OriginalLogits,
         *,
         is_structure: bool = False,
+        states: Mapping[int, StateShape] | None = None,
     ) -> None:
         """Allocate a cache for two prompts.
 
-        `is_structure`: the model computes in float32, and no compiled attention is needed.
+        `states`: those of a model with states, by layer. `is_structure`: the model computes in
+        float32, and no compiled attention is needed.
         """
         self.model, self.plans, self.original = model, plans, original
         num_pages = -(-LONG_LEN // _PAGE_SIZE)
@@ -88,13 +93,20 @@ class PagedPrompts:
             parameter.device,
             row_keys=self._backend.row_keys,
         )
+        self._states = StateStore(states, num_slots=2) if states else None
         self._tables = RopeTables(native, _PAGE_SIZE, LONG_LEN, parameter.device)
         self._native = Profile(native.tables[native.scaled_layer_type].scaling)
 
     def runner(self) -> ModelRunner:
         """Return a new runner, which notes whether the model's last layer is pruned."""
         return ModelRunner(
-            self.model, self.plans, self._store, self._tables, _PAGE_SIZE, backend=self._backend
+            self.model,
+            self.plans,
+            self._store,
+            self._tables,
+            _PAGE_SIZE,
+            backend=self._backend,
+            states=self._states,
         )
 
     def span(
@@ -109,7 +121,11 @@ class PagedPrompts:
         """Return a span that begins at position `first`; all its rows have logits by default."""
         table_id = self._tables.id_of(profile or self._native)
         rows = range(len(token_ids)) if logit_rows is None else logit_rows
-        return Span(token_ids, first, self._pages[in_second_pages], table_id, rows)
+        parts: tuple[StatePart, ...] = ()
+        if self._states is not None:
+            slot = int(in_second_pages)
+            parts = (StatePart(len(token_ids), slot if first else None, slot),)
+        return Span(token_ids, first, self._pages[in_second_pages], table_id, rows, parts)
 
     def long(self, first: int, end: int, logit_rows: Sequence[int] | None = None) -> Span:
         return self.span(self.original.long_ids[first:end], first, logit_rows=logit_rows)
@@ -140,10 +156,20 @@ def check_structure(
     plans: Mapping[int, LayerPlan],
     native: NativeRope,
     original: OriginalLogits,
+    states: Mapping[int, StateShape] | None = None,
 ) -> None:
     """Compare a patched model with the original, both with random numbers. Raises ModelError."""
     with random_numbers(model, dtype=torch.float32):
-        check(PagedPrompts(model, plans, native, original, is_structure=True))
+        try:
+            check(PagedPrompts(model, plans, native, original, is_structure=True, states=states))
+        except ModelError as error:
+            mixing = mixing_class(model)
+            if mixing is None:
+                raise
+            raise ModelError(
+                f"{type(model).__name__}: {mixing} mixes tokens by a state of each sequence, which "
+                "is not served for this class yet"
+            ) from error
 
 
 @torch.inference_mode()

@@ -79,6 +79,8 @@ def check_devices(size: int, named: str, device: Any) -> None:
 
 def _problems(outline: ModelConfig, model: Any, size: int) -> Iterator[str]:
     """Yield the reasons why a model cannot be divided."""
+    if outline.states():
+        yield "has layers that keep a state of each sequence, which is not divided among ranks yet"
     styles = _styles(model)
     if _ROWS not in styles.values():
         yield "has no plan in transformers that divides it"

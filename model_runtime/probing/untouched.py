@@ -7,6 +7,7 @@ are smaller than the long prompt, so that an ignored window changes the logits.
 Shapes: T = tokens of a prompt, V = vocabulary, P = pairs of rotary dimensions.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -44,6 +45,10 @@ _TIMES_SPREAD = 10.0
 # With weights, single rows may be further away: rounding decides near-ties between experts.
 _COMPARED = 0.75
 _MIN_SHARE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+# It tells users to install packages of CUDA for layers with states, which run untouched only here.
+logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True, slots=True)

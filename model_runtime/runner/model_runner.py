@@ -23,6 +23,7 @@ from ropewalk.model_runtime.attention.paged_attention import (
     Step,
 )
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.config import MOST_DRAFT_ROWS
 from ropewalk.model_runtime.layers.last_layer import (
     PrunedStep,
@@ -115,8 +116,13 @@ class ModelRunner:
         page_size: int,
         *,
         backend: type[Backend] | None = None,
+        states: StateStore | None = None,
     ) -> None:
-        """Keep what a step needs. `backend`: None means the one that serves the device."""
+        """Keep what a step needs. `backend`: None means the one that serves the device.
+
+        `states`: the slots of a model with states.
+        """
+        self._states = states
         self._model = model
         self._plans = plans
         self._store = store
@@ -266,4 +272,7 @@ class ModelRunner:
         return step, small.logit_rows_R
 
     def _step(self, batch: Batch) -> WritingStep:
-        return PagedStep(batch, self._store, self._tables, self._plans, self._backend)
+        states = self._states
+        return PagedStep(
+            batch, self._store, self._tables, self._plans, self._backend, states=states
+        )

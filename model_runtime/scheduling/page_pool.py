@@ -74,6 +74,12 @@ class PagePool:
                 else:
                     self._free.append(page)
 
+    def drop(self, page: int) -> None:
+        """Free one cached page."""
+        del self._cached[page]
+        self._index.forget(page)
+        self._free.append(page)
+
     def drop_cached(self) -> None:
         """Free every cached page."""
         for page in self._cached:

@@ -34,7 +34,7 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
     for each in queues.running:
         note(each)
     for sequence in list(queues.waiting):
-        if len(queues.running) >= max_num_seqs:
+        if len(queues.running) >= max_num_seqs or not pages.has_free_slot:
             return are_all_ready
         priority = sequence.request.priority
         if in_flight.get(sequence.waits_for, priority + 1) <= priority:
@@ -42,9 +42,11 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
             continue
         step.change_tier(sequence)  # if it was preempted just before
         keys = pages.reusable_keys(sequence)
-        found = pages.index.match(keys)
-        missing = keys[len(found)] if len(found) < len(keys) else None
-        if in_flight.get(missing, priority + 1) <= priority:
+        found = pages.reusable_pages(keys)
+        awaited = pages.awaited(keys[len(found) :])
+        in_time = (key for key in awaited if in_flight.get(key, priority + 1) <= priority)
+        missing = next(in_time, None)
+        if missing is not None:
             # Another sequence computes this page. The sequence starts when the page can be shared.
             sequence.waits_for = missing
             are_all_ready = False

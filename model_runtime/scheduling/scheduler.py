@@ -82,11 +82,15 @@ class Scheduler:
         self.waiting = self._queues.waiting  # both by priority, then by arrival
         self.running = self._queues.running
         self.pages = SequencePages(
-            config.num_pages, config.page_size, config.max_num_batched_tokens
+            config.num_pages,
+            config.page_size,
+            config.max_num_batched_tokens,
+            config.num_state_slots,
         )
         self.pool = self.pages.pool
         self._num_arrived = 0
         self._is_full = False  # no waiting sequence can start before a running one ends
+        self._most_in_retry = 0  # sequences of a step after one that ran out of memory
 
     @property
     def num_decodes(self) -> int:
@@ -109,8 +113,9 @@ class Scheduler:
         """
         step = StepBuilder(self._queues, self.pages)
         plan_decodes(step)
-        if starts_waiting and self.waiting:
-            self._is_full = start_waiting(step, self._config.max_num_seqs)
+        most = self._config.max_num_seqs if starts_waiting else self._most_in_retry
+        if most and self.waiting:
+            self._is_full = start_waiting(step, most)
         tokens_left = self._config.max_num_batched_tokens - len(step.plan.chunks)
         if num_prefill_tokens is not None:
             tokens_left = min(tokens_left, num_prefill_tokens)
@@ -126,12 +131,16 @@ class Scheduler:
     def computed(self, chunk: Chunk) -> None:
         """Record that a step has computed this chunk, and publish its full pages."""
         chunk.sequence.num_computed += chunk.num_tokens
+        if self.pages.states is not None:
+            self.pages.states.computed(chunk.sequence)
         self.pages.publish(chunk.sequence)
         self.pages.drop_unread(chunk.sequence)
 
     def decoded(self, sequence: Sequence) -> None:
         """Record that a step has computed one token of a sequence, as `computed` does."""
         sequence.num_computed += 1
+        if self.pages.states is not None:
+            self.pages.states.computed(sequence)
         if sequence.num_computed % self.pages.page_size == 0:  # else no other page is full
             self.pages.publish(sequence)
             self.pages.drop_unread(sequence)
@@ -144,17 +153,23 @@ class Scheduler:
         """
         self.pages.invalidate_prefix_cache(self.running)
 
-    def preempt_newest(self) -> Sequence | None:
-        """Preempt the newest sequence after a step that ran out of memory.
+    def make_room(self) -> list[Sequence]:
+        """Preempt the newest sequence after a step that ran out of memory, and return it.
 
-        Returns None if fewer than two sequences run.
+        Of a model with states, all sequences are preempted, because some layers of the step may
+        have advanced their states already. The retry starts all but one of them. Nothing is
+        preempted if fewer than two sequences run.
         """
         if len(self.running) < 2:
-            return None
-        newest = self.running[-1]
+            return []
         self._is_full = False
-        StepBuilder(self._queues, self.pages).preempt(newest)
-        return newest
+        has_states = self.pages.states is not None
+        self._most_in_retry = len(self.running) - 1 if has_states else 0
+        preempted = list(self.running) if has_states else self.running[-1:]
+        builder = StepBuilder(self._queues, self.pages)
+        for sequence in preempted:
+            builder.preempt(sequence)
+        return preempted
 
     def remove(self, sequence: Sequence) -> None:
         self._queues.remove(sequence)

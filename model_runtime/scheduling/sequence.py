@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from ropewalk.model_runtime.deployments.deployment import Placement
 from ropewalk.model_runtime.request import Request
+from ropewalk.model_runtime.scheduling.held_state import HeldState
 from ropewalk.model_runtime.scheduling.prefix_cache import Key, extend_keys
 from ropewalk.rope import Tier
 
@@ -59,6 +60,7 @@ class Sequence:
     num_rescales: int = 0  # number of rotation table changes
     end_dropped: int = 0  # the page after the last one that was released as never read again
     waits_for: Key | None = None  # the key of a page that another sequence computes
+    state: HeldState | None = None  # None: it does not run, or the model has no states
     tier: Tier = field(init=False)  # the one in force for its newest token
     num_prompt_tokens: int = field(init=False)
     is_growing: bool = field(init=False)  # its tier follows its length

@@ -5,13 +5,20 @@ from collections.abc import Iterable
 from ropewalk.model_runtime.scheduling.page_pool import PagePool
 from ropewalk.model_runtime.scheduling.prefix_cache import Key, PrefixIndex
 from ropewalk.model_runtime.scheduling.sequence import HOLE, Sequence, most_pages
+from ropewalk.model_runtime.scheduling.sequence_states import SequenceStates
 
 
 class SequencePages:
     """The owner of the page pool and the prefix index."""
 
-    def __init__(self, num_pages: int, page_size: int, max_chunk: int) -> None:
-        """Own `num_pages` pages; a step computes at most `max_chunk` tokens of a sequence."""
+    def __init__(
+        self, num_pages: int, page_size: int, max_chunk: int, num_state_slots: int = 0
+    ) -> None:
+        """Own `num_pages` pages; a step computes at most `max_chunk` tokens of a sequence.
+
+        `num_state_slots`: those of a model with states; 0: the model has none.
+        """
+        self.states = SequenceStates(num_state_slots, page_size) if num_state_slots else None
         self.page_size = page_size
         self._max_chunk = max_chunk
         self.index = PrefixIndex()
@@ -50,6 +57,8 @@ class SequencePages:
     def release(self, sequence: Sequence) -> None:
         """Release the sequence's pages; it is computed from its start again."""
         self._let_go(sequence.forget_computed())
+        if self.states is not None:
+            self.states.release(sequence)
 
     def drop_unread(self, sequence: Sequence) -> None:
         """Release the pages that no later query of the sequence reads, and leave holes."""
@@ -87,13 +96,34 @@ class SequencePages:
 
     def reuse_prefix(self, sequence: Sequence) -> None:
         """Assign to a sequence without pages the cached pages that match its known tokens."""
-        found = self.index.match(self.reusable_keys(sequence))
+        keys = self.reusable_keys(sequence)
+        found = self.index.match(keys)
+        if self.states is not None:
+            keys = keys[: len(found)]
+            found = found[: self.states.num_reusable(keys)]
+            self.states.start(sequence, keys)
         self.pool.share(found)
         sequence.pages = list(found)
         sequence.num_published = len(found)
         sequence.num_computed = len(found) * self.page_size
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
+
+    def reusable_pages(self, keys: list[Key]) -> list[int]:
+        """Return the cached pages that a sequence with these keys would start with."""
+        found = self.index.match(keys)
+        if self.states is None or not found:
+            return found
+        return found[: self.states.num_reusable(keys[: len(found)])]
+
+    def awaited(self, keys: list[Key]) -> list[Key]:
+        """Return those of the keys of missing pages that a start may wait for, the best first."""
+        return keys[:1] if self.states is None else keys[::-1]
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Return whether another sequence could have a slot; True if the model has no states."""
+        return self.states is None or self.states.pool.num_available > 0
 
     def reusable_keys(self, sequence: Sequence) -> list[Key]:
         """Return the keys of the pages it could reuse: under one profile, without the last token.
@@ -107,7 +137,9 @@ class SequencePages:
         return sequence.page_keys(length // self.page_size, self.page_size)
 
     def keys_in_flight(self, sequence: Sequence) -> list[Key]:
-        """Return the keys of the full pages that a running sequence has yet to publish."""
+        """Return the keys of what a running sequence has yet to publish: full pages, or states."""
+        if self.states is not None:
+            return self.states.keys_in_flight(sequence)
         num_full = min(len(sequence.token_ids), sequence.num_one_profile) // self.page_size
         if num_full <= sequence.num_published or not sequence.is_cacheable:
             return []
@@ -127,12 +159,17 @@ class SequencePages:
         """Clear the prefix cache. Running sequences keep their pages, but publish no more."""
         self.pool.drop_cached()
         self.index.clear()
+        if self.states is not None:
+            self.states.invalidate()
         for sequence in running:
             sequence.is_cacheable = False
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Check that exactly the used pages are held or detained. Raises AssertionError."""
         self.pool.check_integrity()
+        running = list(running)
+        if self.states is not None:
+            self.states.check_integrity(running)
         ref_counts = [0] * self.pool.num_pages
         for sequence in running:
             assert len(sequence.pages) * self.page_size >= sequence.num_computed

@@ -35,6 +35,7 @@ _OF_ENGINES = frozenset(
         "step_seconds",
         "requests_running",
         "requests_waiting",
+        "state_slots_usage_ratio",
         "kv_cache_usage_ratio",
         "kv_cache_tokens",
     )

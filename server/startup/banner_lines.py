@@ -45,8 +45,14 @@ def describe(plan: ServingPlan) -> list[str]:
         if deployment.policy == "pinned" or deployment.overridable:
             lines.append(f"    reserve        {_reserve(deployment)}")
     pages = f"{plan.config.num_pages} pages of {plan.config.page_size}"
-    size = size_text(plan.cache_bytes)
+    size = size_text(plan.cache_bytes - plan.state_bytes)
     lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")
+    if plan.state_bytes:
+        slots = f"{plan.config.num_state_slots} slots of {size_text(plan.slot_bytes)}"
+        lines.append(
+            f"  states           {size_text(plan.state_bytes)} in {slots}; at most "
+            f"{plan.config.max_num_seqs} sequences run, the other slots hold snapshots of prefixes"
+        )
     if plan.memory is not None:
         lines.append(f"    beside it      {memory_text(plan.memory)}")
     return lines
@@ -110,14 +116,19 @@ def rank_line(size: int, bits: str, weight_bytes: int, cache_bytes: int) -> str:
     )
 
 
-def draft_line(asked: int | None, *, is_on_gpu: bool, is_exact: bool | None) -> str:
+def draft_line(
+    asked: int | None, *, is_on_gpu: bool, is_exact: bool | None, has_states: bool = False
+) -> str:
     """Return the banner's line about drafts.
 
     `asked`: max_draft_tokens. `is_exact`: whether no bit depends on a draft; None: a load tells.
+    `has_states`: the model takes no drafts.
     """
     most = DEFAULT_DRAFT_TOKENS if asked is None else asked
     is_default_off = asked is None and is_exact is False
-    if not most:
+    if has_states:
+        text = "off, because the model keeps states"
+    elif not most:
         text = "off (max_draft_tokens 0)"
     elif is_default_off:
         text = f"off, because {_why_inexact(is_on_gpu=is_on_gpu)}; max_draft_tokens turns them on"

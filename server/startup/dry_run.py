@@ -19,6 +19,7 @@ from ropewalk.model_runtime.loading.plain_config import (
     written_template,
 )
 from ropewalk.model_runtime.size_text import size_text
+from ropewalk.model_runtime.state_shape import bytes_per_state
 from ropewalk.model_runtime.text.chat_template import ChatTemplate
 from ropewalk.model_runtime.text.tools.find_format import find_formats
 from ropewalk.model_runtime.text.tools.tool_format import GENERIC, REASONING_FORMATS
@@ -142,6 +143,7 @@ def _plan(
         num_ranks=num_ranks,
         memory=memory,
         weight_bytes=to_come,
+        slot_bytes=bytes_per_state(outline.states()),
     )
     return plan_serving(settings, facts)
 
@@ -258,6 +260,7 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
             settings.max_draft_tokens,
             is_on_gpu=outline.device.type == "cuda",
             is_exact=False if outline.device.type == "cuda" else None,
+            has_states=plan.slot_bytes > 0,
         ),
         f"  memory           {memory}",
         f"  would listen on  {settings.host}, port {settings.port}",

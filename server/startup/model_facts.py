@@ -12,6 +12,7 @@ from ropewalk.model_runtime.engine.machine_memory import machine_memory
 from ropewalk.model_runtime.engine.memory_profile import CudaMeter, profile_memory
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.model_runtime.state_shape import bytes_per_state
 from ropewalk.rope import Profile
 from ropewalk.server.settings.load import ServeSettings
 from ropewalk.server.startup.serving_plan import ModelFacts
@@ -32,7 +33,12 @@ def facts_of(
     if checkpoint.device.type != "cuda":
         memory = machine_memory()
         return ModelFacts(
-            checkpoint.native, token_bytes, affordable, num_ranks=num_ranks, memory=memory
+            checkpoint.native,
+            token_bytes,
+            affordable,
+            num_ranks=num_ranks,
+            memory=memory,
+            slot_bytes=bytes_per_state(checkpoint.states),
         )
 
     def measure(config: EngineConfig, profiles: Sequence[Profile]) -> MemoryProfile:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.config import EngineConfig, with_slots
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
 from ropewalk.model_runtime.deployments.wrong_fields import wrong_fields
@@ -39,6 +39,7 @@ class ModelFacts:
     num_ranks: int = 1  # processes that hold the model together
     memory: MachineMemory | None = None  # None: the cache is elsewhere, as on a GPU
     weight_bytes: int = 0  # that are not loaded yet, of all ranks
+    slot_bytes: int = 0  # of a sequence's states; 0: the model has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class ServingPlan:
     token_bytes: int
     memory: MemoryProfile | None = None  # set if the cache size follows from it
     num_ranks: int = 1
+    slot_bytes: int = 0  # of a sequence's states; 0: the model has none
 
     @property
     def rank_cache_bytes(self) -> int:
@@ -63,7 +65,12 @@ class ServingPlan:
 
     @property
     def cache_bytes(self) -> int:
-        return self.capacity * self.token_bytes
+        return self.capacity * self.token_bytes + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the size of all slots of states in bytes."""
+        return self.config.num_state_slots * self.slot_bytes
 
 
 def model_name(settings: ServeSettings) -> str:
@@ -111,7 +118,8 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
     bounds = settings.context_buckets
     if bounds is None:
         bounds = default_context_buckets(facts.native.native_len, config.max_model_len)
-    return ServingPlan(deployments, config, bounds, facts.token_bytes, memory, facts.num_ranks)
+    sizes = facts.token_bytes, memory, facts.num_ranks, facts.slot_bytes
+    return ServingPlan(deployments, config, bounds, *sizes)
 
 
 def within_cache(
@@ -253,20 +261,26 @@ def _config(
     }
     config = EngineConfig(**stated)
     memory = None
+    size_gib = settings.kv_cache_gib
+    config, slots_bytes = with_slots(
+        config, facts.slot_bytes, facts.affordable_bytes, settings.kv_cache_tokens, size_gib
+    )
+    affordable = max(0, facts.affordable_bytes - slots_bytes)
     if settings.kv_cache_tokens is None:
-        affordable = facts.affordable_bytes
         if settings.kv_cache_gib is None and facts.measure is not None:
             memory = facts.measure(config, profiles_of(deployments))
             rank_bytes = facts.token_bytes // facts.num_ranks
             affordable = _left(settings, memory, config.page_size * rank_bytes) * facts.num_ranks
-        config = sized(config, facts.token_bytes, affordable, settings.kv_cache_gib)
+        pages_gib = None if size_gib is None else max(0.0, size_gib - slots_bytes / 2**30)
+        config = sized(config, facts.token_bytes, affordable, pages_gib)
     capacity = config.num_pages * config.page_size
-    _refuse_shortage(settings, facts, capacity * facts.token_bytes)
+    _refuse_shortage(settings, facts, capacity * facts.token_bytes + slots_bytes)
     if capacity == 0:
         given = "kv_cache_tokens" if settings.kv_cache_tokens is not None else "kv_cache_gib"
         size = getattr(settings, given)
         raise SettingsError(
             f"{given}: must hold at least one page of {config.page_size} tokens (page_size)"
+            + (f" beside {size_text(slots_bytes)} of states" if slots_bytes else "")
             + ("" if size is None else f", got {size:g}")
         )
     longest = max(each.max_len for each in _fitting(settings, deployments, capacity))

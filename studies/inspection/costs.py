@@ -10,6 +10,7 @@ from ropewalk.model_runtime.loading.low_bits.active import Active, active_part
 from ropewalk.model_runtime.loading.low_bits.sizes import Storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.model_runtime.size_text import size_text
+from ropewalk.model_runtime.state_shape import bytes_per_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Costs:
     stored_bytes: int | None = None  # of their files
     low_bits: str | None = None  # formats of weights in few bits; None: all are floats
     active: Active | None = None  # the part that a token reads; None: all of it
+    state_bytes: int = 0  # of one sequence, in layers that keep a state; 0: there are none
 
 
 def costs_of(
@@ -50,9 +52,10 @@ def costs_of(
         weight_bytes = low_bits.num_bytes
     file_bytes, file_types = outline.gguf_storage() or (None, None)
     longest = max(deployment.max_len for deployment in deployments)
+    state_bytes = bytes_per_state(outline.states())
     holds: int | None = None
     if memory_gib is not None and weight_bytes is not None:
-        left = int(memory_gib * 2**30) - weight_bytes
+        left = int(memory_gib * 2**30) - weight_bytes - state_bytes
         holds = max(0, left // token_bytes // page_size * page_size)
     return Costs(
         token_bytes,
@@ -70,6 +73,7 @@ def costs_of(
         outline.num_stored_bytes(),
         None if low_bits is None else low_bits.formats,
         active_part(outline, low_bits),
+        state_bytes,
     )
 
 
@@ -86,13 +90,16 @@ def too_small(costs: Costs, page_size: int) -> str | None:
 
 def cost_lines(costs: Costs) -> list[str]:
     """Return the lines about weights, the longest context and the stated memory."""
-    longest = size_text(costs.longest_context * costs.kv_bytes_per_token)
+    longest = size_text(costs.longest_context * costs.kv_bytes_per_token + costs.state_bytes)
     lines = [
         *_weight_lines(costs),
         *_stored_lines(costs),
         *([] if costs.active is None else [f"experts          {costs.active}"]),
         f"longest context  {costs.longest_context} tokens, {longest} of cache for one sequence",
     ]
+    if costs.state_bytes:
+        states = size_text(costs.state_bytes)
+        lines.append(f"states           {states} of a sequence of any length, in float32")
     if costs.memory_gib is not None and costs.memory_holds_tokens is None:
         lines.append(
             f"in {costs.memory_gib:g} GiB".ljust(17) + "unknown: it has to hold the weights"

@@ -17,12 +17,14 @@ from ropewalk.model_runtime.attention.paged_attention import (
     AttentionCall,
     LayerPlan,
     PagedStep,
-    Step,
+    StateCall,
 )
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
+from ropewalk.model_runtime.attention.state_store import StateStore
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.backends import backend_for, new_store
+from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.rope import Moments, build_tiers
 from ropewalk.studies.inspection.layer_statistics import LayerStatistics
 
@@ -57,7 +59,12 @@ class _Watch:
         self._query = {index: _Sums() for index in layers}
         self._key = {index: _Sums() for index in layers}
         self._calls: dict[int, AttentionCall] = {}
-        self.inner: Step | None = None
+        self.inner: PagedStep | None = None
+
+    def advance(self, layer_idx: int, call: StateCall) -> Tensor:
+        """Return the inner step's result of a layer with states."""
+        assert self.inner is not None
+        return self.inner.advance(layer_idx, call)
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """Add up the selected layers' queries and keys, and return the inner step's output."""
@@ -109,11 +116,13 @@ def head_statistics(
     store = new_store(plans, len(pages), _PAGE_SIZE, checkpoint.dtype, device)
     tables = RopeTables(native, _PAGE_SIZE, longest, device)
     slot = tables.id_of(build_tiers(native.method, native)[0].profile)
+    states = StateStore(checkpoint.states, num_slots=1) if checkpoint.states else None
     watch = _Watch(plans, layers)
     for token_ids in sequences:
-        span = Span(token_ids, 0, pages, slot, [len(token_ids) - 1])
+        parts = [StatePart(len(token_ids), None, 0)] if checkpoint.states else ()
+        span = Span(token_ids, 0, pages, slot, [len(token_ids) - 1], parts)
         batch = build_batch([span], _PAGE_SIZE, device)
-        watch.inner = PagedStep(batch, store, tables, plans, backend_for(device))
+        watch.inner = PagedStep(batch, store, tables, plans, backend_for(device), states=states)
         checkpoint.model(
             input_ids=batch.token_ids_1T,
             position_ids=batch.position_ids_1T,

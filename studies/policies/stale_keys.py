@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Batch
-from ropewalk.model_runtime.attention.paged_attention import AttentionCall, LayerPlan, PagedStep
+from ropewalk.model_runtime.attention.paged_attention import (
+    AttentionCall,
+    LayerPlan,
+    PagedStep,
+    StateCall,
+)
 from ropewalk.model_runtime.attention.rope_tables import LayerTables, RopeTables
 from ropewalk.model_runtime.layers.last_layer import WritingStep
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
@@ -35,7 +40,8 @@ class StaleKeyRunner(ModelRunner):
             layer_idx: replace(plan, layer_type=None, interleaved=False, rotary_start=0)
             for layer_idx, plan in self._plans.items()
         }
-        read = PagedStep(batch, self._store, self._tables, plans, self._backend)
+        states = self._states
+        read = PagedStep(batch, self._store, self._tables, plans, self._backend, states=states)
         return StaleKeyStep(batch, self._tables, self._plans, read)
 
 
@@ -57,6 +63,10 @@ class StaleKeyStep:
     plans: Mapping[int, LayerPlan]
     read: PagedStep  # over plans without rotation
     _turns: dict[str, _Turn] = field(default_factory=dict)  # by layer type; made once a step
+
+    def advance(self, layer_idx: int, call: StateCall) -> Tensor:
+        """Return the result of a layer with states, which rotates nothing."""
+        return self.read.advance(layer_idx, call)
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """Return the attention's output, [1, T, H, V]."""

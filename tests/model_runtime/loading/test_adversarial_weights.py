@@ -16,6 +16,7 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
+from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.rope import Profile
 from tests.adversarial_weights import (
     KINDS,
@@ -54,12 +55,14 @@ class Served:
         config = EngineConfig(kv_cache_tokens=256, max_model_len=64, page_size=_PAGE)
         self.runner = build_runner(checkpoint, config)
         native = checkpoint.native
+        self._has_states = bool(checkpoint.states)
         self._table = self.runner.table_id(Profile(native.tables[native.scaled_layer_type].scaling))
 
     def span(self, ids: list[int], sequence: int) -> Span:
         """A whole prompt."""
         pages = range(4 * sequence, 4 * sequence + 4)
-        return Span(ids, 0, pages, self._table, range(len(ids)))
+        parts = (StatePart(len(ids), None, sequence),) if self._has_states else ()
+        return Span(ids, 0, pages, self._table, range(len(ids)), parts)
 
 
 @torch.inference_mode()

@@ -69,7 +69,7 @@ def test_the_page_about_models_is_what_was_found(outcomes: dict[str, Outcome]) -
     [
         ("gpt2", "no rotary position embeddings"),
         ("phimoe", r"fails its self-check on one prompt: a logit differs by [0-9.]+"),
-        ("lfm2", "fails its self-check on two sequences in one flat batch"),
+        ("falcon_h1", "fails its self-check on two sequences in one flat batch"),
         ("falcon", "did not call the attention it was given"),
         ("hunyuan_v1_dense", "or changes them after it has rotated them"),
         ("llama4_text", "attention_chunk_size: is 16, so a query sees the keys of its own chunk"),

@@ -16,7 +16,8 @@ def test_other_architectures_are_refused_by_name(architecture: str) -> None:
         plan_of(outline_of(architecture), 2)
     told = str(refused.value)
     assert told.startswith("tensor_parallel_size 2: ")
-    assert any(each in told for each in ("plan in transformers", "than by columns", "attention"))
+    reasons = ("plan in transformers", "than by columns", "attention", "keep a state")
+    assert any(each in told for each in reasons)
 
 
 @pytest.mark.parametrize("field", ["num_attention_heads", "num_key_value_heads"])

@@ -112,7 +112,7 @@ def test_preemption_gives_holes_and_pages_back() -> None:
     for _ in range(300):
         step(plan)
         if numbers.random() < 0.1:
-            plan.preempt_newest()
+            plan.make_room()
         plan.check_integrity()
     assert HOLE in sequences[0].pages
     for each in sequences:

@@ -296,7 +296,7 @@ def test_a_lower_priority_number_starts_first_and_is_preempted_last() -> None:
     three, zero, minus_two, later_zero = arrived
     assert plan.running == [minus_two, zero]
     assert plan.waiting == [later_zero, three]
-    assert plan.preempt_newest() is zero
+    assert plan.make_room() == [zero]
     assert plan.waiting == [zero, later_zero, three]
     plan.check_integrity()
 

@@ -1,0 +1,164 @@
+"""The slots of sequences, for models whose layers keep a state of each sequence.
+
+A running sequence has a slot of its own. Its state moves on with every token, so the states of a
+prefix can only be shared where they were kept: a snapshot is a slot that is no longer written. It
+is taken by writing the next tokens' state to another slot, and nothing is copied. Snapshots are
+found by the keys of pages (`prefix_cache.py`), and evicted least recently used first, as pages are.
+
+Snapshots are sparse, because a slot takes as much memory as thousands of tokens in pages. A prompt
+has them at its last page boundary, every few thousand tokens, and where its pages leave those of
+another prompt. An answer has one, at its newest page boundary.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ropewalk.model_runtime.scheduling.held_state import HeldState
+from ropewalk.model_runtime.scheduling.page_pool import PagePool
+from ropewalk.model_runtime.scheduling.prefix_cache import Key, PrefixIndex
+from ropewalk.model_runtime.state_shape import StatePart
+
+if TYPE_CHECKING:
+    from ropewalk.model_runtime.scheduling.sequence import Sequence as TokenSequence
+
+_SPARSE = 4096  # tokens of a prompt between two snapshots
+
+
+class SequenceStates:
+    """The owner of all slots."""
+
+    def __init__(self, num_slots: int, page_size: int) -> None:
+        self._page_size = page_size
+        self._sparse = max(1, _SPARSE // page_size) * page_size
+        self.index = PrefixIndex()
+        self.pool = PagePool(num_slots, self.index)
+
+    def num_reusable(self, keys: Sequence[Key]) -> int:
+        """Return the number of pages up to the deepest snapshot; `keys` are those of cached pages.
+
+        It is 0 if no slot would be left for the sequence itself.
+        """
+        num_pages, slot = self._deepest(keys)
+        if slot is not None and self.pool.num_available - self.pool.is_cached(slot) < 1:
+            return 0
+        return num_pages
+
+    def start(self, sequence: "TokenSequence", keys: Sequence[Key]) -> None:
+        """Give a sequence its slot, and the snapshot that `num_reusable` found, if there is one.
+
+        `keys`: those of the cached pages that it matches; the caller has checked `num_available`.
+        """
+        num_pages = self.num_reusable(keys)
+        read = self._deepest(keys)[1] if num_pages else None
+        if read is not None:
+            self.pool.share([read])
+        (own,) = self.pool.allocate(1)
+        planned = self._planned(sequence, num_pages * self._page_size, len(keys) * self._page_size)
+        sequence.state = HeldState(own, read, planned)
+
+    def parts(self, sequence: "TokenSequence", num_tokens: int) -> tuple[StatePart, ...]:
+        """Return the parts of the next tokens, which a step is about to compute.
+
+        Where a snapshot is due, a slot is taken for it, unless sequences use all of them.
+        """
+        held = sequence.state
+        assert held is not None, "a sequence without a slot"
+        parts, read, at = [], held.read, sequence.num_computed
+        end = at + num_tokens
+        for position in self._due(sequence, held, at, end):
+            if self.pool.num_available:
+                (slot,) = self.pool.allocate(1)
+                held.pending.append((position, slot))
+                parts.append(StatePart(position - at, read, slot))
+                read, at = slot, position
+        if at < end:
+            parts.append(StatePart(end - at, read, held.own))
+            read = held.own
+        held.next = read
+        return tuple(parts)
+
+    def computed(self, sequence: "TokenSequence") -> None:
+        """Record that a step has computed the parts, and publish its snapshots."""
+        held = sequence.state
+        assert held is not None, "a sequence without a slot"
+        let_go = [] if held.read in {None, held.own, held.next} else [held.read]
+        for position, slot in held.pending:
+            if sequence.is_cacheable:
+                key = sequence.page_keys(position // self._page_size, self._page_size)[-1]
+                self.index.publish(slot, key)
+                if position > held.last_planned:
+                    self._replace_newest(held, slot, key)
+            if slot != held.next:
+                let_go.append(slot)
+        held.pending.clear()
+        held.read = held.next
+        self.pool.release([slot for slot in let_go if slot is not None])
+
+    def release(self, sequence: "TokenSequence") -> None:
+        """Release the slots of a sequence, which is computed again from a snapshot or its start."""
+        held, sequence.state = sequence.state, None
+        if held is not None:
+            self.pool.release(held.slots())
+
+    def keys_in_flight(self, sequence: "TokenSequence") -> list[Key]:
+        """Return the keys at which a running sequence has yet to take snapshots."""
+        held = sequence.state
+        if held is None or not sequence.is_cacheable:
+            return []
+        sizes = [each // self._page_size for each in held.planned if each > sequence.num_computed]
+        keys = sequence.page_keys(max(sizes, default=0), self._page_size)
+        return [keys[size - 1] for size in sizes]
+
+    def invalidate(self) -> None:
+        """Forget all snapshots."""
+        self.pool.drop_cached()
+        self.index.clear()
+
+    def check_integrity(self, running: Iterable["TokenSequence"]) -> None:
+        """Check that exactly the used slots are held. Raises AssertionError."""
+        self.pool.check_integrity()
+        ref_counts = [0] * self.pool.num_pages
+        for sequence in running:
+            assert sequence.state is not None, "a running sequence has no slot"
+            for slot in sequence.state.slots():
+                ref_counts[slot] += 1
+        assert ref_counts == self.pool.ref_counts, "a slot's ref count is not its holders'"
+
+    def _deepest(self, keys: Sequence[Key]) -> tuple[int, int | None]:
+        """Return the number of pages before the deepest snapshot, and its slot."""
+        for num_pages in range(len(keys), 0, -1):
+            found = self.index.match([keys[num_pages - 1]])
+            if found:
+                return num_pages, found[0]
+        return 0, None
+
+    def _planned(self, sequence: "TokenSequence", begin: int, junction: int) -> list[int]:
+        """Return the positions of a sequence's snapshots, beyond `begin`, ascending.
+
+        `junction`: the position where its pages leave those that are cached.
+        """
+        size = self._page_size
+        last = min(len(sequence.token_ids) - 1, sequence.num_one_profile) // size * size
+        sparse = range(begin // self._sparse * self._sparse + self._sparse, last, self._sparse)
+        return sorted({each for each in (*sparse, junction, last) if begin < each <= last})
+
+    def _due(
+        self, sequence: "TokenSequence", held: HeldState, begin: int, end: int
+    ) -> Iterator[int]:
+        """Yield the positions of snapshots after `begin`, up to `end`."""
+        if not sequence.is_cacheable:
+            return
+        for position in held.planned:
+            if begin < position <= end:
+                yield position
+        newest = end // self._page_size * self._page_size
+        if begin < newest <= sequence.num_one_profile and newest > held.last_planned:
+            yield newest
+
+    def _replace_newest(self, held: HeldState, slot: int, key: Key) -> None:
+        """Note an answer's newest snapshot, and free the one before it if nothing reads that."""
+        if held.newest is not None:
+            before, its_key = held.newest
+            if self.index.match([its_key]) == [before] and self.pool.is_cached(before):
+                self.pool.drop(before)
+        held.newest = (slot, key) if self.index.match([key]) == [slot] else None

@@ -1,0 +1,123 @@
+"""The slots of models with states in the plan, the banner and the refusals."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.model_config import read_model_config
+from ropewalk.model_runtime.loading.plain_config import state_shapes, text_values
+from ropewalk.model_runtime.state_shape import bytes_per_state
+from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.banner_lines import describe
+from ropewalk.server.startup.dry_run import outlook_lines, outlook_of
+from ropewalk.server.startup.serving_plan import (
+    ModelFacts,
+    ServingPlan,
+    plan_deployments,
+    plan_serving,
+)
+from ropewalk.studies.inspection.costs import cost_lines, costs_of
+from tests.engines import tiny_checkpoint
+from tests.tiny_models import tiny_config, tiny_model
+from tests.tokens import byte_tokenizer_fast
+
+MIB = 2**20
+
+
+def planned(embedded: Any, **settings: str) -> ServingPlan:
+    """A plan of a model with slots of a MiB, and a KiB for each token, on 64 MiB."""
+    facts = ModelFacts(embedded.native, 1024, 64 * MIB, slot_bytes=MIB)
+    return plan_serving(load_settings(settings), facts)
+
+
+def test_slots_and_pages_share_the_memory_of_the_cache(embedded: Any) -> None:
+    """Two slots for each sequence, within half of the stated size."""
+    plan = planned(embedded, kv_cache_gib="0.0625", max_num_seqs="8")
+    assert plan.config.num_state_slots == 16
+    assert plan.capacity == 48 * 1024
+    assert plan.cache_bytes == 64 * MIB
+    assert describe(plan)[-2:] == [
+        "  KV cache         49152 tokens, 48 MiB in 768 pages of 64",
+        "  states           16 MiB in 16 slots of 1 MiB; at most 8 sequences run, the other slots "
+        "hold snapshots of prefixes",
+    ]
+
+
+def test_few_slots_bound_the_sequences_that_run(embedded: Any) -> None:
+    """The half of 16 MiB holds eight slots, so eight of 32 sequences run."""
+    plan = planned(embedded, kv_cache_gib=str(16 / 1024))
+    assert (plan.config.num_state_slots, plan.config.max_num_seqs) == (8, 8)
+
+
+def test_without_a_size_slots_take_at_most_half(embedded: Any) -> None:
+    """64 MiB are affordable, and two slots for each of 32 sequences would take all of it."""
+    plan = planned(embedded)
+    assert plan.config.num_state_slots == 32
+    assert plan.cache_bytes <= 64 * MIB
+
+
+def test_a_size_in_tokens_is_for_pages_alone(embedded: Any) -> None:
+    """The slots come on top, as the banner says."""
+    plan = planned(embedded, kv_cache_tokens="4096")
+    assert (plan.capacity, plan.config.num_state_slots) == (4096, 64)
+
+
+def test_memory_for_less_than_a_slot_and_a_page_is_refused(embedded: Any) -> None:
+    """The sentence names the setting, the states and the value."""
+    with pytest.raises(SettingsError, match=r"kv_cache_gib: must hold .* 1 MiB of states, got"):
+        planned(embedded, kv_cache_gib=str(1 / 1024))
+
+
+def test_drafts_are_refused(embedded: Any) -> None:
+    """The sentence names the setting, its reason and its value."""
+    with pytest.raises(ModelError, match=r"max_draft_tokens must be 0 .* got 5"):
+        planned(embedded, max_draft_tokens="5")
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_next", "lfm2", "lfm3"])
+def test_a_config_tells_the_states_that_a_load_finds(architecture: str) -> None:
+    """Planning reads no weights."""
+    told = state_shapes(text_values(tiny_config(architecture)))
+    assert told == tiny_checkpoint(architecture).states
+    assert bytes_per_state(told) > 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen 3.5 as a checkpoint."""
+    made = tmp_path_factory.mktemp("qwen3_5")
+    tiny_model("qwen3_5_text").save_pretrained(made)
+    byte_tokenizer_fast().save_pretrained(made)
+    return made
+
+
+def test_the_dry_run_and_inspect_count_the_states(folder: Path) -> None:
+    """Both tell the bytes of a sequence's states, which do not depend on its length."""
+    settings = load_settings({"model": str(folder), "kv_cache_tokens": "4096", "max_num_seqs": "4"})
+    outlook = outlook_of(settings)
+    lines = outlook_lines(settings, outlook)
+    assert any("states" in line and "8 slots" in line for line in lines)
+    assert "  drafts           off, because the model keeps states" in lines
+    deployments = plan_deployments(settings, outlook.outline.native())
+    costs = costs_of(outlook.outline, deployments, 64, None)
+    assert costs.state_bytes == bytes_per_state(outlook.outline.states())
+    assert any(line.startswith("states ") for line in cost_lines(costs))
+
+
+def test_a_gpu_is_refused_before_weights_are_read(folder: Path, tmp_path: Path) -> None:
+    """The sentence names the class, the reason and the device."""
+    shutil.copytree(folder, tmp_path / "model")
+    outline = read_model_config(tmp_path / "model", device="cpu")
+    on_gpu = type(outline)(outline.source, outline.config, outline.dtype, torch.device("cuda"))
+    with pytest.raises(ModelError, match=r"Qwen3_5ForCausalLM has layers .* CPU only, got .* cuda"):
+        on_gpu.native()
+
+
+def test_layers_with_other_states_are_refused_by_their_class() -> None:
+    """The self-check says that a logit differs, and a probe finds the layer."""
+    with pytest.raises(ModelError, match="FalconH1Mixer mixes tokens by a state of each sequence"):
+        tiny_checkpoint("falcon_h1")
