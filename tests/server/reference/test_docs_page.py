@@ -157,7 +157,7 @@ def test_names_cannot_leave_their_place() -> None:
     """A served name and a description with markup stay text."""
     hostile = "<b>\"$(x)'&"
     name = {"name": "name", "in": "path", "schema": {}, "required": True}
-    parameters = [name, {**name, "name": hostile, "required": False}]
+    parameters = [name, *[{**name, "name": hostile, "required": False}] * 2]
     operation = {"description": hostile, "parameters": parameters, "responses": {}}
     document = {
         "info": {"title": "a", "version": "1"},
