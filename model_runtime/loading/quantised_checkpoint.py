@@ -12,6 +12,7 @@ import structlog
 import torch
 from transformers import AutoModelForCausalLM
 
+from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.dequantise import open_weights
 from ropewalk.model_runtime.formats.quantised_inventory import read_inventory
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
@@ -67,5 +68,9 @@ def load_quantised(
             described=source,
         )
     for name, matrices in experts.items():
+        # Afterwards the parameters of the experts are no longer those of the model.
+        for own, each in model.get_submodule(name).named_parameters():
+            if own not in matrices and not bool(each.isfinite().all()):
+                raise ModelError(f"{source}: weight {name}.{own} has NaN or Inf")
         hold_experts(model, name, matrices)
     return model, info

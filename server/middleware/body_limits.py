@@ -168,8 +168,11 @@ class _Arriving:
 
 def _check_coding(headers: Headers) -> None:
     """Raise _RefusedError for a body that is compressed."""
-    coding = headers.get("content-encoding", "").strip()
-    if coding.lower() not in {"", "identity"}:
+    if not {"content-length", "transfer-encoding"} & set(headers.keys()):
+        return  # there is no body
+    for coding in (each.strip() for each in headers.getlist("content-encoding")):
+        if coding.lower() in {"", "identity"}:
+            continue
         told = (
             f"The header Content-Encoding must be identity, or left out: send the body without "
             f"compression. Given: {coding[:_MAX_CODING]!a}."

@@ -203,10 +203,10 @@ def _names_given_again(setting: str, names: list[str]) -> Iterator[str]:
             yield f"{setting}: name must be given once, got {name!r} {times}"
 
 
-def read_named(setting: str, path: Path) -> str:
+def read_named(setting: str, path: Path, encoding: str = "utf-8") -> str:
     """Return the text of the file that a setting names. Raises SettingsError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding=encoding)
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{setting}: cannot read {path}: {why_unreadable(error)}") from error
 

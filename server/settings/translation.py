@@ -30,7 +30,9 @@ def translated(args: Sequence[str], params: Sequence[click.Parameter]) -> list[s
     problems: list[str] = []
     models: list[str] = []  # as they were given, those with a flag last
     left = iter(args)
+    is_value = False  # perhaps that of a flag that is not ours
     for arg in left:
+        was_value, is_value = is_value, False
         flag, equals, value = arg.partition("=")
         own = _own_flag(flag, takes_value)
         if arg == "--":
@@ -46,8 +48,11 @@ def translated(args: Sequence[str], params: Sequence[click.Parameter]) -> list[s
             ours += _next(left) if takes_value[own] and not equals else []
         elif flag in REFUSED:
             problems.append(f"No such option {flag}: {_uncapitalised(REFUSED[flag])}")
+            is_value = not equals
         else:
-            if not arg.startswith("-"):
+            if arg.startswith("-"):
+                is_value = not equals
+            elif not was_value:
                 models.insert(0, arg)
             ours.append(arg)
     problems += list(_several_names(ours)) or _several_models(models)

@@ -22,7 +22,7 @@ def check(file: str) -> None:
         settings = load_settings({"config": file})
         problems = Problems()
         problems.tried(lambda: checked(settings))
-        # Imported here, so that a wrong key does not wait for it.
+        # Imported here, so that a wrong setting does not wait for it.
         from ropewalk.server.log_lines import log_to_stderr  # noqa: PLC0415
         from ropewalk.server.startup.dry_run import outlook_lines, outlook_of  # noqa: PLC0415
 

@@ -38,7 +38,8 @@ from ropewalk.server.settings.load import (
 )
 from ropewalk.server.settings.problems import shown
 
-_CERTIFICATE = "-----BEGIN CERTIFICATE-----"
+_CERTIFICATE = re.compile("-----BEGIN (TRUSTED |X509 )?CERTIFICATE-----")
+_PEM_TEXT = "latin-1"  # names beside the parts may be in any encoding
 _PRIVATE_KEY = re.compile("-----BEGIN ([A-Z]+ )?PRIVATE KEY-----")
 _MISMATCHES = (
     "KEY_VALUES_MISMATCH",
@@ -105,10 +106,10 @@ def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
 
 def _check_pem_files(certificate: Path, key: Path | None) -> None:
     """Raise SettingsError for a file that cannot be read, or without its part in PEM format."""
-    if _CERTIFICATE not in read_named("ssl_certfile", certificate):
+    if not _CERTIFICATE.search(read_named("ssl_certfile", certificate, _PEM_TEXT)):
         raise SettingsError(f"ssl_certfile: {certificate} has no certificate in PEM format")
     name, path = ("ssl_certfile", certificate) if key is None else ("ssl_keyfile", key)
-    text = read_named(name, path)
+    text = read_named(name, path, _PEM_TEXT)
     if not _PRIVATE_KEY.search(text):
         other = "" if key is not None else ", and ssl_keyfile names no other file"
         raise SettingsError(f"{name}: {path} has no private key in PEM format{other}")

@@ -132,7 +132,7 @@ class ChoiceReader:
         if always_has_text and all(part.kind == "reasoning" for part in self.parts):
             yield from self._ending()
             yield self._begun("text")
-        yield from self._ending(is_cut=output.finish_reason is FinishReason.LENGTH)
+        yield from self._ending(is_cut=self.end(output) is FinishReason.LENGTH)
 
     def _begun(self, kind: Kind, call: NumberedCall | None = None) -> tuple[Change, Part, str]:
         self._open = Part(kind, len(self.parts), call)

@@ -15,14 +15,15 @@ from numba.core.dispatcher import Dispatcher
 
 from ropewalk.model_runtime.cpu_kernels import attention, elementwise
 from ropewalk.model_runtime.cpu_kernels.experts import products
-from ropewalk.model_runtime.cpu_kernels.jit import KeptCode
+from ropewalk.model_runtime.cpu_kernels.jit import SOURCES, KeptCode
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import panels_text
+from ropewalk.model_runtime.cpu_kernels.states import convolution
 from ropewalk.server.process.kernel_folders import kernel_folders, refuse_shared_kernels, writer_of
 from ropewalk.server.settings.load import SettingsError
 from tests.processes import run_to_end
 
 # These are imported before any test: a kernel takes its folder when its module is imported.
-MODULES = (attention, elementwise, products)
+MODULES = (attention, elementwise, products, convolution)
 OTHER = "or set NUMBA_CACHE_DIR to a folder that only this user can write"
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
 
@@ -44,7 +45,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     folders = kernel_folders()
     assert {each.parent for each in folders} == {tmp_path / "numba"}
     names = {each.name.rpartition("_")[0] for each in folders}
-    assert names == {"cpu_kernels", "experts", "low_bits"}
+    assert names == {path.parent.name for path in SOURCES}
     yield folders[0]
     shutil.rmtree(tmp_path / "numba")
 

@@ -140,7 +140,7 @@ def _router_weights(block: nn.Module, num_experts: int, names: list[str]) -> lis
         ):
             continue
         if type(module) is nn.Linear:
-            if name.rpartition(".")[2] not in _ROUTER_NAMES:
+            if _ROUTER_NAMES.isdisjoint(name.split(".")[-2:]):
                 continue
             module.__class__ = RoutedLinear
         found.append(weight)

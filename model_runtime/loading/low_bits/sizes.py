@@ -41,7 +41,7 @@ def can_hold(name: str, shape: tuple[int, ...], kind: Format) -> bool:
         parameter == "weight"
         and len(shape) == 2
         and shape[1] % kind.block == 0
-        and module.rpartition(".")[2] not in _ROUTERS
+        and _ROUTERS.isdisjoint(module.split(".")[-2:])  # `router.proj` is one, too
         and ".experts." not in name
     )
 

@@ -289,6 +289,7 @@ class AnswerReader:
         if not is_taken and is_cut:
             is_taken = self._take_cut_calls(events)
             self.num_cut += not is_taken
+            self._new_calls.is_repeating &= is_taken  # the rest may be another call
         elif not is_taken:
             self.num_unparsed += 1
         if is_taken or (is_cut and self.num_calls):

@@ -173,7 +173,7 @@ def test_parse_returns_the_model(openai_client: openai.OpenAI) -> None:
             "structured_outputs.disable_any_whitespace",
             "exclude each other",
         ),
-        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "is not a field"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "is not supported"),
     ],
 )
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])

@@ -27,11 +27,14 @@ from ropewalk.cli import ropewalk
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.studies.bench import run as bench_run
+from ropewalk.studies.bench.command import bench
 from ropewalk.studies.bench.load import Failure, RequestRecord, Timing
 from ropewalk.studies.bench.plan import Group, LoadPlan
 from ropewalk.studies.bench.target import IdPrompts, Target
 from ropewalk.studies.evaluation import subject
+from ropewalk.studies.evaluation.command import evaluate
 from ropewalk.studies.inspection import heads
+from ropewalk.studies.inspection.command import inspect
 from ropewalk.studies.policies import run as crossing_run
 from tests.server.evaluation.qa_data import squad, written
 from tests.server.goldens.figures import in_words
@@ -183,6 +186,9 @@ def produce(name: str, embedded: Checkpoint, folder: Path) -> dict[str, str]:
     for each in RECORDS:
         if (record / each).exists():
             shutil.copy(record / each, folder / "out" / each)
+    # A command keeps the option --help of its first call, which another test may have made alone.
+    for command in (evaluate, *evaluate.commands.values(), inspect, bench):
+        command._help_option = None
     with told(embedded, folder) as figures:
         ended = CliRunner().invoke(ropewalk, RUNS[name])
     assert isinstance(ended.exception, SystemExit | None), ended.exception
