@@ -52,7 +52,7 @@ def with_slots(
     """Return `config` with slots of `slot_bytes` for states, and the bytes of all slots.
 
     There are two for each sequence of a step, so that snapshots have as many as sequences. They
-    take at most half of `kv_cache_gib`, or of `affordable_bytes`. If they are fewer than the
+    take at most half of `kv_cache_gib`, or of `affordable_bytes`, but for one. If fewer than the
     sequences, then fewer sequences run at a time. A size in tokens is for the pages alone. Raises
     ModelError if drafts are asked for.
     """

@@ -110,6 +110,8 @@ class EngineCore:
         with self._clock.part("schedule"):
             plan = self._plan() if self._in_flight is None else self._in_flight.plan
             is_done = bool(plan.chunks) and self._run_or_fail(plan)
+            if not plan.chunks:  # those of the retry have left
+                self._is_retrying = False
             with self._clock.part("deliver"):
                 self.update_gauges()
         seconds = self._clock.take()

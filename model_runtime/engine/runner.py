@@ -76,12 +76,12 @@ class Runner(Protocol):
 
 
 class StepMemoryError(Exception):
-    """A step ran out of memory before it changed any state."""
+    """A step ran out of memory. States of layers may have changed, and nothing else has."""
 
 
 @contextmanager
 def memory_errors_told() -> Iterator[None]:
-    """Raise StepMemoryError for such an error; the step has changed no state, so it can retry."""
+    """Raise StepMemoryError for such an error; after it, no state of a running sequence is used."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError

@@ -92,11 +92,14 @@ class ModelConfig:
         # Only layers that differ from the others are here (Gemma 4).
         own = {int(key): each for key, each in (values.get("per_layer_config") or {}).items()}
         states = self.states()
-        return {
+        shapes = {
             index: self._shape({**values, **own.get(index, {})})
             for index in range(self._number("num_hidden_layers", values))
             if index not in states
         }
+        if not shapes:
+            raise ModelError(f"{self.architecture}: layer_types has no layer with attention")
+        return shapes
 
     def states(self) -> Mapping[int, StateShape]:
         """Return the shapes of its layers' states by index; empty for a model without them."""

@@ -303,8 +303,15 @@ def state_shapes(values: Mapping[str, Any]) -> dict[int, StateShape]:
         num_key_heads, num_heads, key_dim, dim, num_taps = sizes
         num_channels = 2 * num_key_heads * key_dim + num_heads * dim
         kinds["linear_attention"] = StateShape(num_taps - 1, num_channels, num_heads, key_dim, dim)
-    types = values.get("layer_types") or ()
-    return {index: kinds[each] for index, each in enumerate(types) if each in kinds}
+    types = values.get("layer_types")
+    if not kinds or not isinstance(types, list | tuple):
+        return {}
+    types = types[: values.get("num_hidden_layers")]
+    return {
+        index: kinds[each]
+        for index, each in enumerate(types)
+        if isinstance(each, str) and each in kinds
+    }
 
 
 def refuse_states_elsewhere(name: str, values: Mapping[str, Any], device: Any) -> None:

@@ -98,7 +98,10 @@ def mixing_class(model: nn.Module) -> str | None:
 
 
 def _are_alike(rows: list[Tensor], others: list[Tensor]) -> bool:
-    return len(rows) == len(others) and all(map(torch.allclose, rows, others))
+    return len(rows) == len(others) and all(
+        row.shape == other.shape and torch.allclose(row, other, equal_nan=True)
+        for row, other in zip(rows, others, strict=True)
+    )
 
 
 def _last_rows(model: nn.Module, first_token: int) -> list[tuple[str, list[Tensor], list[Tensor]]]:

@@ -1,7 +1,7 @@
 """The choice of tokens for the next step. Plain Python: it can be tested in milliseconds.
 
-Decodes go first, one token each. The rest of the token budget goes to prefill in
-chunks (`prefill.py`).
+Decodes go first, one token each. The rest of the token budget goes to prefill in chunks
+(`prefill.py`).
 
 Sequences are ranked by priority (a lower number is earlier), then by arrival. Pages are allocated
 as they are needed. If none are left, the running sequence of the last rank is preempted, so an
@@ -90,7 +90,8 @@ class Scheduler:
         self.pool = self.pages.pool
         self._num_arrived = 0
         self._is_full = False  # no waiting sequence can start before a running one ends
-        self._most_in_retry = 0  # sequences of a step after one that ran out of memory
+        # Fewer after a step with states that ran out of memory, until a sequence ends.
+        self._most_running = config.max_num_seqs
 
     @property
     def num_decodes(self) -> int:
@@ -113,7 +114,7 @@ class Scheduler:
         """
         step = StepBuilder(self._queues, self.pages)
         plan_decodes(step)
-        most = self._config.max_num_seqs if starts_waiting else self._most_in_retry
+        most = self._most_running if starts_waiting or self.pages.states is not None else 0
         if most and self.waiting:
             self._is_full = start_waiting(step, most)
         tokens_left = self._config.max_num_batched_tokens - len(step.plan.chunks)
@@ -157,14 +158,15 @@ class Scheduler:
         """Preempt the newest sequence after a step that ran out of memory, and return it.
 
         Of a model with states, all sequences are preempted, because some layers of the step may
-        have advanced their states already. The retry starts all but one of them. Nothing is
-        preempted if fewer than two sequences run.
+        have advanced their states already. All but one of them start again, and no more than that
+        run until one ends. Nothing is preempted if fewer than two sequences run.
         """
         if len(self.running) < 2:
             return []
         self._is_full = False
         has_states = self.pages.states is not None
-        self._most_in_retry = len(self.running) - 1 if has_states else 0
+        if has_states:
+            self._most_running = len(self.running) - 1
         preempted = list(self.running) if has_states else self.running[-1:]
         builder = StepBuilder(self._queues, self.pages)
         for sequence in preempted:
@@ -175,6 +177,7 @@ class Scheduler:
         self._queues.remove(sequence)
         self.pages.release(sequence)
         self._is_full = False
+        self._most_running = self._config.max_num_seqs
 
     def check_integrity(self) -> None:
         """Check page ref counts and the order of the queues. Raises AssertionError."""

@@ -8,6 +8,7 @@ import torch
 from ropewalk.model_runtime.attention.rope_tables import LayerTables
 from ropewalk.model_runtime.engine import postprocess
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from tests.deferred_runner import Answers, core_of
 from tests.engines import EngineFactory, answer, deployment_of, request, tiny_checkpoint
 
 
@@ -63,3 +64,26 @@ def test_a_draw_without_memory_is_tried_again_with_one_fewer(
     monkeypatch.setattr(postprocess, "sample_rows", fails_twice)
     assert answer(engines.over(llama_checkpoint), *requests) == expected
     assert num_draws > 6
+
+
+def test_a_request_waits_for_no_retry_that_has_left(
+    llama_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that was to be retried is aborted, and the one that made room for it goes on."""
+    deployment = deployment_of(llama_checkpoint)
+    asked = [request(deployment, [number] * 4, max_tokens=5) for number in (1, 2)]
+    core = core_of(llama_checkpoint, is_ahead=False)
+    answers = Answers(core, llama_checkpoint)
+    answers.add(*asked)
+    draw = postprocess.sample_rows
+
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(postprocess, "sample_rows", fails)
+    core.step()
+    monkeypatch.setattr(postprocess, "sample_rows", draw)
+    assert len(core.scheduler.waiting) == 1
+    core.abort(core.scheduler.running[0].request.request_id)
+    answers.finish()
+    assert sorted(map(len, (each.token_ids for each in answers.results().values()))) == [0, 5]

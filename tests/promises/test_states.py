@@ -214,6 +214,29 @@ def test_a_step_without_memory_advances_no_state_twice(
     assert num_calls > 20
 
 
+def test_memory_for_one_sequence_at_a_time_is_enough(
+    hybrid: Checkpoint, engines: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts without a snapshot would begin again after each failure, for ever."""
+    deployment = deployment_of(hybrid)
+    requests = [request(deployment, _prompt(50 + seed, seed), max_tokens=6) for seed in range(2)]
+    expected = _alone(engines, hybrid, requests)
+    engine = engines.over(hybrid, max_num_batched_tokens=16)
+    prepare = engine._core._runner.prepare
+
+    def prepare_one(spans: Any) -> Any:
+        def run() -> Any:
+            if len(spans) > 1:
+                raise torch.OutOfMemoryError("out of memory")
+            return forward()
+
+        forward = prepare(spans)
+        return run
+
+    monkeypatch.setattr(engine._core._runner, "prepare", prepare_one)
+    assert answer(engine, *requests) == expected
+
+
 def test_an_aborted_request_gives_its_slots_back(
     hybrid: Checkpoint, engines: EngineFactory
 ) -> None:
