@@ -69,7 +69,7 @@ def trained_dual_chunk(config: Mapping[str, Any], max_len: int) -> TrainedDualCh
 
 # The key of the table if all layers of a model use the same one.
 ALL_LAYERS = "all"
-# If tables differ by layer type, a deployment scales these layers only (design, section 2).
+# If tables differ by layer type, a deployment scales these layers only.
 _SCALED_LAYER_TYPE = "full_attention"
 _PROPORTIONAL = "proportional"
 # These fields of a checkpoint's block describe its model. The temperature by position is computed

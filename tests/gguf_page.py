@@ -1,4 +1,4 @@
-"""docs/gguf.md, written from the tables of model_runtime/gguf: `python -m tests.gguf_page`."""
+"""docs/gguf.md, written from the tables of model_runtime/formats: `python -m tests.gguf_page`."""
 
 import sys
 

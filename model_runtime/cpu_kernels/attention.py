@@ -2,7 +2,7 @@
 
 A row is one query token under one query head. Rows are independent of each other. A row reads its
 own pages in ascending order and reduces page by page. Its bits therefore do not depend on the
-batch, the chunking, or the number of threads (design, section 5). The reference is
+batch, the chunking, or the number of threads. The reference is
 `attention/torch_backend.py`.
 
 Rotation costs little here. A query is rotated to its absolute position once, and rotated back by

@@ -152,7 +152,7 @@ class Products(NamedTuple):
 
     step: int  # dimensions of a key, or offsets of values, that one product takes
     dtype: Any  # of keys, queries and probabilities as they are multiplied
-    add: Any  # register_tiles.add_products, or bf16_dot.add_pair_products
+    add: Any  # add_products or add_pair_products of bf16_dot
     rotate_keys: Any  # rotates a page's keys into keys_DO
     rotate_query: Any  # rotates a row's query back into query_BD
     place_values: Any  # returns a page's first values, each row padded to whole SIMD registers

@@ -186,7 +186,7 @@ def add_pair_products(
 ) -> Any:  # fmt: skip
     """Add two factors of each row, times pairs of numbers, to the row's sums.
 
-    Like `register_tiles.add_products`, but a register of numbers holds sixteen pairs. Each pair
+    Like `add_products`, but a register of numbers holds sixteen pairs. Each pair
     holds the first factor's number, then the second factor's.
     """
     num_columns = columns.literal_value

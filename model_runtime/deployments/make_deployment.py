@@ -1,4 +1,4 @@
-"""Build a Deployment from settings and a checkpoint's rope block (design, section 2)."""
+"""Build a Deployment from settings and a checkpoint's rope block."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ _Choice = tuple[Method, Policy, dict[str, tuple[Tier, ...]]]
 def make_deployment(
     name: str, native: NativeRope, options: DeploymentOptions = _DEFAULTS
 ) -> Deployment:
-    """Build the deployment of a name (design, section 2). Raises RopeConfigError.
+    """Build the deployment of a name. Raises RopeConfigError.
 
     A checkpoint that carries scaling is served natively. The only accepted override is `fixed`,
     which replaces its block as transformers would.

@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from ropewalk.model_runtime.request import FinishReason, Output, Request, TokenLogprob
-from ropewalk.model_runtime.text.tokenizer import Detokenizer, Tokenizer
+from ropewalk.model_runtime.text.detokenizer import Detokenizer
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.rope import Tier
 
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from ropewalk.model_runtime.request import Output, TokenLogprob
 from ropewalk.model_runtime.request import Request as EngineRequest
-from ropewalk.model_runtime.text.tokenizer import Detokenizer
+from ropewalk.model_runtime.text.detokenizer import Detokenizer
 from ropewalk.server.api.completion_schema import Choice, CompletionRequest, CompletionResponse
 from ropewalk.server.api.generation_response import ChunkAnswer, finish_reason, finite, respond
 from ropewalk.server.api.generation_schema import PromptProgressAnswer, Usage

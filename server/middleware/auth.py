@@ -7,7 +7,8 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ropewalk.server.access.allowance import Allowance, KeyRing
+from ropewalk.server.access.allowance import Allowance
+from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.open_request import current_request
 from ropewalk.server.envelope import envelope
 

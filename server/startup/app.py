@@ -19,7 +19,7 @@ from ropewalk.server.access.access_log import (
     RequestOpener,
     Routes,
 )
-from ropewalk.server.access.allowance import KeyRing
+from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.open_request import SpanSource
 from ropewalk.server.access.refusals import ClientDisconnectedError
 from ropewalk.server.api.completions import completions_router

@@ -134,7 +134,7 @@ def url_of(settings: ServeSettings, listener: socket.socket) -> str:
 
 
 if TYPE_CHECKING:
-    from ropewalk.server.access.allowance import KeyRing
+    from ropewalk.server.access.key_ring import KeyRing
     from ropewalk.server.access.open_request import SpanSource
     from ropewalk.server.middleware.body_limits import BodyLimits
     from ropewalk.server.startup.app import AccessPolicy

@@ -22,7 +22,8 @@ from ropewalk.model_runtime.text.grammar import GrammarCompiler
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.model_runtime.text.tools.find_format import ChatFormats, find_formats
 from ropewalk.rope import NativeRope
-from ropewalk.server.access.allowance import KeyMetrics, KeyRing
+from ropewalk.server.access.allowance import KeyMetrics
+from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.keys import KeyTable
 from ropewalk.server.access.open_request import AnswerWatch, Put
 from ropewalk.server.api.output_queue import OutputQueue

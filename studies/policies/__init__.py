@@ -1,1 +1,1 @@
-"""`ropewalk eval --policies`: the same sequences under each policy, across tiers."""
+"""`ropewalk eval policies`: the same sequences under each policy, across tiers."""

@@ -1,4 +1,1 @@
-"""Kernels for mixtures of experts: products by expert, and the sum of a row's experts.
-
-May import: cpu_kernels.
-"""
+"""Kernels for mixtures of experts: products by expert, and the sum of a row's experts."""

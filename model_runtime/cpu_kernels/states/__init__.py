@@ -1,4 +1,1 @@
-"""Kernels of layers that keep a state of each sequence: short convolutions, the gated delta rule.
-
-May import: cpu_kernels.
-"""
+"""Kernels of layers that keep a state of each sequence: convolutions and the delta rule."""

@@ -1,4 +1,1 @@
-"""Mixtures of experts on a CPU: routing by fixed rules, and products that know one row each.
-
-May import: layers, probing, cpu_kernels.
-"""
+"""Mixtures of experts on a CPU: routing by fixed rules, and products that know one row each."""

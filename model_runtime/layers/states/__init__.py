@@ -1,4 +1,1 @@
-"""Layers that mix tokens by a state of each sequence, over the slots of a step.
-
-May import: layers, attention, cache, cpu_kernels.
-"""
+"""Layers that mix tokens by a state of each sequence, over the slots of a step."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from ropewalk.model_runtime.text.tokenizer import overlap
+from ropewalk.model_runtime.text.detokenizer import overlap
 from ropewalk.model_runtime.text.tools.call_stream import (
     CallEnd,
     CallEvent,

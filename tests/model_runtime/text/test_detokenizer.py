@@ -6,7 +6,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from ropewalk.model_runtime.text.tokenizer import Detokenizer, Tokenizer
+from ropewalk.model_runtime.text.detokenizer import Detokenizer
+from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from tests.tokens import byte_tokenizer, byte_tokenizer_fast
 
 TOKENIZER = byte_tokenizer()

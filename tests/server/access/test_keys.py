@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ropewalk.server.access.allowance import KeyMetrics, KeyRing
+from ropewalk.server.access.allowance import KeyMetrics
+from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.keys import (
     UNNAMED,
     KeyBounds,

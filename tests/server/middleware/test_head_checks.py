@@ -5,7 +5,8 @@ import socket
 import httpx
 import pytest
 
-from ropewalk.server.access.allowance import KeyMetrics, KeyRing
+from ropewalk.server.access.allowance import KeyMetrics
+from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.keys import UNNAMED, ApiKey, KeyTable, digest_of
 from ropewalk.server.metrics import MetricFactory
 from ropewalk.server.middleware.head_checks import AllowedHosts
