@@ -174,6 +174,7 @@ class Scheduler:
         return preempted
 
     def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of its queue, and release what it holds."""
         self._queues.remove(sequence)
         self.pages.release(sequence)
         self._is_full = False
