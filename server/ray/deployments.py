@@ -66,9 +66,7 @@ def _engines(settings: ServeSettings) -> Any:
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=number,
                 max_replicas=most,
-                policy=AutoscalingPolicy(
-                    policy_function="ropewalk.server.ray.ray_replicas:by_tokens"
-                ),
+                policy=AutoscalingPolicy(policy_function="ropewalk.server.ray.autoscale:by_tokens"),
             )
         }
     deployment = serve.deployment(

@@ -23,7 +23,7 @@ from ropewalk.model_runtime.text.grammar import GrammarCompiler
 from ropewalk.server.log_lines import log_to_stderr
 from ropewalk.server.metrics import MetricFactory, Metrics
 from ropewalk.server.process.preflight import bound_memory
-from ropewalk.server.ray.ray_replicas import TokenLoad
+from ropewalk.server.ray.autoscale import TokenLoad
 from ropewalk.server.replicas.channel import Entry, Outbox, Outboxes
 from ropewalk.server.replicas.watchdog import Watchdog
 from ropewalk.server.replicas.wire import ACCEPTED, FULL, STOPPED, OutputEncoder, SentRequest
@@ -157,7 +157,7 @@ class EngineReplica:
         return {"num_pages": self._served.plan.config.num_pages}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load, for the autoscaler (`ray_replicas.py`). Ray calls it regularly."""
+        """Return the load, for the autoscaler (`autoscale.py`). Ray calls it regularly."""
         load = TokenLoad(
             sum(each.num_waiting for each in self._answers),
             sum(each.num_running for each in self._answers),

@@ -2,10 +2,9 @@
 
 import asyncio
 import itertools
-import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.errors import RopewalkError
 from ropewalk.model_runtime.request import Request
 from ropewalk.server.replicas.channel import OutputChannel
@@ -255,40 +253,3 @@ class _Run:
         replica = self._routes.replica_of(self.key)
         reason = "none_ready" if replica is None else "silent"
         self.lose(ReplicaLostError(replica, reason))
-
-
-# Autoscaling by tokens: the load of each replica, and the policy that Ray Serve calls with them.
-#
-# A request is a bad unit of load: one may hold a hundred times the tokens of another.
-
-_WAITING_STEPS = 8  # steps of prefill that wait and make a replica full
-_TARGET = 0.7  # share of a replica that should be in use
-
-
-@dataclass(slots=True)
-class TokenLoad:
-    """The tokens of a replica's requests."""
-
-    waiting: int = 0  # prompt tokens of requests without a first token
-    running: int = 0  # tokens, prompt and answer, of the other ones
-
-    def share_of(self, config: EngineConfig) -> float:
-        """Return the load as a share of what an engine holds: 1 is full."""
-        room = config.num_pages * config.page_size
-        return self.running / room + self.waiting / (_WAITING_STEPS * config.max_num_batched_tokens)
-
-
-def by_tokens(context: Any) -> tuple[int, dict[str, Any]]:
-    """Return the number of replicas that the load asks for, and no state.
-
-    `context`: Ray Serve's AutoscalingContext, with the `load` of each replica.
-    """
-    loads = (context.aggregated_metrics or {}).get("load") or {}
-    if not loads:
-        return context.target_num_replicas, {}
-    wanted = math.ceil(sum(loads.values()) / _TARGET - 1e-9)
-    lowest, highest = (
-        context.capacity_adjusted_min_replicas,
-        context.capacity_adjusted_max_replicas,
-    )
-    return min(max(wanted, lowest), highest), {}

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.server.ray.ray_replicas import TokenLoad, by_tokens
+from ropewalk.server.ray.autoscale import TokenLoad, by_tokens
 from tests.processes import running_server
 from tests.server.ray.cluster import body, metrics_of, stream
 
