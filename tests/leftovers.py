@@ -19,6 +19,7 @@ _OWNER = "TESTS_OWNER"  # the process whose run it is: neither a worker nor a te
 # pytest keeps its tests' folders, Ray its clusters' logs, and torch's compiler its cache.
 _OTHERS = ("pytest-of-", "ray", "torchinductor_")
 _ENDING_S = 10.0  # a process that was told to end may need so long on a loaded machine
+_RAY_S = 60.0  # Ray's agents look only now and then whether their node is still there
 
 
 def begin() -> None:
@@ -53,8 +54,11 @@ def _processes() -> list[str]:
 
 def _remaining() -> list[str]:
     """Return the marked processes that do not end by themselves."""
-    deadline = time.monotonic() + _ENDING_S
-    while (found := _processes()) and time.monotonic() < deadline:
+    begun = time.monotonic()
+    while found := _processes():
+        is_ray = all(": ray::" in each for each in found)
+        if time.monotonic() - begun > (_RAY_S if is_ray else _ENDING_S):
+            break
         time.sleep(0.1)
     return found
 
