@@ -40,7 +40,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments name; a misspelt one is told the nearest name."""
+        """Return the command that the arguments name; an error names the nearest one."""
         known = self.list_commands(ctx)
         if args[0] not in known and args[0][:1].isalnum() and not ctx.resilient_parsing:
             from ropewalk.server.wording import did_you_mean  # noqa: PLC0415

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.engines import EngineFactory
     from tests.processes import Server
 
-# Of fifteen seconds or more, in the part of `make test` that has two workers.
+# Files of fifteen seconds or more, in the part of `make test` that has two workers.
 _LONGEST = {
     *("test_smollm2", "test_nginx", "test_doc_commands", "test_same_bits", "test_page"),
     *("test_low_bit_products", "test_cuda_graphs", "test_draft_rows", "test_triton_prefill"),

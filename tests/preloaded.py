@@ -25,7 +25,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 _LONGEST = 1 << 20  # bytes of a request: arguments and environment
 _MOST_FILES = 16
-# What a server has imported by the time it listens. Those that a load imports late are in it.
+# Modules that a server has imported by the time it listens, also those that a load imports late.
 _MODULES = (
     "ropewalk.server.serve_command",
     "ropewalk.server.startup.load_service",

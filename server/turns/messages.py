@@ -1,4 +1,4 @@
-"""The answer of /v1/messages: an object with blocks, or a stream of typed events."""
+"""The route of /v1/messages, its errors, and its answer: blocks, or a stream of typed events."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Bodies of the routes about models and tokens."""
+"""The routes about models and tokens, and their bodies."""
 
 import asyncio
 from collections.abc import Iterator

@@ -199,7 +199,7 @@ Told = TypeVar("Told")
 
 
 class PartAnswer(HttpAnswer[AskedT], Generic[AskedT, Told]):
-    """An answer that is read into parts; subclasses say how a change of a part is told."""
+    """An answer that is read into parts; subclasses make events of the changes."""
 
     always_has_text: ClassVar[bool] = False  # an answer without text and calls has an empty text
 

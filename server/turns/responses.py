@@ -1,4 +1,4 @@
-"""The answer of /v1/responses: an object with items, or a stream of typed events."""
+"""The route of /v1/responses, and its answer: an object with items, or a stream of typed events."""
 
 import time
 from typing import Any, ClassVar, Literal

@@ -36,7 +36,7 @@ def gguf_path(checkpoint: RealModel) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(gguf_path: Path) -> Reference:
-    """What transformers reads from the file."""
+    """The model as transformers reads it from the file."""
     return Reference(gguf_path)
 
 

@@ -52,7 +52,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """What the products of a layer give; `Numbers` have the served number type."""
+    """The results of a layer's products; `Numbers` have the served number type."""
 
     x_TC: Numbers  # before the convolution
     gate_TV: Numbers  # of the output

@@ -34,7 +34,7 @@ def has_experts(model: nn.Module) -> bool:
 class ExpertMatrix(NamedTuple):
     """One matrix of all experts of a layer."""
 
-    # Of each expert; gates and ups are two parts, so that each begins with a panel.
+    # Panels of each expert; gates and ups are two parts, so that each begins with a panel.
     parts_E: Sequence[tuple["LowBitPanels", ...]]
 
     @property

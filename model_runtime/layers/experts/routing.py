@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from ropewalk.model_runtime.layers.experts.low_bit import is_experts
 from ropewalk.model_runtime.layers.packed_linear import rowwise
+from ropewalk.model_runtime.routers import is_router
 
-_ROUTER_NAMES = {"gate", "router"}
 _CONVERSIONS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.type_as}
 _TOP_K = {torch.topk, torch.Tensor.topk}
 _ELEMENTWISE = {torch.sigmoid, torch.Tensor.sigmoid, torch.special.expit, nn.functional.softplus}
@@ -140,7 +140,7 @@ def _router_weights(block: nn.Module, num_experts: int, names: list[str]) -> lis
         ):
             continue
         if type(module) is nn.Linear:
-            if _ROUTER_NAMES.isdisjoint(name.split(".")[-2:]):
+            if not is_router(name):
                 continue
             module.__class__ = RoutedLinear
         found.append(weight)

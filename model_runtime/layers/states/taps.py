@@ -34,7 +34,7 @@ def taps_of(convolution: nn.Conv1d) -> Floats:
 
 
 class Kept(Generic[Made]):
-    """What was made from some weights, until they are others.
+    """Something made from some weights, until they are others.
 
     Probes put random numbers in the place of weights for a while.
     """

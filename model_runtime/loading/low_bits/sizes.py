@@ -17,13 +17,13 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.formats import (
 )
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
+from ropewalk.model_runtime.routers import is_router
 
 Weights = Literal["stored", "int8", "dequantised"]
 _FEWEST_OUTPUTS = PANEL  # fewer would pad a panel, and such linears are often routers
 # Linears that read one tensor are one product. Names are those of transformers and of GGUF.
 _QUERY_KEY_VALUE = re.compile(r"\b[qkv]_proj\b|\battn_[qkv]\b")
 _GATE_UP = re.compile(r"\b(gate|up)_proj\b|\bffn_(gate|up)\b")
-_ROUTERS = {"gate", "router"}  # linears that choose experts: an error there is not a small one
 
 
 def format_of_type(type_name: str | None) -> Format | None:
@@ -41,7 +41,7 @@ def can_hold(name: str, shape: tuple[int, ...], kind: Format) -> bool:
         parameter == "weight"
         and len(shape) == 2
         and shape[1] % kind.block == 0
-        and _ROUTERS.isdisjoint(module.split(".")[-2:])  # `router.proj` is one, too
+        and not is_router(module)
         and ".experts." not in name
     )
 

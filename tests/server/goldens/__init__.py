@@ -1,1 +1,1 @@
-"""What eval, inspect and bench print and write, kept as files beside this one."""
+"""The outputs of eval, inspect and bench, kept as files beside this one."""

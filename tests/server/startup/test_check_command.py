@@ -87,7 +87,7 @@ def test_wrong_deployments_are_reported_together(tmp_path: Path, case: str) -> N
 
 
 def test_all_wrong_fields_are_told_at_once(tmp_path: Path) -> None:
-    """Of files, of blocks of the scaling, and of the deployments' other fields."""
+    """The settings are files, blocks of the scaling, and other fields of deployments."""
     path = tmp_path / "ropewalk.yaml"
     path.write_text("""
 api_key_file: /nowhere/keys
