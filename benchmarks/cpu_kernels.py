@@ -44,7 +44,8 @@ _SHAPES = ((2048, 768), (768, 2048), (32_000, 768))  # outputs and inputs of wei
 _ROWS = (1, 4, 8, 16, 64, 256, 1024)
 _HEADS, _KEY_HEADS, _DIM, _PAGE = 12, 4, 64, 64  # `medium`, and the default page size
 _READS = ((8192, 1), (2048, 256), (8192, 256))  # keys, and query tokens at their end
-_PEAK_ROUNDS = 1 << 16
+PEAK_ROUNDS = 1 << 16
+PEAK_OPERATIONS = 2 * 12 * WIDTH * PEAK_ROUNDS  # of one call of `multiply_adds`
 READ_BYTES = 256 << 20
 
 
@@ -58,7 +59,7 @@ class Row(NamedTuple):
 
 
 @jit()
-def _multiply_adds(rounds: int) -> Any:
+def multiply_adds(rounds: int) -> Any:
     """Run twelve chains of multiply-adds, enough for two units with six pipeline stages each."""
     x, y = broadcast(np.float32(0.5)), broadcast(np.float32(0.25))
     a = b = c = d = e = f = g = h = i = j = k = m = y
@@ -163,7 +164,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     numbers = np.ones(READ_BYTES // 4, np.float32)
-    peak = 2 * 12 * WIDTH * _PEAK_ROUNDS / seconds(partial(_multiply_adds, _PEAK_ROUNDS))
+    peak = PEAK_OPERATIONS / seconds(partial(multiply_adds, PEAK_ROUNDS))
     bandwidth = READ_BYTES / seconds(partial(sum_of, numbers))
     ways = {dtype: described([workshop_for(dtype).way], dtype) for dtype in _DTYPES}
     lines = [

@@ -1,9 +1,10 @@
-"""A model with random weights in one of the formats of few bits, to measure steps with.
+"""A model with random weights in formats of few bits, to measure steps with.
 
 A step takes as long with random weights as with others. So every format can be measured over one
 model, also those that no library here can write.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,20 @@ def load_made(folder: Path, kind: Format) -> Checkpoint:
     Raises ModelError if the model cannot be served.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    fill_with(model, lambda _: kind)
+    return prepare_model(model, load_tokenizer(folder), frozenset(), {})
+
+
+def fill_with(model: Any, kind_of: Callable[[str], Format]) -> None:
+    """Give a model's linears and embedding random weights, in place; `kind_of`: by name."""
     shapes = {name: tuple(each.weight.shape) for name, each in holders(model).items()}
     draw = np.random.default_rng(0)
     panels = {
-        name: _panels(kind, shape, draw)
+        name: _panels(kind_of(name), shape, draw)
         for name, shape in shapes.items()
-        if can_hold(name, shape, kind)
+        if can_hold(name, shape, kind_of(name))
     }
     hold(model, panels)
-    return prepare_model(model, load_tokenizer(folder), frozenset(), {})
 
 
 def _panels(kind: Format, shape: tuple[int, ...], draw: np.random.Generator) -> LowBitPanels:

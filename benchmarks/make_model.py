@@ -38,6 +38,7 @@ class Shape:
 SHAPES = {
     "small": Shape(384, 8, 6, 2, 1536, 4096),  # 20 M parameters
     "medium": Shape(768, 12, 12, 4, 2048, 32_000),  # 125 M
+    "1b": Shape(2048, 22, 32, 4, 5632, 32_000),  # 1.1 billion, TinyLlama's shape
 }
 
 
