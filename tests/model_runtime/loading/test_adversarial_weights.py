@@ -65,10 +65,20 @@ class Served:
         return Span(ids, 0, pages, self._table, range(len(ids)), parts)
 
 
+def _lowest_of_equals(scores: Tensor, k: int, dim: int = -1, **_: Any) -> tuple[Tensor, Tensor]:
+    """`torch.topk` with our rule for ties, which large norms make where a sigmoid is 1."""
+    values, indices = scores.sort(dim=dim, descending=True, stable=True)
+    return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
+
+
 @torch.inference_mode()
-def _logits(model: Any, ids: list[int]) -> Tensor:
-    logits_TV: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double()
-    return logits_TV
+def _logits(model: Any, ids: list[int], *, has_our_ties: bool) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        if has_our_ties:
+            patch.setattr(torch, "topk", _lowest_of_equals)
+            patch.setattr(Tensor, "topk", _lowest_of_equals)
+        logits_TV: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    return logits_TV.double()
 
 
 def check_served(architecture: str, seed: int, kinds: tuple[Change, ...] = ()) -> None:
@@ -79,9 +89,10 @@ def check_served(architecture: str, seed: int, kinds: tuple[Change, ...] = ()) -
     has_same_bits = architecture not in OTHER_BITS
     rng = random.Random(seed)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(count)] for count in (23, 9, 17)]
-    expected = [_logits(untouched, ids) for ids in prompts]
+    expected = [_logits(untouched, ids, has_our_ties=has_same_bits) for ids in prompts]
     untouched.set_experts_implementation("eager")  # the others take no float64
-    exact = [_logits(untouched.double(), ids) for ids in prompts]
+    untouched.double()
+    exact = [_logits(untouched, ids, has_our_ties=has_same_bits) for ids in prompts]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         checkpoint = prepare_model(drawn.model, byte_tokenizer(), frozenset(), {})
@@ -99,8 +110,9 @@ def check_served(architecture: str, seed: int, kinds: tuple[Change, ...] = ()) -
             _MIN_SHARE[drawn.dtype] * float(exact_TV.std()),
         )
         apart_T = (one_TV - exact_TV).abs().amax(-1)
-        # Rounding may decide for another expert.
-        share = 0.75 if has_experts else 1.0
+        # Rounding may decide for another expert. In bfloat16 it may decide for another key, if an
+        # outlier makes a softmax choose one.
+        share = 0.75 if has_experts or drawn.dtype == torch.bfloat16 else 1.0
         assert float(apart_T.quantile(share)) <= allowed, drawn.kinds
     assert checkpoint.report.bitwise or not has_same_bits
 
