@@ -1,6 +1,7 @@
 """Fixtures for every test: seeds, engines over tiny models, the embedded model, a server."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
     Torch is imported by those that run tests only; xdist's first process would be late by it.
     """
     leftovers.begin()
+    # A shell starts what runs beside it with the signal ignored, and commands would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         import torch
 

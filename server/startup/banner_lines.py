@@ -3,7 +3,7 @@
 from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
-from ropewalk.model_runtime.loading.low_bits.active import active_part
+from ropewalk.model_runtime.loading.low_bits.active import active_lines, active_part
 from ropewalk.model_runtime.loading.low_bits.sizes import Storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.model_runtime.size_text import size_text
@@ -103,9 +103,9 @@ def low_bits_text(storage: Storage, distance: object | None) -> str:
 
 
 def expert_lines(outline: ModelConfig, low_bits: Storage | None) -> list[str]:
-    """Return the banner's line about a mixture's active weights; none for another model."""
+    """Return the banner's lines about a mixture's active weights; none for another model."""
     active = active_part(outline, low_bits)
-    return [] if active is None else [f"  experts          {active}"]
+    return [f"  {line}" for line in active_lines(active, outline.device.type)]
 
 
 def rank_line(size: int, bits: str, weight_bytes: int, cache_bytes: int) -> str:

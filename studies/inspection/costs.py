@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import MXFP4
 from ropewalk.model_runtime.deployments.deployment import Deployment
-from ropewalk.model_runtime.loading.low_bits.active import Active, active_part
+from ropewalk.model_runtime.loading.low_bits.active import Active, active_lines, active_part
 from ropewalk.model_runtime.loading.low_bits.sizes import Storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.model_runtime.size_text import size_text
@@ -88,13 +88,13 @@ def too_small(costs: Costs, page_size: int) -> str | None:
     )
 
 
-def cost_lines(costs: Costs) -> list[str]:
+def cost_lines(costs: Costs, device_type: str) -> list[str]:
     """Return the lines about weights, the longest context and the stated memory."""
     longest = size_text(costs.longest_context * costs.kv_bytes_per_token + costs.state_bytes)
     lines = [
         *_weight_lines(costs),
         *_stored_lines(costs),
-        *([] if costs.active is None else [f"experts          {costs.active}"]),
+        *active_lines(costs.active, device_type),
         f"longest context  {costs.longest_context} tokens, {longest} of cache for one sequence",
     ]
     if costs.state_bytes:

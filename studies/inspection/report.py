@@ -81,7 +81,7 @@ def _lines(
     found: Sequence[InspectedDeployment],
     heads: InspectedHeads | None,
 ) -> list[str]:
-    lines = [*_model_lines(outline, native, costs), *cost_lines(costs)]
+    lines = [*_model_lines(outline, native, costs), *cost_lines(costs, outline.device.type)]
     for each in found:
         lines += ["", *each.table_lines()]
         lines += ["", *decay_lines(each.deployment, each.tables, each.distances)]

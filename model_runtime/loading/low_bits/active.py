@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ropewalk.model_runtime.loading.low_bits.memory_rate import rate_text
 from ropewalk.model_runtime.loading.low_bits.planned import header_shapes
 from ropewalk.model_runtime.loading.low_bits.sizes import Storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
@@ -14,9 +15,9 @@ from ropewalk.model_runtime.loading.plain_config import text_values
 from ropewalk.model_runtime.size_text import size_text
 
 _GGUF_EXPERTS = re.compile(r"_exps\.(weight|bias)$")
-_EXPERTS = re.compile(r"\.experts\.")
+_EXPERTS = re.compile(r"\.experts\.|(block_sparse_moe|mlp)\.(input|output)_linear\.weight$")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+_NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ def active_part(outline: ModelConfig, low_bits: Storage | None) -> Active | None
     `low_bits`: the storage of weights in few bits, if there are any.
     """
     values = text_values(outline.config)
+    values.update(values.get("ffn_config") or {})  # DBRX
     num_experts, num_chosen = _number(values, _NUM_EXPERTS), _number(values, _NUM_CHOSEN)
     num_all = outline.num_parameters()
     if num_experts is None or num_chosen is None or num_all is None:
@@ -66,6 +68,16 @@ def active_part(outline: ModelConfig, low_bits: Storage | None) -> Active | None
         all_bytes - routed_bytes * num_idle // num_experts,
         all_bytes,
     )
+
+
+def active_lines(active: Active | None, device_type: str) -> list[str]:
+    """Return the lines about the active part, and on a CPU about the rate that it allows."""
+    if active is None:
+        return []
+    lines = [f"experts          {active}"]
+    if device_type == "cpu":
+        lines.append(f"memory speed     {rate_text(active.num_bytes)}")
+    return lines
 
 
 def _number(values: dict[str, Any], names: tuple[str, ...]) -> int | None:

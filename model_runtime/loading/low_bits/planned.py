@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 _GGUF_EMBEDDING, _GGUF_HEAD, _GGUF_ROUTER = "token_embd.weight", "output.weight", "gate_inp"
 _GGUF_EXPERTS = re.compile(r"\.ffn_(gate|up|down)_exps\.weight$")
-_EXPERTS = re.compile(r"\.experts\.(\d+\.\w+\.weight|(gate_up|up|down)_proj)$")
+# A matrix of one expert, or of all experts of a layer; gates and ups may be one tensor.
+_EXPERTS = re.compile(
+    r"\.experts\.(\d+\.\w+\.weight|(gate_up|up|down)_proj|fc[12]\.weight)$"
+    r"|\.block_sparse_moe\.(input|output)_linear\.weight$"
+)
+_GATE_UP = re.compile(r"\.(gate_up_proj|fc1\.weight|input_linear\.weight)$")
 _HEAD = "lm_head.weight"
 _EMBEDDING = re.compile(r"\b(embed_tokens|embed_in|wte|word_embeddings)\b")
 
@@ -45,21 +50,38 @@ def planned_storage(outline: ModelConfig, weights: Weights, *, is_divided: bool)
         found = _gguf(outline, path, to_int8=weights == "int8")
     elif outline.has_weights and (weights == "int8" or is_kept(outline.stored)):
         found, is_tied = Storage(), outline.config.get_text_config().tie_word_embeddings
+        width = outline.config.get_text_config().hidden_size
         for name, shape in _shapes(outline, path):
             is_expert = _EXPERTS.search(name) is not None and len(shape) > 1
-            if is_expert and is_kept(outline.stored):
-                num_experts, num_inputs, num_outputs = shape
-                found.add_experts((num_experts, num_outputs, num_inputs), MXFP4)
-                continue
-            if weights == "int8" and is_expert and can_quantise_experts(*shape[-2:]):
-                found.add_experts(shape, INT8)
-                continue
+            if is_expert and (weights == "int8" or is_kept(outline.stored)):
+                matrices = _expert_matrices(name, shape, width)
+                if is_kept(outline.stored) or can_quantise_experts(*matrices[0][-2:]):
+                    for each in matrices:
+                        found.add_experts(each, MXFP4 if is_kept(outline.stored) else INT8)
+                    continue
             kind = INT8 if weights == "int8" and can_quantise(name, shape) else None
             is_product = is_tied or not _EMBEDDING.search(name)
             found.add(name, shape, kind, outline.dtype.itemsize, is_product=is_product)
     else:
         return None
     return found if found.by_format else None
+
+
+def _expert_matrices(name: str, shape: tuple[int, ...], width: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the products in a tensor of experts, outputs before inputs.
+
+    Gates and ups have panels of their own, unless they alternate, as they do where the inputs come
+    first (gpt-oss). `width`: the numbers of a row between layers.
+    """
+    *experts, num_outputs, num_inputs = shape
+    is_gate_up = _GATE_UP.search(name) is not None
+    has_inputs_first = num_inputs != width if is_gate_up else num_outputs != width
+    if has_inputs_first and len(experts) == 1:
+        num_outputs, num_inputs = num_inputs, num_outputs
+    alternates = has_inputs_first and name.endswith("gate_up_proj")
+    if is_gate_up and not alternates:
+        return [(*experts, num_outputs // 2, num_inputs)] * 2
+    return [(*experts, num_outputs, num_inputs)]
 
 
 def _gguf(outline: ModelConfig, path: Path, *, to_int8: bool) -> Storage:

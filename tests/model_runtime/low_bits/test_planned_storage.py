@@ -11,13 +11,22 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.low_bits.product import LowBitProduct
 from ropewalk.model_runtime.layers.packed_linear import products_of
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from ropewalk.model_runtime.loading.low_bits.active import active_part
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL, read_outline
 from tests.gguf_cases import CASES
 from tests.gguf_files import Written, as_float32, quantised
+from tests.sampling import sampled
+from tests.tiny_models import tiny_model
+from tests.tokens import byte_tokenizer_fast
 
 # All linears of a layer have 64 outputs or a multiple of it, and a multiple of 32 inputs.
 WHOLE = {"num_key_value_heads": 4, "intermediate_size": 128}
+# Their tiny models have experts of at least 64 outputs, which are quantised.
+MIXTURES = (
+    *("granitemoe", "aria_text", "granitemoe_swa", "gpt_oss", "cohere2_moe", "flex_olmo"),
+    *("granitemoeshared", "minimax_m2", "mixtral", "olmoe"),
+)
 
 
 def held_bytes(loaded: Checkpoint) -> int:
@@ -67,6 +76,23 @@ def test_floats_beside_few_bits_are_counted_as_they_are_held(tmp_path: Path, dty
     assert planned is not None
     assert loaded.low_bits is not None
     assert planned.num_bytes == loaded.low_bits.num_bytes == held_bytes(loaded)
+
+
+@pytest.mark.parametrize("architecture", sampled(MIXTURES, fixed=1, drawn=1))
+def test_experts_of_int8_are_planned_as_they_are_held(tmp_path: Path, architecture: str) -> None:
+    """Their tensors have many names, and gates and ups may be one of them."""
+    tiny_model(architecture).save_pretrained(tmp_path)
+    byte_tokenizer_fast().save_pretrained(tmp_path)
+    outline = read_outline(tmp_path, device="cpu")
+    planned = planned_storage(outline, "int8", is_divided=False)
+    loaded = load_checkpoint(tmp_path, device="cpu", weights="int8").low_bits
+    assert planned is not None
+    assert loaded is not None
+    assert planned.by_format == loaded.by_format
+    assert planned.expert_bytes == loaded.expert_bytes
+    active = active_part(outline, planned)
+    assert active is not None
+    assert active.num_bytes < active.num_all_bytes
 
 
 def test_int8_is_refused_where_its_kernels_are_not() -> None:

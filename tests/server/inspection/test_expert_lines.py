@@ -1,6 +1,7 @@
 """`inspect`, `config check` and the banner say which part of a mixture a token reads."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,13 +46,17 @@ def test_every_place_says_the_same(file: Path) -> None:
         f"experts          2 of 8 for a token: {active['num_parameters'] / 1e6:,.4g} million of "
         f"{num_all / 1e6:,.4g} million parameters, {sizes[0]} of {sizes[1]} are active\n"
     )
-    assert text in run_here("inspect", str(file)).stdout
     settings = file.with_name("ropewalk.yaml")
     settings.write_text(f"model: {file}\n")
     checked = run_here("config", "check", str(settings))
-    assert f"  {text}" in checked.stdout, checked.stderr
+    assert checked.returncode == 0, checked.stderr
     _, banner = load_service(load_settings({"model": str(file), "device": "cpu"}))
-    assert f"  {text}" in banner
+    for told in (run_here("inspect", str(file)).stdout, checked.stdout, banner):
+        assert text in told
+        speed = re.search(r"memory speed     (\S+) GB/s read by .* at most (\S+) tokens/s", told)
+        assert speed is not None, told
+        rate, tokens = (float(each.replace(",", "")) for each in speed.groups())
+        assert tokens == pytest.approx(1e9 * rate / active["num_bytes"], rel=0.02)
 
 
 def test_experts_of_safetensors_are_counted_one_by_one(tmp_path: Path) -> None:

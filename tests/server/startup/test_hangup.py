@@ -69,6 +69,7 @@ def in_a_terminal(log: Path) -> Iterator[tuple[int, int]]:
     """A server whose controlling terminal is ours: its process id, and the terminal."""
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         target = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(target, 2)
         os.execv(sys.executable, command("serve", "--port", "0"))  # noqa: S606

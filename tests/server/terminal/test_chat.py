@@ -124,7 +124,7 @@ def test_a_conversation_by_commands(server: Server, tmp_path: Path) -> None:
 
 def test_ctrl_c_stops_an_answer_and_not_the_client(server: Server) -> None:
     """The request ends in the server, and the next message is answered."""
-    for _ in range(10):  # an answer may have ended before the key is pressed
+    for _ in range(40):  # an answer may have ended before the key is pressed
         # Each try has its own terminal, because a late key would take the next line with it.
         with terminal("chat", server.url, "--temperature", "0") as shell:
             shell.until("> ")
