@@ -10,6 +10,8 @@ PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
 RESULTS=$(mktemp -d)
+SITE=
+trap 'rm -rf "$RESULTS" "$SITE"' EXIT # $OUT has all of it
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 if ls .whl/*.whl >/dev/null 2>&1; then
     SITE=$(mktemp -d)
