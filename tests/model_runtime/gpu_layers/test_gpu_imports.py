@@ -23,7 +23,7 @@ sys.meta_path.insert(0, Refuse())
 # The model is on the CPU, where Triton's interpreter stands for the GPU.
 SERVE = """
 import torch
-from ropewalk.model_runtime.attention import backends
+from ropewalk.model_runtime.runner import backends
 from ropewalk.model_runtime.config import EngineConfig
 
 backends.has_cpu_kernels = lambda device: False
