@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.gguf_files import Written, write_model
+from tests.gguf_hybrids import delta_metadata
 from tests.tiny_models import tiny_model
 
 
@@ -21,6 +22,7 @@ class Case:
     model_type: str  # of transformers
     permuted: bool = False
     norm_offset: float = 0.0
+    is_old: bool = False  # as converters wrote Qwen 3 Next at first
     overrides: Mapping[str, Any] = field(default_factory=dict)  # of transformers' config
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -45,11 +47,15 @@ class Case:
             changed,
             permuted=self.permuted,
             norm_offset=self.norm_offset,
+            is_old=self.is_old,
         )
 
 
 _TIED = {"tie_word_embeddings": True}
 _SMALL_HEADS = {"head_dim": 16}
+_VALUE_HEADS = {"linear_num_value_heads": 4}
+_EVEN = {"ssm.time_step_rank": 2, "ssm.inner_size": 32}  # as many value heads as key heads
+_SECTIONS = {"rope.dimension_sections": [1, 1, 0, 0]}
 CASES = (
     Case("arcee", "arcee", "arcee", permuted=True),
     Case("cohere2", "cohere2", "cohere2", overrides=_TIED,
@@ -77,6 +83,13 @@ CASES = (
                     "residual_multiplier": 0.25, "embedding_multiplier": 12.0},
          metadata={"granite.attention.scale": 0.125, "granite.logit_scale": 8.0,
                    "granite.residual_scale": 0.25, "granite.embedding_scale": 12.0}),
+    Case("lfm2", "lfm2", "lfm2", overrides={**_TIED, "block_auto_adjust_ff_dim": False},
+         metadata={"lfm2.shortconv.l_cache": 3, "lfm2.attention.head_count_kv": [0, 2, 0, 2],
+                   "lfm2.vocab_size": 300}),
+    Case("lfm2moe", "lfm2moe", "lfm2_moe", overrides=_TIED,
+         metadata={"lfm2moe.shortconv.l_cache": 3, "lfm2moe.leading_dense_block_count": 1,
+                   "lfm2moe.attention.head_count_kv": [0, 2, 0, 2],
+                   "lfm2moe.expert_gating_func": 2, "lfm2moe.vocab_size": 300}),
     Case("llama", "llama", "llama", permuted=True),
     Case("llama-tied-biased", "llama", "llama", permuted=True,
          overrides={**_TIED, "attention_bias": True, "mlp_bias": True}),
@@ -94,6 +107,17 @@ CASES = (
     Case("qwen2", "qwen2", "qwen2"),
     Case("qwen2-tied", "qwen2", "qwen2", overrides=_TIED),
     Case("qwen3", "qwen3", "qwen3"),
+    Case("qwen35", "qwen35", "qwen3_5_text", norm_offset=1.0, overrides=_VALUE_HEADS,
+         metadata=delta_metadata("qwen35", **_SECTIONS)),
+    Case("qwen35-even", "qwen35", "qwen3_5_text", norm_offset=1.0, overrides=_TIED,
+         metadata=delta_metadata("qwen35", **_SECTIONS, **_EVEN)),
+    Case("qwen35moe", "qwen35moe", "qwen3_5_moe_text", norm_offset=1.0, overrides=_VALUE_HEADS,
+         metadata=delta_metadata("qwen35moe", **_SECTIONS)
+         | {"qwen35moe.feed_forward_length": None}),
+    Case("qwen3next", "qwen3next", "qwen3_next", norm_offset=1.0, overrides=_VALUE_HEADS,
+         metadata=delta_metadata("qwen3next")),
+    Case("qwen3next-old", "qwen3next", "qwen3_next", norm_offset=1.0, overrides=_VALUE_HEADS,
+         is_old=True, metadata=delta_metadata("qwen3next")),
     Case("qwen3moe", "qwen3moe", "qwen3_moe", overrides={"norm_topk_prob": True}),
     Case("seed_oss", "seed_oss", "seed_oss"),
     Case("smollm3", "smollm3", "smollm3", permuted=True),

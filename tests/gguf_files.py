@@ -12,6 +12,8 @@ from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tests.gguf_hybrids import converted
+
 Encode = Callable[[str, np.ndarray], tuple[np.ndarray, Type]]
 # transformers' config -> metadata, for the architectures without keys of their own
 _NUMBERS = {
@@ -27,6 +29,7 @@ _MOE_NUMBERS = {
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
 
 
@@ -86,8 +89,9 @@ def config_metadata(architecture: str, config: Any) -> dict[str, Any]:
     for name, key in {**_NUMBERS, **_MOE_NUMBERS}.items():
         if values.get(name) is not None:
             found[f"{architecture}.{key}"] = int(values[name])
-    if values.get("rms_norm_eps") is not None:
-        found[f"{architecture}.attention.layer_norm_rms_epsilon"] = values["rms_norm_eps"]
+    for name in ("rms_norm_eps", "norm_eps"):
+        if values.get(name) is not None:
+            found[f"{architecture}.attention.layer_norm_rms_epsilon"] = values[name]
     if values.get("head_dim"):
         found[f"{architecture}.attention.key_length"] = values["head_dim"]
         found[f"{architecture}.attention.value_length"] = values["head_dim"]
@@ -109,12 +113,15 @@ def write_model(
     *,
     permuted: bool = False,
     norm_offset: float = 0.0,
+    is_old: bool = False,
 ) -> Path:
     """Write a model's weights, config and a byte vocabulary to a GGUF file."""
     written = written or Written()
     config = model.config
     metadata = config_metadata(architecture, config) | byte_vocabulary(config.vocab_size)
-    tensors = file_tensors(model, architecture, permuted=permuted, norm_offset=norm_offset)
+    tensors = file_tensors(
+        model, architecture, permuted=permuted, norm_offset=norm_offset, is_old=is_old
+    )
     return write_file(
         path, {**metadata, **written.metadata}, {**tensors, **written.tensors}, written.encode
     )
@@ -126,26 +133,34 @@ def file_tensors(
     *,
     permuted: bool,
     norm_offset: float,
+    is_old: bool = False,
 ) -> dict[str, np.ndarray | None]:
     """The tensors of a file, from the weights of a model."""
     config = model.config
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     found: dict[str, np.ndarray | None] = {}
-    for name, tensor in model.state_dict().items():
-        values = tensor.float().numpy()
+    weights = (
+        pair
+        for name, tensor in model.state_dict().items()
+        for pair in converted(name, tensor.float().numpy(), config, architecture, is_old=is_old)
+    )
+    for name, values in weights:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if permuted and ".q_proj." in name:
-            values = interleaved_rows(values, config.num_attention_heads)
+            values = interleaved_rows(values, config.num_attention_heads)  # noqa: PLW2901
         if permuted and ".k_proj." in name:
-            values = interleaved_rows(values, config.num_key_value_heads)
-        if norm_offset and name.endswith("norm.weight"):
-            values = values + np.float32(norm_offset)
+            values = interleaved_rows(values, config.num_key_value_heads)  # noqa: PLW2901
+        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            values = values + np.float32(norm_offset)  # noqa: PLW2901
         if name.endswith("experts.gate_up_proj"):
             module = name.removesuffix("gate_up_proj")
             for part, each in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                 found[f"{names.get_name(f'{module}{part}_proj')}.weight"] = each
+            continue
+        if name.endswith(".A_log"):
+            found[str(names.get_name(name))] = values
             continue
         module, _, suffix = name.rpartition(".")
         if suffix not in ("weight", "bias"):
@@ -187,6 +202,14 @@ def write_file(
 
 
 def same_weights(loaded: PreTrainedModel, model: PreTrainedModel) -> bool:
-    """Whether two models have the same weights, to the bit."""
+    """Whether two models have the same weights, to the bit.
+
+    A file has the exp of `A_log`, so this is compared.
+    """
     own = loaded.state_dict()
-    return all(torch.equal(own[name], each) for name, each in model.state_dict().items())
+    return all(
+        torch.equal(own[name].exp(), each.exp())
+        if name.endswith(".A_log")
+        else torch.equal(own[name], each)
+        for name, each in model.state_dict().items()
+    )

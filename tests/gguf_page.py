@@ -11,6 +11,13 @@ from ropewalk.model_runtime.formats.gguf_architectures import (
 from ropewalk.model_runtime.formats.gguf_blocks import UNPACKED
 from ropewalk.model_runtime.formats.gguf_tokenizer import PRE_TOKENIZERS
 
+_RATES = "exp of decay rates"
+_OF_STATES = {
+    "qwen35": [_RATES],
+    "qwen35moe": [_RATES],
+    "qwen3next": [_RATES, "parts of a joined projection"],
+}
+
 
 def _row(name: str, kind: Architecture, when: str = "") -> str:
     undone = []
@@ -18,6 +25,9 @@ def _row(name: str, kind: Architecture, when: str = "") -> str:
         undone.append("order of the rows of q and k")
     if kind.norm_offset:
         undone.append("one added to norms")
+    if kind.are_value_heads_tiled:
+        undone.append("order of value heads")
+    undone += _OF_STATES.get(name, [])
     return f"| `{name}`{when} | {kind.class_name} | {', '.join(undone) or '-'} |"
 
 
@@ -86,7 +96,19 @@ By hand, tokens were compared with llama.cpp's. Its ten vocabularies with expect
 
 By hand, the log-probabilities of the next token were compared with llama.cpp's server, in float32 on prompts of 37 to 60 tokens. They differ by 1e-5 at most, by 1e-3 for StarCoder 2 and by 1e-2 for Gemma, whose activation llama.cpp looks up in a table of float16. EXAONE 4 was compared without a window, because llama.cpp gives one to models of 64 layers only. The same was done for scaling. On 143 to 1,500 tokens `linear`, `yarn`, Llama 3.1's divisors and LongRoPE's long list differ by 5e-4 at most.
 
-One is added to Gemma's norms in float32 by converters, so their last bits are lost in the file.
+One is added to the norms of Gemma and Qwen's hybrids in float32 by converters, so their last bits are lost in the file.
+
+## Models with states
+
+Qwen 3.5 (`qwen35`, `qwen35moe`), Qwen 3 Next and LFM 2 are served on a CPU, as from safetensors ([hybrid.md](hybrid.md)). Other architectures whose layers keep states are refused by name.
+
+- The converter of Qwen 3.5 puts the first value head of every key head first. The model has the heads of a key head beside each other. Rows are put back when the file is read. The columns of a quantised `ssm_out` cannot be, because a block may hold several heads. So its inputs are put in the order of the file at each call, with `--weights dequantised` too.
+- The file has the decay rate `-exp(A_log)`. The logarithm is found whose exp in float32 is the file's number.
+- Layers that predict further tokens (`nextn_predict_layers`) are neither loaded nor counted.
+- `rope.dimension_sections` has no effect on text.
+- Older files of Qwen 3 Next have one tensor `ssm_in`, newer ones have `attn_qkv` and `attn_gate`. Both are read.
+
+By hand, tiny random models of all five architectures were compared with llama.cpp in float32 on 48 tokens. Log-probabilities differ by 1e-5 at most for LFM 2, and by 6e-4 for Qwen, whose prompts llama.cpp computes in chunks.
 
 ## Number types
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.formats import gguf_hybrids as hybrids
+from ropewalk.model_runtime.formats.ggml import keeps_states
 from ropewalk.model_runtime.formats.gguf_config import Fields, rope_block
 from ropewalk.model_runtime.formats.gguf_file import GgufFile
 from ropewalk.model_runtime.formats.gguf_sizes import config_sizes
@@ -27,6 +29,9 @@ class Architecture:
     config: Callable[[Fields, Config], Config]  # what the common fields do not say
     are_pairs_adjacent: bool = False  # rows of q and k are stored with the two of a pair together
     norm_offset: float = 0.0  # converters add it to the weights of norms
+    are_value_heads_tiled: bool = False  # see gguf_hybrids.py
+    has_layers_without_keys: bool = False  # with 0 key heads
+    has_prediction_heads: bool = False  # layers behind the model's own, which are not read
     epsilon: str = "rms_norm_eps"  # transformers' name of the norms' epsilon
 
 
@@ -35,8 +40,9 @@ def architecture_of(file: GgufFile) -> Architecture:
     name = file.architecture
     found = ARCHITECTURES.get(name)
     if found is None:
+        reason = ", because its layers keep states of another kind" if keeps_states(name) else ""
         raise ModelError(
-            f"{file.path}: general.architecture {name} is not read from GGUF; read are "
+            f"{file.path}: general.architecture {name} is not read from GGUF{reason}; read are "
             f"{', '.join(sorted(ARCHITECTURES))}"
         )
     key, other = ALTERNATIVES.get(name, ("", found))
@@ -56,7 +62,12 @@ def config_of(file: GgufFile) -> Config:
 def _common(fields: Fields, kind: Architecture) -> Config:
     if not fields.boolean("attention.causal", default=True):
         raise fields.refuse("attention.causal", "is false: the model writes no text")
-    sizes = config_sizes(fields, kind.model_type)
+    sizes = config_sizes(
+        fields,
+        kind.model_type,
+        has_layers_without_keys=kind.has_layers_without_keys,
+        has_prediction_heads=kind.has_prediction_heads,
+    )
     head_dim, max_len = sizes["head_dim"], sizes["max_position_embeddings"]
     epsilon = "layer_norm_epsilon" if kind.epsilon in _LAYER_NORMS else "layer_norm_rms_epsilon"
     config: Config = {
@@ -296,6 +307,20 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _gemma3, norm_offset=1.0),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", _glm4),
     "granite": Architecture("granite", "GraniteForCausalLM", _granite, are_pairs_adjacent=True),
+    "lfm2": Architecture(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        hybrids.lfm2,
+        has_layers_without_keys=True,
+        epsilon="norm_eps",
+    ),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        hybrids.lfm2_moe,
+        has_layers_without_keys=True,
+        epsilon="norm_eps",
+    ),
     "llama": Architecture("llama", "LlamaForCausalLM", _biases, are_pairs_adjacent=True),
     "olmo": Architecture(
         "olmo", "OlmoForCausalLM", _olmo, are_pairs_adjacent=True, epsilon=_OLMO_EPSILON
@@ -304,7 +329,30 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _qwen2),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _qwen3),
+    "qwen35": Architecture(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        hybrids.qwen35,
+        norm_offset=1.0,
+        are_value_heads_tiled=True,
+        has_prediction_heads=True,
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        hybrids.qwen35_moe,
+        norm_offset=1.0,
+        are_value_heads_tiled=True,
+        has_prediction_heads=True,
+    ),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        hybrids.qwen3_next,
+        norm_offset=1.0,
+        has_prediction_heads=True,
+    ),
     "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM", _seed_oss),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", _smollm3, are_pairs_adjacent=True),
     "starcoder2": Architecture(

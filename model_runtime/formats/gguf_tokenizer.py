@@ -64,7 +64,7 @@ _OF_GPT4O = PreTokenizer((_GPT4O,))
 _OF_DEEPSEEK3 = PreTokenizer((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3))
 
 PRE_TOKENIZERS = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _OF_LLAMA3),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), _OF_LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _LIKE_LLAMA3),
     **dict.fromkeys(("glm4",), PreTokenizer((_LLAMA3,), ignores_merges=True)),
     **dict.fromkeys(

@@ -6,7 +6,7 @@ drops `rope.scaling.*`, `rope_freqs.weight` and each key that it does not know.
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
@@ -24,11 +24,15 @@ from ropewalk.model_runtime.loading.low_bits.hold import (
     expert_matrices,
     hold,
     hold_experts,
+    hold_reordered,
     holders,
 )
 from ropewalk.model_runtime.loading.low_bits.sizes import can_hold, format_of_type
 from ropewalk.model_runtime.loading.pretrained import fault_of
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ropewalk.model_runtime.cpu_kernels.low_bits.panels import LowBitPanels
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -83,29 +87,37 @@ def load_gguf_model(
         )
     left = sorted(map(str, (*info["missing_keys"], *info["unexpected_keys"])))
     assert not left, left  # `Weights` has compared all names
-    hold(model, panels)
+    orders = {name: weights.order_left(name, in_bits=name in panels) for name in holders(model)}
+    changed = {name: order for name, order in orders.items() if not order.is_same}
+    hold(model, {name: each[0] for name, each in panels.items() if name not in changed})
+    for name, order in changed.items():
+        hold_reordered(model, name, panels.get(name, ()), order)
     for name, matrices in experts.items():
         hold_experts(model, name, matrices)
     return model
 
 
-def _panels(weights: Weights, model: Any) -> dict[str, Any]:
-    """Return the panels of all weights that can stay in the bits of the file."""
+def _panels(weights: Weights, model: Any) -> dict[str, "list[LowBitPanels]"]:
+    """Return the panels of all weights that can stay in the bits of the file, by their tensors."""
     from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (  # noqa: PLC0415  # imports numba
         PanelWriter,
         Parts,
     )
 
     found = {}
-    for name, module in holders(model).items():
-        shape = tuple(module.weight.shape)
-        kind = format_of_type(weights.type_of(name))
-        if kind is None or not can_hold(name, shape, kind):
-            continue
-        writer = PanelWriter(kind, *shape)
-        for first, blocks in weights.blocks(name):
-            writer.write(first, Parts(kind, *blocks))
-        found[name] = writer.panels
+    for name in holders(model):
+        infos = weights.infos(name)
+        kinds = [format_of_type(each.type_name) for each in infos]
+        panels = []
+        for part, (info, kind) in enumerate(zip(infos, kinds, strict=True)):
+            if kind is None or not can_hold(name, info.shape, kind):
+                break
+            writer = PanelWriter(kind, info.num_rows, info.shape[-1])
+            for first, blocks in weights.blocks(name, part):
+                writer.write(first, Parts(kind, *blocks))
+            panels.append(writer.panels)
+        if panels and len(panels) == len(infos):
+            found[name] = panels
     return found
 
 

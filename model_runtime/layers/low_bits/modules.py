@@ -7,9 +7,12 @@ its weight at a time. It is slow, and `product.py` replaces it once the model is
 Nothing here imports numba before a forward runs.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, PANEL
@@ -52,6 +55,38 @@ class LowBitLinear(nn.Module):
             parts.append(nn.functional.linear(x, part_NK))
         out = torch.cat(parts, dim=-1)
         return out if self.bias is None else out + self.bias
+
+
+class ReorderedLinear(nn.Module):
+    """Linears of one tensor that make one linear, with other orders of inputs and outputs.
+
+    Blocks of few bits lie along the inputs, so panels cannot have another order of these. Several
+    linears may each have a format of its own.
+    """
+
+    def __init__(
+        self,
+        linears: Sequence[nn.Module],
+        rows_N: NDArray[np.int64] | None,
+        columns_K: NDArray[np.int64] | None,
+    ) -> None:
+        """Keep the linears, whose outputs are concatenated.
+
+        `rows_N`: the output of the linears for each of the module's. `columns_K`: the same of the
+        inputs. None: the same order.
+        """
+        super().__init__()
+        self.part = nn.ModuleList(linears)
+        self._outputs_N = None if rows_N is None else torch.from_numpy(rows_N)
+        self._inputs_K = None if columns_K is None else torch.from_numpy(columns_K.argsort())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the linear, [..., K] -> [..., N]."""
+        if self._inputs_K is not None:
+            x = x.index_select(-1, self._inputs_K)
+        parts = [each(x) for each in self.part]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return out if self._outputs_N is None else out.index_select(-1, self._outputs_N)
 
 
 def in_float_panels(linear: nn.Linear) -> LowBitLinear:

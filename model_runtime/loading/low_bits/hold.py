@@ -1,7 +1,7 @@
 """Replace the linears and the embedding of a loaded model by modules with weights of few bits."""
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,13 @@ from torch import Tensor, nn
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8, PANEL
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.formats.gguf_hybrids import Order
 from ropewalk.model_runtime.layers.experts.low_bit import ExpertMatrix, LowBitExperts, is_experts
-from ropewalk.model_runtime.layers.low_bits.modules import LowBitEmbedding, LowBitLinear
+from ropewalk.model_runtime.layers.low_bits.modules import (
+    LowBitEmbedding,
+    LowBitLinear,
+    ReorderedLinear,
+)
 from ropewalk.model_runtime.loading.low_bits.sizes import (
     Storage,
     can_quantise,
@@ -59,6 +64,17 @@ def hold(model: Any, panels: Mapping[str, "LowBitPanels"]) -> None:
         model.set_submodule(where, LowBitEmbedding(each, module))
         if is_tied:
             model.set_output_embeddings(LowBitLinear(each, head.bias, dtype))
+
+
+def hold_reordered(model: Any, name: str, parts: Sequence["LowBitPanels"], order: Order) -> None:
+    """Let a linear work in the order of a file, in place, with its panels if there are any.
+
+    `name`: that of its weight.
+    """
+    where = name.removesuffix(".weight")
+    module = model.get_submodule(where)
+    linears = [LowBitLinear(each, None, module.weight.dtype) for each in parts] or [module]
+    model.set_submodule(where, ReorderedLinear(linears, *order))
 
 
 def expert_holders(model: Any) -> dict[str, Any]:

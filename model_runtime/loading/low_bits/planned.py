@@ -85,13 +85,11 @@ def _expert_matrices(name: str, shape: tuple[int, ...], width: int) -> list[tupl
 
 
 def _gguf(outline: ModelConfig, path: Path, *, to_int8: bool) -> Storage:
-    from ropewalk.model_runtime.formats.gguf_config import ROPE_TENSORS  # noqa: PLC0415
     from ropewalk.model_runtime.formats.gguf_file import read_gguf  # noqa: PLC0415  # imports numpy
+    from ropewalk.model_runtime.formats.gguf_sizes import served_tensors  # noqa: PLC0415
 
-    found, tensors = Storage(), read_gguf(path).tensors
+    found, tensors = Storage(), served_tensors(read_gguf(path))
     for name, info in tensors.items():
-        if name in ROPE_TENSORS:
-            continue
         if _GGUF_EXPERTS.search(name) and len(info.shape) == 3:
             kind = _expert_format(tensors, name, to_int8=to_int8)
             if kind is not None:
@@ -116,8 +114,10 @@ def header_shapes(outline: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]
         from ropewalk.model_runtime.formats.gguf_file import (  # noqa: PLC0415  # imports numpy
             read_gguf,
         )
+        from ropewalk.model_runtime.formats.gguf_sizes import served_tensors  # noqa: PLC0415
 
-        yield from ((name, tuple(each.shape)) for name, each in read_gguf(path).tensors.items())
+        found = served_tensors(read_gguf(path))
+        yield from ((name, tuple(each.shape)) for name, each in found.items())
     else:
         yield from _shapes(outline, path)
 

@@ -23,7 +23,10 @@ Weights = Literal["stored", "int8", "dequantised"]
 _FEWEST_OUTPUTS = PANEL  # fewer would pad a panel, and such linears are often routers
 # Linears that read one tensor are one product. Names are those of transformers and of GGUF.
 _QUERY_KEY_VALUE = re.compile(r"\b[qkv]_proj\b|\battn_[qkv]\b")
-_GATE_UP = re.compile(r"\b(gate|up)_proj\b|\bffn_(gate|up)\b")
+_GATE_UP = re.compile(r"\b(gate|up)_proj\b|\bffn_(gate|up)(_shexp)?\b|\bfeed_forward\.w[13]\b")
+_DELTA = re.compile(  # Gated DeltaNet; a joined linear has parts 0 and 1
+    r"\bin_proj_(qkvz|ba|qkv|z|b|a)(\.part\.\d)?\b|\battn_(qkv|gate)\b|\bssm_(alpha|beta|ba|in)\b"
+)
 
 
 def format_of_type(type_name: str | None) -> Format | None:
@@ -139,7 +142,8 @@ class Storage:
 
 def _product(name: str) -> str:
     """Return the name of the product that a linear is a part of."""
-    return _GATE_UP.sub("gate_up", _QUERY_KEY_VALUE.sub("qkv", name))
+    name = _GATE_UP.sub("gate_up", _QUERY_KEY_VALUE.sub("qkv", name))
+    return _DELTA.sub("in_proj", name)
 
 
 def refuse_int8(device_type: str, *, is_divided: bool) -> None:
