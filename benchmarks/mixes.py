@@ -36,7 +36,6 @@ def row_of(path: Path, loaded: Checkpoint) -> list[str]:
     floats = sum(each.nbytes for each in model.parameters() if each.device.type == "cpu")
     packed = [each for each in products if not each.weights]
     floats += sum(each._panels.num_bytes for each in packed if each._panels is not None)  # noqa: SLF001
-    scratch = 0 if loaded.low_bits is None else loaded.low_bits.scratch_bytes
     file_bytes, held = path.stat().st_size, kinds.total() + floats
     num_float = len(packed) + sum(map(is_linear, model.modules()))
     is_fused = isinstance(vars(model).get("forward"), DecoderLayers)
@@ -48,7 +47,6 @@ def row_of(path: Path, loaded: Checkpoint) -> list[str]:
         f"{kinds.total() / _MIB:.1f}",
         f"{floats / _MIB:.1f}",
         f"{held / file_bytes:.3f}",
-        f"{scratch / _MIB:.1f}",
         "all" if not num_float and FLOAT32.name not in kinds else f"all but {num_float}",
         ("one call" if one_call else "layer by layer") if is_fused else "its own",
     ]
@@ -60,8 +58,8 @@ def main(files: tuple[Path, ...]) -> None:
     """Load GGUF files one after the other; sizes are in MiB."""
     torch.set_num_threads(1)
     click.echo(
-        "| file | formats | file | panels | floats | both / file | scratch | linears in few bits "
-        "| forward |\n|---|---|---:|---:|---:|---:|---:|---|---|"
+        "| file | formats | file | panels | floats | both / file | linears in few bits "
+        "| forward |\n|---|---|---:|---:|---:|---:|---|---|"
     )
     for path in files:
         loaded = load_checkpoint(path, dtype="float32", device="cpu")

@@ -1,4 +1,4 @@
-"""Skinny GEMM, few rows over a weight in panels, compiled, at the speed of memory.
+"""Rows over a weight in panels, compiled: few rows at the speed of memory, many at the core's.
 
 A panel is 64 outputs with the inputs in order, as oneDNN packs weights on x86-64. A decode step
 multiplies one row, or a few, by every weight of the model. oneDNN takes about twice as long for
@@ -16,7 +16,7 @@ Shapes: R = rows, K = inputs, N = outputs, Q = elements of packed memory.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,16 +33,22 @@ from ropewalk.model_runtime.cpu_kernels.bf16_dot import (
 )
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, narrow, widen
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Ints, Numbers
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH, load, prefetch, store, vectors
-from ropewalk.model_runtime.cpu_kernels.threads import parallel_for
+from ropewalk.model_runtime.cpu_kernels.threads import MOST_THREADS, parallel_for, take_next
 
-MOST_ROWS = 16  # in one pass over a panel
+MOST_ROWS = 16  # of a product that oneDNN would compute more slowly
+BLOCK_ROWS = 256  # in one pass over a panel, so that their sums stay in the level-2 cache
 PANEL = 64  # outputs with adjacent weights
 CHUNK = 64  # inputs of a panel that stay in the level-1 cache while all rows use them
 _LINE_BYTES = 64
 _AHEAD_BYTES = 32 << 10
-_BYTES_PER_SHARE = 4 << 20  # with a smaller part, waking a thread costs more time than it saves
+# With less memory to read and fewer multiply-adds, waking a thread costs more time than it saves.
+_BYTES_PER_THREAD, _WORK_PER_THREAD = 4 << 20, 1 << 24
+# Parts that a product has for each thread. Threads take them one by one, because a core may have
+# other work, too.
+_PARTS_PER_THREAD = 4
+_FEWEST_ROWS = 16  # of a part; with fewer, widening weights takes longer than multiplying does
 # Rows of a tile and registers per row. Sums take at most half of 32 registers or three quarters of
 # 16, so that the factors and numbers fit beside them. A panel is whole tiles.
 _TILES = (
@@ -84,7 +90,7 @@ def _adder(num_rows: int, columns: int, add: Any, step: int, ahead_bytes: int) -
 
 
 def rows_adder(add: Any, step: int, ahead_bytes: int = _AHEAD_BYTES) -> Any:
-    """Compiled: any number of rows up to MOST_ROWS, times a chunk of a panel.
+    """Compiled: any number of rows times a chunk of a panel.
 
     `ahead_bytes`: the distance to the memory that is prefetched; 0 if the chunk is in a cache.
     """
@@ -117,6 +123,13 @@ def rows_adder(add: Any, step: int, ahead_bytes: int = _AHEAD_BYTES) -> Any:
                 row += 1
 
     return add_rows
+
+
+@jit()
+def block_rows(num_rows: int) -> int:
+    """Return the rows of one pass; passes over as many rows take as long as each other."""
+    num_blocks = max(1, (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS)
+    return max(1, (num_rows + num_blocks - 1) // num_blocks)
 
 
 @jit(inline=True)
@@ -156,13 +169,14 @@ def _multiplier(add: Any, step: int) -> Any:
         Each panel has `num_packed` inputs.
         """
         num_inputs = x_RK.shape[1]
-        sums = np.empty((MOST_ROWS, PANEL), np.float32)
-        totals = np.empty((MOST_ROWS, PANEL), np.float32)
+        most = block_rows(x_RK.shape[0])
+        sums = np.empty((most, PANEL), np.float32)
+        totals = np.empty((most, PANEL), np.float32)
         bias = np.empty(PANEL, np.float32)
-        for panel in range(first_panel, end_panel):
-            base = panel * PANEL * num_packed
-            for top in range(0, x_RK.shape[0], MOST_ROWS):
-                num_rows = min(MOST_ROWS, x_RK.shape[0] - top)
+        for top in range(0, x_RK.shape[0], most):
+            num_rows = min(most, x_RK.shape[0] - top)
+            for panel in range(first_panel, end_panel):
+                base = panel * PANEL * num_packed
                 for begin in range(0, num_inputs, chain):
                     end = min(num_inputs, begin + chain)
                     for chunk in range(begin, end, CHUNK):
@@ -252,6 +266,43 @@ def own_panels(weight_NK: Tensor, bias_N: Tensor | None, num_packed: int | None 
     return Panels(numbers, num_packed, num_outputs, num_inputs, bias_N)
 
 
+@cache
+def _taker(multiply: Any) -> Any:
+    """Compiled: the parts of a product that no other thread has taken, one after the other."""
+
+    @jit()
+    def take_parts(
+        taken: Ints, part_rows: int, part_panels: int, num_panels: int,
+        x_RK: Numbers, packed_Q: Numbers, bias_N: Numbers, out_RN: Numbers, layout: int, chain: int,
+    ) -> None:  # fmt: skip
+        """Multiply blocks of rows by groups of panels. `taken`: the number of parts taken, [1]."""
+        num_groups = (num_panels + part_panels - 1) // part_panels
+        num_parts = (x_RK.shape[0] + part_rows - 1) // part_rows * num_groups
+        part = take_next(taken)
+        while part < num_parts:
+            top, first = part // num_groups * part_rows, part % num_groups * part_panels
+            stop = min(top + part_rows, x_RK.shape[0])
+            end = min(first + part_panels, num_panels)
+            multiply(x_RK[top:stop], packed_Q, bias_N, out_RN[top:stop], layout, chain, first, end)
+            part = take_next(taken)
+
+    return take_parts
+
+
+def part_sizes(num_rows: int, num_panels: int, num_threads: int) -> tuple[int, int]:
+    """Return the rows and the panels of a part, so that each thread can have several parts.
+
+    Rows of a block are few only if panels are, because each part widens its panels anew.
+    """
+    wanted = _PARTS_PER_THREAD * num_threads
+    least_blocks = -(-num_rows // BLOCK_ROWS)
+    most_blocks = max(least_blocks, num_rows // _FEWEST_ROWS, 1)
+    num_blocks = min(max(least_blocks, -(-wanted // num_panels)), most_blocks)
+    rows = -(-num_rows // num_blocks)
+    tile = _TILES[0][0]
+    return -(-rows // tile) * tile, max(1, num_blocks * num_panels // wanted)
+
+
 class RowProducts:
     """Rows times one weight in panels."""
 
@@ -262,9 +313,6 @@ class RowProducts:
         self.num_bytes = panels.num_bytes
         bias_N = panels.bias_N
         self.bias_N = np.empty(0, self.packed_Q.dtype) if bias_N is None else as_numpy(bias_N)
-        num_shares = max(1, min(torch.get_num_threads(), panels.num_bytes // _BYTES_PER_SHARE))
-        self._shares = _parts(panels.num_panels, num_shares)
-        self._many_shares = _parts(panels.num_panels, torch.get_num_threads())
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x, [..., K] -> [..., N]; x is contiguous."""
@@ -277,17 +325,25 @@ class RowProducts:
     def multiply(self, x_RK: Numbers) -> Numbers:
         """Multiply rows, [R, K] -> [R, N]; numpy arrays of float32 or of bf16's bits."""
         _, _, rows_for, kernel = self.multiplying
+        num_panels = self._panels.num_panels
         out_RN = np.empty((len(x_RK), self._panels.num_outputs), x_RK.dtype)
         arguments = (
             rows_for(x_RK), self.packed_Q, self.bias_N, out_RN, self.layout, self.chain,
         )  # fmt: skip
-        shares = self._shares if len(x_RK) <= MOST_ROWS else self._many_shares
-        parallel_for(lambda share: kernel(*arguments, *share), shares)
+        num_threads = self._num_threads(len(x_RK))
+        if num_threads == 1:
+            kernel(*arguments, 0, num_panels)
+            return out_RN
+        taken, sizes = np.zeros(1, np.int64), part_sizes(len(x_RK), num_panels, num_threads)
+        take_parts = _taker(kernel)
+        parallel_for(
+            lambda _: take_parts(taken, *sizes, num_panels, *arguments), range(num_threads)
+        )
         return out_RN
 
-
-def _parts(count: int, num_parts: int) -> list[tuple[int, int]]:
-    """Split range(count) into equal parts, each (first, first of the next part)."""
-    num_parts = min(count, num_parts)
-    edges = [count * part // num_parts for part in range(num_parts + 1)]
-    return list(pairwise(edges))
+    def _num_threads(self, num_rows: int) -> int:
+        """Return how many threads have enough to do."""
+        panels = self._panels
+        work = num_rows * panels.num_inputs * panels.num_outputs
+        most = max(panels.num_bytes // _BYTES_PER_THREAD, work // _WORK_PER_THREAD, 1)
+        return min(most, torch.get_num_threads(), MOST_THREADS)

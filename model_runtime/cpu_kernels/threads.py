@@ -99,6 +99,17 @@ _yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def take_next(typingctx: Any, taken: Any) -> Any:  # noqa: ARG001
+    """Add one to the array's only element, and return what it was; no two threads get the same."""
+
+    def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        pointer = address_of(context, builder, taken, values[0], ir.Constant(ir.IntType(64), 0))
+        return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(taken), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def _arrive(typingctx: Any, arrived: Any) -> Any:  # noqa: ARG001
     """Add one to the array's only element; a thread that reads the sum sees all earlier writes."""
 

@@ -1,4 +1,4 @@
-"""Panels that are widened block by block to float32, for oneDNN's product of many rows.
+"""bfloat16 panels that are widened block by block to float32, for oneDNN's product of many rows.
 
 Shapes: R = rows, K = inputs, N = outputs, Q = numbers in memory.
 """
@@ -14,23 +14,23 @@ from ropewalk.model_runtime.layers.onednn import OneDnnWeight
 _THREADS_OF_OWN_COPY = 2
 
 
-class BlockProduct:
-    """Panels that are widened block by block for oneDNN's float32 product."""
+class StoredProduct:
+    """bfloat16 panels that are widened block by block for oneDNN's float32 product."""
 
     def __init__(self, panels: Panels, bias_N: Tensor | None, scratch: OneDnnWeight) -> None:
         """Take scratch memory. Raises RuntimeError if its order is not known."""
         self._scratch = scratch
-        self.scratch = scratch_panels(scratch)
-        self.panels = panels
+        self._scratch_panels = scratch_panels(scratch)
+        self._panels = panels
         self._bias_N = None if bias_N is None else bias_N.float()
 
     def multiply(self, x_RK: Tensor) -> Tensor:
         """Multiply rows, [R, K] -> [R, N]."""
-        num_outputs, rows_RK = self.panels.num_outputs, x_RK.float()
-        num_panels, block = self.panels.num_panels, self.scratch.num_panels
+        num_outputs, rows_RK = self._panels.num_outputs, x_RK.float()
+        num_panels, block = self._panels.num_panels, self._scratch_panels.num_panels
         out_RN = None
         for first in range(0, num_panels, block):
-            self.widen(first, min(first + block, num_panels))
+            self._widen(first, min(first + block, num_panels))
             columns = slice(first * PANEL, min((first + block) * PANEL, num_outputs))
             part_RN = self._scratch.multiply(rows_RK, None)
             part_RN = part_RN[:, : columns.stop - columns.start]
@@ -44,21 +44,13 @@ class BlockProduct:
         assert out_RN is not None
         return out_RN
 
-    def widen(self, first: int, end: int) -> None:
+    def _widen(self, first: int, end: int) -> None:
         """Widen panels `first` to `end` - 1 into the scratch memory."""
-        raise NotImplementedError
-
-
-class StoredProduct(BlockProduct):
-    """bfloat16 panels."""
-
-    def widen(self, first: int, end: int) -> None:
-        """Widen panels `first` to `end` - 1 into the scratch memory."""
-        size = self.panels.layout * PANEL
-        numbers_Q = self.panels.packed_Q[first * size : end * size]
-        scratch_Q = self.scratch.packed_Q[: len(numbers_Q)]
+        size = self._panels.layout * PANEL
+        numbers_Q = self._panels.packed_Q[first * size : end * size]
+        scratch_Q = self._scratch_panels.packed_Q[: len(numbers_Q)]
         if torch.get_num_threads() <= _THREADS_OF_OWN_COPY:
-            widen_panels(self.panels.packed_Q, first * size, scratch_Q)
+            widen_panels(self._panels.packed_Q, first * size, scratch_Q)
         else:
             torch.from_numpy(scratch_Q).copy_(as_tensor(numbers_Q, torch.bfloat16))
 

@@ -86,10 +86,9 @@ class Tried:
 class Workshop:
     """The way, the trials by shape and the scratch memory of one model's products."""
 
-    def __init__(self, way: Way, scratch_bytes: int = _SCRATCH_BYTES) -> None:
-        """Begin without trials. `scratch_bytes`: the most that a block of a weight may take."""
+    def __init__(self, way: Way) -> None:
+        """Begin without trials."""
         self.way = way
-        self._scratch_bytes = scratch_bytes
         self._tried: dict[tuple[int | bool | torch.dtype, ...], Tried] = {}
         self._scratch: dict[tuple[int, int], OneDnnWeight] = {}
 
@@ -110,7 +109,7 @@ class Workshop:
         return self._tried[shape]
 
     def block_outputs(self, num_outputs: int, num_inputs: int) -> int:
-        return block_outputs(num_outputs, num_inputs, self._scratch_bytes)
+        return block_outputs(num_outputs, num_inputs, _SCRATCH_BYTES)
 
     def scratch(self, num_outputs: int, num_inputs: int) -> OneDnnWeight:
         """Return float32 scratch memory for equal blocks of a weight of this shape."""
@@ -183,14 +182,7 @@ class PackedProduct:
         if self.way is Way.STORED:
             num_outputs = self._block_outputs
             dtype = torch.float32
-        most = max(PANEL, _RANDOM_BYTES // (dtype.itemsize * self.in_features) // PANEL * PANEL)
-        generator = torch.Generator().manual_seed(0)
-        sizes = self.in_features, min(num_outputs, most)
-        linear = nn.Linear(*sizes, bias=self._has_bias, device="meta", dtype=dtype)
-        for name, parameter in list(linear.named_parameters()):
-            numbers = torch.randn(parameter.shape, generator=generator).to(dtype)
-            setattr(linear, name, nn.Parameter(numbers, requires_grad=False))
-        return PackedProduct([linear], _Untried(Way.ONEDNN))
+        return random_product(num_outputs, self.in_features, self._has_bias, dtype)
 
     def _begin(
         self, num_outputs: int, num_inputs: int, dtype: torch.dtype, workshop: Workshop
@@ -222,10 +214,10 @@ class PackedProduct:
         num_rows = x.numel() // self.in_features
         if num_rows == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
-        skinny, sizes = self._skinny, self._sizes
         if self._many is None:
-            assert skinny is not None
-            return skinny(x.contiguous())
+            assert self._skinny is not None
+            return self._skinny(x.contiguous())
+        skinny, sizes = self._skinny, self._sizes
         if not self._holds():
             skinny, sizes = None, self._sizes_of_other_threads()
         if skinny is not None and num_rows <= MOST_ROWS:
@@ -246,7 +238,7 @@ class PackedProduct:
 
     def multiply(self, x_RK: Any) -> Any:
         """Compute the product, [R, in] -> [R, out]; numpy arrays of float32 or of bf16's bits."""
-        skinny = self.skinny(len(x_RK))
+        skinny = self._skinny if self._many is None else self.skinny(len(x_RK))
         if skinny is not None:
             return skinny.multiply(x_RK)
         return as_numpy(self(as_tensor(x_RK, self._dtype)))
@@ -322,3 +314,20 @@ class PackedProduct:
     def _multiply(self, x_RK: Tensor) -> Tensor:
         assert self._many is not None
         return self._many(x_RK)
+
+
+def random_product(
+    num_outputs: int,
+    num_inputs: int,
+    has_bias: bool,  # noqa: FBT001  # a part of a shape
+    dtype: torch.dtype,
+) -> PackedProduct:
+    """Return oneDNN's product of random numbers for a shape, or for fewer outputs."""
+    most = max(PANEL, _RANDOM_BYTES // (dtype.itemsize * num_inputs) // PANEL * PANEL)
+    generator = torch.Generator().manual_seed(0)
+    sizes = num_inputs, min(num_outputs, most)
+    linear = nn.Linear(*sizes, bias=has_bias, device="meta", dtype=dtype)
+    for name, parameter in list(linear.named_parameters()):
+        numbers = torch.randn(parameter.shape, generator=generator).to(dtype)
+        setattr(linear, name, nn.Parameter(numbers, requires_grad=False))
+    return PackedProduct([linear], _Untried(Way.ONEDNN))

@@ -94,10 +94,9 @@ def low_bits_text(storage: Storage, distance: object | None) -> str:
 
     `distance` says how far int8 weights are from the stored ones; None: nothing was quantised.
     """
-    floats, scratch = size_text(storage.float_bytes), size_text(storage.scratch_bytes)
     text = (
-        f"{storage.formats}, {size_text(storage.num_bytes)} with scales, {floats} of floats and "
-        f"{scratch} of scratch"
+        f"{storage.formats}, {size_text(storage.num_bytes)} with scales and "
+        f"{size_text(storage.float_bytes)} of floats"
     )
     return f"{text}; {'the values of the file' if distance is None else distance}"
 

@@ -149,9 +149,6 @@ FORMATS = (
 FLOAT32, MXFP4 = FORMATS[-1], FORMATS[-2]
 # Type of a GGUF file -> the format that holds its bits.
 BY_TYPE = {"Q8_0" if kind is INT8 else kind.name: kind for kind in FORMATS if kind.bits <= 8}
-# The most that a block of widened weights takes. With blocks of 1 MiB, products of 256 rows take a
-# seventh longer.
-SCRATCH_BYTES = 8 << 20
 
 
 def panels_text(formats: str) -> str:

@@ -1,4 +1,4 @@
-"""Few rows times weights of few bits, with the bits of a product of the widened weights.
+"""Rows times weights of few bits, with the bits of a product of the widened weights.
 
 A chunk of a panel is widened once for all rows (`widen.py`), and then multiplied as a float32
 weight is (`skinny_gemm.py`).
@@ -20,18 +20,18 @@ from torch import Tensor
 
 from ropewalk.model_runtime.cpu_kernels.bf16_dot import add_products
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Numbers
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.panels import LowBitPanels, joined_table
 from ropewalk.model_runtime.cpu_kernels.low_bits.widen import numbers_of, row_adder, widener
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     CHUNK,
-    MOST_ROWS,
     PANEL,
     Multiplying,
     Panels,
     add_chain,
     as_they_are,
+    block_rows,
     rows_adder,
     widened,
     write_totals,
@@ -69,14 +69,15 @@ def _multiplier(numbers: tuple[int, ...], is_rounded: int) -> Any:
         """
         num_inputs = x_RK.shape[1]
         table_P2 = carray(_table_at(layout), (end_panel, 2))
-        sums = np.empty((MOST_ROWS, PANEL), np.float32)
-        totals = np.empty((MOST_ROWS, PANEL), np.float32)
+        most = block_rows(x_RK.shape[0])
+        sums = np.empty((most, PANEL), np.float32)
+        totals = np.empty((most, PANEL), np.float32)
         bias = np.empty(PANEL, np.float32)
         wide_Q = np.empty(CHUNK * PANEL, np.float32)
-        for panel in range(first_panel, end_panel):
-            address, number = table_P2[panel, 0], table_P2[panel, 1]
-            for top in range(0, x_RK.shape[0], MOST_ROWS):
-                num_rows = min(MOST_ROWS, x_RK.shape[0] - top)
+        for top in range(0, x_RK.shape[0], most):
+            num_rows = min(most, x_RK.shape[0] - top)
+            for panel in range(first_panel, end_panel):
+                address, number = table_P2[panel, 0], table_P2[panel, 1]
                 for begin in range(0, num_inputs, chain):
                     end = min(num_inputs, begin + chain)
                     if num_rows == 1:
@@ -95,23 +96,6 @@ def _multiplier(numbers: tuple[int, ...], is_rounded: int) -> Any:
     return multiply
 
 
-@cache
-def _blocks_widener(numbers: tuple[int, ...], is_rounded: int) -> Any:
-    """Compiled: whole panels, for the product of many rows."""
-    widen = widener(numbers, is_rounded)
-
-    @jit()
-    def widen_panels(
-        table_P2: Table, first: int, end: int, num_inputs: int, num_packed: int, out_Q: Floats
-    ) -> None:
-        for panel in range(first, end):
-            at = (panel - first) * num_packed * PANEL
-            wide_Q = out_Q[at : at + num_inputs * PANEL]
-            widen(table_P2[panel, 1], table_P2[panel, 0], np.int64(0), num_inputs, wide_Q)
-
-    return widen_panels
-
-
 class LowBits:
     """The kernels of a model with weights of these formats, for a number type of its rows."""
 
@@ -120,10 +104,8 @@ class LowBits:
         is_rounded = int(dtype == torch.bfloat16)
         numbers = numbers_of(formats)
         self.dtype = dtype
-        multiply = _multiplier(numbers, is_rounded)
         rows_for = widened if is_rounded else as_they_are
-        self.multiplying = Multiplying(dtype, 1, rows_for, multiply)
-        self._widen = _blocks_widener(numbers, is_rounded)
+        self.multiplying = Multiplying(dtype, 1, rows_for, _multiplier(numbers, is_rounded))
 
     def panels(self, weights: Sequence[LowBitPanels], bias_N: Tensor | None) -> Panels:
         """Return the panels of several weights with outputs one after the other."""
@@ -137,8 +119,3 @@ class LowBits:
             owner=(table_P2, weights),
             low_bit_bytes=sum(each.memory.nbytes for each in weights),
         )
-
-    def widen(self, panels: Panels, first: int, end: int, num_packed: int, out_Q: Floats) -> None:
-        """Write the weights of panels `first` to `end` - 1 into panels of `num_packed` inputs."""
-        table_P2, _ = panels.owner
-        self._widen(table_P2, first, end, panels.num_inputs, num_packed, out_Q)

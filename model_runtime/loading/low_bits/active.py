@@ -57,7 +57,7 @@ def active_part(outline: ModelConfig, low_bits: Storage | None) -> Active | None
     floats = num_all * outline.dtype.itemsize, num_routed * outline.dtype.itemsize
     all_bytes, routed_bytes = floats
     if low_bits is not None:
-        all_bytes = low_bits.num_bytes - low_bits.scratch_bytes
+        all_bytes = low_bits.num_bytes
         routed_bytes = low_bits.expert_bytes or routed_bytes
     num_idle = num_experts - num_chosen
     return Active(

@@ -129,7 +129,7 @@ def storage_of(model: Any) -> Storage:
     for name, module in modules:
         if type(module) is nn.Linear:
             weight = module.weight
-            found.add_float_outputs(f"{name}.weight", tuple(weight.shape), weight.itemsize)
+            found.add_widening(f"{name}.weight", tuple(weight.shape), weight.itemsize)
     found.float_bytes = sum(each.nbytes for each in model.parameters())
     for _, module in modules:
         if isinstance(module, LowBitExperts):

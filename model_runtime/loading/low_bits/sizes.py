@@ -10,9 +10,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.formats import (
     FLOAT32,
     INT8,
     PANEL,
-    SCRATCH_BYTES,
     Format,
-    block_outputs,
     panels_text,
 )
 from ropewalk.model_runtime.errors import ModelError
@@ -71,10 +69,8 @@ class Storage:
     by_format: dict[str, int] = field(default_factory=dict)  # panels, with scales
     float_bytes: int = 0
     expert_bytes: int = 0  # of experts in panels, a part of `by_format`
-    outputs: dict[tuple[str, int], int] = field(default_factory=dict)  # by product and inputs
-    # Outputs of floats, by product and inputs: some of them join products of few bits.
-    float_outputs: dict[tuple[str, int], int] = field(default_factory=dict)
-    # Bytes that these outputs take in addition, if they join a product of few bits.
+    low_products: set[tuple[str, int]] = field(default_factory=set)  # of few bits, with inputs
+    # Bytes that floats take in addition if they join a product of few bits, by product and inputs.
     widening: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def add(
@@ -92,42 +88,31 @@ class Storage:
         """
         if kind is None:
             self.float_bytes += prod(shape) * itemsize
-            self.add_float_outputs(name, shape, itemsize)
+            self.add_widening(name, shape, itemsize)
             return
         num_bytes = kind.num_bytes(shape[0], shape[1])
         self.by_format[kind.name] = self.by_format.get(kind.name, 0) + num_bytes
         if is_product:
-            key = _product(name), shape[1]
-            self.outputs[key] = self.outputs.get(key, 0) + shape[0]
+            self.low_products.add((_product(name), shape[1]))
 
     def add_experts(self, shape: tuple[int, ...], kind: Format) -> None:
-        """Count a matrix of experts, [E, N, K] or [N, K] of one; its panels need no scratch."""
+        """Count a matrix of experts, [E, N, K] or [N, K] of one."""
         num_bytes = prod(shape[:-2]) * kind.num_bytes(shape[-2], shape[-1])
         self.by_format[kind.name] = self.by_format.get(kind.name, 0) + num_bytes
         self.expert_bytes += num_bytes
 
-    def add_float_outputs(self, name: str, shape: tuple[int, ...], itemsize: int) -> None:
-        """Count the outputs of a linear that stays float; `name` is its weight's, as in `add`."""
+    def add_widening(self, name: str, shape: tuple[int, ...], itemsize: int) -> None:
+        """Count what a linear that stays float may take in addition; see `widening`."""
         if len(shape) == 2 and _product(name) != name:
             key = _product(name), shape[1]
-            self.float_outputs[key] = self.float_outputs.get(key, 0) + shape[0]
             widening = FLOAT32.num_bytes(*shape) - prod(shape) * itemsize
             self.widening[key] = self.widening.get(key, 0) + widening
 
     @property
-    def scratch_bytes(self) -> int:
-        """Return the size of the memory for widened weights."""
-        blocks = {
-            (block_outputs(found + self.float_outputs.get(key, 0), key[1], SCRATCH_BYTES), key[1])
-            for key, found in self.outputs.items()
-        }
-        return sum(4 * num_outputs * num_inputs for num_outputs, num_inputs in blocks)
-
-    @property
     def num_bytes(self) -> int:
-        widening = sum(size for key, size in self.widening.items() if key in self.outputs)
+        widening = sum(size for key, size in self.widening.items() if key in self.low_products)
         floats = self.float_bytes + widening
-        return sum(self.by_format.values()) + floats + self.scratch_bytes
+        return sum(self.by_format.values()) + floats
 
     @property
     def formats(self) -> str:

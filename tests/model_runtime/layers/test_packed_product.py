@@ -129,8 +129,8 @@ def test_without_the_packed_memory_rows_are_left_to_the_library(
 
 @pytest.mark.skipif(not IS_KNOWN, reason="few rows are left to oneDNN here")
 def test_threads_share_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread takes whole panels, so the bits are those of one thread."""
-    monkeypatch.setattr(skinny_gemm, "_BYTES_PER_SHARE", 1 << 12)
+    """A part is whole panels, so the bits are those of one thread."""
+    monkeypatch.setattr(skinny_gemm, "_BYTES_PER_THREAD", 1 << 12)
     linear = nn.Linear(96, 1000)
     x = torch.randn(5, 96)
     alone = product_of(linear)(x)
@@ -139,7 +139,7 @@ def test_threads_share_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(3)
         shared = product_of(linear)
         assert shared._skinny is not None
-        assert len(shared._skinny._shares) == 3
+        assert shared._skinny._num_threads(len(x)) == 3
         assert torch.equal(shared(x), alone)
         torch.set_num_threads(2)
         assert torch.allclose(shared(x), alone, atol=1e-5)  # found with three: left to oneDNN

@@ -7,6 +7,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 
+from ropewalk.model_runtime.cpu_kernels import skinny_gemm
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import BY_TYPE, FORMATS, INT8
 from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (
     LowBitPanels,
@@ -175,13 +176,46 @@ def test_linears_of_several_formats_are_one_product(parts: tuple[tuple[str, int]
 
 
 def test_without_onednn_rows_have_the_bits_of_the_float_product() -> None:
-    """All rows are then multiplied over the panels."""
+    """A sum is then one chain over all inputs."""
     low = linear_of("Q8_0", 200, 1056, torch.float32)
     plain = nn.Linear(1056, 200).requires_grad_(requires_grad=False)
     plain.weight.copy_(widened(low.panels, torch.float32))
     plain.bias.copy_(low.bias)
     workshop = LowBitWorkshop([low])
-    workshop.way = Way.OWN
+    workshop.has_onednn = False
     x = torch.randn(100, 1056, generator=torch.manual_seed(0))
     found = LowBitProduct([low], workshop)(x)
     assert torch.equal(found, PackedProduct([plain], Workshop(Way.OWN))(x))
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 300])
+def test_threads_that_take_parts_of_a_product_change_no_bit(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product this small would be one part otherwise."""
+    low = linear_of("Q4_K", 300, 512, torch.float32)
+    x = torch.randn(num_rows, 512, generator=torch.manual_seed(0))
+    product = LowBitProduct([low], LowBitWorkshop([low]))
+    alone = product(x)
+    monkeypatch.setattr(skinny_gemm, "_WORK_PER_THREAD", 1)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(product(x), alone)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("num_threads", [2, 16, 64])
+@pytest.mark.parametrize("num_rows", [1, 8, 17, 64, 512, 2048])
+@pytest.mark.parametrize("num_panels", [9, 32, 176, 500])
+def test_parts_suffice_for_all_threads_and_are_not_needlessly_small(
+    num_threads: int, num_rows: int, num_panels: int
+) -> None:
+    """Each thread has four parts, unless they would have one panel and fewer than 16 rows."""
+    rows, panels = skinny_gemm.part_sizes(num_rows, num_panels, num_threads)
+    blocks = -(-num_rows // rows)
+    num_parts = blocks * -(-num_panels // panels)
+    is_smallest = panels == 1 and num_rows / blocks < 2 * 16
+    assert num_parts >= 3 * num_threads or is_smallest
+    assert num_parts <= 9 * num_threads or rows >= 252

@@ -35,13 +35,8 @@ def held_bytes(loaded: Checkpoint) -> int:
     panels = {id(weight): weight.memory.nbytes for each in low for weight in each.weights}
     embedding: Any = loaded.model.get_input_embeddings()
     panels[id(embedding.panels)] = embedding.panels.memory.nbytes
-    scratch = {
-        each._many.__self__.scratch.packed_Q.ctypes.data: each._many.__self__.scratch.num_bytes
-        for each in low
-        if each._many is not None
-    }
     floats = sum(each.nbytes for each in loaded.model.parameters() if each.device.type == "cpu")
-    return sum(panels.values()) + sum(scratch.values()) + floats
+    return sum(panels.values()) + floats
 
 
 def test_the_embedded_model_in_int8_is_near_the_stored_one_and_its_memory_is_as_planned() -> None:
@@ -60,7 +55,7 @@ def test_the_embedded_model_in_int8_is_near_the_stored_one_and_its_memory_is_as_
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_floats_beside_few_bits_are_counted_as_they_are_held(tmp_path: Path, dtype: str) -> None:
-    """Keys and up-projections are floats. They share panels of float32 and scratch memory."""
+    """Keys and up-projections are floats. They lie in panels of float32."""
     case = next(case for case in CASES if case.name == "llama")
     case = replace(case, overrides={**case.overrides, **WHOLE})
 
