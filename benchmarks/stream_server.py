@@ -4,7 +4,6 @@ It reads one plan a line from its standard input: streams, seconds of a step, an
 that the engine's thread computes while it holds the interpreter lock. It writes its port once.
 """
 
-import socket
 import sys
 import threading
 import time
@@ -17,7 +16,8 @@ from ropewalk.model_runtime.engine.request_state import RequestState
 from ropewalk.model_runtime.request import FinishReason, Output
 from ropewalk.server.log_lines import log_to_stderr
 from ropewalk.server.settings.load import load_settings
-from ropewalk.server.startup.gate import access_policy_of
+from ropewalk.server.startup.app import create_app
+from ropewalk.server.startup.gate import access_policy_of, listening_socket
 from ropewalk.server.startup.lifecycle import GracefulServer
 from ropewalk.server.startup.load_service import load_service
 
@@ -110,6 +110,7 @@ def main() -> None:
     settings = load_settings(
         {
             "host": "127.0.0.1",
+            "port": "0",
             "threads": 1,
             "max_num_seqs": MOST_STREAMS,
             "max_connections": 2 * MOST_STREAMS,
@@ -119,12 +120,11 @@ def main() -> None:
     service, _ = load_service(settings)
     assert isinstance(service.engine, Engine)
     core = stand_in_for(service.engine)
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.bind(("127.0.0.1", 0))
-        ready = partial(_write, str(listener.getsockname()[1]))
-        server = GracefulServer(
-            settings, service, access_policy_of(settings, None, service.max_len), ready
-        )
+    policy = access_policy_of(settings, None, service.max_len)
+    app = create_app(service, policy)
+    with listening_socket(settings) as listener:
+        server = GracefulServer(settings, app, partial(_write, str(listener.getsockname()[1])))
+        server.serve_model(service, app)
 
         def follow() -> None:
             for plan in _plans():

@@ -2,23 +2,29 @@
 
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ropewalk.server.access.keys import KeyTable
-from ropewalk.server.process.hangups import Hangups
-from ropewalk.server.sentences import DIED, sentences
+from ropewalk.server.process.hangups import Hangups, end_at_once
+from ropewalk.server.sentences import DIED, Teller, sentences
 from ropewalk.server.settings.flags import SettingsCommand, given, with_flags
 from ropewalk.server.settings.load import ServeSettings, load_settings
 from ropewalk.server.settings.sections import SECTIONS
-from ropewalk.server.startup.early_answers import EarlyAnswers
-from ropewalk.server.startup.gate import bound_socket, checked, key_warnings, url_of
+from ropewalk.server.startup.gate import (
+    access_policy_of,
+    checked,
+    key_warnings,
+    listening_socket,
+    url_of,
+)
+from ropewalk.server.startup.loading_answers import LoadingAnswers
 from ropewalk.server.startup.progress import LoadingProgress
 from ropewalk.server.version import version_and_commit
 
@@ -36,38 +42,26 @@ def serve(**flags: Any) -> None:
     variable, named in brackets, and a key of the YAML file. For MODEL they are ROPEWALK_MODEL and
     `model`. A flag overrides the variable, and a variable overrides the file.
     """
+    import structlog  # noqa: PLC0415  # the help of this command needs none
+
+    from ropewalk.server.log_lines import log_to_stderr  # noqa: PLC0415
+
     with sentences() as teller:
         stated = given(flags)
         settings = load_settings(stated)
+        log_to_stderr(settings.log_format, settings.log_level)
         if settings.log_format == "json":
-            teller.use_json(_json_log(settings))
+            teller.use_json(structlog.get_logger(__name__))
         # Errors of named files are reported before anything is imported.
-        keys, tls = checked(settings)
+        keys = checked(settings)
         for warning in key_warnings(settings, stated):
             teller.say(warning)
-        with bound_socket(settings) as listener, _ended_by_signals():
-            hangups = Hangups(teller.say)
-            url = url_of(settings, listener)
-            progress = LoadingProgress(teller.say)
-            answers = EarlyAnswers(listener, progress, settings, tls)
-            answers.start()
-            teller.say(f"loading; {url} answers 503 until the model has passed its check")
-
-            def on_ready(banner: str) -> None:
-                teller.ready(version_and_commit(), banner, url)
-
+        with listening_socket(settings) as listener, _ended_by_signals():
+            start = _Start(settings, keys, listener, teller)
             if settings.replicas is not None:
-                from ropewalk.server.ray.command import serve_on_ray  # noqa: PLC0415  # an extra
-
-                hand_over = answers.hand_over
-                serve_on_ray(settings, keys, listener, hand_over, on_ready, say=teller.say)
+                start.serve_on_ray()
                 return
-            try:
-                server = _loaded(settings, keys, progress, on_ready)
-                server.reload_on(hangups, stated)
-            finally:
-                answers.hand_over()
-            server.run(sockets=[listener])
+            server = start.serve(stated)
         server.stop_engine()
     if server.has_died:
         sys.stdout.flush()
@@ -76,46 +70,82 @@ def serve(**flags: Any) -> None:
         os._exit(DIED)
 
 
-def _loaded(
-    settings: ServeSettings,
-    keys: KeyTable,
-    progress: LoadingProgress,
-    on_ready: Callable[[str], None],
-) -> "GracefulServer":
-    """Import and load in a thread, and return a server that can run.
-
-    A thread, because signals are handled between two steps of the main thread only, and loading has
-    long ones. Raises what loading raises.
-    """
-    found: Future[GracefulServer] = Future()
-
-    def load() -> None:
-        try:
-            from ropewalk.server.log_lines import log_to_stderr  # noqa: PLC0415
-
-            log_to_stderr(settings.log_format, settings.log_level)
-            from ropewalk.server.startup.dry_run import refuse_ahead  # noqa: PLC0415
-
-            refuse_ahead(settings, progress.enter)
-            progress.enter("importing")
-            from ropewalk.server.startup.lifecycle import loaded_server  # noqa: PLC0415
-
-            found.set_result(loaded_server(settings, keys, progress, on_ready))
-        except BaseException as error:  # noqa: BLE001  # the main thread reports it
-            found.set_exception(error)
-
-    threading.Thread(target=load, name="loader", daemon=True).start()
-    return found.result()
+# An answer waits about ten times for the interpreter, which a load holds this long at a time (bar
+# its long steps). Python's default is 0.005.
+_SWITCH_S = 0.001
 
 
-def _json_log(settings: ServeSettings) -> Any:
-    """Return a logger of JSON objects; the other formats import none before the port answers."""
-    import structlog  # noqa: PLC0415
+class _Start:
+    """The start of a server on a socket that listens already."""
 
-    from ropewalk.server.log_lines import log_to_stderr  # noqa: PLC0415
+    def __init__(
+        self, settings: ServeSettings, keys: KeyTable, listener: socket.socket, teller: Teller
+    ) -> None:
+        self._settings, self._keys = settings, keys
+        self._listener, self._teller = listener, teller
+        self._hangups = Hangups(teller.say)
+        self._url = url_of(settings, listener)
+        self._progress = LoadingProgress(teller.say)
+        self._answers = LoadingAnswers(settings, self._progress)
+        self._usual_switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        teller.say(f"loading; {self._url} answers 503 until the model has passed its check")
 
-    log_to_stderr(settings.log_format, settings.log_level)
-    return structlog.get_logger(__name__)
+    def serve(self, stated: Mapping[str, Any]) -> "GracefulServer":
+        """Serve until a signal or the engine's end. Raises what the load raises."""
+        from ropewalk.server.startup.lifecycle import GracefulServer  # noqa: PLC0415
+
+        server = GracefulServer(
+            self._settings, self._answers, lambda: server.load(lambda: self._load(server, stated))
+        )
+        server.run(sockets=[self._listener])
+        return server
+
+    def serve_on_ray(self) -> None:
+        """Answer in a thread until a replica of the API takes the socket."""
+        from ropewalk.server.ray.command import serve_on_ray  # noqa: PLC0415  # an extra
+        from ropewalk.server.startup.lifecycle import GracefulServer  # noqa: PLC0415
+
+        has_started = threading.Event()
+        server = GracefulServer(self._settings, self._answers, has_started.set)
+        threading.Thread(target=server.run, args=([self._listener],), daemon=True).start()
+        has_started.wait()
+        serve_on_ray(
+            self._settings,
+            self._keys,
+            self._listener,
+            server.hand_over,
+            self._tell_ready,
+            say=self._teller.say,
+        )
+
+    def _load(self, server: "GracefulServer", stated: Mapping[str, Any]) -> Callable[[], None]:
+        """Import and load; return what begins to serve."""
+        settings, progress = self._settings, self._progress
+        from ropewalk.server.startup.dry_run import refuse_ahead  # noqa: PLC0415
+
+        refuse_ahead(settings, progress.enter)
+        progress.enter("importing")
+        from ropewalk.server.startup.app import create_app  # noqa: PLC0415
+        from ropewalk.server.startup.load_service import load_service  # noqa: PLC0415
+        from ropewalk.server.startup.reload import Reloader  # noqa: PLC0415
+
+        progress.watch_compiler()
+        parts = (progress.enter, progress.downloaded, self._keys)
+        service, banner = load_service(settings, *parts)
+        policy = access_policy_of(settings, service.key_ring, service.max_len)
+        app = create_app(service, policy)
+
+        def begin() -> None:
+            sys.setswitchinterval(self._usual_switch_s)
+            server.serve_model(service, app, policy.spans)
+            server.reload_on(self._hangups, Reloader(stated, settings, service))
+            self._tell_ready(banner)
+
+        return begin
+
+    def _tell_ready(self, banner: str) -> None:
+        self._teller.ready(version_and_commit(), banner, self._url)
 
 
 @contextmanager
@@ -124,12 +154,7 @@ def _ended_by_signals() -> Iterator[None]:
 
     uvicorn handles signals while it runs.
     """
-
-    def end(*_: object) -> None:
-        sys.stderr.flush()
-        os._exit(0)  # torch cannot be interrupted otherwise
-
-    before = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGINT)}
+    before = {each: signal.signal(each, end_at_once) for each in (signal.SIGTERM, signal.SIGINT)}
     before[signal.SIGHUP] = signal.getsignal(signal.SIGHUP)
     try:
         yield

@@ -45,7 +45,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "studies/doctor/*.py": ("tests/server/doctor",),
     "studies/inspection/*.py": ("tests/server/inspection",),
     "server/page/docs_page.py": ("tests/server/reference",),
-    "server/startup/early_answers.py": ("tests/server/startup",),
+    "server/startup/loading_answers.py": ("tests/server/startup",),
 }
 _RUN_S = 900
 _NO_TEST = 5  # pytest's exit code when none was collected

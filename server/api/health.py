@@ -7,7 +7,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ropewalk.model_runtime.engine.admission import problem_of
 from ropewalk.server.api.service import Service
 from ropewalk.server.envelope import envelope
-from ropewalk.server.middleware.availability import draining
+from ropewalk.server.middleware.availability import DRAINING, DRAINING_HEADERS
 from ropewalk.server.version import own_commit, own_version
 
 
@@ -50,7 +50,9 @@ def health_router(service: Service) -> APIRouter:
 
 
 def _draining(http: Request) -> JSONResponse | None:
-    return draining() if getattr(http.state, "is_draining", False) else None
+    if not getattr(http.state, "is_draining", False):
+        return None
+    return JSONResponse(DRAINING, 503, DRAINING_HEADERS)
 
 
 def _status(problem: str | None) -> JSONResponse:

@@ -11,7 +11,6 @@ from contextlib import suppress
 
 from ropewalk.server.middleware.connections import LimitedProtocol, OpenConnections
 
-_BACKLOG = 2048  # uvicorn's
 _AT_ONCE = 32  # connections that are accepted, or closed for others, in a turn
 _SHORT_OF_FILES_S = 0.1
 _BODY = (
@@ -34,7 +33,7 @@ class Acceptor:
         shared: OpenConnections,
         tls: ssl.SSLContext | None,
     ) -> None:
-        """Accept from now on. Call it on the event loop; the caller closes the socket."""
+        """Accept from now on, on the event loop. The socket listens, and the caller closes it."""
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._make_protocol = make_protocol
@@ -45,7 +44,6 @@ class Acceptor:
         self._handshakes: dict[asyncio.Task[None], None] = {}
         self._num_to_close = 1  # it doubles while more connections wait than there is room for
         self._is_closed = False
-        listener.listen(_BACKLOG)
         listener.setblocking(False)  # noqa: FBT003  # its only argument
         self._loop.add_reader(listener, self._accept)
 

@@ -1,16 +1,20 @@
 """The application that uvicorn runs, which also answers while the process drains.
 
-server/startup/early_answers.py answers while the model loads.
+It imports nothing heavy, because it stands before the answers of a load, too.
 """
 
 import asyncio
-
-from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ropewalk.server.envelope import envelope
 
-_RETRY_DRAINING_S = 1
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+DRAINING = envelope("The server is ending.", "server_error", code="draining")
+DRAINING_HEADERS = {"Retry-After": "1", "Connection": "close"}
 # Passed to their routes during the drain, too. They are not counted as in-flight requests.
 _ALWAYS = frozenset({"/live", "/health", "/ready", "/metrics", "/version"})
 
@@ -18,8 +22,8 @@ _ALWAYS = frozenset({"/live", "/health", "/ready", "/metrics", "/version"})
 class AvailabilityGate:
     """A gate before the application that counts the in-flight requests."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: "ASGIApp") -> None:
+        self.app = app  # may be set anew between two requests
         self._is_draining = False
         self._num_inside = 0
         self._is_empty = asyncio.Event()
@@ -40,29 +44,29 @@ class AvailabilityGate:
             return False
         return True
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Handle one ASGI connection."""
         if scope["type"] != "http":
             return
         path = scope["path"]
         if self._is_draining and path not in _ALWAYS:
-            await draining()(scope, receive, send)
+            await _refuse(send)
             return
         scope.setdefault("state", {})["is_draining"] = self._is_draining
         has_started = False
 
-        async def noting_send(message: Message) -> None:
+        async def noting_send(message: "Message") -> None:
             nonlocal has_started
             has_started = True
             await send(message)
 
         self._count(path, 1)
         try:
-            await self._app(scope, receive, noting_send)
+            await self.app(scope, receive, noting_send)
         except asyncio.CancelledError:
             # The process ends at once (a second signal). uvicorn would log a traceback.
             if not has_started:
-                await draining()(scope, receive, send)
+                await _refuse(send)
         finally:
             self._count(path, -1)
 
@@ -76,8 +80,17 @@ class AvailabilityGate:
             self._is_empty.set()
 
 
-def draining() -> JSONResponse:
-    """Return the answer of a process that ends."""
-    headers = {"Retry-After": str(_RETRY_DRAINING_S), "Connection": "close"}
-    body = envelope("The server is ending.", "server_error", code="draining")
-    return JSONResponse(body, 503, headers)
+async def _refuse(send: "Send") -> None:
+    """Send the answer of a process that ends."""
+    content = json.dumps(DRAINING, separators=(",", ":")).encode()
+    await send_whole(send, 503, {**DRAINING_HEADERS, "Content-Type": "application/json"}, content)
+
+
+async def send_whole(
+    send: "Send", status: int, headers: Mapping[str, str], content: bytes, *, is_end: bool = True
+) -> None:
+    """Send an answer; without `is_end`, an empty part of the body still has to follow."""
+    named = {**headers, "Content-Length": str(len(content))}
+    raw = [(name.lower().encode(), value.encode()) for name, value in named.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": content, "more_body": not is_end})

@@ -1,10 +1,10 @@
-"""SIGHUP, from the first lines of a server on."""
+"""Signals before anything is served: SIGHUP is kept, and others end the process at once."""
 
 import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     import asyncio
@@ -47,11 +47,16 @@ class Hangups:
 
     def _while_loading(self, *_: object) -> None:
         if self._ends_with_terminal and not _has_terminal():
-            sys.stderr.flush()
-            os._exit(0)
+            end_at_once()
         if not self._is_pending:
             self._say("SIGHUP: the settings will be read again when the model is loaded")
         self._is_pending = True
+
+
+def end_at_once(*_: object) -> NoReturn:
+    """End the process with code 0. Nothing is served yet, and torch cannot be interrupted."""
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _has_terminal() -> bool:

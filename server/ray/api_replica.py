@@ -23,6 +23,7 @@ from ropewalk.server.replicas.listener import borrowed_listener
 from ropewalk.server.replicas.remote_engine import RemoteEngine
 from ropewalk.server.replicas.routes import ROUTES
 from ropewalk.server.settings.load import ServeSettings
+from ropewalk.server.startup.app import create_app
 from ropewalk.server.startup.gate import access_policy_of
 from ropewalk.server.startup.lifecycle import GracefulServer
 from ropewalk.server.startup.load_model import load_model_tokenizer
@@ -86,10 +87,11 @@ class ApiReplica:
         policy = access_policy_of(
             settings, service.key_ring, service.max_len, has_own_port=listener is not None
         )
-        self._server = GracefulServer(settings, service, policy, self._is_ready.set)
+        app = create_app(service, policy)
+        self._server = GracefulServer(settings, app, self._is_ready.set)
+        self._server.serve_model(service, app, policy.spans)
         self._serving: asyncio.Task[None] | None = None
         if listener is None:
-            service.engine.start(after_step=service.output_queue.flush)
             return
         connections = await asyncio.to_thread(borrowed_listener, listener)
         self._serving = asyncio.ensure_future(self._server.serve([connections]))

@@ -53,8 +53,11 @@ _ENCRYPTED = re.compile("-----BEGIN ENCRYPTED PRIVATE KEY-----|Proc-Type: 4,ENCR
 Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 
 
-def bound_socket(settings: ServeSettings) -> socket.socket:
-    """Return a bound socket that does not listen yet. Raises SettingsError."""
+_BACKLOG = 2048  # uvicorn's
+
+
+def listening_socket(settings: ServeSettings) -> socket.socket:
+    """Return a socket whose connections wait to be accepted. Raises SettingsError."""
     family, kind, protocol, _, address = address_of(settings)
     try:
         # The protocol is explicit, because asyncio turns Nagle's delay off only for sockets with
@@ -66,6 +69,7 @@ def bound_socket(settings: ServeSettings) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise _cannot_listen(settings, error) from error
@@ -88,20 +92,16 @@ def _cannot_listen(settings: ServeSettings, error: OSError) -> SettingsError:
     )
 
 
-def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
-    """Return the context of the settings' certificate, or None without one. Raises SettingsError.
-
-    uvicorn makes its own from the same files.
-    """
+def check_certificate(settings: ServeSettings) -> None:
+    """Raise SettingsError if the settings' certificate cannot be used."""
     if settings.ssl_certfile is None:
-        return None
+        return
     _check_pem_files(settings.ssl_certfile, settings.ssl_keyfile)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
     except ssl.SSLError as error:
         raise SettingsError(_cannot_use(settings, error)) from error
-    return context
 
 
 def _check_pem_files(certificate: Path, key: Path | None) -> None:
@@ -173,18 +173,18 @@ class Problems:
             raise SettingsError("\n".join(dict.fromkeys(lines)))
 
 
-def checked(settings: ServeSettings) -> tuple[KeyTable, ssl.SSLContext | None]:
-    """Return the keys and the certificate. Raises SettingsError with a line for each problem."""
+def checked(settings: ServeSettings) -> KeyTable:
+    """Return the keys. Raises SettingsError with a line for each problem of the settings."""
     problems = Problems()
     keys = problems.tried(lambda: key_table_of(settings))
-    tls = problems.tried(lambda: tls_context(settings))
+    problems.tried(lambda: check_certificate(settings))
     problems.tried(lambda: chat_template_text(settings))
     problems.tried(lambda: check_traces(settings))
     problems.tried(lambda: refuse_absent(settings.device, settings.dtype))
     problems.tried(lambda: address_of(settings))
     problems.refuse()
     assert keys is not None, "it was read without a problem"
-    return keys, tls
+    return keys
 
 
 def key_table_of(settings: ServeSettings) -> KeyTable:

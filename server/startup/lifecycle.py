@@ -1,23 +1,21 @@
 """The life of the server process once the port answers: loading, serving, draining and shutdown.
 
 On SIGTERM the server refuses new requests, and in-flight requests may finish. A second signal ends
-the process at once.
+the process at once, and so does one while the model loads.
 """
 
 import asyncio
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
 
-from ropewalk.server.access.keys import KeyTable
-from ropewalk.server.api.service import Service
 from ropewalk.server.middleware.acceptor import Acceptor
 from ropewalk.server.middleware.availability import AvailabilityGate
 from ropewalk.server.middleware.connections import (
@@ -25,35 +23,19 @@ from ropewalk.server.middleware.connections import (
     LimitedProtocol,
     OpenConnections,
 )
-from ropewalk.server.settings.load import ServeSettings, SettingsError
-from ropewalk.server.startup.app import AccessPolicy, create_app
-from ropewalk.server.startup.gate import access_policy_of
-from ropewalk.server.startup.load_service import load_service
-from ropewalk.server.startup.progress import LoadingProgress
-from ropewalk.server.startup.reload import Reloader
+from ropewalk.server.process.hangups import Hangups, end_at_once
+from ropewalk.server.settings.load import ServeSettings
 
-if TYPE_CHECKING:
-    from ropewalk.server.process.hangups import Hangups
+if TYPE_CHECKING:  # the port answers before these are imported
+    from starlette.types import ASGIApp
+
+    from ropewalk.server.access.open_request import SpanSource
+    from ropewalk.server.api.service import Service
+    from ropewalk.server.startup.reload import Reloader
 
 _FAREWELL_S = 5.0  # for the error events of requests that did not finish
 
 _log = structlog.get_logger(__name__)
-
-
-def loaded_server(
-    settings: ServeSettings,
-    keys: KeyTable,
-    progress: LoadingProgress,
-    on_ready: Callable[[str], None],
-) -> "GracefulServer":
-    """Load the model and return a server that has not started.
-
-    `on_ready` is called with the banner when it serves. Raises ModelError or SettingsError.
-    """
-    progress.watch_compiler()
-    service, banner = load_service(settings, progress.enter, progress.downloaded, keys)
-    policy = access_policy_of(settings, service.key_ring, service.max_len)
-    return GracefulServer(settings, service, policy, partial(on_ready, banner))
 
 
 class GracefulServer(uvicorn.Server):
@@ -62,41 +44,80 @@ class GracefulServer(uvicorn.Server):
     def __init__(
         self,
         settings: ServeSettings,
-        service: Service,
-        policy: AccessPolicy,
-        on_ready: Callable[[], None],
+        app: "ASGIApp",
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
-        """Configure uvicorn. Raises SettingsError if the TLS files cannot be loaded."""
-        self.door = AvailabilityGate(create_app(service, policy))
+        """Configure uvicorn. `on_start` is called on the event loop when `app` answers."""
+        self.door = AvailabilityGate(app)
         super().__init__(_uvicorn_config(settings, self.door))
-        self._spans = policy.spans
         self.has_died = False  # the engine ended by itself, or a second signal came
         self._settings = settings
-        self._on_ready = on_ready
-        self._service = service
+        self._on_start = on_start
+        self._service: Service | None = None  # None: the model is loading
+        self._spans: SpanSource | None = None
         self._is_ending = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._signalled_s: float | None = None  # time.monotonic() of the first signal
         self._num_unfinished = 0  # requests that were running when the time was up
+        self._loading: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
-        self._hangups: Hangups | None = None
-        self._reloader: Reloader | None = None
 
-    def reload_on(self, hangups: "Hangups", flags: Mapping[str, Any]) -> None:
-        """Read the settings again at each SIGHUP, from the same `flags`, once the server runs."""
-        self._hangups, self._reloader = hangups, Reloader(flags, self._settings, self._service)
+    def load(self, load: Callable[[], Callable[[], None]]) -> None:
+        """Call `load` in a thread, and then what it returns on the event loop, which calls this.
+
+        `run` raises what they raise. A thread, because signals are handled between two steps of the
+        main thread only, and loading has long ones.
+        """
+
+        async def finish() -> None:
+            try:
+                (await asyncio.to_thread(load))()
+            except BaseException:
+                self.should_exit = True
+                raise
+
+        self._loading = asyncio.ensure_future(finish())
+
+    def serve_model(
+        self, service: "Service", app: "ASGIApp", spans: "SpanSource | None" = None
+    ) -> None:
+        """Start the engine and let `app` answer. Call it before the start or on the event loop."""
+        self._service, self._spans = service, spans
+        service.engine.start(self._engine_died, service.output_queue.flush)
+        self.door.app = app
+
+    def reload_on(self, hangups: Hangups, reloader: "Reloader") -> None:
+        """Read the settings again at each SIGHUP from now on. Call it on the event loop."""
+
+        def reload() -> None:
+            self._reloading = asyncio.ensure_future(reloader.reload())
+
+        end = partial(self.handle_exit, signal.SIGHUP, None)
+        hangups.connect(asyncio.get_running_loop(), reload, end)
+
+    def hand_over(self) -> None:
+        """Accept no further connection. Those that are open get their answers. For any thread."""
+        assert self._loop is not None, "it has started"
+
+        async def close() -> None:
+            for each in self.servers:
+                each.close()
+
+        asyncio.run_coroutine_threadsafe(close(), self._loop).result()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the engine, accept connections, and say so."""
-        self._service.engine.start(self._engine_died, self._service.output_queue.flush)
+        """Accept connections, and say so."""
         await super().startup([])  # uvicorn accepts nothing itself
         self._accept(sockets or [])
         self._loop = asyncio.get_running_loop()
-        if self._hangups is not None:
-            end = partial(self.handle_exit, signal.SIGHUP, None)
-            self._hangups.connect(self._loop, self._reload, end)
-        self._on_ready()
+        self._on_start()
+
+    async def main_loop(self) -> None:
+        """Run until the end."""
+        await super().main_loop()
+        if self._loading is not None:
+            await self._loading  # a signal while it runs ends the process at once
 
     def _accept(self, sockets: Sequence[socket.socket]) -> None:
         """Accept connections of these sockets."""
@@ -115,6 +136,8 @@ class GracefulServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Handle a signal: the first one drains, a second one ends the process at once."""
+        if self._service is None:
+            end_at_once()
         if self._is_ending or self._loop is None:
             self.has_died = self._is_ending
             self.should_exit = self.force_exit = True
@@ -135,11 +158,8 @@ class GracefulServer(uvicorn.Server):
 
     def stop_engine(self) -> None:
         """End every request with an error. Has no effect if the engine has ended."""
-        self._service.engine.stop()
-
-    def _reload(self) -> None:
-        assert self._reloader is not None
-        self._reloading = asyncio.ensure_future(self._reloader.reload())
+        if self._service is not None:
+            self._service.engine.stop()
 
     def _engine_died(self) -> None:
         self.has_died = True
@@ -164,7 +184,7 @@ class GracefulServer(uvicorn.Server):
 
 
 def _uvicorn_config(settings: ServeSettings, door: AvailabilityGate) -> uvicorn.Config:
-    config = uvicorn.Config(
+    return uvicorn.Config(
         door,
         lifespan="off",
         loop="asyncio",  # also where an extra has installed another one
@@ -178,8 +198,3 @@ def _uvicorn_config(settings: ServeSettings, door: AvailabilityGate) -> uvicorn.
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
     )
-    try:
-        config.load()
-    except OSError as error:  # ssl's errors are subclasses of it
-        raise SettingsError(f"ssl_certfile, ssl_keyfile: {error}") from error
-    return config

@@ -8,7 +8,7 @@ from pathlib import Path
 from ropewalk.model_runtime.size_text import size_text
 from ropewalk.server.process.kernel_folders import kernel_folders, writer_of
 from ropewalk.server.settings.load import ServeSettings, SettingsError
-from ropewalk.server.startup.gate import bound_socket
+from ropewalk.server.startup.gate import listening_socket
 from ropewalk.server.wording import counted
 from ropewalk.studies.doctor.finding import Finding
 
@@ -113,7 +113,7 @@ def check_hub_cache() -> Finding:
 def check_port(settings: ServeSettings) -> Finding:
     """Check that the server could listen."""
     try:
-        bound_socket(settings).close()
+        listening_socket(settings).close()
     except SettingsError as error:
         return Finding("fail", "port", str(error), "choose another --port, or end what uses it")
     return Finding("ok", "port", f"{settings.host} port {settings.port} is free")

@@ -14,7 +14,7 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
 from ropewalk.server.startup.dry_run import refuse_ahead
-from ropewalk.server.startup.gate import bound_socket
+from ropewalk.server.startup.gate import listening_socket
 from ropewalk.server.startup.load_service import load_service
 from tests import preloaded
 from tests.processes import Server, run_here, run_to_end
@@ -176,7 +176,7 @@ def test_an_error_of_a_library_while_a_model_is_loaded_is_a_sentence() -> None:
 
 def test_tokens_are_sent_without_nagles_delay() -> None:
     """Asyncio turns Nagle off only if the listening socket's protocol is TCP."""
-    listener = bound_socket(load_settings({"port": "0"}))
+    listener = listening_socket(load_settings({"port": "0"}))
     with listener:
         assert listener.proto == socket.IPPROTO_TCP
 

@@ -15,7 +15,7 @@ from tests.gguf_cases import CASES
 from tests.gguf_files import Written
 from tests.models_page import SERVED
 from tests.processes import run_here
-from tests.server.test_light_imports import run
+from tests.server.test_light_imports import HEAVY_OF_A_LOAD, run
 
 CONFIG = json.loads((EMBEDDED_MODEL / "config.json").read_text())
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0}
@@ -69,7 +69,8 @@ def test_numbers_that_no_model_has_are_refused(
 def test_serve_says_the_same_before_torch_is_imported(model: Path, tmp_path: Path) -> None:
     """The count of layers kept `config check` busy for ever."""
     (model / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 10**9}))
-    output, last = run("serve", str(model), "--port", "0", "--device", "cpu")
+    flags = ("--port", "0", "--device", "cpu")
+    output, last = run("serve", str(model), *flags, names=HEAVY_OF_A_LOAD)
     assert last == "code 2 imported []"
     assert refusal(model, tmp_path) in output.splitlines()
 
@@ -120,7 +121,8 @@ def test_an_index_has_metadata(model: Path, tmp_path: Path, rest: dict[str, Any]
     (model / INDEX).write_text(json.dumps(index | rest))
     told = refusal(model, tmp_path)
     assert f"{INDEX}: metadata must be an object, such as {{}}, got {got}" in told
-    output, last = run("serve", str(model), "--port", "0", "--device", "cpu")
+    flags = ("--port", "0", "--device", "cpu")
+    output, last = run("serve", str(model), *flags, names=HEAVY_OF_A_LOAD)
     assert last == "code 2 imported []"
     assert told in output.splitlines()
 

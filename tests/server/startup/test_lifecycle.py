@@ -1,5 +1,6 @@
 """The life of a process: loading, draining, ending."""
 
+import http.client
 import json
 import re
 import signal
@@ -95,6 +96,35 @@ def stream(url: str, body: dict[str, object], into: list[str]) -> threading.Thre
     return thread
 
 
+@contextmanager
+def asking(port: int) -> Iterator[tuple[list[int], list[OSError]]]:
+    """Clients that connect and ask again and again; the statuses and errors that they see."""
+    seen: list[int] = []
+    failed: list[OSError] = []
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.wait(0.005):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+            try:
+                connection.request("GET", "/health")
+                seen.append(connection.getresponse().status)
+            except OSError as error:
+                failed.append(error)
+            finally:
+                connection.close()
+
+    clients = [threading.Thread(target=ask) for _ in range(4)]
+    for each in clients:
+        each.start()
+    try:
+        yield seen, failed
+    finally:
+        is_over.set()
+        for each in clients:
+            each.join(30)
+
+
 def wait_until_streaming(into: list[str]) -> None:
     """Wait until the first tokens have arrived."""
     deadline = time.monotonic() + 60
@@ -111,16 +141,25 @@ def test_the_port_answers_while_the_model_loads(tmp_path: Path) -> None:
             answer = started.get(path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
             assert answer.headers["retry-after"] == "5"
-        started.wait_for("listening on")
+        started.wait_for("event=self_check")
+        with asking(int(started.url.rpartition(":")[2])) as (seen, failed):
+            started.wait_for("listening on")
+            deadline = time.monotonic() + 30
+            while 200 not in seen:
+                assert time.monotonic() < deadline, (seen, failed)
+                time.sleep(0.02)
         for path in ("/live", "/health", "/ready", "/v1/models", "/metrics"):
             assert started.get(path).status_code == 200
+        assert not failed, "no client is refused when the model takes over"
+        assert set(seen) == {503, 200}
 
 
-def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_loading_ends_at_once(tmp_path: Path, sig: signal.Signals) -> None:
     """A signal while loading gives exit code 0, without a traceback."""
     with process(tmp_path, loads_slowly=True) as started:
         started.get("/live")
-        started.process.send_signal(signal.SIGTERM)
+        started.process.send_signal(sig)
         assert started.process.wait(20) == 0
         assert "Traceback" not in (tmp_path / "log").read_text()
 

@@ -1,6 +1,5 @@
 """Answers while the model loads, and the change from them to the server."""
 
-import http.client
 import json
 import socket
 import ssl
@@ -16,32 +15,33 @@ import numba
 import pytest
 
 from ropewalk.server.settings.load import SettingsError, load_settings
-from ropewalk.server.startup.early_answers import EarlyAnswers
-from ropewalk.server.startup.gate import bound_socket, tls_context
+from ropewalk.server.startup.gate import check_certificate, listening_socket
+from ropewalk.server.startup.lifecycle import GracefulServer
+from ropewalk.server.startup.loading_answers import LoadingAnswers
 from ropewalk.server.startup.progress import LoadingProgress
 from tests.processes import command
+from tests.server.startup.test_lifecycle import asking
 
 FLAGS = {"port": "0", "max_connections": "64", "head_timeout_seconds": "2"}
 
 
 @contextmanager
-def answering(**flags: str) -> Iterator[tuple[EarlyAnswers, LoadingProgress, socket.socket]]:
-    """Early answers on a free port, which end with the block."""
+def answering(
+    **flags: str,
+) -> Iterator[tuple[GracefulServer, LoadingProgress, socket.socket, int]]:
+    """A server on a free port whose model never loads, with its socket and port."""
     settings = load_settings({**FLAGS, **flags})
-    progress = LoadingProgress()
-    with bound_socket(settings) as listener:
-        answers = EarlyAnswers(listener, progress, settings, tls_context(settings))
-        answers.start()
+    progress, has_started = LoadingProgress(), threading.Event()
+    with listening_socket(settings) as listener:
+        server = GracefulServer(settings, LoadingAnswers(settings, progress), has_started.set)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        assert has_started.wait(20)
         try:
-            yield answers, progress, listener
+            yield server, progress, listener, listener.getsockname()[1]
         finally:
-            answers.hand_over()
-
-
-def port_of(listener: socket.socket) -> int:
-    """The port of a listening socket."""
-    port: int = listener.getsockname()[1]
-    return port
+            server.should_exit = True
+            thread.join(30)
 
 
 def ask(
@@ -53,8 +53,7 @@ def ask(
 
 def test_every_path_but_live_is_loading() -> None:
     """The envelope is OpenAI's, with the phase and its seconds."""
-    with answering() as (_, progress, listener):
-        port = port_of(listener)
+    with answering() as (_, progress, _, port):
         live = ask(port, path="/live")
         assert (live.status_code, live.json()) == (200, {"status": "loading"})
         progress.enter("loading weights")
@@ -130,72 +129,58 @@ def test_later_starts_are_promised_only_if_the_kernels_are_kept(*, is_kept: bool
 
 def test_a_large_body_is_read_away() -> None:
     """A connection that is closed with unread bytes would be reset before the answer is read."""
-    with answering() as (_, _, listener):
-        answer = ask(port_of(listener), "POST", "/v1/completions", b"x" * 4_000_000)
+    with answering() as (_, _, _, port):
+        answer = ask(port, "POST", "/v1/completions", b"x" * 4_000_000)
         assert answer.status_code == 503
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n", b"\x00\xff\r\n\r\n", b"x" * 200_000])
 def test_a_connection_without_a_request_delays_no_other(sent: bytes) -> None:
     """Other clients are answered meanwhile, and the connection ends."""
-    with answering() as (_, _, listener):
-        port = port_of(listener)
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as odd:
-            odd.sendall(sent)
-            assert ask(port).status_code == 503
-            try:
-                while odd.recv(65536):
-                    pass
-            except ConnectionResetError:
-                assert len(sent) > 65536  # more than a head may have
+    with (
+        answering() as (_, _, _, port),
+        socket.create_connection(("127.0.0.1", port), timeout=20) as odd,
+    ):
+        odd.sendall(sent)
+        assert ask(port).status_code == 503
+        try:
+            while odd.recv(65536):
+                pass
+        except ConnectionResetError:
+            assert len(sent) > 65536  # more than a head may have
 
 
-def test_no_client_is_refused_when_the_server_takes_over() -> None:
+def test_no_client_is_refused_when_another_process_takes_over() -> None:
     """Clients connect without a pause, and each gets an answer of the one or of the other."""
-    with answering() as (answers, _, listener):
-        port, seen, failed = port_of(listener), [], []
-        is_over = threading.Event()
-
-        def client() -> None:
-            while not is_over.is_set():
-                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-                try:
-                    connection.request("GET", "/")
-                    seen.append(connection.getresponse().status)
-                except OSError as error:
-                    failed.append(error)
-                finally:
-                    connection.close()
-
-        clients = [threading.Thread(target=client) for _ in range(4)]
-        for each in clients:
-            each.start()
+    with answering() as (answers, _, listener, port), asking(port) as (seen, failed):
         time.sleep(0.3)
         idle = socket.create_connection(("127.0.0.1", port), timeout=20)
         time.sleep(0.1)
         answers.hand_over()
         time.sleep(0.3)  # connections wait until the next process accepts
-        server = threading.Thread(target=_serve, args=(listener, is_over))
+        is_over = threading.Event()
+        other = (listener.dup(), is_over)
+        server = threading.Thread(target=_serve, args=other, daemon=True)
         server.start()
         time.sleep(0.3)
-        with idle:  # accepted before, so the early answers still answer it
-            idle.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with idle:  # accepted before, so it is still answered here
+            idle.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
             assert idle.recv(12) == b"HTTP/1.1 503"
-        is_over.set()
-        for each in (*clients, server):
-            each.join(30)
-        assert not failed
-        assert set(seen) == {503, 200}
+    is_over.set()
+    server.join(30)
+    assert not failed
+    assert set(seen) == {503, 200}
 
 
 def _serve(listener: socket.socket, is_over: threading.Event) -> None:
     """Accept and answer 200 until the end."""
-    listener.settimeout(0.5)
+    listener.settimeout(0.1)
     while True:
         try:
             accepted, _ = listener.accept()
         except TimeoutError:
             if is_over.is_set():
+                listener.close()
                 return
             continue
         with accepted:
@@ -204,7 +189,7 @@ def _serve(listener: socket.socket, is_over: threading.Event) -> None:
             accepted.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
 
 
-def test_with_a_certificate_the_early_answers_speak_tls(tmp_path: Path) -> None:
+def test_with_a_certificate_they_speak_tls(tmp_path: Path) -> None:
     """Plain HTTP gets no answer, and TLS the same one as without a certificate."""
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
@@ -217,13 +202,13 @@ def test_with_a_certificate_the_early_answers_speak_tls(tmp_path: Path) -> None:
         capture_output=True,
     )
     flags = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
-    with answering(**flags) as (_, _, listener):
-        url = f"https://localhost:{port_of(listener)}/health"
+    with answering(**flags) as (_, _, _, port):
+        url = f"https://localhost:{port}/health"
         trusted = ssl.create_default_context(cafile=str(certificate))
         answer = httpx.get(url, verify=trusted, timeout=20)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
         with pytest.raises(httpx.TransportError):
-            ask(port_of(listener))
+            ask(port)
     whole, key_text = certificate.read_text(), key.read_text()
     other = tmp_path / "other.pem"
     curve = ("-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1")
@@ -241,17 +226,17 @@ def test_with_a_certificate_the_early_answers_speak_tls(tmp_path: Path) -> None:
         certificate.write_text(cert_text)
         key.write_text(other_text)
         with pytest.raises(SettingsError, match=f"^{told}") as caught:
-            tls_context(load_settings(flags))
+            check_certificate(load_settings(flags))
         assert "\n" not in str(caught.value)
     certificate.write_text(whole)
     with pytest.raises(SettingsError, match=r"and ssl_keyfile names no other file$"):
-        tls_context(load_settings({"ssl_certfile": str(certificate)}))
+        check_certificate(load_settings({"ssl_certfile": str(certificate)}))
 
 
 def test_the_first_answer_comes_before_the_imports(tmp_path: Path) -> None:
     """The phase of the first answer is the import, and a port in use is one sentence."""
-    with bound_socket(load_settings({"port": "0"})) as free:
-        port = port_of(free)
+    with listening_socket(load_settings({"port": "0"})) as free:
+        port = free.getsockname()[1]
     log = (tmp_path / "log").open("w")
     process = subprocess.Popen(command("serve", "--port", str(port)), stderr=log)
     try:
