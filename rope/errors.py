@@ -19,5 +19,7 @@ class RopeConfigError(ValueError):
 ROPE_TYPES = ("default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope")
 POSITION_METHODS = ("native", "dual_chunk", "rerope", "self_extend", "string", "sinks")
 
-Policy = Literal["fixed", "pinned", "grow", "grow-exact"]
+Policy = Literal["fixed", "pinned", "grow", "grow-exact", "by_position"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+# Those under which a request's tier follows its length.
+GROWING: tuple[Policy, ...] = ("grow", "grow-exact", "by_position")

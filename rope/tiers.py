@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ropewalk.rope.errors import Policy, RopeConfigError
+from ropewalk.rope.errors import GROWING, Policy, RopeConfigError
 from ropewalk.rope.frequencies import Scaling
 from ropewalk.rope.from_config import Method
 from ropewalk.rope.native import NativeRope
@@ -107,12 +107,12 @@ def choose_tier(
     """Return the request's current tier, or None if no tier can ever hold the request.
 
     num_covered: positions the finished request will have rotated, prompt + max_tokens - 1.
-    num_so_far: tokens it has now; only the two growing policies use it.
+    num_so_far: tokens it has now; only the growing policies use it.
     at_least: the factor in the request, raised to the next tier.
     """
     if num_covered > longest(tiers):
         return None
-    needed = num_so_far if policy in ("grow", "grow-exact") else num_covered
+    needed = num_so_far if policy in GROWING else num_covered
     for tier in tiers:
         if tier.ceiling >= needed and tier.factor >= at_least:
             return tier

@@ -137,7 +137,7 @@ def answer(engine: Engine, *requests: Request) -> list[Result]:
     return [Result.of(outputs) for outputs in engine.generate(requests)]
 
 
-def num_same(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two answers of one length begin with alike."""
-    alike = [token_id == expected for token_id, expected in zip(one, other, strict=True)]
+def num_same(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return how many items, such as tokens, two sequences of one length begin with alike."""
+    alike = [ours == theirs for ours, theirs in zip(one, other, strict=True)]
     return alike.index(False) if False in alike else len(alike)

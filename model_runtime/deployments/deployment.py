@@ -36,16 +36,28 @@ class Placement:
     """The tier and policy of one request, as reported to the client."""
 
     deployment: str
-    tier: Tier  # the one it starts on
+    tier: Tier  # the one it starts on, which covers the prompt
     higher_tiers: tuple[Tier, ...]  # those a growing request may move to, ascending
     policy: Policy
     requested_factor: float | None
     original_len: int  # the length that factors are multiples of
     is_exact: bool = False  # whether the request named its table's factor exactly
+    # Those of a prompt's first positions, ascending; `by_position` alone has some.
+    lower_tiers: tuple[Tier, ...] = ()
+
+    @property
+    def prompt_tiers(self) -> tuple[Tier, ...]:
+        """Return the tiers of its prompt's positions, ascending."""
+        return (*self.lower_tiers, self.tier)
+
+    @property
+    def all_tiers(self) -> tuple[Tier, ...]:
+        """Return the tiers of its positions, ascending."""
+        return (*self.prompt_tiers, *self.higher_tiers)
 
     def tier_covering(self, num_tokens: int) -> Tier:
         """Return the lowest tier of a growing request that covers its tokens."""
-        for tier in (self.tier, *self.higher_tiers):
+        for tier in self.all_tiers:
             if tier.ceiling >= num_tokens:
                 return tier
         raise AssertionError("admission lets nothing in that the last tier does not cover")
@@ -177,8 +189,13 @@ class Deployment:
         if asked.factor is not None and not self._may_have(asked.factor, tier, policy):
             raise refused_factor(self, asked, asked.factor, self._tiers(asked))
         higher = tuple(each for each in tiers if each.ceiling > tier.ceiling)
+        lower = tuple(
+            each
+            for each in tiers
+            if policy == "by_position" and each.ceiling < tier.ceiling and each.factor >= at_least
+        )
         return Placement(
-            self.name, tier, higher, policy, asked.factor, self.original_len, asked.is_exact
+            self.name, tier, higher, policy, asked.factor, self.original_len, asked.is_exact, lower
         )
 
     def _open_max_tokens(self, way: _Way, num_prompt_tokens: int) -> int:

@@ -9,7 +9,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 
-from ropewalk.rope import Profile
+from ropewalk.rope import Profile, Tier
 
 Key = bytes
 
@@ -24,9 +24,13 @@ def root_key(profile: Profile, cache_salt: str) -> Key:
     return digest.digest()
 
 
-def moved_key(previous: Key, profile: Profile, cache_salt: str) -> Key:
-    """Return the key from which on pages are computed under another profile."""
-    return hashlib.sha256(previous + root_key(profile, cache_salt)).digest()
+def moved_key(previous: Key, profile: Profile, cache_salt: str, offset: int = 0) -> Key:
+    """Return the key from which on pages are computed under another profile.
+
+    `offset`: the tokens of the next page that still have the profile before.
+    """
+    inside = struct.pack("<q", offset) if offset else b""
+    return hashlib.sha256(previous + root_key(profile, cache_salt) + inside).digest()
 
 
 def next_key(previous: Key, token_ids: Sequence[int]) -> Key:
@@ -40,25 +44,63 @@ def extend_keys(
     num_pages: int,
     page_size: int,
     *,
-    profile: Profile,
+    tiers: Sequence[Tier],
     cache_salt: str,
 ) -> None:
     """Append the keys of further full pages, up to `num_pages`; the first entry is the root's.
 
-    A position method reads its first tokens natively. Their pages have native keys, so that
-    requests with and without a method share them.
+    `tiers`: those of the positions, ascending; the last one has no end here. A position method
+    reads its first tokens natively. Their pages have native keys, so that requests with and without
+    a method share them.
     """
-    num_native_pages = profile.num_native // page_size
     if not keys:
-        keys.append(root_key(profile.native if num_native_pages else profile, cache_salt))
+        keys.append(root_key(_profile_at(tiers, 0, page_size), cache_salt))
+    # With one tier, no other page begins another profile.
+    only = tiers[0].profile.num_native // page_size if len(tiers) == 1 else None
     while len(keys) <= num_pages:
         at = len(keys) - 1
         page = token_ids[at * page_size : (at + 1) * page_size]
         assert len(page) == page_size, "a key for a page that is not full"
         previous = keys[-1]
-        if at == num_native_pages > 0:
-            previous = moved_key(previous, profile, cache_salt)
+        for position in _moves(tiers, at, page_size) if only in {None, at} else ():
+            profile = _profile_at(tiers, position, page_size)
+            previous = moved_key(previous, profile, cache_salt, position - at * page_size)
         keys.append(next_key(previous, page))
+
+
+def num_sharable(tiers: Sequence[Tier], num_tokens: int) -> int:
+    """Return the number of leading positions, under these tiers, whose pages may be shared.
+
+    Pages beyond the first tokens of `sinks` are released, so they are not shared.
+    """
+    begin = 0
+    for tier in tiers:
+        method = tier.profile.positions
+        if method is not None and method.kept is not None:
+            return min(num_tokens, begin or sum(method.kept))
+        begin = tier.ceiling
+    return num_tokens
+
+
+def _moves(tiers: Sequence[Tier], page: int, page_size: int) -> list[int]:
+    """Return the positions of a page from which on another profile is in force."""
+    first = page * page_size
+    ends = {tier.ceiling for tier in tiers[:-1] if first <= tier.ceiling < first + page_size}
+    changes = sorted(ends | {first})
+    return [
+        each
+        for each in changes
+        if each > 0
+        and _profile_at(tiers, each, page_size) != _profile_at(tiers, each - 1, page_size)
+    ]
+
+
+def _profile_at(tiers: Sequence[Tier], position: int, page_size: int) -> Profile:
+    """Return the profile of a position's states."""
+    profile = next((each.profile for each in tiers[:-1] if position < each.ceiling), None)
+    profile = tiers[-1].profile if profile is None else profile
+    num_native_pages = profile.num_native // page_size
+    return profile.native if position < num_native_pages * page_size else profile
 
 
 class PrefixIndex:

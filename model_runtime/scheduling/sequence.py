@@ -6,8 +6,8 @@ from typing import NamedTuple
 from ropewalk.model_runtime.deployments.deployment import Placement
 from ropewalk.model_runtime.request import Request
 from ropewalk.model_runtime.scheduling.held_state import HeldState
-from ropewalk.model_runtime.scheduling.prefix_cache import Key, extend_keys
-from ropewalk.rope import Tier
+from ropewalk.model_runtime.scheduling.prefix_cache import Key, extend_keys, num_sharable
+from ropewalk.rope import GROWING, Tier
 
 # Pages of sequences that read their first and their last tokens only (the method `sinks`).
 #
@@ -33,7 +33,7 @@ def most_pages(placement: Placement, page_size: int, max_chunk: int) -> int | No
 
     A step computes at most `max_chunk` of its tokens. A page is released a page late at most.
     """
-    tiers = (placement.tier, *placement.higher_tiers)
+    tiers = placement.all_tiers
     method = tiers[-1].profile.positions
     if method is None or method.kept is None:
         return None
@@ -64,13 +64,13 @@ class Sequence:
     tier: Tier = field(init=False)  # the one in force for its newest token
     num_prompt_tokens: int = field(init=False)
     is_growing: bool = field(init=False)  # its tier follows its length
-    _keys: list[Key] = field(default_factory=list)  # of its full pages, under the first profile
+    _keys: list[Key] = field(default_factory=list)  # of its sharable full pages
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
         self.num_prompt_tokens = len(self.request.prompt_ids)
         self.tier = self.request.placement.tier
-        self.is_growing = self.request.placement.policy in ("grow", "grow-exact")
+        self.is_growing = self.request.placement.policy in GROWING
         # A token's logprob comes from the row of the token before it.
         self.num_scored = max(0, self.request.sampling.prompt_logprobs_from - 1)
 
@@ -103,44 +103,47 @@ class Sequence:
 
         `grow` changes to higher tiers as the tokens grow. A whole prompt is computed under the
         tier that covers it. A sequence that is computed again goes through the same tiers.
+        `by_position` computes every position under the lowest tier that covers it, of prompts, too.
         `grow-exact` computes every position under its newest tier.
         """
         placement = self.request.placement
+        if placement.policy == "by_position":
+            return placement.tier_covering(position + 1)
         if placement.policy != "grow":
             return self.tier
         num_so_far = max(self.num_prompt_tokens, position + 1)
         return placement.tier_covering(num_so_far)
 
     @property
-    def num_one_profile(self) -> int:
-        """Return the number of leading positions under one profile, which may be shared.
+    def num_sharable(self) -> int:
+        """Return the number of leading positions whose pages may be shared."""
+        found = num_sharable(self._key_tiers, len(self.token_ids))
+        placement = self.request.placement
+        # Beyond it, the length of the prompt decides on the table of a position.
+        return min(found, placement.tier.ceiling) if placement.policy == "grow" else found
 
-        Pages beyond the first tokens of `sinks` are released, so they are not shared.
-        """
-        method = self.tier_at(0).profile.positions
-        if method is not None and method.kept is not None:
-            return min(len(self.token_ids), sum(method.kept))
-        if self.request.placement.policy == "grow":
-            return self.request.placement.tier.ceiling
-        return len(self.token_ids)
+    @property
+    def _key_tiers(self) -> tuple[Tier, ...]:
+        placement = self.request.placement
+        return placement.all_tiers if placement.policy == "by_position" else (self.tier_at(0),)
 
     @property
     def kept(self) -> Kept | None:
         """Return the tokens that its next queries read; None: all."""
         placement = self.request.placement
         # After the last position of the last tier there is no query.
-        last = (placement.tier, *placement.higher_tiers)[-1].ceiling - 1
+        last = placement.all_tiers[-1].ceiling - 1
         method = self.tier_at(min(self.num_computed, last)).profile.positions
         return None if method is None or method.kept is None else Kept(*method.kept)
 
     def page_keys(self, num_pages: int, page_size: int) -> list[Key]:
-        """Return the prefix keys of its first full pages, under its first position's profile."""
+        """Return the prefix keys of its first full pages, which are sharable."""
         extend_keys(
             self._keys,
             self.token_ids,
             num_pages,
             page_size,
-            profile=self.tier_at(0).profile,
+            tiers=self._key_tiers,
             cache_salt=self.request.cache_salt,
         )
         return self._keys[1 : num_pages + 1]

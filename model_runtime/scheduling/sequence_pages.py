@@ -126,28 +126,28 @@ class SequencePages:
         return self.states is None or self.states.pool.num_available > 0
 
     def reusable_keys(self, sequence: Sequence) -> list[Key]:
-        """Return the keys of the pages it could reuse: under one profile, without the last token.
+        """Return the keys of the pages it could reuse, without the last token.
 
         A sequence whose prompt is scored reuses none, because cached positions have no logits.
         """
         is_scored = sequence.request.sampling.prompt_logprobs is not None
         if is_scored and sequence.num_scored < sequence.num_prompt_tokens:
             return []
-        length = min(len(sequence.token_ids) - 1, sequence.num_one_profile)
+        length = min(len(sequence.token_ids) - 1, sequence.num_sharable)
         return sequence.page_keys(length // self.page_size, self.page_size)
 
     def keys_in_flight(self, sequence: Sequence) -> list[Key]:
         """Return the keys of what a running sequence has yet to publish: full pages, or states."""
         if self.states is not None:
             return self.states.keys_in_flight(sequence)
-        num_full = min(len(sequence.token_ids), sequence.num_one_profile) // self.page_size
+        num_full = min(len(sequence.token_ids), sequence.num_sharable) // self.page_size
         if num_full <= sequence.num_published or not sequence.is_cacheable:
             return []
         return sequence.page_keys(num_full, self.page_size)[sequence.num_published :]
 
     def publish(self, sequence: Sequence) -> None:
         """Add the sequence's computed full pages to the prefix index."""
-        num_full = min(sequence.num_computed, sequence.num_one_profile) // self.page_size
+        num_full = min(sequence.num_computed, sequence.num_sharable) // self.page_size
         if not sequence.is_cacheable or num_full <= sequence.num_published:
             return
         keys = sequence.page_keys(num_full, self.page_size)

@@ -138,7 +138,7 @@ class SequenceStates:
         `junction`: the position where its pages leave those that are cached.
         """
         size = self._page_size
-        last = min(len(sequence.token_ids) - 1, sequence.num_one_profile) // size * size
+        last = min(len(sequence.token_ids) - 1, sequence.num_sharable) // size * size
         sparse = range(begin // self._sparse * self._sparse + self._sparse, last, self._sparse)
         return sorted({each for each in (*sparse, junction, last) if begin < each <= last})
 
@@ -152,7 +152,7 @@ class SequenceStates:
             if begin < position <= end:
                 yield position
         newest = end // self._page_size * self._page_size
-        if begin < newest <= sequence.num_one_profile and newest > held.last_planned:
+        if begin < newest <= sequence.num_sharable and newest > held.last_planned:
             yield newest
 
     def _replace_newest(self, held: HeldState, slot: int, key: Key) -> None:

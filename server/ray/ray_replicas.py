@@ -152,7 +152,7 @@ class RayReplicas:
     def _pages_of(self, request: Request) -> PromptPages:
         return prompt_pages(
             request.prompt_ids,
-            request.placement.tier.profile,
+            request.placement.prompt_tiers,
             request.cache_salt,
             self._page_size,
             is_scored=request.sampling.prompt_logprobs is not None,

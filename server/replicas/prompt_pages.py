@@ -8,8 +8,8 @@ takes another profile's or another salt's pages for its own.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ropewalk.model_runtime.scheduling.prefix_cache import Key, extend_keys
-from ropewalk.rope import Profile
+from ropewalk.model_runtime.scheduling.prefix_cache import Key, extend_keys, num_sharable
+from ropewalk.rope import Tier
 
 # A key costs about 3 microseconds and 100 bytes for each replica that holds it. At the default page
 # size these are 262,144 tokens. Prompts that are equal so far may differ after it unnoticed.
@@ -39,7 +39,7 @@ class PromptPages:
 
 def prompt_pages(
     prompt_ids: Sequence[int],
-    profile: Profile,
+    tiers: Sequence[Tier],
     cache_salt: str,
     page_size: int,
     *,
@@ -47,16 +47,13 @@ def prompt_pages(
 ) -> PromptPages:
     """Build the keys of a prompt's full pages, of at most `MOST_PAGES`.
 
-    profile: of the tier that the request starts on (`placement.tier`), which covers the prompt.
+    tiers: those of the prompt's positions (`placement.prompt_tiers`).
     page_size: in tokens, equal on all replicas.
     is_scored: whether logprobs of prompt tokens are asked for.
     """
-    num_shared = len(prompt_ids)
-    if profile.positions is not None and profile.positions.kept is not None:
-        num_shared = min(num_shared, sum(profile.positions.kept))  # later pages are released
     keys: list[Key] = []
-    num_pages = min(num_shared // page_size, MOST_PAGES)
-    extend_keys(keys, prompt_ids, num_pages, page_size, profile=profile, cache_salt=cache_salt)
+    num_pages = min(num_sharable(tiers, len(prompt_ids)) // page_size, MOST_PAGES)
+    extend_keys(keys, prompt_ids, num_pages, page_size, tiers=tiers, cache_salt=cache_salt)
     return PromptPages(len(prompt_ids), page_size, tuple(keys[1:]), is_scored)
 
 

@@ -98,20 +98,29 @@ class LengthCell:
         profile = self.placement.tier.profile
         logn = "+logn" if profile.logn_len is not None else ""
         table = f"{profile.name}{logn} x{self.placement.tier.factor:g}"
+        if self.placement.lower_tiers:
+            table += " by position"
         return f"{self.kind}, {self.context_len} tokens, {table}"
 
     def in_words(self) -> dict[str, object]:
         """Return what a reader of the record wants to know."""
-        profile = repr(self.placement.tier.profile)
+        profile = repr(tables_of(self.placement))
         return {"kind": self.kind, "context_len": self.context_len, "profile": profile}
 
     def key(self, model_digest: str) -> str:
         """Return a key that is equal only for equal requests, model and table."""
-        profile = self.placement.tier.profile
-        return key_of(model_digest, self.kind, self.context_len, profile, self.tasks)
+        tables = tables_of(self.placement)
+        return key_of(model_digest, self.kind, self.context_len, tables, self.tasks)
 
 
-_At = tuple[str, int, object]  # kind, length, profile
+_At = tuple[str, int, object]  # kind, length, tables
+
+
+def tables_of(placement: Placement) -> object:
+    """Return what decides on a prompt's tables: its profile, or the ends of those below it, too."""
+    profile = placement.tier.profile
+    lower = tuple((each.ceiling, each.profile) for each in placement.lower_tiers)
+    return (*lower, profile) if lower else profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +169,7 @@ def make_grid(
                 continue
             untouched = variant.policy is None and not plan.carries_scaling
             placement = _place(deployments[variant], of_kind[0], untouched=untouched)
-            at = (kind, context_len, placement.tier.profile)
+            at = (kind, context_len, tables_of(placement))
             cells.setdefault(at, LengthCell(kind, context_len, placement, of_kind))
             of_variant[variant, context_len][kind] = at
     return Grid(cells, of_variant)

@@ -37,7 +37,7 @@ PLACED: dict[str, dict[str, Any]] = {
     name: {"rope_type": "default", "positions": {"method": name}}
     for name in ("dual_chunk", "rerope", "self_extend", "string", "sinks")
 }
-POLICIES = ("fixed", "pinned")
+POLICIES = ("fixed", "pinned", "by_position")
 _MOST_TARGETS = 128  # of a window, the default max
 _SHORTEST = 64  # tokens: needles, their question and some text
 
@@ -72,10 +72,10 @@ class LengthOptions(EvalOptions):
         tuple(METHODS),
     )
     rope_policies: tuple[str, ...] = option(
-        "Policies: fixed (one factor, the longest length's) and pinned (each length's own). "
-        "Default: both.",
+        "Policies: fixed (one factor, the longest length's), pinned (each length's own) and "
+        "by_position (each token's own). Default: the first two.",
         Names(POLICIES),
-        POLICIES,
+        POLICIES[:2],
     )
     num_windows: int = option(
         "Spans of text whose perplexity is measured, the same at every length. 0: none.", MANY, 6
@@ -174,7 +174,7 @@ class LengthPlan:
         return DeploymentEntry(
             name=variant.label,
             rope_scaling=scaling,
-            rope_policy="pinned",
+            rope_policy=_served_policy(variant),
             rope_tiers=self.multiples,
         )
 
@@ -188,9 +188,14 @@ class LengthPlan:
         return DeploymentEntry(
             name=variant.label,
             rope_scaling=scaling,
-            rope_policy="pinned",
+            rope_policy=_served_policy(variant),
             max_model_len=self.longest,
         )
+
+
+def _served_policy(variant: Variant) -> str:
+    """Return the policy of a deployment with tiers up to the longest context."""
+    return "by_position" if variant.policy == "by_position" else "pinned"
 
 
 def make_plan(options: LengthOptions, native: NativeRope) -> LengthPlan:

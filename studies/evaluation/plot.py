@@ -23,7 +23,7 @@ _COLOURS = (
     *("#882255", "#44AA99", "#999933", "#DDCC77"),
 )
 _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "h", "*", "p", "<")
-_STYLES = {None: ":", "fixed": "--", "pinned": "-"}
+_STYLES = {None: ":", "fixed": "--", "pinned": "-", "by_position": "-."}
 _COLUMNS = 4
 _APART = 0.06  # of a doubling, between the markers of two variants at one length
 _PINNED, _FIXED, _NONE = "#0072B2", "#E69F00", "#000000"  # of static.png

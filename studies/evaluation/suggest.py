@@ -105,7 +105,7 @@ def _effort(variant: Variant) -> tuple[int, bool]:
 
     Pinned comes before fixed, because it leaves short requests unscaled.
     """
-    policies = {None: 0, "pinned": 1, "fixed": 2}
+    policies = {None: 0, "pinned": 1, "by_position": 2, "fixed": 3}
     is_plain = variant.method in METHODS and "use_logn_attn" not in METHODS[variant.method]
     return policies[variant.policy], not is_plain
 
@@ -124,7 +124,7 @@ def _block(plan: LengthPlan, variant: Variant, name: str, model: str | None) -> 
     ]
     if entry.max_model_len is not None:
         lines.append(f"    max_model_len: {entry.max_model_len}")
-    elif variant.policy == "pinned":
+    elif variant.policy in {"pinned", "by_position"}:
         lines.append(f"    rope_tiers: {json.dumps(entry.rope_tiers)}")
     return lines
 

@@ -119,7 +119,7 @@ def test_other_methods_have_the_same_ceilings() -> None:
             "rope.factor",
             "must be 1 under `rope_type` default. Given: 2",
         ),
-        (RopeRequest(policy="shrink"), "rope.policy", "grow, grow-exact. Given: shrink"),
+        (RopeRequest(policy="shrink"), "rope.policy", "grow-exact, by_position. Given: shrink"),
     ],
 )
 def test_a_rope_object_that_is_not_allowed_is_refused_by_field(
@@ -218,7 +218,7 @@ def test_only_a_fixed_override_goes_on_top_of_trained_in_scaling() -> None:
     assert deployment.max_len == 512
     with pytest.raises(RopeConfigError, match="rope_policy: must be fixed"):
         scaled(rope_scaling=block)
-    for policy in ("pinned", "grow", "grow-exact"):
+    for policy in ("pinned", "grow", "grow-exact", "by_position"):
         with pytest.raises(RopeConfigError, match=f"rope_policy: must be fixed.*got {policy}$"):
             scaled(rope_policy=policy)
 
@@ -275,7 +275,7 @@ def test_stated_length_moves_the_tiers() -> None:
 
 def test_the_rope_of_a_short_answer_can_be_requested() -> None:
     """Short answers report `default`, so a request may name it, but within L only."""
-    for policy in ("pinned", "grow", "grow-exact", "fixed"):
+    for policy in ("pinned", "grow", "grow-exact", "by_position", "fixed"):
         deployment = plain(allowed_rope_types=["yarn"], rope_policy=policy)
         asked = RopeRequest(rope_type="default")
         reported = deployment.place(asked, 250, 7)

@@ -1,8 +1,9 @@
-"""`grow` and `grow-exact`: the computations that they equal, and those that they differ from.
+"""The growing policies: the computations that they equal, and those that they differ from.
 
 `grow` reads all keys under the new table after a crossing. Keys of the first layer are those of a
 computation from the start; above it they came from hidden states that attended under the old table,
-so a deeper model's logits differ. `grow-exact` computes them again.
+so a deeper model's logits differ. `grow-exact` computes them again. `by_position` is `grow` whose
+prompts cross tiers, too, so a position's states do not depend on the prompt's length.
 """
 
 from typing import Any
@@ -177,18 +178,72 @@ def test_grow_and_grow_exact_differ_on_a_deeper_model(
     assert max(differences) > 1e-3
 
 
+def test_a_prompt_by_position_on_one_layer_equals_forwards_under_the_table_of_each_position(
+    engines: EngineFactory,
+) -> None:
+    """The reference is transformers' forward; chunks end where tiers do."""
+    checkpoint = tiny_checkpoint("llama", num_hidden_layers=1)
+    prompt = (PROMPT * 4)[:199]
+    deployment = deployment_of(checkpoint, rope_scaling=YARN, rope_policy="by_position")
+    engine = engines.over(checkpoint, max_num_batched_tokens=100)
+    (result,) = answer(engine, request(deployment, prompt, max_tokens=1, prompt_logprobs=0))
+    assert result.num_rescales == 0
+    untouched = tiny_model("llama", num_hidden_layers=1)
+    tables = {factor: under_table(untouched, factor, prompt) for factor in (1.0, 2.0, 4.0)}
+    values = result.prompt_logprob_values()
+    for at, value in enumerate(values, start=len(prompt) - len(values)):
+        expected = tables[tier_of(at)][at - 1, prompt[at]]
+        assert value == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_a_prompt_by_position_has_the_bits_of_tokens_that_grow_decoded(
+    engines: EngineFactory, llama_checkpoint: Checkpoint
+) -> None:
+    """The next turn of a conversation goes on from the states of this one, whatever its length."""
+    grow = grown(engines, llama_checkpoint, "grow", temperature=0.0)
+    assert grow.num_rescales == 2
+    assert grown(engines, llama_checkpoint, "by_position", temperature=0.0) == grow
+    deployment = deployment_of(llama_checkpoint, rope_scaling=YARN, rope_policy="by_position")
+    for num_prompt in (63, 64, 65, 100, 128, 129, 180):
+        num_known = num_prompt - len(PROMPT)
+        prompt = [*PROMPT, *grow.token_ids[:num_known]]
+        asked = request(
+            deployment, prompt, max_tokens=200 - num_prompt, logprobs=3, ignore_eos=True
+        )
+        engine = engines.over(llama_checkpoint, max_num_batched_tokens=48)
+        assert answer(engine, asked)[0].logprobs == grow.logprobs[num_known:]
+
+
+def test_pages_by_position_serve_prompts_of_every_tier(
+    engines: EngineFactory, llama_checkpoint: Checkpoint
+) -> None:
+    """Under `pinned`, a prompt of another tier is computed whole."""
+    text = (PROMPT * 5)[:240]
+    found = []
+    for policy in ("by_position", "pinned"):
+        deployment = deployment_of(llama_checkpoint, rope_scaling=YARN, rope_policy=policy)
+        engine = engines.over(llama_checkpoint, page_size=16)
+        for length in (60, 120, 230, 100):
+            asked = request(deployment, text[:length], max_tokens=4, logprobs=2)
+            (outputs,) = engine.generate([asked])
+            found.append(outputs[-1].num_cached_tokens)
+            alone = answer(engines.over(llama_checkpoint, page_size=16), asked)
+            assert [Result.of(outputs)] == alone
+    assert found == [0, 48, 112, 96, 0, 0, 0, 96]
+
+
 def test_crossings_happen_at_any_step_for_some_and_not_for_others(
     engines: EngineFactory,
 ) -> None:
     """One batch holds all policies at different lengths; each request answers as alone."""
     checkpoint = tiny_checkpoint("qwen2")
-    policies: list[Policy] = ["grow", "grow-exact", "pinned", "fixed"]
+    policies: list[Policy] = ["grow", "grow-exact", "by_position", "pinned", "fixed"]
     deployments: list[Deployment] = [
         deployment_of(checkpoint, rope_scaling=YARN, rope_policy=policy) for policy in policies
     ]
     requests = [
         request(
-            deployments[index % 4],
+            deployments[index % 5],
             PROMPT[index:] + [index + 1] * (5 * index),
             max_tokens=90 + 5 * index,
             logprobs=1,

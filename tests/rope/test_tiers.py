@@ -99,6 +99,7 @@ def test_tier_lists_must_rise_from_one(multiples: list[float]) -> None:
         ("pinned", 10, 10, 2.5, 1024),
         ("grow", 1024, 10, 1.0, 256),
         ("grow-exact", 1024, 257, 1.0, 512),
+        ("by_position", 1024, 257, 1.0, 512),
         ("grow", 1025, 10, 1.0, None),
     ],
 )
@@ -124,6 +125,6 @@ def test_a_chosen_tier_always_covers(
     tiers = tiers_of({"rope_type": "yarn", "factor": 8.0})
     so_far = min(so_far, covered)
     tier = choose_tier(tiers, policy, covered, so_far, at_least)
-    needed = so_far if policy in ("grow", "grow-exact") else covered
+    needed = covered if policy in ("pinned", "fixed") else so_far
     fitting = [each for each in tiers if each.ceiling >= needed and each.factor >= at_least]
     assert tier == (fitting[0] if fitting and covered <= 2048 else None)

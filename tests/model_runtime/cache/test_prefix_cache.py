@@ -1,5 +1,6 @@
 """Shared prefixes change the work of a step, never its result."""
 
+import itertools
 import random
 import threading
 from typing import Any
@@ -11,7 +12,9 @@ from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Output, Request
-from tests.engines import EngineFactory, Result, answer, deployment_of, request
+from ropewalk.model_runtime.scheduling.prefix_cache import extend_keys
+from ropewalk.rope import Linear, Profile, Tier, Unscaled
+from tests.engines import EngineFactory, Result, answer, deployment_of, num_same, request
 from tests.tiny_models import VOCAB_SIZE
 
 YARN = {"rope_type": "yarn", "factor": 8.0}
@@ -123,7 +126,7 @@ def crowd(checkpoint: Checkpoint, rng: random.Random, num_requests: int) -> list
     """Requests over all policies and methods, with random lengths and some shared beginnings."""
     deployments = [
         deployment_of(checkpoint, rope_scaling=YARN, rope_policy=policy)
-        for policy in ("pinned", "grow", "grow-exact", "fixed")
+        for policy in ("pinned", "grow", "grow-exact", "by_position", "fixed")
     ]
     requests = []
     for _ in range(num_requests):
@@ -225,3 +228,22 @@ def test_a_crowd_in_a_fifth_of_the_cache_it_needs(
     assert watched.num_preemptions >= num_requests // 20, "the cache was never short"
     assert core.scheduler.pool.num_used == 0
     assert not core.scheduler.waiting
+
+
+def test_a_page_over_the_end_of_a_tier_has_a_key_of_both() -> None:
+    """Keys differ if a tier ends elsewhere in the page, or nowhere."""
+    low, high = Profile(Unscaled()), Profile(Linear(factor=4.0))
+
+    def keys(*tiers: Tier) -> list[bytes]:
+        found: list[bytes] = []
+        extend_keys(found, range(160), 5, 32, tiers=tiers, cache_salt="")
+        return found[1:]
+
+    last = Tier(1024, 4.0, high)
+    told = {end: keys(Tier(end, 1.0, low), last) for end in (64, 70, 80, 96)}
+    alone = keys(Tier(1024, 1.0, low))
+    for end, found in told.items():
+        assert num_same(found, alone) == end // 32
+    for (end, found), (other_end, other) in itertools.combinations(told.items(), 2):
+        assert num_same(found, other) == min(end, other_end) // 32
+    assert keys(Tier(64, 1.0, low), Tier(96, 1.0, low)) == alone

@@ -132,7 +132,7 @@ def test_under_always_no_policy_and_no_length_changes_a_bit(
     ids = prompt(50)
     room = LENGTHS.get(name, 200) - len(ids)
     results = []
-    for policy in ("pinned", "grow", "grow-exact"):
+    for policy in ("pinned", "grow", "grow-exact", "by_position"):
         deployment = placed(llama_checkpoint, name, rope_policy=policy)
         for max_tokens in (6, room):
             results.append(

@@ -76,7 +76,7 @@ CASES = st.builds(
     most=st.sampled_from([1, 4, MOST]),
     pages=st.sampled_from([14, 256]),
     page_size=st.sampled_from([4, 16]),
-    policy=st.sampled_from(["pinned", "grow", "grow-exact"]),
+    policy=st.sampled_from(["pinned", "grow", "grow-exact", "by_position"]),
 )
 
 

@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 
 from ropewalk.model_runtime.scheduling.page_pool import PagePool
 from ropewalk.model_runtime.scheduling.prefix_cache import PrefixIndex
-from ropewalk.rope import Profile, Unscaled
+from ropewalk.rope import Profile, Tier, Unscaled
 from ropewalk.server.replicas.choice import ReplicaChoice
 from ropewalk.server.replicas.prompt_pages import PromptPages, prompt_pages
 
 PAGE_SIZE = 64
 NUM_QUEUED = 4  # the newest requests, which have no token yet
-PROFILE = Profile(Unscaled())
+TIERS = (Tier(1 << 20, 1.0, Profile(Unscaled())),)
 
 
 def prompt_of(prefix: int, num_pages: int, tail: int = 0, *, salt: str = "") -> PromptPages:
     """A prompt of a prefix's full pages, and five tokens of its own."""
     tokens = [prefix * 1000 + at for at in range(num_pages * PAGE_SIZE)]
-    return prompt_pages([*tokens, *[tail] * 5], PROFILE, salt, PAGE_SIZE)
+    return prompt_pages([*tokens, *[tail] * 5], TIERS, salt, PAGE_SIZE)
 
 
 class PooledReplica:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ropewalk.rope import Linear, Profile
+from ropewalk.rope import Linear, Profile, Tier
 from ropewalk.server.replicas.choice import DECODE_WEIGHT, ReplicaChoice
 from ropewalk.server.replicas.prompt_pages import PromptPages, prompt_pages
-from tests.server.replicas.simulated import PAGE_SIZE, PROFILE, Outcome, prompt_of, served
+from tests.server.replicas.simulated import PAGE_SIZE, TIERS, Outcome, prompt_of, served
 
 TWO = {"a": 28, "b": 28}  # pages: seven prefixes of four
 
@@ -113,13 +113,13 @@ def test_a_page_that_would_be_evicted_counts_like_one_that_is_computed() -> None
 def test_another_salt_or_profile_never_matches() -> None:
     """The tokens are the same in all three prompts."""
     tokens = list(range(5 * PAGE_SIZE))
-    other_profile = Profile(Linear(factor=2.0))
+    other_table = (Tier(1 << 20, 2.0, Profile(Linear(factor=2.0))),)
     choice = ReplicaChoice()
     choice.add("a", 100)
-    choice.routed("first", prompt_pages(tokens, PROFILE, "", PAGE_SIZE), "a")
-    assert choice.routed("salt", prompt_pages(tokens, PROFILE, "s", PAGE_SIZE), "a") == 0
-    assert choice.routed("table", prompt_pages(tokens, other_profile, "", PAGE_SIZE), "a") == 0
-    same = choice.routed("same", prompt_pages(tokens, PROFILE, "", PAGE_SIZE), "a")
+    choice.routed("first", prompt_pages(tokens, TIERS, "", PAGE_SIZE), "a")
+    assert choice.routed("salt", prompt_pages(tokens, TIERS, "s", PAGE_SIZE), "a") == 0
+    assert choice.routed("table", prompt_pages(tokens, other_table, "", PAGE_SIZE), "a") == 0
+    same = choice.routed("same", prompt_pages(tokens, TIERS, "", PAGE_SIZE), "a")
     assert same == 4 * PAGE_SIZE, "the last page holds the last token"
 
 

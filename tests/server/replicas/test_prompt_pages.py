@@ -26,14 +26,14 @@ def sequence_of(
     return Sequence(Request("r", tuple(range(num_tokens)), sampling, placement, "salt"))
 
 
-@pytest.mark.parametrize("policy", ["fixed", "pinned", "grow", "grow-exact"])
+@pytest.mark.parametrize("policy", ["fixed", "pinned", "grow", "grow-exact", "by_position"])
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 32, 100, 128])
 def test_keys_are_those_that_the_scheduler_looks_up(num_tokens: int, policy: Policy) -> None:
     """The last token is never among them, even if it completes a page."""
     for tier in (LOW, HIGH, MOVED, DROPPED):
         sequence = sequence_of(num_tokens, policy, tier)
         expected = SequencePages(8, PAGE_SIZE, 64).reusable_keys(sequence)
-        asked = prompt_pages(sequence.token_ids, tier.profile, "salt", PAGE_SIZE)
+        asked = prompt_pages(sequence.token_ids, (tier,), "salt", PAGE_SIZE)
         assert list(asked.reusable_keys) == expected
         if tier is not DROPPED:
             assert len(asked.keys) == num_tokens // PAGE_SIZE
@@ -43,7 +43,7 @@ def test_a_scored_prompt_reads_no_page_but_leaves_its_own() -> None:
     """Cached positions have no logits, so its prompt is computed whole."""
     sequence = sequence_of(40, "fixed", prompt_logprobs=0)
     assert SequencePages(8, PAGE_SIZE, 64).reusable_keys(sequence) == []
-    asked = prompt_pages(sequence.token_ids, LOW.profile, "salt", PAGE_SIZE, is_scored=True)
+    asked = prompt_pages(sequence.token_ids, (LOW,), "salt", PAGE_SIZE, is_scored=True)
     assert asked.reusable_keys == ()
     assert len(asked.keys) == 2
 
@@ -51,22 +51,22 @@ def test_a_scored_prompt_reads_no_page_but_leaves_its_own() -> None:
 def test_another_profile_salt_or_token_changes_every_key_after_it() -> None:
     """A page's key holds all that its content depends on."""
     tokens = list(range(64))
-    plain = prompt_pages(tokens, LOW.profile, "", PAGE_SIZE)
-    assert plain == prompt_pages(tuple(tokens), LOW.profile, "", PAGE_SIZE)
+    plain = prompt_pages(tokens, (LOW,), "", PAGE_SIZE)
+    assert plain == prompt_pages(tuple(tokens), (LOW,), "", PAGE_SIZE)
     others = [
-        prompt_pages(tokens, HIGH.profile, "", PAGE_SIZE),
-        prompt_pages(tokens, LOW.profile, "other", PAGE_SIZE),
-        prompt_pages([99, *tokens[1:]], LOW.profile, "", PAGE_SIZE),
+        prompt_pages(tokens, (HIGH,), "", PAGE_SIZE),
+        prompt_pages(tokens, (LOW,), "other", PAGE_SIZE),
+        prompt_pages([99, *tokens[1:]], (LOW,), "", PAGE_SIZE),
     ]
     for other in others:
         assert not set(plain.keys) & set(other.keys)
-    late = prompt_pages([*tokens[:-1], 99], LOW.profile, "", PAGE_SIZE)
+    late = prompt_pages([*tokens[:-1], 99], (LOW,), "", PAGE_SIZE)
     assert late.keys[:3] == plain.keys[:3]
     assert late.keys[3] != plain.keys[3]
 
 
 def test_the_number_of_keys_is_bounded() -> None:
     """A prompt of any length costs a bounded time and memory in every router."""
-    asked = prompt_pages(range((MOST_PAGES + 3) * 4), LOW.profile, "", 4)
+    asked = prompt_pages(range((MOST_PAGES + 3) * 4), (LOW,), "", 4)
     assert len(asked.keys) == len(asked.reusable_keys) == MOST_PAGES
     assert asked.num_tokens == (MOST_PAGES + 3) * 4

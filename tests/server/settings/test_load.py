@@ -210,7 +210,7 @@ def test_lists_and_json_are_read_from_strings() -> None:
         ),
         (
             {"rope_policy": "shrink"},
-            "rope_policy: must be fixed, .* or grow-exact, got 'shrink'",
+            "rope_policy: must be fixed, .* or by_position, got 'shrink'",
         ),
         (
             {"rope_scaling": "{yarn}"},
