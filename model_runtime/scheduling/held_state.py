@@ -1,5 +1,6 @@
 """The slots that one running sequence holds."""
 
+from bisect import insort
 from dataclasses import dataclass, field
 
 from ropewalk.model_runtime.scheduling.prefix_cache import Key
@@ -19,6 +20,11 @@ class HeldState:
 
     def __post_init__(self) -> None:
         self.last_planned = self.planned[-1] if self.planned else 0
+
+    def plan(self, position: int) -> None:
+        """Note a position of a snapshot, between its computed tokens and the last planned one."""
+        if position not in self.planned:
+            insort(self.planned, position)
 
     def slots(self) -> list[int]:
         """Return the slots that are released with the sequence."""

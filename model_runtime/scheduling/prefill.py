@@ -43,6 +43,9 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
         step.change_tier(sequence)  # if it was preempted just before
         keys = pages.reusable_keys(sequence)
         found = pages.reusable_pages(keys)
+        earlier = (each for each in queues.running if each.request.priority <= priority)
+        for each in pages.plan_junction(earlier, keys, len(found)):
+            note(each)
         awaited = pages.awaited(keys[len(found) :])
         in_time = (key for key in awaited if in_flight.get(key, priority + 1) <= priority)
         missing = next(in_time, None)

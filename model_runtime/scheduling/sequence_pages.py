@@ -116,6 +116,16 @@ class SequencePages:
             return found
         return found[: self.states.num_reusable(keys[: len(found)])]
 
+    def plan_junction(
+        self, running: Iterable[Sequence], keys: list[Key], num_found: int
+    ) -> Iterable[Sequence]:
+        """Let a running sequence share its state where a start leaves it; return that sequence.
+
+        Pages are shared anyway. `keys`, `num_found`: the start's pages, and how many it shares now.
+        """
+        ahead = self.states and self.states.plan_junction(running, keys, num_found)
+        return [ahead] if ahead else []
+
     def awaited(self, keys: list[Key]) -> list[Key]:
         """Return those of the keys of missing pages that a start may wait for, the best first."""
         return keys[:1] if self.states is None else keys[::-1]

@@ -7,7 +7,7 @@ found by the keys of pages (`prefix_cache.py`), and evicted least recently used 
 
 Snapshots are sparse, because a slot takes as much memory as thousands of tokens in pages. A prompt
 has them at its last page boundary, every few thousand tokens, and where its pages leave those of
-another prompt. An answer has one, at its newest page boundary.
+another prompt, which is cached or waits. An answer has one, at its newest page boundary.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -66,6 +66,8 @@ class SequenceStates:
         parts, read, at = [], held.read, sequence.num_computed
         end = at + num_tokens
         for position in self._due(sequence, held, at, end):
+            if position > held.last_planned:
+                self._drop_newest(held)  # its slot is free, and no other snapshot is evicted
             if self.pool.num_available:
                 (slot,) = self.pool.allocate(1)
                 held.pending.append((position, slot))
@@ -86,8 +88,8 @@ class SequenceStates:
             if sequence.is_cacheable:
                 key = sequence.page_keys(position // self._page_size, self._page_size)[-1]
                 self.index.publish(slot, key)
-                if position > held.last_planned:
-                    self._replace_newest(held, slot, key)
+                if position > held.last_planned and self.index.match([key]) == [slot]:
+                    held.newest = (slot, key)
             if slot != held.next:
                 let_go.append(slot)
         held.pending.clear()
@@ -108,6 +110,29 @@ class SequenceStates:
         sizes = [each // self._page_size for each in held.planned if each > sequence.num_computed]
         keys = sequence.page_keys(max(sizes, default=0), self._page_size)
         return [keys[size - 1] for size in sizes]
+
+    def plan_junction(
+        self, running: Iterable["TokenSequence"], keys: Sequence[Key], num_found: int
+    ) -> "TokenSequence | None":
+        """Let a running prompt take a snapshot where a waiting one leaves it; return the former.
+
+        `keys`: those of the waiting prompt's pages, of which `num_found` are before a snapshot.
+        None: no running sequence has yet to compute a longer beginning of the prompt.
+        """
+        best, deepest = None, num_found
+        for sequence in running:
+            held = sequence.state
+            if held is None or not sequence.is_cacheable:
+                continue
+            if held.last_planned <= max(sequence.num_computed, deepest * self._page_size):
+                continue
+            own = sequence.page_keys(held.last_planned // self._page_size, self._page_size)
+            num_common = _num_common(keys, own)
+            if num_common > max(sequence.num_computed // self._page_size, deepest):
+                best, deepest = sequence, num_common
+        if best is not None and best.state is not None:
+            best.state.plan(deepest * self._page_size)
+        return best
 
     def invalidate(self) -> None:
         """Forget all snapshots."""
@@ -155,10 +180,23 @@ class SequenceStates:
         if begin < newest <= sequence.num_sharable and newest > held.last_planned:
             yield newest
 
-    def _replace_newest(self, held: HeldState, slot: int, key: Key) -> None:
-        """Note an answer's newest snapshot, and free the one before it if nothing reads that."""
-        if held.newest is not None:
-            before, its_key = held.newest
-            if self.index.match([its_key]) == [before] and self.pool.is_cached(before):
-                self.pool.drop(before)
-        held.newest = (slot, key) if self.index.match([key]) == [slot] else None
+    def _drop_newest(self, held: HeldState) -> None:
+        """Free an answer's newest snapshot, which gets a later one, if nothing reads it."""
+        if held.newest is None:
+            return
+        slot, key = held.newest
+        held.newest = None
+        if self.index.match([key]) == [slot] and self.pool.is_cached(slot):
+            self.pool.drop(slot)
+
+
+def _num_common(keys: Sequence[Key], others: Sequence[Key]) -> int:
+    """Return the number of first keys that are equal; each is made from the one before it."""
+    first, end = 0, min(len(keys), len(others))
+    while first < end:
+        middle = (first + end) // 2
+        if keys[middle] == others[middle]:
+            first = middle + 1
+        else:
+            end = middle
+    return first

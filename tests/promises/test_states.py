@@ -157,6 +157,55 @@ def test_equal_prompts_at_once_are_computed_once(
     assert sorted(each[-1].num_cached_tokens for each in outputs) == [0, 96, 96, 96]
 
 
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_prompts_at_once_compute_what_they_share_once(
+    hybrid: Checkpoint, engines: EngineFactory, chunk: int
+) -> None:
+    """The first one takes a snapshot where the others leave it, and they wait for it.
+
+    Two of the others go on together for three more pages, which they compute once, too.
+    """
+    deployment = deployment_of(hybrid, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    rope = RopeRequest("yarn", 4.0, "fixed")  # one profile for all lengths
+    shared, longer = _prompt(70), _prompt(70) + _prompt(50, 9)
+    prompts = [shared + _prompt(40, 1), longer + _prompt(9, 2), longer + _prompt(11, 3)]
+    prompts += [shared + _prompt(25, seed) for seed in (4, 5)]
+    requests = [request(deployment, each, rope, max_tokens=5, logprobs=2) for each in prompts]
+    expected = _alone(engines, hybrid, requests)
+    engine = engines.over(hybrid, max_num_batched_tokens=chunk, max_num_seqs=16)
+    outputs = engine.generate(requests)
+    assert [Result.of(each) for each in outputs] == expected
+    assert [each[-1].num_cached_tokens for each in outputs] == [0, 64, 112, 64, 64]
+
+
+def test_a_prompt_waits_for_no_snapshot_that_never_comes(
+    hybrid: Checkpoint, engines: EngineFactory
+) -> None:
+    """Three slots are too few for one, and the answers are the same."""
+    deployment = deployment_of(hybrid)
+    requests = [
+        request(deployment, _prompt(70) + _prompt(30, seed), max_tokens=5) for seed in range(3)
+    ]
+    expected = _alone(engines, hybrid, requests)
+    for num_slots in (1, 2, 3):
+        assert answer(engines.over(hybrid, num_state_slots=num_slots), *requests) == expected
+
+
+def test_a_growing_answer_evicts_no_snapshot_of_another_prompt(
+    hybrid: Checkpoint, engines: EngineFactory
+) -> None:
+    """An answer has one snapshot at a time. Four slots are those of two prompts and an answer."""
+    deployment = deployment_of(hybrid)
+    engine = engines.over(hybrid, num_state_slots=4)
+    first = request(deployment, _prompt(70), max_tokens=3)
+    other = request(deployment, _prompt(40, 1), max_tokens=70, ignore_eos=True)
+    found = []
+    for asked in (first, other, first):
+        (outputs,) = engine.generate([asked])
+        found.append(outputs[-1].num_cached_tokens)
+    assert found == [0, 0, 64]
+
+
 def test_few_slots_let_sequences_wait(hybrid: Checkpoint, engines: EngineFactory) -> None:
     """Two slots serve five requests, of which at most two run; no snapshot has a slot then."""
     deployment = deployment_of(hybrid)
