@@ -299,7 +299,9 @@ def state_shapes(values: Mapping[str, Any]) -> dict[int, StateShape]:
         kinds["conv"] = StateShape(values["conv_L_cache"] - 1, values["hidden_size"])
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
     sizes: list[Any] = [values.get(f"linear_{name}") for name in (*names, "conv_kernel_dim")]
-    if all(type(each) is int for each in sizes):
+    # OLMo Hybrid has these fields, too, and a convolution each of queries, keys and values.
+    is_olmo = "linear_allow_neg_eigval" in values
+    if all(type(each) is int for each in sizes) and not is_olmo:
         num_key_heads, num_heads, key_dim, dim, num_taps = sizes
         num_channels = 2 * num_key_heads * key_dim + num_heads * dim
         kinds["linear_attention"] = StateShape(num_taps - 1, num_channels, num_heads, key_dim, dim)

@@ -18,10 +18,10 @@ from ropewalk.rope import ALL_LAYERS, Profile
 
 def has_cpu_kernels(device: torch.device) -> bool:
     """Return whether the kernels that numba compiles serve the device."""
-    return device.type == "cpu" and _cpu_fault() is None
+    return device.type == "cpu" and cpu_fault() is None
 
 
-def _cpu_fault() -> str | None:
+def cpu_fault() -> str | None:
     """Return why the CPU's kernels cannot be used, in one line; None if they can."""
     try:
         from ropewalk.model_runtime.cpu_kernels.trials import kernel_fault  # noqa: PLC0415
@@ -77,7 +77,7 @@ def described(device: torch.device) -> str:
         return "Triton"
     if device.type != "cpu":
         return "torch"
-    fault = _cpu_fault()
+    fault = cpu_fault()
     if fault is not None:
         return f"torch, slow (compiled kernels fail: {fault})"
     from ropewalk.model_runtime.cpu_kernels.simd import vectors  # noqa: PLC0415

@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from ropewalk.model_runtime.cpu_kernels import trials
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.model_config import read_model_config
-from ropewalk.model_runtime.loading.plain_config import state_shapes, text_values
+from ropewalk.model_runtime.loading.plain_config import (
+    refuse_states_elsewhere,
+    state_shapes,
+    text_values,
+)
 from ropewalk.model_runtime.state_shape import bytes_per_state
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.banner_lines import describe
@@ -21,7 +26,7 @@ from ropewalk.server.startup.serving_plan import (
     plan_serving,
 )
 from ropewalk.studies.inspection.costs import cost_lines, costs_of
-from tests.engines import tiny_checkpoint
+from tests.engines import checkpoint_of, tiny_checkpoint
 from tests.tiny_models import tiny_config, tiny_model
 from tests.tokens import byte_tokenizer_fast
 
@@ -105,7 +110,7 @@ def test_the_dry_run_and_inspect_count_the_states(folder: Path) -> None:
     deployments = plan_deployments(settings, outlook.outline.native())
     costs = costs_of(outlook.outline, deployments, 64, None)
     assert costs.state_bytes == bytes_per_state(outlook.outline.states())
-    assert any(line.startswith("states ") for line in cost_lines(costs))
+    assert any(line.startswith("states ") for line in cost_lines(costs, "cpu"))
 
 
 def test_a_gpu_is_refused_before_weights_are_read(folder: Path, tmp_path: Path) -> None:
@@ -115,6 +120,28 @@ def test_a_gpu_is_refused_before_weights_are_read(folder: Path, tmp_path: Path) 
     on_gpu = type(outline)(outline.source, outline.config, outline.dtype, torch.device("cuda"))
     with pytest.raises(ModelError, match=r"Qwen3_5ForCausalLM has layers .* CPU only, got .* cuda"):
         on_gpu.native()
+
+
+def test_a_class_that_is_served_nowhere_is_not_promised_on_a_cpu() -> None:
+    """OLMo Hybrid has Qwen's fields and other layers, whose class a load names on any device."""
+    config = tiny_config("olmo_hybrid")
+    assert state_shapes(text_values(config)) == {}
+    refuse_states_elsewhere("OlmoHybridForCausalLM", text_values(config), torch.device("cuda"))
+    with pytest.raises(ModelError, match="OlmoHybridGatedDeltaNet mixes tokens by a state"):
+        tiny_checkpoint("olmo_hybrid")
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "lfm2"])
+def test_a_processor_whose_kernels_fail_is_told_as_the_reason(
+    monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """The class is served, so the sentence does not say that it is not."""
+    monkeypatch.setattr(trials, "kernel_fault", lambda: "LoweringError: no such vectors")
+    with pytest.raises(ModelError) as refused:
+        checkpoint_of(tiny_model(architecture))
+    said = str(refused.value)
+    assert "keep a state of each sequence, which need the compiled kernels of a CPU" in said
+    assert said.endswith("and these fail: LoweringError: no such vectors")
 
 
 def test_layers_with_other_states_are_refused_by_their_class() -> None:
