@@ -13,7 +13,7 @@ import click
 import torch
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32
-from ropewalk.model_runtime.layers.fused_decoder import DecoderLayers
+from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers
 from ropewalk.model_runtime.layers.merged_linear import is_linear
 from ropewalk.model_runtime.layers.packed_linear import products_of
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
@@ -39,7 +39,7 @@ def row_of(path: Path, loaded: Checkpoint) -> list[str]:
     file_bytes, held = path.stat().st_size, kinds.total() + floats
     num_float = len(packed) + sum(map(is_linear, model.modules()))
     is_fused = isinstance(vars(model).get("forward"), DecoderLayers)
-    one_call = is_fused and vars(model)["forward"]._fields_LW is not None  # noqa: SLF001
+    one_call = is_fused and vars(model)["forward"].multiplying is not None
     return [
         path.name,
         ", ".join(name for name, _ in kinds.most_common()),

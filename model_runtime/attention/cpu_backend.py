@@ -135,12 +135,11 @@ class CpuAttention:
         )
         return torch.from_numpy(out_TC).view(num_tokens, num_heads, -1)
 
-    def write_joined(self, joined_TC: Numbers, num_heads: int, pages: PageArrays) -> None:
-        """Write keys and values that follow their queries in the columns of one numpy array."""
-        _, num_key_heads, dim, _ = pages.keys_NKDO.shape
-        key_at = num_heads * dim
-        value_at = key_at + num_key_heads * dim
-        write_kv(joined_TC, key_at, joined_TC, value_at, *self.destinations, *pages)
+    def write_columns(
+        self, key_TC: Numbers, key_at: int, value_TC: Numbers, value_at: int, pages: PageArrays
+    ) -> None:
+        """Write keys and values that begin in these columns of numpy arrays, head by head."""
+        write_kv(key_TC, key_at, value_TC, value_at, *self.destinations, *pages)
 
     def ranged(self, tables: LayerTables) -> RangedSequences | None:
         """Return the sequences that read ranges of keys under these tables; None: there is none."""

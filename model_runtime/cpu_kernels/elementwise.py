@@ -1,4 +1,4 @@
-"""Compiled passes over rows: RMSNorm and the gate of a feed-forward block.
+"""Compiled passes over rows: norms, activations and the gate of a feed-forward block.
 
 Every row is computed by the same code, whatever other rows there are. Its bits therefore do not
 depend on the batch. Sums are float32.
@@ -17,21 +17,18 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
+from ropewalk.model_runtime.cpu_kernels.activations import SILU, activate
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.simd import (
     WIDTH,
     add,
     broadcast,
-    divide,
-    exp,
     fma,
     load,
-    maximum,
     multiply,
     reduce_add,
     store,
-    subtract,
 )
 from ropewalk.model_runtime.cpu_kernels.threads import parallel_for
 
@@ -97,6 +94,7 @@ def _overload_narrow(row: Any, out: Any) -> Callable[..., None]:  # noqa: ARG001
     return _copy
 
 
+_FLAT_BLOCK = 4096  # values that are activated together; they stay in the level-1 cache
 _NUMBERS_PER_SHARE = 1 << 17  # with fewer, starting a thread costs more time than it saves
 
 
@@ -120,76 +118,104 @@ def _scale(row_D: Floats, scale_D: Floats, eps: np.float32) -> None:
 
 
 @jit()
-def normalize(x_RD: Numbers, scale_D: Floats, eps: np.float32, out_RD: Numbers) -> None:
-    """Write the RMSNorm of each row to `out_RD`, which may be `x_RD`."""
+def _center(row_D: Floats, scale_D: Floats, shift_D: Floats, eps: np.float32) -> None:
+    """Compute the LayerNorm of one float32 row in place, as `_scale` does."""
+    dim = row_D.shape[0]
+    in_lanes = dim - dim % (4 * WIDTH)
+    first = second = third = fourth = broadcast(np.float32(0.0))
+    for d in range(0, in_lanes, 4 * WIDTH):
+        first, second = add(first, load(row_D, d)), add(second, load(row_D, d + WIDTH))
+        third = add(third, load(row_D, d + 2 * WIDTH))
+        fourth = add(fourth, load(row_D, d + 3 * WIDTH))
+    total = reduce_add(add(add(first, second), add(third, fourth)))
+    for d in range(in_lanes, dim):
+        total += row_D[d]
+    mean = total / np.float32(dim)
+    for d in range(dim):
+        row_D[d] -= mean
+    _scale(row_D, scale_D, eps)
+    for d in range(dim):
+        row_D[d] += shift_D[d]
+
+
+@jit()
+def normalize_row(
+    row_D: Floats, scale_D: Floats, shift_D: Floats, eps: np.float32, is_centered: int
+) -> None:
+    """Compute the LayerNorm of one float32 row in place, or its RMSNorm, which has no shift."""
+    if is_centered:
+        _center(row_D, scale_D, shift_D, eps)
+    else:
+        _scale(row_D, scale_D, eps)
+
+
+@jit()
+def normalize(
+    x_RD: Numbers, scale_D: Floats, shift_D: Floats, eps: np.float32, is_centered: int,
+    out_RD: Numbers,
+) -> None:  # fmt: skip
+    """Write the norm of each row to `out_RD`, which may be `x_RD`; see `normalize_row`."""
     row_D = np.empty(x_RD.shape[1], np.float32)
     for r in range(x_RD.shape[0]):
         widen(x_RD[r], row_D)
-        _scale(row_D, scale_D, eps)
+        normalize_row(row_D, scale_D, shift_D, eps, is_centered)
         narrow(row_D, out_RD[r])
 
 
 @jit()
-def add_and_normalize(
-    x_RD: Numbers, other_RD: Numbers, scale_D: Floats, eps: np.float32, out_RD: Numbers
-) -> None:
-    """Add `other_RD` to `x_RD` in place, and write the RMSNorm of the sum to `out_RD`."""
-    row_D = np.empty(x_RD.shape[1], np.float32)
-    other_D = np.empty(x_RD.shape[1], np.float32)
-    for r in range(x_RD.shape[0]):
-        widen(x_RD[r], row_D)
-        widen(other_RD[r], other_D)
-        for d in range(row_D.shape[0]):
-            row_D[d] += other_D[d]
-        narrow(row_D, x_RD[r])
-        widen(x_RD[r], row_D)  # the rounded sum, as in the model
-        _scale(row_D, scale_D, eps)
-        narrow(row_D, out_RD[r])
+def activate_part(values_X: Numbers, kind: int, begin: int, end: int, out_X: Numbers) -> None:
+    """Write the activations of values `begin` to `end` - 1 of a flat array."""
+    row_I = np.zeros(_FLAT_BLOCK, np.float32)
+    for first in range(begin, end, _FLAT_BLOCK):
+        last = min(end, first + _FLAT_BLOCK)
+        widen(values_X[first:last], row_I[: last - first])
+        activate(row_I, kind)
+        narrow(row_I[: last - first], out_X[first:last])
+
+
+def activated(values_X: Numbers, kind: int) -> Numbers:
+    """Return the activation of each value of a flat array, float32 or bf16's bits."""
+    out_X = np.empty_like(values_X)
+    shares = row_shares(len(values_X), len(values_X))
+    parallel_for(lambda share: activate_part(values_X, kind, *share, out_X), shares)
+    return out_X
 
 
 @jit()
-def normalize_heads(
-    x_RC: Numbers, at: int, num_heads: int, scale_D: Floats, eps: np.float32
-) -> None:
-    """Normalize each head of each row in place; heads are side by side from column `at` on."""
-    dim = scale_D.shape[0]
-    row_D = np.empty(dim, np.float32)
-    for r in range(x_RC.shape[0]):
-        for begin in range(at, at + num_heads * dim, dim):
-            widen(x_RC[r, begin : begin + dim], row_D)
-            _scale(row_D, scale_D, eps)
-            narrow(row_D, x_RC[r, begin : begin + dim])
-
-
-@jit()
-def gate(both_RG: Numbers, out_RI: Numbers, begin: int, end: int) -> None:
-    """Compute silu(first half) * second half for rows `begin` to `end` - 1.
-
-    silu(x) = x / (1 + e^-x). Values of x below -87 are taken for -87, which leaves about 1e-36.
-    """
+def gate(both_RG: Numbers, out_RI: Numbers, kind: int, begin: int, end: int) -> None:
+    """Compute activation(first half) * second half for rows `begin` to `end` - 1."""
     width = out_RI.shape[1]
     row_I = np.empty(width, np.float32)
-    none, one = broadcast(np.float32(0.0)), broadcast(np.float32(1.0))
-    least = broadcast(np.float32(-87.0))
     for r in range(begin, end):
-        at = r * 2 * width
-        for i in range(0, width, WIDTH):
-            x, up = load(both_RG, at + i), load(both_RG, at + width + i)
-            x = maximum(least, x)
-            below = add(one, exp(subtract(none, x)))
-            store(row_I, i, multiply(divide(x, below), up))
+        gate_row(both_RG, 2 * r * width, both_RG, (2 * r + 1) * width, kind, row_I)
         narrow(row_I, out_RI[r])
 
 
-def gated(both_RG: Numbers) -> Numbers:
-    """Return silu(first half) * second half, [R, G] -> [R, I]; I is a multiple of WIDTH.
+@jit()
+def gate_row(x: Numbers, x_at: int, up: Numbers, up_at: int, kind: int, row_I: Floats) -> None:
+    """Compute activation(x) * up of elements from `x_at` and `up_at` on; I is whole registers."""
+    for i in range(0, row_I.shape[0], WIDTH):
+        store(row_I, i, load(x, x_at + i))
+    activate(row_I, kind)
+    for i in range(0, row_I.shape[0], WIDTH):
+        store(row_I, i, multiply(load(row_I, i), load(up, up_at + i)))
+
+
+def gated(both_RG: Numbers, kind: int = SILU) -> Numbers:
+    """Return activation(first half) * second half, [R, G] -> [R, I]; I is a multiple of WIDTH.
 
     The arrays are float32 or bf16's bits.
     """
     num_rows, width = len(both_RG), both_RG.shape[1] // 2
     out_RI = np.empty((num_rows, width), both_RG.dtype)
-    most = max(1, min(num_rows, num_rows * width // _NUMBERS_PER_SHARE))
+    shares = row_shares(num_rows, num_rows * width)
+    parallel_for(lambda share: gate(both_RG, out_RI, kind, *share), shares)
+    return out_RI
+
+
+def row_shares(num_rows: int, num_numbers: int) -> list[tuple[int, int]]:
+    """Return ranges of rows for threads, as many as `num_numbers` of results are worth."""
+    most = max(1, min(num_rows, num_numbers // _NUMBERS_PER_SHARE))
     num_shares = min(torch.get_num_threads(), most)
     edges = [num_rows * share // num_shares for share in range(num_shares + 1)]
-    parallel_for(lambda share: gate(both_RG, out_RI, *share), list(pairwise(edges)))
-    return out_RI
+    return list(pairwise(edges))

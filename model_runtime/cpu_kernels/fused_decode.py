@@ -1,20 +1,22 @@
-"""The layers of a decode step in one compiled call, for fused_decoder.py.
+"""A decode step of a whole model in one compiled call, for layers/fused.
 
 A step of few rows reads every weight once and computes little. If each norm, product and read is a
 call of its own, the code between the calls takes as long as the calls. The reason is that a product
 evicts the caches, so the code of every call is fetched again. Here nothing runs between them.
 
-The functions are the ones that are otherwise called one by one, in the same order, so the bits are
-the same. The threads split the outputs of each product and the heads of each read. The first thread
-normalizes the heads and writes to the cache. Every thread adds and normalizes all rows for itself,
-because that takes less time than a barrier.
+The kernel reads a program: a table of operations over slots. A slot is an array [R, C] of rows.
+Shared slots are the outputs of products and of attention. Each thread computes a part of them, and
+all threads read them after a barrier. Operations on rows are norms, sums, gates and the like. Every
+thread computes them for itself in slots of its own, because that takes less time than a barrier.
+The first thread writes to the cache.
 
-Shapes: L = layers, W = fields of a layer's weights, R = rows, E = dimensions of the hidden state,
-C = columns that hold head beside head, G = both halves of a gated block, I = one of them,
-K = inputs and N = outputs of a product, Q = elements of packed memory.
+The functions are the ones that are otherwise called one by one, in the same order, so the bits are
+the same.
+
+Shapes: O = operations, F = fields of an operation, B = slots, L = layers with a cache, R = rows,
+C = columns of a slot, K = inputs and N = outputs of a product, X = factors of an operation.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -24,44 +26,45 @@ from numba.extending import intrinsic
 
 from ropewalk.model_runtime.cpu_kernels.attention import attend, attend_in_pairs, write_kv
 from ropewalk.model_runtime.cpu_kernels.attention_dot import uses_pairs
-from ropewalk.model_runtime.cpu_kernels.elementwise import add_and_normalize, gate, normalize_heads
+from ropewalk.model_runtime.cpu_kernels.elementwise import (
+    activate_part,
+    gate_row,
+    narrow,
+    normalize_row,
+    widen,
+)
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
     Destinations,
     Floats,
     FusedStep,
-    Heads,
     Ints,
-    LayerOutputs,
     Numbers,
-    PageArrays,
+    SequenceArrays,
 )
-from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL, Multiplying, RowProducts
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import PANEL, Multiplying
 from ropewalk.model_runtime.cpu_kernels.threads import barrier_wait
 
-_NUM_PRODUCTS = 4  # of a layer: queries, keys and values; output; gate and up; down
-_PRODUCT_FIELDS = 6
-_NORMS = _NUM_PRODUCTS * _PRODUCT_FIELDS  # then: after attention, after the block, queries, keys
-_NUM_FIELDS = _NORMS + 4
+# Codes of operations. Those up to _LAST_OF_ROWS compute each row by itself.
+NORM, ADD, SUBTRACT, MULTIPLY, GATE, ACTIVATE, GATHER, PRODUCT, ATTEND = range(9)
+_LAST_OF_ROWS = GATHER
 
+# Fields of an operation. An operand is a slot, its width and the first column that is read.
+(
+    CODE, BARRIER, OUT, OUT_WIDTH, OUT_AT, COLUMNS,
+    FIRST, FIRST_WIDTH, FIRST_AT, SECOND, SECOND_WIDTH, SECOND_AT, THIRD, THIRD_WIDTH, THIRD_AT,
+    ADDRESS, LENGTH, OTHER_ADDRESS, OTHER_LENGTH, KIND, DIM, LAYOUT, CHAIN,
+    LAYER, TABLES, NUM_HEADS, NUM_KEY_HEADS, VALUE_DIM, WINDOW,
+) = range(29)  # fmt: skip
+NUM_FIELDS = 29
+NO_SLOT = -1  # the second operand of ADD and MULTIPLY is then a constant row at ADDRESS
 
-def _product_fields(product: RowProducts) -> list[int]:
-    """Return the fields of one product, as the kernel reads them."""
-    return [
-        product.packed_Q.ctypes.data,
-        product.packed_Q.size,
-        product.bias_N.ctypes.data,
-        product.bias_N.size,
-        product.layout,
-        product.chain,
-    ]
+# Factors of an operation: eps of a norm; scaling and soft cap of attention.
+EPS = SCALING = 0
+SOFTCAP = 1
+NUM_FACTORS = 2
 
-
-def layer_fields(products: Sequence[RowProducts], scales_D: Sequence[Floats]) -> list[int]:
-    """Return a layer's fields: four products, then 2 norms, or 4 with the heads' norms."""
-    fields = [field for product in products for field in _product_fields(product)]
-    fields += [scale_D.ctypes.data for scale_D in scales_D]
-    return fields + [0] * (_NUM_FIELDS - len(fields))
+_BLOCK_ROWS = 16  # rows that pass through all operations between two products; they stay in caches
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -75,90 +78,202 @@ def _pointer(typingctx: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
     return kind(address, like), code
 
 
+@jit()
+def _norm(
+    fields_F: Ints, eps: np.float32, x: Numbers, out: Numbers, begin: int, end: int, like: Floats
+) -> None:
+    """Compute a norm of every DIM columns."""
+    dim = fields_F[DIM]
+    scale_D = carray(_pointer(fields_F[ADDRESS], like), dim)
+    shift_D = carray(_pointer(fields_F[OTHER_ADDRESS], like), dim)
+    row_D = np.empty(dim, np.float32)
+    at, out_at = fields_F[FIRST_AT], fields_F[OUT_AT]
+    for r in range(begin, end):
+        for d in range(0, fields_F[COLUMNS], dim):
+            widen(x[r, at + d : at + d + dim], row_D)
+            normalize_row(row_D, scale_D, shift_D, eps, fields_F[KIND])
+            narrow(row_D, out[r, out_at + d : out_at + d + dim])
+
+
+@jit()
+def _combine(
+    fields_F: Ints, x: Numbers, other: Numbers, out: Numbers, begin: int, end: int, like: Floats
+) -> None:
+    """Add, subtract or multiply rows, or a row and a constant, rounded once."""
+    code, num = fields_F[CODE], fields_F[COLUMNS]
+    at, other_at, out_at = fields_F[FIRST_AT], fields_F[SECOND_AT], fields_F[OUT_AT]
+    has_constant = fields_F[SECOND] == NO_SLOT
+    row_C, other_C = np.empty(num, np.float32), np.empty(num, np.float32)
+    if has_constant:
+        other_C[:] = carray(_pointer(fields_F[ADDRESS], like), num)
+    for r in range(begin, end):
+        widen(x[r, at : at + num], row_C)
+        if not has_constant:
+            widen(other[r, other_at : other_at + num], other_C)
+        if code == ADD:
+            for c in range(num):
+                row_C[c] += other_C[c]
+        elif code == SUBTRACT:
+            for c in range(num):
+                row_C[c] -= other_C[c]
+        else:
+            for c in range(num):
+                row_C[c] *= other_C[c]
+        narrow(row_C, out[r, out_at : out_at + num])
+
+
+@jit()
+def run_on_rows(
+    fields_F: Ints, factors_X: Floats, addresses_B: Ints, like: Numbers, like_scale: Floats,
+    begin: int, end: int,
+) -> None:  # fmt: skip
+    """Compute one operation on rows `begin` to `end` - 1.
+
+    `like` and `like_scale` are any arrays with the types of slots and of constants.
+    """
+    code, num = fields_F[CODE], fields_F[COLUMNS]
+    x_shape = (end, fields_F[FIRST_WIDTH])
+    x = carray(_pointer(addresses_B[fields_F[FIRST]], like), x_shape)
+    out_shape = (end, fields_F[OUT_WIDTH])
+    out = carray(_pointer(addresses_B[fields_F[OUT]], like), out_shape)
+    other = x
+    if fields_F[SECOND] != NO_SLOT:
+        other_shape = (end, fields_F[SECOND_WIDTH])
+        other = carray(_pointer(addresses_B[fields_F[SECOND]], like), other_shape)
+    at, out_at = fields_F[FIRST_AT], fields_F[OUT_AT]
+    if code == NORM:
+        _norm(fields_F, factors_X[EPS], x, out, begin, end, like_scale)
+    elif code == GATE:
+        row_I = np.empty(num, np.float32)
+        for r in range(begin, end):
+            x_at = r * x.shape[1] + at
+            other_at = r * other.shape[1] + fields_F[SECOND_AT]
+            gate_row(x, x_at, other, other_at, fields_F[KIND], row_I)
+            narrow(row_I, out[r, out_at : out_at + num])
+    elif code == ACTIVATE:
+        for r in range(begin, end):
+            row, out_row = x[r, at : at + num], out[r, out_at : out_at + num]
+            activate_part(row, fields_F[KIND], 0, num, out_row)
+    elif code == GATHER:
+        index_C = carray(_pointer(fields_F[ADDRESS], fields_F), num)
+        for r in range(begin, end):
+            for c in range(num):
+                out[r, out_at + c] = x[r, index_C[c]]
+    else:
+        _combine(fields_F, x, other, out, begin, end, like_scale)
+
+
+@jit()
+def run_blocks(
+    fields_OF: Ints, factors_OX: Floats, addresses_B: Ints, like: Numbers, like_scale: Floats,
+    begin: int, end: int,
+) -> None:  # fmt: skip
+    """Compute operations on rows `begin` to `end` - 1, a block of rows after the other."""
+    for first in range(begin, end, _BLOCK_ROWS):
+        last = min(end, first + _BLOCK_ROWS)
+        for op in range(fields_OF.shape[0]):
+            run_on_rows(
+                fields_OF[op], factors_OX[op], addresses_B, like, like_scale, first, last
+            )  # fmt: skip
+
+
+@jit()
+def _items(num_sequences: int, num_heads: int, thread: int, num_threads: int) -> Ints:
+    """Return a thread's work items of attention, dealt out in turn, int64 [W, 3]."""
+    count = num_sequences * num_heads
+    items_W3 = np.zeros(((count - thread + num_threads - 1) // num_threads, 3), np.int64)
+    for w in range(items_W3.shape[0]):
+        item = thread + w * num_threads
+        items_W3[w, 0], items_W3[w, 1] = item // num_heads, item % num_heads
+    return items_W3
+
+
 @cache
 def _runner(multiplying: Multiplying, attend: Any) -> Any:
-    """Compiled: a step's layers, by one way to multiply and one to read."""
+    """Compiled: a step's program, by one way to multiply and one to read."""
     _, _, rows_for, multiply = multiplying
 
     @jit()
     def product(
-        x_RK: Numbers,
-        fields_W: Ints,
-        index: np.int64,
-        out_RN: Numbers,
-        thread: int,
-        num_threads: int,
+        fields_F: Ints, x_RK: Numbers, out_RN: Numbers, thread: int, num_threads: int
     ) -> None:
-        """Compute a thread's part of one of a layer's products.
-
-        `index` is no literal, because numba would compile this again for each literal.
-        """
-        at = index * _PRODUCT_FIELDS
-        packed_Q = carray(_pointer(fields_W[at], x_RK), fields_W[at + 1])
-        bias_N = carray(_pointer(fields_W[at + 2], x_RK), fields_W[at + 3])
-        layout, chain = fields_W[at + 4], fields_W[at + 5]
+        """Compute a thread's part of a product."""
+        packed_Q = carray(_pointer(fields_F[ADDRESS], x_RK), fields_F[LENGTH])
+        bias_N = carray(_pointer(fields_F[OTHER_ADDRESS], x_RK), fields_F[OTHER_LENGTH])
         num_panels = (out_RN.shape[1] + PANEL - 1) // PANEL
         begin = num_panels * thread // num_threads
         end = num_panels * (thread + 1) // num_threads
+        layout, chain = fields_F[LAYOUT], fields_F[CHAIN]
         multiply(rows_for(x_RK), packed_Q, bias_N, out_RN, layout, chain, begin, end)
 
     @jit()
-    def run(
-        thread: int, num_threads: int, arrived: Ints, hidden_RE: Numbers, normal_RE: Numbers,
-        items_W3: Ints, plain_step: tuple[Any, ...],
+    def read(
+        fields_F: Ints, factors_X: Floats, query_RC: Numbers, out_RC: Numbers,
+        step: FusedStep, thread: int, num_threads: int,
     ) -> None:  # fmt: skip
-        """Run all layers in place on the hidden state, and leave its norm for the next product.
+        """Compute a thread's part of a layer's attention."""
+        num_heads, num_key_heads = fields_F[NUM_HEADS], fields_F[NUM_KEY_HEADS]
+        keys_shape = (step.num_pages, num_key_heads, fields_F[DIM], step.page_size)
+        values_shape = (step.num_pages, num_key_heads, step.page_size, fields_F[VALUE_DIM])
+        addresses_2 = step.addresses_L2[fields_F[LAYER]]
+        keys_NKDO = carray(_pointer(addresses_2[0], query_RC), keys_shape)
+        values_NKOV = carray(_pointer(addresses_2[1], query_RC), values_shape)
+        sinks_H = carray(_pointer(fields_F[ADDRESS], step.like_scale), fields_F[LENGTH])
+        window, softcap = fields_F[WINDOW], factors_X[SOFTCAP]
+        # A plain tuple, as Python passes it: the kernel is compiled for one type.
+        params = (step.tables[fields_F[TABLES]], factors_X[SCALING], window, softcap, sinks_H)
+        sequences = step.sequences
+        num_sequences = SequenceArrays(*sequences).table_id_S.shape[0]
+        items_W3 = _items(num_sequences, num_key_heads, thread, num_threads)
+        group = num_heads // num_key_heads
+        attend(items_W3, query_RC, group, keys_NKDO, values_NKOV, sequences, params, out_RC)
 
-        Each thread has its own hidden state, norm and work items. `plain_step`: see FusedStep.
-        """
+    @jit()
+    def write(fields_F: Ints, key_RC: Numbers, value_RC: Numbers, step: FusedStep) -> None:
+        """Write keys and values to the cache."""
+        num_key_heads = fields_F[NUM_KEY_HEADS]
+        keys_shape = (step.num_pages, num_key_heads, fields_F[DIM], step.page_size)
+        values_shape = (step.num_pages, num_key_heads, step.page_size, fields_F[VALUE_DIM])
+        addresses_2 = step.addresses_L2[fields_F[LAYER]]
+        keys_NKDO = carray(_pointer(addresses_2[0], key_RC), keys_shape)
+        values_NKOV = carray(_pointer(addresses_2[1], key_RC), values_shape)
+        page_T, offset_T = Destinations(*step.destinations)
+        key_at, value_at = fields_F[SECOND_AT], fields_F[THIRD_AT]
+        write_kv(
+            key_RC, key_at, value_RC, value_at, page_T, offset_T, keys_NKDO, values_NKOV
+        )  # fmt: skip
+
+    @jit()
+    def run(
+        thread: int, num_threads: int, arrived: Ints, addresses_B: Ints, num_rows: int,
+        like: Numbers, plain_step: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        """Run a program. A thread has its own addresses of slots. `plain_step`: see FusedStep."""
         step = FusedStep(*plain_step)
-        heads = Heads(*step.heads)
-        outputs, pages = LayerOutputs(*step.outputs), PageArrays(*step.pages)
-        joined_RC, attended_RC = outputs.joined_RC, outputs.attended_RC
-        output_RE, both_RG = outputs.output_RE, outputs.both_RG
-        destinations = Destinations(*step.destinations)
-        page_T, offset_T = destinations.page_T, destinations.offset_T
-        sequences, params, eps = step.sequences, step.params, step.eps
-        like_scale = step.like_scale
-        keys_shape, values_shape = pages.keys_NKDO.shape, pages.values_NKOV.shape
-        group = heads.num_query_heads // heads.num_key_heads
-        key_at = heads.num_query_heads * heads.dim
-        value_at = key_at + heads.num_key_heads * heads.dim
-        num_rows, width = hidden_RE.shape
-        between_RI = np.empty((num_rows, both_RG.shape[1] // 2), hidden_RE.dtype)
         barrier = 1
-        for layer in range(step.fields_LW.shape[0]):
-            fields_W = step.fields_LW[layer]
-            scales = fields_W[_NORMS:]
-            keys_NKDO = carray(_pointer(step.addresses_L2[layer, 0], hidden_RE), keys_shape)
-            values_NKOV = carray(_pointer(step.addresses_L2[layer, 1], hidden_RE), values_shape)
-            product(normal_RE, fields_W, np.int64(0), joined_RC, thread, num_threads)
-            barrier = barrier_wait(arrived, barrier, num_threads)
+        for op in range(step.fields_OF.shape[0]):
+            fields_F, factors_X = step.fields_OF[op], step.factors_OX[op]
+            code = fields_F[CODE]
+            if fields_F[BARRIER]:
+                barrier = barrier_wait(arrived, barrier, num_threads)
+            if code <= _LAST_OF_ROWS:
+                run_on_rows(fields_F, factors_X, addresses_B, like, step.like_scale, 0, num_rows)
+                continue
+            x_shape = (num_rows, fields_F[FIRST_WIDTH])
+            x_RK = carray(_pointer(addresses_B[fields_F[FIRST]], like), x_shape)
+            out_shape = (num_rows, fields_F[OUT_WIDTH])
+            out_RN = carray(_pointer(addresses_B[fields_F[OUT]], like), out_shape)
+            if code == PRODUCT:
+                product(fields_F, x_RK, out_RN, thread, num_threads)
+                continue
             if thread == 0:
-                if heads.are_normalized:
-                    query_D = carray(_pointer(scales[2], like_scale), heads.dim)
-                    key_D = carray(_pointer(scales[3], like_scale), heads.dim)
-                    normalize_heads(joined_RC, 0, heads.num_query_heads, query_D, eps)
-                    normalize_heads(joined_RC, key_at, heads.num_key_heads, key_D, eps)
-                write_kv(
-                    joined_RC, key_at, joined_RC, value_at, page_T, offset_T, keys_NKDO, values_NKOV
-                )
+                key_shape = (num_rows, fields_F[SECOND_WIDTH])
+                key_RC = carray(_pointer(addresses_B[fields_F[SECOND]], like), key_shape)
+                value_shape = (num_rows, fields_F[THIRD_WIDTH])
+                value_RC = carray(_pointer(addresses_B[fields_F[THIRD]], like), value_shape)
+                write(fields_F, key_RC, value_RC, step)
             barrier = barrier_wait(arrived, barrier, num_threads)
-            attend(
-                items_W3, joined_RC, group, keys_NKDO, values_NKOV, sequences, params, attended_RC
-            )
-            barrier = barrier_wait(arrived, barrier, num_threads)
-            product(attended_RC, fields_W, np.int64(1), output_RE, thread, num_threads)
-            barrier = barrier_wait(arrived, barrier, num_threads)
-            scale_E = carray(_pointer(scales[0], like_scale), width)
-            add_and_normalize(hidden_RE, output_RE, scale_E, eps, normal_RE)
-            product(normal_RE, fields_W, np.int64(2), both_RG, thread, num_threads)
-            barrier = barrier_wait(arrived, barrier, num_threads)
-            gate(both_RG, between_RI, 0, num_rows)
-            product(between_RI, fields_W, np.int64(3), output_RE, thread, num_threads)
-            barrier = barrier_wait(arrived, barrier, num_threads)
-            scale_E = carray(_pointer(scales[1], like_scale), width)
-            add_and_normalize(hidden_RE, output_RE, scale_E, eps, normal_RE)
+            read(fields_F, factors_X, x_RK, out_RN, step, thread, num_threads)
 
     return run
 

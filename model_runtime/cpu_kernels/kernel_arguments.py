@@ -6,9 +6,9 @@ name them again. Between kernels names are free.
 
 Shapes: T = flat query tokens, C = columns that hold head beside head, H = query heads, K = key
 heads, D = key dimensions, V = value dimensions, S = sequences or tables, N = pages,
-O = offsets in a page, P = rotated pairs, R = rows, B = rows of a block, L = lanes or layers,
-W = fields of a layer's weights, E = dimensions of the hidden state, G = both halves of a gated
-block. In scratch arrays O and V are rounded up to whole SIMD registers.
+O = offsets in a page, P = rotated pairs, R = rows, B = rows of a block, L = lanes or layers. In
+scratch arrays O and V are rounded up to whole SIMD registers. Of a program, O = operations,
+F = their fields, X = their factors.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -109,41 +109,21 @@ class Scratch(NamedTuple):
     acc_RV: Floats  # running sum of probabilities times values
 
 
-class Heads(NamedTuple):
-    """The heads of every layer."""
-
-    num_query_heads: int
-    num_key_heads: int
-    dim: int
-    value_dim: int
-    are_normalized: bool
-
-
-class LayerOutputs(NamedTuple):
-    """The memory for a layer's outputs; each thread writes a part, and all threads read them."""
-
-    joined_RC: Numbers  # queries, keys and values
-    attended_RC: Numbers
-    output_RE: Numbers  # of the product after attention, then of the gated block
-    both_RG: Numbers
-
-
 class FusedStep(NamedTuple):
     """The arguments of a fused decode step that are the same for all threads."""
 
-    outputs: LayerOutputs
-    fields_LW: Ints  # of each layer's weights (`layer_fields`)
+    fields_OF: Ints  # of each operation (fused_decode.py)
+    factors_OX: Floats
     addresses_L2: Ints  # of each layer's keys and values
-    pages: PageArrays  # of any layer, for their shapes
-    heads: Heads
-    eps: np.float32  # of every norm
+    num_pages: int
+    page_size: int
     like_scale: Floats  # any array of the type of a norm's scale
     destinations: Destinations
     sequences: SequenceArrays
-    params: AttentionParams
+    tables: tuple[RotationArrays, ...]  # of the kinds of layers, as plain tuples
 
     def unnamed(self) -> tuple[Any, ...]:
         """Return plain tuples for the kernel, which names them again."""
-        *others, params = self
+        *others, tables = self
         plain = (tuple(each) if isinstance(each, tuple) else each for each in others)
-        return *plain, params.unnamed()
+        return *plain, tuple(tuple(each) for each in tables)

@@ -148,6 +148,10 @@ def _maximum(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
+def _where_negative(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return builder.select(builder.fcmp_ordered("<", a, emit_constant(0.0)), b, c)
+
+
 def _reduce_max(builder: Any, lanes: Any) -> Any:
     distance = WIDTH // 2
     while distance:
@@ -193,6 +197,7 @@ def _exp(builder: Any, x: Any) -> Any:
 
 
 fma = _operation(emit_fma, arguments=3)  # a * b + c, rounded once
+where_negative = _operation(_where_negative, arguments=3)  # b where a < 0, else c
 add = _operation(lambda builder, a, b: builder.fadd(a, b), arguments=2)
 subtract = _operation(lambda builder, a, b: builder.fsub(a, b), arguments=2)
 multiply = _operation(lambda builder, a, b: builder.fmul(a, b), arguments=2)

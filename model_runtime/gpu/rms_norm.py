@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.gpu.rotate import jit, padded
-from ropewalk.model_runtime.layers.match_norm import ROUNDING
+from ropewalk.model_runtime.layers.match_norm import ROUNDING, NormParts
 from ropewalk.model_runtime.probing.equivalence import IsEqual, equal_by_scale
 
 MOST_DIMS = 65_536  # of a row, which one program holds at once
@@ -166,12 +166,12 @@ class GpuRmsNorm(nn.Module):
         self._sum = self._norm = None
 
 
-def candidates(weight: nn.Parameter, eps: float) -> Iterator[tuple[nn.Module, IsEqual]]:
+def candidates(parts: NormParts) -> Iterator[tuple[nn.Module, IsEqual]]:
     """Yield both formulas over this weight, each with its comparison."""
-    weight_D = weight.detach()
-    if len(weight_D) > MOST_DIMS:
+    weight_D = parts.weight.detach()
+    if len(weight_D) > MOST_DIMS or parts.bias is not None:
         return
     for plus_one in (False, True):
         factor_D = weight_D.float() + plus_one
-        norm = GpuRmsNorm(weight, Scale(weight_D, eps, plus_one))
+        norm = GpuRmsNorm(parts.weight, Scale(weight_D, parts.eps, plus_one))
         yield norm, equal_by_scale(ROUNDING, factor_D)

@@ -1,4 +1,4 @@
-"""Gated feed-forward blocks on a CPU: down(silu(gate(x)) * up(x)), one pass between its products.
+"""Gated feed-forward blocks on a CPU: down(act(gate(x)) * up(x)), one pass between its products.
 
 A model's own module copies gate's half, computes an activation and multiplies, which here is one
 pass over memory. In a decode step each of these calls costs as much as the arithmetic. Every
@@ -30,10 +30,14 @@ _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}  # relative to the nor
 
 
 class GatedMlp(nn.Module):
-    """A gated block, down(silu(gate(x)) * up(x)); gate and up are one product."""
+    """A gated block, down(act(gate(x)) * up(x)); gate and up are one product.
 
-    def __init__(self, gate_up: PackedProduct, down: PackedProduct) -> None:
+    `kind` is the activation (activations.py).
+    """
+
+    def __init__(self, gate_up: PackedProduct, down: PackedProduct, kind: int) -> None:
         super().__init__()
+        self.kind = kind
         self.gate_up = gate_up
         self.down = down
 
@@ -45,7 +49,7 @@ class GatedMlp(nn.Module):
 
     def multiply(self, x_RK: Any) -> Any:
         """Compute the block, [R, in] -> [R, out]; numpy arrays of float32 or of bf16's bits."""
-        return self.down.multiply(gated(self.gate_up.multiply(x_RK)))
+        return self.down.multiply(gated(self.gate_up.multiply(x_RK), self.kind))
 
 
 @torch.inference_mode()
@@ -57,29 +61,62 @@ def fuse(model: nn.Module) -> None:
 def _as_gated(module: nn.Module) -> GatedMlp | None:
     """Return the same block as a GatedMlp, or None if the module is something else."""
     children = list(module.children())
-    halves = [child for child in children if isinstance(child, MergedPart)]
-    downs = [child for child in children if isinstance(child, PackedLinear)]
+    linears = [child for child in children if isinstance(child, MergedPart | PackedLinear)]
     activations = [child for child in children if isinstance(child, RowwiseActivation)]
     if (
-        (len(children), len(halves), len(downs), len(activations)) != (4, 2, 1, 1)
-        or halves[0].product is not halves[1].product
-        or not isinstance(halves[0].product, PackedProduct)
-        or halves[0].product.out_features != 2 * downs[0].in_features
-        or downs[0].in_features % WIDTH
+        len(children) != len(linears) + len(activations)
+        or len(activations) != 1
+        or activations[0].kind is None
         or any(True for _ in module.parameters(recurse=False))
         or any(True for _ in module.buffers(recurse=False))
     ):
         return None
-    # In the order of the product.
-    gate, up = sorted(halves, key=lambda half: half.index)
+    parts = _parts(linears)
+    if parts is None:
+        return None
+    gate_up, down, first = parts
+    kind = activations[0].kind
 
     def block(x: Tensor) -> Tensor:
         """Compute the block by its linears, which have random numbers in the trial."""
-        both = torch.cat([gate(x), up(x)], dim=-1)
-        between_RI = gated(as_numpy(both.flatten(0, -2)))
-        return downs[0](as_tensor(between_RI, x.dtype).view(*x.shape[:-1], -1))  # type: ignore[no-any-return]
+        both = torch.cat([each(x) for each in first], dim=-1)
+        between_RI = gated(as_numpy(both.flatten(0, -2)), kind)
+        return down(as_tensor(between_RI, x.dtype).view(*x.shape[:-1], -1))  # type: ignore[no-any-return]
 
-    trial = trial_rows(halves[0].in_features, _TRIAL_SCALES)[None].to(halves[0].weight.dtype)
+    trial = trial_rows(gate_up.in_features, _TRIAL_SCALES)[None].to(first[0].weight.dtype)
     if first_equivalent(module, lambda: [(block, equal_by_row(_ROUNDING))], trial) is None:
         return None
-    return GatedMlp(halves[0].product, downs[0].product)
+    return GatedMlp(gate_up, down.product, kind)
+
+
+_Linear = MergedPart | PackedLinear
+
+
+def _parts(linears: list[_Linear]) -> tuple[PackedProduct, PackedLinear, list[_Linear]] | None:
+    """Return the first product, the second linear, and the linears of the first; None: no block.
+
+    Gate and up are two linears that share a product, or one linear.
+    """
+    first: list[_Linear] = [each for each in linears if isinstance(each, MergedPart)]
+    singles = [each for each in linears if isinstance(each, PackedLinear)]
+    if not first and len(singles) == 2:
+        first = [each for each in singles if each.out_features == 2 * _next(singles, each)]
+        singles = [each for each in singles if each not in first]
+    if len(singles) != 1 or len(first) not in (1, 2):
+        return None
+    (down,) = singles
+    gate_up = first[0].product
+    if (
+        any(each.product is not gate_up for each in first)
+        or not isinstance(gate_up, PackedProduct)
+        or gate_up.out_features != 2 * down.in_features
+        or down.in_features % WIDTH
+    ):
+        return None
+    first.sort(key=lambda each: each.index if isinstance(each, MergedPart) else 0)
+    return gate_up, down, first
+
+
+def _next(pair: list[PackedLinear], first: PackedLinear) -> int:
+    """Return the number of inputs of the other linear of two."""
+    return pair[pair[0] is first].in_features

@@ -1,13 +1,15 @@
-"""RMSNorm modules of any architecture, recognised by their outputs.
+"""Norms of any architecture, recognised by their outputs.
 
 Every architecture has its own class for the same formula: x / sqrt(mean(x^2) + eps) * weight, or
-* (1 + weight). A module with other outputs is not replaced.
+* (1 + weight). A LayerNorm subtracts the mean before, and may add a bias. A module with other
+outputs is not replaced.
 
 Shapes: R = rows, D = dimensions of a row.
 """
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +22,17 @@ from ropewalk.model_runtime.probing.equivalence import (
     trial_rows,
 )
 
-# Makes the possible replacements of a norm from its weight and eps, each with its comparison.
-Candidates = Callable[[nn.Parameter, float], Iterable[tuple[nn.Module, IsEqual]]]
+
+class NormParts(NamedTuple):
+    """The numbers of a norm."""
+
+    weight: nn.Parameter
+    eps: float
+    bias: nn.Parameter | None = None
+
+
+# Makes the possible replacements of a norm from its parts, each with its comparison.
+Candidates = Callable[[NormParts], Iterable[tuple[nn.Module, IsEqual]]]
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative
 
 _TRIAL_SCALES = (1e-3, 1.0, 30.0)  # the smallest reveals a wrong eps
@@ -45,19 +56,21 @@ class TorchRmsNorm(nn.Module):
         return nn.functional.rms_norm(x, (len(self.weight),), self.weight, self._eps)
 
 
-def torch_candidates(weight: nn.Parameter, eps: float) -> Iterator[tuple[nn.Module, IsEqual]]:
-    yield TorchRmsNorm(weight, eps), equal_by_scale(ROUNDING, weight.detach().float())
+def torch_candidates(parts: NormParts) -> Iterator[tuple[nn.Module, IsEqual]]:
+    if parts.bias is None:
+        weight_D = parts.weight.detach().float()
+        yield TorchRmsNorm(parts.weight, parts.eps), equal_by_scale(ROUNDING, weight_D)
 
 
 @torch.inference_mode()
 def replace_norms(model: nn.Module, candidates: Candidates = torch_candidates) -> None:
-    """Replace every module that computes an RMSNorm by a candidate with its outputs, in place."""
+    """Replace every module that computes a norm by a candidate with its outputs, in place."""
     swap_modules(model, lambda module: _as_norm(module, candidates))
 
 
 def _as_norm(module: nn.Module, candidates: Candidates) -> nn.Module | None:
     """Return the same norm, or None if the module is something else."""
-    weight = getattr(module, "weight", None)
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if (
         not isinstance(weight, nn.Parameter)
@@ -65,11 +78,13 @@ def _as_norm(module: nn.Module, candidates: Candidates) -> nn.Module | None:
         or weight.dim() != 1
         or len(weight) < 2  # a single weight for whole rows would look like rows of one element
         or weight.dtype not in ROUNDING
-        or len(list(module.parameters())) + len(list(module.buffers())) > 1
+        or not (bias is None or (isinstance(bias, nn.Parameter) and bias.shape == weight.shape))
+        or len(list(module.parameters())) + len(list(module.buffers())) > 1 + (bias is not None)
         or len(inspect.signature(module.forward).parameters) != 1
     ):
         return None
     trial_RD = trial_rows(len(weight), _TRIAL_SCALES, _TRIAL_SHIFT)
     trial_RD = trial_RD.to(weight.device, weight.dtype)
-    place = first_equivalent(module, lambda: candidates(weight, eps), trial_RD)
-    return None if place is None else list(candidates(weight, eps))[place][0]
+    parts = NormParts(weight, eps, bias)
+    place = first_equivalent(module, lambda: candidates(parts), trial_RD)
+    return None if place is None else list(candidates(parts))[place][0]

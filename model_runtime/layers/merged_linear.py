@@ -61,20 +61,20 @@ class MergedPart(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = placeholder(linear.weight)
         self.bias = linear.bias
-        self._shared = shared
+        self.shared = shared
         self.index = index  # among the parts of the product
 
     @property
     def product(self) -> Product:
-        return self._shared.product
+        return self.shared.product
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this linear's output, [..., in] -> [..., out]."""
-        return self._shared.part(x, self.index)
+        return self.shared.part(x, self.index)
 
     def forget(self) -> None:
         """Free the product of all linears of the group, if a failed forward has left it."""
-        self._shared.forget()
+        self.shared.forget()
 
 
 def forget_results(model: nn.Module) -> None:

@@ -13,17 +13,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from ropewalk.model_runtime.cpu_kernels.activations import KINDS
+from ropewalk.model_runtime.cpu_kernels.elementwise import activated, as_numpy, as_tensor
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import panels_text
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear, in_float_panels
 from ropewalk.model_runtime.layers.merged_linear import is_linear, join, placeholder
 from ropewalk.model_runtime.layers.packed_product import DTYPES, PackedProduct, Way, Workshop
 from ropewalk.model_runtime.layers.replace_modules import activation_classes, swap_modules
 from ropewalk.model_runtime.layers.way_trial import choose_way
+from ropewalk.model_runtime.probing.equivalence import equal_by_row, trial_rows
 
 if TYPE_CHECKING:
     from ropewalk.model_runtime.layers.low_bits.product import LowBitWorkshop
 
 _VECTOR = 64  # elements; a multiple of every SIMD width in use
+_TRIAL_SCALES = (0.1, 1.0, 30.0)  # reveal other activations, and those that clip large values
+_ACTIVATION_ROUNDING = 1e-5  # relative to the norm of a row
 _UNSPLIT = 16_384  # elements; torch gives a thread at least this many of any activation
 
 
@@ -47,15 +52,40 @@ class PackedLinear(nn.Module):
 
 
 class RowwiseActivation(nn.Module):
-    """An activation without elements in a SIMD loop's remainder, on any number of threads."""
+    """An activation whose values have the same bits wherever they stand, on any number of threads.
+
+    `kind`: the compiled activation with its outputs; None: there is none, and torch computes it
+    without elements in a SIMD loop's remainder.
+    """
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
         self._activation = activation
+        self.kind = kind_of(activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the activation, same shape."""
-        return rowwise(self._activation, x)
+        if self.kind is None or x.dtype not in DTYPES:
+            return rowwise(self._activation, x)
+        return as_tensor(activated(as_numpy(x.contiguous()).reshape(-1), self.kind), x.dtype).view(
+            x.shape
+        )
+
+
+@torch.inference_mode()
+def kind_of(activation: nn.Module) -> int | None:
+    """Return the compiled activation that has the outputs of a module, or None."""
+    trial = trial_rows(_VECTOR, _TRIAL_SCALES)
+    try:
+        expected = activation(trial)
+    except Exception:  # noqa: BLE001  # code of a checkpoint raises any type
+        return None
+    is_equal = equal_by_row({torch.float32: _ACTIVATION_ROUNDING})
+    for kind in KINDS:
+        found = torch.from_numpy(activated(trial.flatten().numpy(), kind)).view_as(trial)
+        if isinstance(expected, Tensor) and is_equal(found, expected):
+            return kind
+    return None
 
 
 def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

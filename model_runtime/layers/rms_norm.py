@@ -1,30 +1,36 @@
-"""RMSNorm on a CPU, in one pass over a row instead of seven over the tensor.
+"""RMSNorm and LayerNorm on a CPU, in one pass over a row instead of seven over the tensor.
 
 Every row is computed by the same code, whatever the other rows are. Its bits therefore do not
 depend on the batch. Sums are float32. A bf16 result is rounded once, although some models round it
 twice. `match_norm.py` decides which modules are replaced.
 
-Shapes: R = rows, D = dimensions of a row or of one head, C = columns that hold head beside head.
+Shapes: R = rows, D = dimensions of a row or of one head.
 """
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, normalize
-from ropewalk.model_runtime.layers.match_norm import ROUNDING
+from ropewalk.model_runtime.layers.match_norm import ROUNDING, NormParts
 from ropewalk.model_runtime.probing.equivalence import IsEqual, equal_by_scale
 
 
 class RmsNorm(nn.Module):
     """RMSNorm, x / sqrt(mean(x^2) + eps) * scale over the last dimension."""
 
-    def __init__(self, weight: nn.Parameter, scale_D: Tensor, eps: float) -> None:
+    is_centered: ClassVar = False
+
+    def __init__(self, parts: NormParts, scale_D: Tensor) -> None:
         super().__init__()
-        self.weight = weight  # model code may read its dtype
+        self.weight, self.bias = parts.weight, parts.bias  # model code may read their dtype
         self.scale_D = scale_D.float().numpy()
-        self.eps = np.float32(eps)
+        shift_D = torch.zeros_like(scale_D) if parts.bias is None else parts.bias.detach()
+        self.shift_D = shift_D.float().numpy()
+        self.eps = np.float32(parts.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm, same shape and dtype."""
@@ -32,12 +38,21 @@ class RmsNorm(nn.Module):
         values = as_numpy(x.contiguous())
         out = np.empty_like(values)
         rows = (-1, len(self.scale_D))
-        normalize(values.reshape(rows), self.scale_D, self.eps, out.reshape(rows))
+        shapes = values.reshape(rows), out.reshape(rows)
+        normalize(shapes[0], self.scale_D, self.shift_D, self.eps, self.is_centered, shapes[1])
         return as_tensor(out, x.dtype)
 
 
-def cpu_candidates(weight: nn.Parameter, eps: float) -> Iterator[tuple[nn.Module, IsEqual]]:
-    """Yield both formulas over this weight, each with its comparison."""
-    wide_D = weight.detach().float()
-    for scale_D in (wide_D, 1.0 + wide_D):
-        yield RmsNorm(weight, scale_D, eps), equal_by_scale(ROUNDING, scale_D)
+class CenteredNorm(RmsNorm):
+    """LayerNorm, (x - mean) / sqrt(variance + eps) * scale + shift over the last dimension."""
+
+    is_centered: ClassVar = True
+
+
+def cpu_candidates(parts: NormParts) -> Iterator[tuple[nn.Module, IsEqual]]:
+    """Yield the formulas over these parts, each with its comparison."""
+    wide_D = parts.weight.detach().float()
+    kinds = (RmsNorm, CenteredNorm) if parts.bias is None else (CenteredNorm,)
+    for kind in kinds:
+        for scale_D in (wide_D, 1.0 + wide_D):
+            yield kind(parts, scale_D), equal_by_scale(ROUNDING, scale_D)

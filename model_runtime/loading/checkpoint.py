@@ -266,11 +266,11 @@ def prepare_model(
     if has_cpu_kernels(parameter.device):
         products = _pack(model, parameter.dtype, division, is_ruled=is_ruled)
         if division is None:  # a fused decoder gathers nothing
-            from ropewalk.model_runtime.layers.match_decoder import (  # noqa: PLC0415  # numba
-                match_decoder,
+            from ropewalk.model_runtime.layers.fused.decoder import (  # noqa: PLC0415  # numba
+                fused_decoder,
             )
 
-            fused = match_decoder(model, plans)
+            fused = fused_decoder(model, plans)
     elif has_gpu_kernels(parameter.device) and division is None:
         from ropewalk.model_runtime.gpu.residual_layer import (  # noqa: PLC0415  # imports triton
             use_fewer_kernels,

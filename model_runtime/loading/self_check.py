@@ -218,7 +218,7 @@ def check(prompts: PagedPrompts) -> SelfCheckReport:
 # Shapes: T = tokens of the long prompt, R = rows of logits, V = vocabulary.
 
 if TYPE_CHECKING:
-    from ropewalk.model_runtime.layers.fused_decoder import DecoderLayers  # imports numba
+    from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers  # imports numba
 
 _NUM_LOGIT_ROWS = 2  # tokens that need logits, so that the last layer is pruned
 
@@ -235,7 +235,10 @@ def choose_forward(
         long_TV = prompts.long_TV  # of the plain forward, so before anything is installed
         report = _choose_pruning(prompts, report, long_TV)
         if fused is not None:
+            fused.note_windows(prompts.model)
             _choose_fused(prompts, fused, long_TV)
+    if fused is not None:
+        fused.note_windows(prompts.model)
     return report
 
 
@@ -271,7 +274,7 @@ def _last_logits(prompts: PagedPrompts) -> Tensor | None:
 
 def _choose_fused(prompts: PagedPrompts, fused: "DecoderLayers", long_TV: Tensor) -> None:
     """Replace the model's forward by the fused decoder, if both give the same bits."""
-    from ropewalk.model_runtime.layers.fused_decoder import (  # noqa: PLC0415  # imports numba
+    from ropewalk.model_runtime.layers.fused.decoder import (  # noqa: PLC0415  # imports numba
         restore,
     )
 

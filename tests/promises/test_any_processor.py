@@ -14,7 +14,7 @@ from ropewalk.model_runtime.cpu_kernels.simd import vectors
 from ropewalk.model_runtime.deployments.make_deployment import make_deployment
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers import packed_linear
-from ropewalk.model_runtime.layers.fused_decoder import DecoderLayers
+from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers
 from ropewalk.model_runtime.layers.packed_product import Way, Workshop
 from ropewalk.model_runtime.layers.way_trial import is_possible
 from ropewalk.model_runtime.loading import checkpoint

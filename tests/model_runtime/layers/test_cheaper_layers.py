@@ -11,7 +11,7 @@ from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import RowProducts
-from ropewalk.model_runtime.layers.fused_decoder import restore
+from ropewalk.model_runtime.layers.fused.decoder import restore
 from ropewalk.model_runtime.layers.gated_mlp import GatedMlp
 from ropewalk.model_runtime.layers.merged_linear import shared_inputs
 from ropewalk.model_runtime.layers.packed_product import PackedProduct

@@ -12,7 +12,7 @@ from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.build_engine import build_runner
 from ropewalk.model_runtime.layers import last_layer
-from ropewalk.model_runtime.layers.fused_decoder import restore
+from ropewalk.model_runtime.layers.fused.decoder import restore
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Profile

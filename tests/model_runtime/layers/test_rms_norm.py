@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from ropewalk.model_runtime.layers import match_norm
 from ropewalk.model_runtime.layers.match_norm import TorchRmsNorm
-from ropewalk.model_runtime.layers.rms_norm import RmsNorm, cpu_candidates
+from ropewalk.model_runtime.layers.rms_norm import CenteredNorm, RmsNorm, cpu_candidates
 
 ROWS = (1, 2, 3, 7, 8, 33, 200)
 
@@ -63,6 +64,37 @@ def test_the_same_norm(make: Any, width: int, dtype: torch.dtype) -> None:
     assert torch.allclose(whole.float(), expected.float(), rtol=2 * rounding, atol=1e-5)
 
 
+class PlusOneLayerNorm(nn.LayerNorm):
+    """A LayerNorm with 1 + weight, as Nemotron's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the norm."""
+        shape, weight = self.normalized_shape, self.weight + 1
+        return nn.functional.layer_norm(x, shape, weight, self.bias, self.eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [16, 384, 1000])
+@pytest.mark.parametrize("make", [nn.LayerNorm, CohereLayerNorm, PlusOneLayerNorm])
+def test_the_same_layer_norm(make: Any, width: int, dtype: torch.dtype) -> None:
+    """Float64 is the reference, with a mean far from zero; a row has the same bits among others."""
+    original = make(width, eps=1e-5).to(dtype)
+    norm = replaced(original)
+    assert type(norm) is CenteredNorm
+    x = (torch.randn(2, max(ROWS), width) * (torch.rand(max(ROWS), 1) * 40 + 2) + 3).to(dtype)
+    with torch.inference_mode():
+        whole = norm(x)
+        for rows in ROWS:
+            assert torch.equal(norm(x[:, :rows]), whole[:, :rows])
+            assert torch.equal(norm(x[:, -rows:]), whole[:, -rows:])
+    weight = original.weight.double() + (make is PlusOneLayerNorm)
+    bias = getattr(original, "bias", None)
+    bias = bias if bias is None else bias.double()
+    exact = nn.functional.layer_norm(x.double(), (width,), weight, bias, 1e-5)
+    rounding = 2e-6 if dtype == torch.float32 else 2**-8
+    assert torch.allclose(whole.double(), exact, rtol=rounding, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torchs_own_is_the_same_norm(dtype: torch.dtype) -> None:
     """Torch's RMSNorm replaces Llama's on a GPU."""
@@ -91,8 +123,6 @@ def test_nan_stays_nan(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        nn.LayerNorm(64, bias=False),
-        nn.LayerNorm(64),
         WrongEps(64, eps=1e-6),
         Qwen3NextRMSNormGated(64),
         nn.RMSNorm(64),  # its eps depends on the dtype
@@ -102,7 +132,7 @@ def test_nan_stays_nan(dtype: torch.dtype) -> None:
     ids=lambda module: type(module).__name__,
 )
 def test_others_are_left(module: nn.Module) -> None:
-    """Norms that subtract the mean, have a gate, or use another eps or dtype are left."""
+    """Norms that have a gate, or use another eps or dtype are left."""
     assert replaced(module) is module
 
 
@@ -119,11 +149,13 @@ class PerHead(LlamaRMSNorm):
 @pytest.mark.parametrize("size", [0.02, 1e-4, 0.0])
 def test_small_weights_do_not_hide_another_formula(size: float, dtype: torch.dtype) -> None:
     """With small weights a norm that subtracts the mean differs little, with zeros not at all."""
-    for wrong in (nn.LayerNorm(64, eps=1e-5, bias=False), WrongEps(64, eps=1e-3)):
-        nn.init.uniform_(wrong.weight, -size, size)
-        holder = nn.ModuleDict({"norm": wrong.to(dtype)})
+    centered = nn.LayerNorm(64, eps=1e-5, bias=False)
+    wrong = WrongEps(64, eps=1e-3)
+    for norm, kind in ((centered, CenteredNorm), (wrong, WrongEps)):
+        nn.init.uniform_(norm.weight, -size, size)
+        holder = nn.ModuleDict({"norm": norm.to(dtype)})
         replace_norms(holder)
-        assert holder["norm"] is wrong
+        assert type(holder["norm"]) is kind
     right = LlamaRMSNorm(64, eps=1e-5)
     nn.init.uniform_(right.weight, -size, size)
     holder = nn.ModuleDict({"norm": right.to(dtype)})

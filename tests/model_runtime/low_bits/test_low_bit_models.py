@@ -24,7 +24,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (
 )
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.experts.low_bit import LowBitExperts
-from ropewalk.model_runtime.layers.fused_decoder import DecoderLayers
+from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitEmbedding, LowBitLinear
 from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
 from ropewalk.model_runtime.loading.low_bits.hold import distance, quantise_model

@@ -1,0 +1,381 @@
+"""The forward of a model on a CPU, without PyTorch calls between its kernels.
+
+A model's own forward takes about forty PyTorch calls per layer, with copies of queries, keys and
+values between them. Here it is a program (program.py) of products, attention and passes over rows.
+If a step has few rows, the whole program is one call (fused_decode.py). If it has many, each
+product is a call, and so are all passes over rows between two products.
+
+trace.py finds the operations of a model, and self_check.py tries this forward.
+
+Shapes: T = flat tokens, R = rows, E = dimensions of the hidden state, C = columns of a slot,
+B = slots, V = vocabulary.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor, nn
+
+from ropewalk.model_runtime.attention.cpu_backend import CpuAttention, RangedSequences
+from ropewalk.model_runtime.attention.paged_attention import STEP, LayerPlan, PagedStep
+from ropewalk.model_runtime.cpu_kernels import fused_decode as kernel
+from ropewalk.model_runtime.cpu_kernels.attention_dot import uses_pairs
+from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, row_shares
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
+    AttentionParams,
+    FusedStep,
+    Ints,
+    Numbers,
+)
+from ropewalk.model_runtime.cpu_kernels.skinny_gemm import Multiplying
+from ropewalk.model_runtime.cpu_kernels.threads import (
+    ABORT,
+    MOST_THREADS,
+    parallel_for,
+    run_thread_team,
+)
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.layers.fused.operations import (
+    Attend,
+    Product,
+    TailCall,
+    UntraceableError,
+)
+from ropewalk.model_runtime.layers.fused.program import (
+    MOST_TABLES,
+    Instruction,
+    Program,
+    build_program,
+)
+from ropewalk.model_runtime.layers.fused.trace import traced
+from ropewalk.model_runtime.layers.last_layer import PrunedStep
+from ropewalk.model_runtime.probing.probe import are_equal, recorded_calls
+
+_log = structlog.get_logger(__name__)
+
+_BYTES_PER_THREAD = 4 << 20  # of weights; with fewer, a thread costs more time than it saves
+_FAR = 1 << 20  # a position that no short prompt has
+_LINE = 64  # bytes of a cache line, at which a slot begins
+
+
+class Logits(NamedTuple):
+    """The result of a forward."""
+
+    logits: Tensor  # [1, R, V]
+
+
+def fused_decoder(model: Any, plans: Mapping[int, LayerPlan]) -> "DecoderLayers | None":
+    """Return this forward for a packed model; None if a part of it has no kernel."""
+    try:
+        return fuse_decoder(model, plans)
+    except UntraceableError as error:
+        _log.info("decoder_not_fused", model=type(model).__name__, reason=str(error))
+        return None
+
+
+def fuse_decoder(model: Any, plans: Mapping[int, LayerPlan]) -> "DecoderLayers":
+    """Return this forward for a packed model on a CPU. Raises UntraceableError with the reason.
+
+    Nothing is tried here (equivalence.py), because a forward needs steps over a cache.
+    `self_check.py` has them, and compares this forward with the model's own.
+    """
+    trace = traced(model, plans)
+    calls = recorded_calls(model)
+    try:
+        far = recorded_calls(model, first_position=_FAR)
+    except ModelError as error:  # the model looks up a table by position
+        raise UntraceableError("looks up positions") from error
+    if not all(are_equal(call, far[index]) for index, call in calls.items()):
+        raise UntraceableError("has queries that depend on their positions")
+    return DecoderLayers(model, build_program(trace, plans), trace.tail, plans)
+
+
+class DecoderLayers:
+    """A model's forward over a paged cache; other calls go to the model's own forward."""
+
+    def __init__(
+        self,
+        model: Any,
+        program: Program,
+        tail: list[TailCall],
+        plans: Mapping[int, LayerPlan],
+    ) -> None:
+        self.own_forward = model.forward
+        self._embed = model.get_input_embeddings()
+        self._program, self._tail, self._plans = program, tail, plans
+        *self._instructions, head = program.instructions
+        assert isinstance(head.source, Product)
+        self._head = head.source.product
+        self._dtype = next(model.parameters()).dtype
+        self._num_bytes = 0  # of weights that the kernel reads
+        self.multiplying: Multiplying | None = None  # None: the program is not one call
+        self._note_products()
+        self._private, self._shared = (self._offsets(is_shared=each) for each in (False, True))
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Return the logits of the requested rows; other steps go to the model's own forward."""
+        step = named.get(STEP)
+        every, pruned, rows_R = step, None, None
+        if isinstance(step, PrunedStep):
+            every, pruned, rows_R = step.every, step.pruned, step.rows_R.numpy()
+        if not self._is_ours(every) or not (pruned is None or self._is_ours(pruned)):
+            return self.own_forward(*arguments, **named)
+        hidden_TE = as_numpy(self._embed(named["input_ids"])[0])
+        rows = named["logits_to_keep"].numpy()
+        is_whole = len(rows) == len(hidden_TE)
+        if pruned is None and self._is_one_call(len(hidden_TE), every):
+            result_RC = self._all_at_once(hidden_TE, every, with_head=is_whole)
+            if is_whole:
+                return self._logits(result_RC)
+        else:
+            result_RC = self._one_by_one(hidden_TE, every, pruned, rows_R)
+        if len(rows) != len(result_RC):
+            result_RC = result_RC[rows]
+        return self._logits(self._head.multiply(result_RC))
+
+    def note_windows(self, model: nn.Module) -> None:
+        """Read the windows of all layers again, after they were changed in the model."""
+        calls = recorded_calls(model)
+        for place, each in self._attentions():
+            window = calls[each.layer].sliding_window or 0
+            self._program.fields_OF[place, kernel.WINDOW] = window
+
+    def _logits(self, logits_RV: Numbers) -> Logits:
+        results = [as_tensor(logits_RV, self._dtype)[None]]
+        for call in self._tail:
+            given = (
+                argument if place is None else results[place]
+                for argument, place in zip(call.arguments, call.places, strict=True)
+            )
+            results.append(call.function(*given))
+        return Logits(results[-1])
+
+    # Many rows
+
+    def _one_by_one(
+        self, hidden_TE: Numbers, every: PagedStep, pruned: PagedStep | None, rows_R: Ints | None
+    ) -> Numbers:
+        """Return the head's input of every token, or of those that the last layer computes."""
+        program = self._program
+        arrays: list[Any] = [None] * len(program.slots)
+        arrays[program.embedding] = hidden_TE
+        step, last_layer, place = every, max(self._plans), 0
+        while place < len(self._instructions):
+            each = self._instructions[place]
+            source, out = each.source, each.fields[kernel.OUT]
+            if isinstance(source, Product):
+                arrays[out] = source.product.multiply(arrays[each.fields[kernel.FIRST]])
+            elif isinstance(source, Attend):
+                self._write(each, source, every, arrays)
+                if pruned is not None and source.layer == last_layer:
+                    step = pruned
+                    for slot in program.live_slots[place]:
+                        arrays[slot] = arrays[slot][rows_R]
+                arrays[out] = self._attend(place, source, step, arrays)
+            else:
+                place = self._on_rows(place, arrays)
+                continue
+            place += 1
+        return arrays[program.result]  # type: ignore[no-any-return]
+
+    def _on_rows(self, place: int, arrays: list[Any]) -> int:
+        """Compute the passes over rows from `place` on; return the place of what follows."""
+        program, end = self._program, place
+        num_numbers = 0
+        while end < len(self._instructions) and _is_on_rows(self._instructions[end]):
+            fields = self._instructions[end].fields
+            like, out = arrays[fields[kernel.FIRST]], fields[kernel.OUT]
+            shape = (len(like), fields[kernel.OUT_WIDTH])
+            if arrays[out] is None or arrays[out].shape != shape:
+                arrays[out] = np.empty(shape, like.dtype)
+            num_numbers += len(like) * fields[kernel.COLUMNS]
+            end += 1
+        none = [0 if each is None else each.ctypes.data for each in arrays]
+        arguments = (
+            program.fields_OF[place:end], program.factors_OX[place:end], np.array(none, np.int64),
+            like, _LIKE_SCALE,
+        )  # fmt: skip
+        shares = row_shares(len(like), num_numbers)
+        parallel_for(lambda share: kernel.run_blocks(*arguments, *share), shares)
+        return end
+
+    def _write(self, each: Instruction, source: Attend, step: PagedStep, arrays: list[Any]) -> None:
+        """Write a layer's keys and values to the cache."""
+        fields = each.fields
+        key, value = arrays[fields[kernel.SECOND]], arrays[fields[kernel.THIRD]]
+        places = (key, fields[kernel.SECOND_AT], value, fields[kernel.THIRD_AT])
+        _cpu(step).write_columns(*places, step.store.arrays[source.layer])
+
+    def _attend(self, place: int, source: Attend, step: PagedStep, arrays: list[Any]) -> Numbers:
+        """Return a layer's attention, head by head."""
+        fields_F, factors_X = self._program.fields_OF[place], self._program.factors_OX[place]
+        tables = step.tables.layer(self._plans[source.layer].layer_type)
+        (sinks_H,) = self._instructions[place].keeps
+        params = AttentionParams(
+            tables.kernel_arrays,
+            factors_X[kernel.SCALING],
+            int(fields_F[kernel.WINDOW]),
+            factors_X[kernel.SOFTCAP],
+            sinks_H,
+        )
+        backend, query_TC = _cpu(step), arrays[fields_F[kernel.FIRST]]
+        pages = step.store.arrays[source.layer]
+        return backend.attend(query_TC, source.num_heads, pages, params, backend.ranged(tables))
+
+    # Few rows
+
+    def _all_at_once(self, hidden_RE: Numbers, step: PagedStep, *, with_head: bool) -> Numbers:
+        """Return the logits of every row, or the head's input."""
+        program, backend, num_rows = self._program, _cpu(step), len(hidden_RE)
+        num_operations = len(program.instructions) - (not with_head)
+        pages = next(iter(step.store.arrays.values()))
+        num_pages, _, _, page_size = pages.keys_NKDO.shape
+        tables = [step.tables.layer(each).kernel_arrays for each in program.table_types]
+        plain_step = FusedStep(
+            program.fields_OF[:num_operations],
+            program.factors_OX[:num_operations],
+            step.store.addresses_L2,
+            num_pages,
+            page_size,
+            _LIKE_SCALE,
+            backend.destinations,
+            backend.sequences,
+            tuple((tables * MOST_TABLES)[:MOST_TABLES]),
+        ).unnamed()
+        num_threads = self._num_threads(backend)
+        shared = _Memory(self._shared, num_rows, hidden_RE)
+        logits_RV = np.empty(
+            (num_rows, self._head.out_features if with_head else 0), hidden_RE.dtype
+        )
+        own = [_Memory(self._private, num_rows, hidden_RE) for _ in range(num_threads)]
+        for each in own:
+            each.addresses_B += shared.addresses_B
+            each.addresses_B[program.embedding] = hidden_RE.ctypes.data
+            if with_head:
+                each.addresses_B[program.instructions[-1].fields[kernel.OUT]] = (
+                    logits_RV.ctypes.data
+                )
+        assert self.multiplying is not None
+        run = kernel.runner_for(self.multiplying, pages.keys_NKDO)
+        arrived = np.zeros(1, np.int64)
+
+        def work(thread: int) -> None:
+            addresses_B = own[thread].addresses_B
+            run(thread, num_threads, arrived, addresses_B, num_rows, hidden_RE, plain_step)
+
+        run_thread_team(work, num_threads, lambda: arrived.fill(ABORT))
+        if with_head:
+            return logits_RV
+        slot = program.slots[program.result]
+        memory = shared if slot.is_shared else own[0]
+        return memory.rows(program.result, num_rows, slot.width)
+
+    def _num_threads(self, backend: CpuAttention) -> int:
+        """Return the number of threads that the size of all weights, or attention, is worth."""
+        most = min(torch.get_num_threads(), MOST_THREADS)
+        by_weights = max(1, min(most, self._num_bytes // _BYTES_PER_THREAD))
+        _, each = self._attentions()[0]
+        plan = self._plans[each.layer]
+        shares = backend.partitioned(each.num_heads, plan.key_dim, plan.num_key_heads)
+        return max(by_weights, len(shares))
+
+    def _is_ours(self, step: Any) -> TypeGuard[PagedStep]:
+        """Return whether the step reads the cache as the model's layers do, on a CPU."""
+        return (
+            type(step) is PagedStep
+            and step.plans is self._plans
+            and isinstance(step.backend, CpuAttention)
+        )
+
+    def _is_one_call(self, num_rows: int, step: PagedStep) -> bool:
+        """Return whether the kernel takes the step, and the trial of its products still holds."""
+        return (
+            self.multiplying is not None
+            and self._head.skinny(num_rows) is not None
+            and all(self._ranged(step, each) is None for each in self._program.table_types)
+            and len({uses_pairs(each.keys_NKDO) for each in step.store.arrays.values()}) == 1
+        )
+
+    def _ranged(self, step: PagedStep, layer_type: str | None) -> RangedSequences | None:
+        """Return the step's sequences that read ranges, which the one call does not take."""
+        return _cpu(step).ranged(step.tables.layer(layer_type))
+
+    def _attentions(self) -> list[tuple[int, Attend]]:
+        """Return each layer's attention and its place."""
+        return [
+            (place, each.source)
+            for place, each in enumerate(self._instructions)
+            if isinstance(each.source, Attend)
+        ]
+
+    def _note_products(self) -> None:
+        """Write the fields of all products for the kernel, if it can multiply them in one way."""
+        kinds = set()
+        for fields_F, each in zip(self._program.fields_OF, self._program.instructions, strict=True):
+            if isinstance(each.source, Product):
+                skinny = each.source.product.skinny(1)
+                if skinny is None:
+                    return
+                kinds.add(skinny.multiplying)
+                self._num_bytes += skinny.num_bytes
+                fields_F[kernel.ADDRESS] = skinny.packed_Q.ctypes.data
+                fields_F[kernel.LENGTH] = skinny.packed_Q.size
+                fields_F[kernel.OTHER_ADDRESS] = skinny.bias_N.ctypes.data
+                fields_F[kernel.OTHER_LENGTH] = skinny.bias_N.size
+                fields_F[kernel.LAYOUT], fields_F[kernel.CHAIN] = skinny.layout, skinny.chain
+        if len(kinds) == 1:
+            (self.multiplying,) = kinds
+
+    def _offsets(self, *, is_shared: bool) -> list[int | None]:
+        """Return where each slot begins, in columns of all of them; None for the other kind."""
+        found: list[int | None] = []
+        end = 0
+        head = self._program.instructions[-1].fields[kernel.OUT]
+        for place, slot in enumerate(self._program.slots):
+            is_outside = place in (self._program.embedding, head) and slot.is_shared
+            if slot.is_shared is not is_shared or is_outside:
+                found.append(None)
+                continue
+            found.append(end)
+            end += -(-slot.width // _LINE) * _LINE
+        return [*found, end]
+
+
+class _Memory:
+    """The memory of slots of one kind, for a count of rows."""
+
+    def __init__(self, offsets: list[int | None], num_rows: int, like: Numbers) -> None:
+        *begins, end = offsets
+        assert end is not None
+        self._memory = np.empty(num_rows * end + _LINE, like.dtype)
+        skipped = -self._memory.ctypes.data % _LINE // like.itemsize
+        self._memory = self._memory[skipped:]
+        base, row = self._memory.ctypes.data, num_rows * like.itemsize
+        self.addresses_B = np.array(
+            [0 if begin is None else base + begin * row for begin in begins], np.int64
+        )
+
+    def rows(self, slot: int, num_rows: int, width: int) -> Numbers:
+        """Return the rows of a slot, [R, C]."""
+        begin = (int(self.addresses_B[slot]) - self._memory.ctypes.data) // self._memory.itemsize
+        return self._memory[begin : begin + num_rows * width].reshape(num_rows, width)
+
+
+_LIKE_SCALE = np.empty(0, np.float32)
+
+
+def _is_on_rows(each: Instruction) -> bool:
+    return not isinstance(each.source, Product | Attend)
+
+
+def _cpu(step: PagedStep) -> CpuAttention:
+    assert isinstance(step.backend, CpuAttention)
+    return step.backend
+
+
+def restore(model: nn.Module) -> None:
+    if isinstance(vars(model).get("forward"), DecoderLayers):
+        del model.forward

@@ -1,0 +1,110 @@
+"""A model's forward as operations on rows, without names or memory.
+
+Shapes: R = rows, C = columns of a value.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ropewalk.model_runtime.attention.paged_attention import AttentionCall
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats
+from ropewalk.model_runtime.layers.packed_product import PackedProduct
+from ropewalk.model_runtime.layers.rms_norm import RmsNorm
+
+
+class UntraceableError(Exception):
+    """An operation of a model's forward that has no kernel; its text names the operation."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Value:
+    """An array of rows, [R, C]: the embedding, or the result of an operation."""
+
+    num_columns: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Columns of values, in the order in which an operation reads them."""
+
+    values_C: NDArray[np.int64]  # numbers of values
+    columns_C: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Rows times a weight."""
+
+    out: Value
+    x: Operand
+    product: PackedProduct
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of every so many columns as its scale has."""
+
+    out: Value
+    x: Operand
+    norm: RmsNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """A sum, difference or product of rows, or of rows and a constant row."""
+
+    out: Value
+    name: str
+    x: Operand
+    other: Operand | Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Activate:
+    """An activation of x, times `up` if there is one (activations.py)."""
+
+    out: Value
+    x: Operand
+    up: Operand | None
+    kind: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """A layer's write of keys and values, and its read of the cache."""
+
+    out: Value
+    layer: int
+    query: Operand
+    key: Operand
+    value: Operand
+    num_heads: int
+    call: AttentionCall
+
+
+Operation = Product | Norm | Combine | Activate | Attend
+
+
+@dataclass(frozen=True, slots=True)
+class TailCall:
+    """A call of torch after the head; `places` has the results that it takes, by argument."""
+
+    function: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+    places: tuple[int | None, ...]  # 0: the head's output, i: that of call i - 1; None: a constant
+
+
+@dataclass(slots=True)
+class Trace:
+    """A model's forward as operations on rows."""
+
+    embedding: Value
+    operations: list[Operation] = field(default_factory=list)
+    head: Product | None = None
+    tail: list[TailCall] = field(default_factory=list)
