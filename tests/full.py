@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # Part -> files and folders below tests/. A file belongs to the part with the longest of its paths.
 PATHS = {
     "parallel": ("model_runtime/parallel",),
-    "attention": ("model_runtime/attention", "model_runtime/gpu_layers", "gpu"),
+    "attention": ("model_runtime/attention", "model_runtime/gpu", "gpu"),
     "kernels": ("model_runtime/cpu_kernels", "model_runtime/layers"),
     "models": ("model_runtime/loading", "model_runtime/probing"),
-    "bits": ("model_runtime/low_bits", "model_runtime/gguf", "model_runtime/quantised"),
+    "bits": ("model_runtime/formats", "model_runtime/layers/low_bits"),
     "runtime": ("model_runtime", "rope", "promises", "training"),
-    "server": ("server", "playground"),
+    "server": ("server", "studies", "playground"),
     "docker": ("docker",),
     "commands": ("test_doc_commands.py", "benchmarks"),
     "real": ("real",),

@@ -134,6 +134,15 @@ def test_each_folder_says_what_is_in_it_and_is_small(package: str) -> None:
         assert len(list(file.parent.glob("*.py"))) - 1 <= MOST_FILES, file
 
 
+@pytest.mark.parametrize("package", ROOMS)
+def test_units_lie_in_folders_with_the_names_of_the_product(package: str) -> None:
+    """A reader of a folder finds its tests by its name."""
+    tests = ROOT / "tests" / package
+    folders = {path.name for path in tests.iterdir() if any(path.rglob("*.py"))}
+    folders -= {"goldens", "__pycache__"} | {path.name for path in tests.glob("*.py")}
+    assert folders <= set(ROOMS[package])
+
+
 def test_deciding_is_plain_python() -> None:
     """The scheduler, the page pool and the prefix cache know no torch."""
     paths = [ROOT / "model_runtime/request.py", *(ROOT / "model_runtime/scheduling").glob("*.py")]

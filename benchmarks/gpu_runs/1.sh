@@ -10,4 +10,4 @@ say kernels 120 "${TEST[@]}" "${PARALLEL[@]}" "${KERNEL_CASES[@]}" \
     --junitxml "$RESULTS/kernels.xml" tests/model_runtime/attention/test_triton_backend.py \
     tests/model_runtime/attention/test_triton_ranges.py
 say layers 60 "${TEST[@]}" "${PARALLEL[@]}" -k "gate_is or norm_are or heads" \
-    --junitxml "$RESULTS/layers.xml" tests/model_runtime/gpu_layers/test_fewer_kernels.py
+    --junitxml "$RESULTS/layers.xml" tests/model_runtime/gpu/test_fewer_kernels.py

@@ -16,7 +16,7 @@ from ropewalk.model_runtime.formats.gguf_file import GgufFile
 #
 # Sources: llama.cpp's table (`llama-vocab.cpp`), and the tokenizer.json of each model where
 # llama.cpp only rewrites an expression that its library cannot run. Each expression splits the
-# pieces of the one before it. tests/model_runtime/gguf/test_gguf_tokenizer.py checks the pieces.
+# pieces of the one before it. tests/model_runtime/formats/test_gguf_tokenizer.py checks the pieces.
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -283,7 +283,7 @@ def test_a_model_of_floats_does_not_import_the_kernels_of_few_bits() -> None:
         "found = [each for each in sys.modules if 'cpu_kernels.low_bits.' in each]\n"
         "print([each for each in found if not each.endswith('.formats')])\n"
     )
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[4]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""Runs of eval, inspect and bench whose output is kept: `python -m tests.server.goldens.runs`.
+"""Runs of eval, inspect and bench whose output is kept: `python -m tests.studies.goldens.runs`.
 
 The command writes every file again, and git shows what changed. Nothing is measured: eval resumes
 from a record beside its files, and bench gets times that were made up. `--anew` measures the
@@ -36,8 +36,8 @@ from ropewalk.studies.evaluation.command import evaluate
 from ropewalk.studies.inspection import heads
 from ropewalk.studies.inspection.command import inspect
 from ropewalk.studies.policies import run as crossing_run
-from tests.server.evaluation.qa_data import squad, written
-from tests.server.goldens.figures import in_words
+from tests.studies.goldens.figures import in_words
+from tests.studies.ruler.qa_data import squad, written
 
 GOLDENS = Path(__file__).parent
 RECORDS = ("results.jsonl", "crossings.jsonl")

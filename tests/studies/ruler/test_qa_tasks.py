@@ -15,7 +15,7 @@ from ropewalk.studies.ruler.qa import QA_TASKS, QuestionSet
 from ropewalk.studies.ruler.qa_files import read_question_sets
 from ropewalk.studies.ruler.sample import Sample
 from ropewalk.studies.ruler.score import metric_of, string_match_part
-from tests.server.evaluation.qa_data import TOWNS, hotpotqa, paragraph, squad, written
+from tests.studies.ruler.qa_data import TOWNS, hotpotqa, paragraph, squad, written
 
 INSTRUCTION = (
     "Answer the question based on the given documents. Only give me the answer and do not output "

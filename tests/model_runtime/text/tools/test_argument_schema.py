@@ -14,7 +14,7 @@ from ropewalk.model_runtime.text.grammar_trial import ONE_SPACE, grammar_of, mat
 from ropewalk.model_runtime.text.schema_keywords import refuse_unsupported
 from ropewalk.model_runtime.text.tools.argument_schema import arguments_schema
 from ropewalk.model_runtime.text.tools.tool_format import Tool
-from tests.model_runtime.tools.test_call_grammar import tokenizer, vocabulary
+from tests.model_runtime.text.tools.test_call_grammar import tokenizer, vocabulary
 
 OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}
 

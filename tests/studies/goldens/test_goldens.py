@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from tests.server.goldens.runs import GOLDENS, RUNS, produce, refusals
+from tests.studies.goldens.runs import GOLDENS, RUNS, produce, refusals
 
 # Numbers of `inspect` are computed here, and a processor may round them in another way. Those of
 # the others come from kept measurements.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from ropewalk.studies.policies import run
-from tests.server.loaded_once import load_once
+from tests.studies.loaded_once import load_once
 
 
 @pytest.fixture(scope="module", autouse=True)

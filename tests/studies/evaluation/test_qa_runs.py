@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.studies.evaluation.command import evaluate
-from tests.server.evaluation.qa_data import hotpotqa, squad, written
+from tests.studies.ruler.qa_data import hotpotqa, squad, written
 
 
 def invoke(*arguments: str) -> Result:
