@@ -1,6 +1,7 @@
 """The engine's limits, fixed at start."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ropewalk.model_runtime.errors import ModelError
 
@@ -27,6 +28,8 @@ class EngineConfig:
     enforce_eager: bool = False  # on a GPU: no CUDA graphs of decode steps
     max_queued_requests: int = 256  # requests waiting to start
     max_queued_prompt_tokens: int | None = None  # tokens of their prompts; None: no limit
+    kv_disk: Path | None = None  # folder of pages that outlive the process; None: there is none
+    kv_disk_gib: float | None = None  # its size, if there is one
 
     @property
     def num_pages(self) -> int:

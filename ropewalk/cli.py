@@ -1,4 +1,4 @@
-"""The command line: serve, chat, top, inspect, config check, bench, eval, doctor.
+"""The command line: serve, chat, top, inspect, config check, cache, bench, eval, doctor.
 
 A command's module is imported when the command runs. The settings of `serve` take a third of a
 second to import and transformers takes seconds, and `--help` and `--version` need neither.
@@ -114,6 +114,19 @@ _CONFIG_COMMANDS = {
     ),
 }
 
+_CACHE_COMMANDS = {
+    "clear": Entry(
+        "ropewalk.server.cache_command",
+        "clear",
+        "Delete every page in the folder PATH of --kv-disk.",
+    ),
+    "stats": Entry(
+        "ropewalk.server.cache_command",
+        "stats",
+        "Show how many pages the folder PATH of --kv-disk holds, by model and settings.",
+    ),
+}
+
 
 def _tell_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001
     if value and not ctx.resilient_parsing:
@@ -143,3 +156,8 @@ def ropewalk() -> None:
 @ropewalk.group(cls=LazyGroup, entries=_CONFIG_COMMANDS)
 def config() -> None:
     """Look at a configuration file."""
+
+
+@ropewalk.group(cls=LazyGroup, entries=_CACHE_COMMANDS)
+def cache() -> None:
+    """Look at the folder of --kv-disk, or empty it."""

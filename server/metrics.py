@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CollectorRegistry,
@@ -31,6 +32,10 @@ from ropewalk.model_runtime.request import FinishReason, Request
 from ropewalk.model_runtime.runner.step_timer import PARTS, Part
 from ropewalk.rope import Tier
 from ropewalk.server.version import own_commit, own_version
+
+if TYPE_CHECKING:  # without a tier on disk, nothing of it is imported
+    from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
+    from ropewalk.server.disk_metrics import DiskMetrics
 
 # vLLM's bounds, so that dashboard panels can be compared.
 _FIRST_TOKEN_SECONDS = (
@@ -137,6 +142,12 @@ class ByContext(Collector):
                     buckets = list(zip(bounds, map(float, counts), strict=True))
                     family.add_metric([model_name, label], buckets, total)
         yield family
+
+
+def _disk_metrics(factory: MetricFactory) -> "DiskMetrics":
+    from ropewalk.server import disk_metrics  # noqa: PLC0415  # not without the tier
+
+    return disk_metrics.DiskMetrics(factory)
 
 
 class Metrics(Observer):
@@ -246,6 +257,9 @@ class Metrics(Observer):
                 "ropewalk_state_slots_usage_ratio",
                 "Share of the slots of states that sequences hold, 0 to 1.",
             )
+        self._disk: DiskMetrics | None = None
+        if config.kv_disk is not None:
+            self._disk = _disk_metrics(factory)
         factory.gauge("ropewalk_kv_cache_tokens", "Tokens that the whole cache holds.").set(
             config.num_pages * config.page_size
         )
@@ -326,6 +340,10 @@ class Metrics(Observer):
     def states_held(self, num_used_slots: int) -> None:
         """Record the slots in use, after `stepped`."""
         self._state_usage.set(num_used_slots / self._num_slots)
+
+    def tiered(self, counts: "TierCounts") -> None:
+        if self._disk is not None:
+            self._disk.add(counts)
 
     def timed(self, seconds: Mapping[Part, float]) -> None:
         self._steps.inc()

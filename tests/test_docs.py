@@ -40,9 +40,10 @@ def page(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def service() -> Service:
-    """A service over the embedded model, not started."""
-    return load_service(load_settings({}))[0]
+def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
+    """A service over the embedded model with all metrics, not started."""
+    folder = tmp_path_factory.mktemp("disk") / "kv"
+    return load_service(load_settings({"kv_disk": str(folder), "kv_disk_gib": "1"}))[0]
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)

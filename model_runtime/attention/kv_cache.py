@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ropewalk.model_runtime.attention.token_bytes import LayerShape
@@ -31,6 +32,7 @@ class KVCache:
         *,
         row_keys: bool,
     ) -> None:
+        self.row_keys = row_keys
         self._pages: dict[int, tuple[Tensor, Tensor]] = {}
         for index, layer in layers.items():
             pages = (num_pages, layer.num_key_heads)
@@ -67,6 +69,13 @@ class KVCache:
         """Return the start addresses of keys and values by layer order, int64. On a CPU."""
         arrays = [self.arrays[index] for index in sorted(self.arrays)]
         return np.array([[each.ctypes.data for each in pair] for pair in arrays], np.int64)
+
+    def page_memory(self) -> list[NDArray[np.uint8]]:
+        """Return the bytes of each page [N, bytes], keys then values of each layer. On a CPU."""
+        tensors = [each for index in sorted(self._pages) for each in self._pages[index]]
+        # A page's numbers are contiguous in any layout, and whose they are does not matter here.
+        whole = (torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage()) for each in tensors)
+        return [each.numpy().reshape(self.num_pages, -1) for each in whole]
 
     def pages(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys [N, K, D, O] and values [N, K, O, V]."""

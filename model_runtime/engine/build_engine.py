@@ -65,7 +65,13 @@ def _built(
             cuda_recorder(checkpoint.device, beside_others=make is not ModelRunner),
         )
         torch.cuda.empty_cache()  # memory of the warm-up runs on the capture stream
-    return Engine(runner, checkpoint.tokenizer, config, checkpoint.eos_token_ids, observer)
+    tier = None
+    if config.kv_disk is not None:
+        from ropewalk.model_runtime.engine.kv_disk.build import build_tier  # noqa: PLC0415  # rare
+
+        tier = build_tier(checkpoint, config, runner.store)
+    eos_token_ids = checkpoint.eos_token_ids
+    return Engine(runner, checkpoint.tokenizer, config, eos_token_ids, observer, tier=tier)
 
 
 def _slotted(checkpoint: Checkpoint, config: EngineConfig) -> EngineConfig:

@@ -8,7 +8,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -22,7 +23,11 @@ from ropewalk.model_runtime.errors import EngineStoppedError
 from ropewalk.model_runtime.request import OnOutput, Output, Request
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:  # without a tier on disk, nothing of it is imported
+    from ropewalk.model_runtime.engine.kv_disk.tier import DiskTier
+
 STOPPED = "the engine stopped"
+_LAST_WRITES_S = 5.0  # for pages that are not on disk when the engine stops
 
 _log = structlog.get_logger(__name__)
 
@@ -37,9 +42,13 @@ class Engine:
         config: EngineConfig,
         eos_token_ids: frozenset[int] = frozenset(),
         observer: Observer | None = None,
+        *,
+        tier: "DiskTier | None" = None,
     ) -> None:
+        """Build an engine that has not started. `tier`: pages below the cache; None: none."""
         self._admission = AdmissionQueue(config)
-        self._core = EngineCore(runner, config, observer or Observer(), self._admission.ended)
+        ended = self._admission.ended
+        self._core = EngineCore(runner, config, observer or Observer(), ended, tier)
         self._tokenizer = tokenizer
         self._config = config
         self._eos_token_ids = eos_token_ids
@@ -81,6 +90,7 @@ class Engine:
         """
         self._on_death, self._after_step = on_death, after_step
         self._admission.open()
+        self._core.start_tier(lambda: self._commands.put(lambda: None))
         self._thread.start()
 
     def stop(self, timeout_s: float = 30.0) -> None:
@@ -202,6 +212,7 @@ class Engine:
         self._core.fail_all(STOPPED)
         self._after_step()  # clients hear of it even if the device never answers
         self._drain()
+        self._core.close_tier(_LAST_WRITES_S)
         self._core.update_gauges()
 
     def _drain(self) -> None:
@@ -219,6 +230,9 @@ class Engine:
             self._last_step = time.monotonic()
             self._is_resting = False
             command()
+        elif (patience_s := self._core.patience_s) is not None:
+            with suppress(queue.Empty):
+                self._commands.get(timeout=patience_s)()
         self._take_waiting_commands()
 
     def _check_fault(self) -> None:

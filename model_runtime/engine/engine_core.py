@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import structlog
 from torch import Tensor
@@ -36,6 +37,9 @@ from ropewalk.model_runtime.runner.step_timer import StepTimer
 from ropewalk.model_runtime.scheduling.prefill import PrefillBudget
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
 from ropewalk.model_runtime.scheduling.step_plan import Chunk, StepPlan
+
+if TYPE_CHECKING:  # without a tier on disk, nothing of it is imported
+    from ropewalk.model_runtime.engine.kv_disk.tier import DiskTier
 
 _log = structlog.get_logger(__name__)
 _IS_PLAIN = attrgetter("is_plain")
@@ -61,8 +65,12 @@ class EngineCore:
         config: EngineConfig,
         observer: Observer,
         on_end: Callable[[], None] = lambda: None,
+        tier: "DiskTier | None" = None,
     ) -> None:
-        """Build a core without requests. `on_end` is called before a last output is delivered."""
+        """Build a core without requests. `on_end` is called before a last output is delivered.
+
+        `tier`: that of pages below the cache; None: there is none.
+        """
         self._runner = runner
         self._observer = observer
         self._clock = StepTimer()
@@ -73,6 +81,8 @@ class EngineCore:
         self._postprocessor = Postprocessor(self._requests, self.scheduler, observer, self._clock)
         self._is_retrying = False  # the previous step ran out of memory
         self._in_flight: _InFlight | None = None  # launched before the last tokens were read
+        self._tier = tier
+        self._computes = False  # the last step had a sequence
         self._speculator = Speculator.of(runner, config, self.scheduler.pages, observer)
 
     @property
@@ -82,6 +92,32 @@ class EngineCore:
     @property
     def num_waiting_tokens(self) -> int:
         return sum(each.num_prompt_tokens for each in self.scheduler.waiting)
+
+    @property
+    def patience_s(self) -> float | None:
+        """Return how long to wait for pages of the tier before the next step; None: not at all."""
+        if self._tier is None or self._computes or not self._tier.is_awaited:
+            return None
+        return self._tier.patience_s
+
+    def start_tier(self, wake: Callable[[], None]) -> None:
+        """Start the tier's threads, if there is one; they call `wake` when there is news."""
+        if self._tier is not None:
+            self._tier.start(self.scheduler.pages, wake)
+
+    def close_tier(self, timeout_s: float) -> None:
+        """Let the tier write what it has noted, for so long at most."""
+        if self._tier is not None:
+            self._tier.close(timeout_s)
+            self._step_tier()
+
+    def _step_tier(self) -> None:
+        """Let the tier copy pages, and report what it did."""
+        if self._tier is None:
+            return
+        counts = self._tier.stepped(is_busy=not self.is_idle)
+        if counts is not None:
+            self._observer.tiered(counts)
 
     def add(self, state: RequestState) -> None:
         self._requests.add(state)
@@ -112,8 +148,10 @@ class EngineCore:
             is_done = bool(plan.chunks) and self._run_or_fail(plan)
             if not plan.chunks:  # those of the retry have left
                 self._is_retrying = False
+            self._computes = bool(plan.chunks)
             with self._clock.part("deliver"):
                 self.update_gauges()
+                self._step_tier()
         seconds = self._clock.take()
         if plan.chunks:
             self._observer.timed(seconds)
@@ -121,6 +159,8 @@ class EngineCore:
             self._speculator.learn(plan, seconds if is_done else None)
         if is_done:
             self._prefill_budget.note(plan.num_prefill_tokens, sum(seconds.values()))
+            if self._tier is not None:
+                self._tier.computed(plan.num_prefill_tokens, sum(seconds.values()))
         return len(plan.chunks)
 
     def update_gauges(self) -> None:

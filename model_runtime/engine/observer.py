@@ -1,10 +1,14 @@
 """The engine's callbacks for metrics. Times are seconds of a monotonic clock."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ropewalk.model_runtime.request import FinishReason, Request
 from ropewalk.model_runtime.runner.step_timer import Part
 from ropewalk.rope import Tier
+
+if TYPE_CHECKING:  # without a tier on disk, nothing of it is imported
+    from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
 
 
 class Observer:
@@ -44,3 +48,6 @@ class Observer:
 
     def timed(self, seconds: Mapping[Part, float]) -> None:
         """Record the seconds of every part of a step that computed tokens."""
+
+    def tiered(self, counts: "TierCounts") -> None:
+        """Record what the tier on disk did since the last call, and its state."""

@@ -32,7 +32,7 @@ def expected_computing(
     if not isinstance(device, PlainDevice):
         return _tried(device, str(dtype).removeprefix("torch."))
     name, file = str(dtype), _file()
-    key = f"{name} {_fingerprint()}"
+    key = f"{name} {fingerprint()}"
     known = read_object(file) or {}
     words = known.get(key)
     if isinstance(words, list) and len(words) == 2 and all(isinstance(each, str) for each in words):
@@ -40,7 +40,7 @@ def expected_computing(
     import torch  # noqa: PLC0415  # only for the first trial
 
     found = _tried(torch.device("cpu"), name)
-    current = {other: kept for other, kept in known.items() if other.endswith(_fingerprint())}
+    current = {other: kept for other, kept in known.items() if other.endswith(fingerprint())}
     with suppress(OSError):  # a folder that cannot be written costs the next run its seconds
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f"{file.name}.{os.getpid()}")
@@ -63,7 +63,11 @@ def _file() -> Path:
     return Path(folder or _ROOT / "cpu_kernels" / "__pycache__") / "ropewalk-products.json"
 
 
-def _fingerprint() -> str:
+def fingerprint(*folders: Path) -> str:
+    """Return a hash of what decides the arithmetic: processor, libraries, and our sources.
+
+    `folders`: further folders of sources.
+    """
     found = hashlib.sha256(f"{platform.machine()} {platform.python_version()}".encode())
     for name in _LIBRARIES:
         with suppress(PackageNotFoundError):
@@ -76,7 +80,7 @@ def _fingerprint() -> str:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
         lines = [line for line in first.splitlines() if "MHz" not in line]
         found.update("\n".join(lines).encode())
-    for folder in _SOURCES:
-        for path in sorted((_ROOT / folder).rglob("*.py")):
+    for folder in (*(_ROOT / each for each in _SOURCES), *folders):
+        for path in sorted(folder.rglob("*.py")):
             found.update(path.read_bytes())
     return found.hexdigest()

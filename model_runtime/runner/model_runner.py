@@ -134,6 +134,10 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._host_buffers = HostBuffers()
 
+    @property
+    def store(self) -> KVCache:
+        return self._store
+
     def table_id(self, profile: Profile) -> int:
         return self._tables.id_of(profile)
 

@@ -26,13 +26,13 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
     # one does not wait, because prompts between the two could keep such a page waiting without end.
     in_flight: dict[Key | None, int] = {}
 
-    def note(running: Sequence) -> None:
-        priority = running.request.priority
-        for key in pages.keys_in_flight(running):
-            in_flight[key] = min(priority, in_flight.get(key, priority))
+    def note(*running: Sequence) -> None:
+        for each in running:
+            priority = each.request.priority
+            for key in pages.keys_in_flight(each):
+                in_flight[key] = min(priority, in_flight.get(key, priority))
 
-    for each in queues.running:
-        note(each)
+    note(*queues.running)
     for sequence in list(queues.waiting):
         if len(queues.running) >= max_num_seqs or not pages.has_free_slot:
             return are_all_ready
@@ -44,8 +44,7 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
         keys = pages.reusable_keys(sequence)
         found = pages.reusable_pages(keys)
         earlier = (each for each in queues.running if each.request.priority <= priority)
-        for each in pages.plan_junction(earlier, keys, len(found)):
-            note(each)
+        note(*pages.plan_junction(earlier, keys, len(found)))
         awaited = pages.awaited(keys[len(found) :])
         in_time = (key for key in awaited if in_flight.get(key, priority + 1) <= priority)
         missing = next(in_time, None)
@@ -59,6 +58,9 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
         num_taken = num_new + sum(map(pages.pool.is_cached, found))
         if num_taken + pages.num_reserved(queues.running) > pages.pool.num_available:
             return are_all_ready  # no later sequence starts before the first that does not fit
+        if pages.tier is not None and pages.tier.holds_back(sequence, keys, found):
+            are_all_ready = False
+            continue
         queues.start(sequence)
         pages.reuse_prefix(sequence)
         note(sequence)

@@ -6,20 +6,52 @@ equal keys hold equal keys and values. Another profile or another salt never giv
 """
 
 import hashlib
+import json
 import struct
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
 
 from ropewalk.rope import Profile, Tier
 
 Key = bytes
 
 
+@lru_cache(maxsize=256)
+def canonical(profile: Profile) -> bytes:
+    """Return a profile as bytes that no later release may change: keys outlive the process.
+
+    JSON with sorted names. Every number is a float in hex, because 4 and 4.0 are equal. What is
+    None is left out, so a later release may add a field.
+    """
+    scaling, positions = profile.scaling, profile.positions
+    parts = {
+        "scaling": {"rope_type": scaling.rope_type, **_fields(scaling)},
+        "logn_len": profile.logn_len,
+        "positions": positions and {"method": positions.method, **_fields(positions)},
+    }
+    return json.dumps(_exact(parts), sort_keys=True, separators=(",", ":")).encode()
+
+
+def _fields(part: Any) -> dict[str, Any]:
+    return {field.name: getattr(part, field.name) for field in fields(part)}
+
+
+def _exact(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _exact(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [_exact(each) for each in value]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value).hex() if is_number else value
+
+
 def root_key(profile: Profile, cache_salt: str) -> Key:
     """Return the key before the first page."""
     digest = hashlib.sha256()
-    for part in (repr(profile), cache_salt):
-        # surrogatepass: a salt may be any string, and different salts must stay different.
-        encoded = part.encode("utf-8", "surrogatepass")
+    # surrogatepass: a salt may be any string, and different salts must stay different.
+    for encoded in (canonical(profile), cache_salt.encode("utf-8", "surrogatepass")):
         digest.update(struct.pack("<q", len(encoded)) + encoded)
     return digest.digest()
 
@@ -119,6 +151,9 @@ class PrefixIndex:
                 break
             pages.append(page)
         return pages
+
+    def page_of(self, key: Key) -> int | None:
+        return self._page_of.get(key)
 
     def publish(self, page: int, key: Key) -> None:
         """Add a page under its key; no effect if another page already has the key."""

@@ -116,6 +116,9 @@ class Scheduler:
         plan_decodes(step)
         most = self._most_running if starts_waiting or self.pages.states is not None else 0
         if most and self.waiting:
+            if self.pages.tier is not None:
+                num_spare = self.pool.num_available - self.pages.num_reserved(self.running)
+                self.pages.tier.collect(num_spare, is_busy=bool(self.running))
             self._is_full = start_waiting(step, most)
         tokens_left = self._config.max_num_batched_tokens - len(step.plan.chunks)
         if num_prefill_tokens is not None:
@@ -177,6 +180,8 @@ class Scheduler:
         """Take a sequence out of its queue, and release what it holds."""
         self._queues.remove(sequence)
         self.pages.release(sequence)
+        if self.pages.tier is not None:
+            self.pages.tier.cancel(sequence)
         self._is_full = False
         self._most_running = self._config.max_num_seqs
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from ropewalk.model_runtime.scheduling.page_pool import PagePool
+from ropewalk.model_runtime.scheduling.page_tier import PageTier
 from ropewalk.model_runtime.scheduling.prefix_cache import Key, PrefixIndex
 from ropewalk.model_runtime.scheduling.sequence import HOLE, Sequence, most_pages
 from ropewalk.model_runtime.scheduling.sequence_states import SequenceStates
@@ -23,6 +24,7 @@ class SequencePages:
         self._max_chunk = max_chunk
         self.index = PrefixIndex()
         self.pool = PagePool(num_pages, self.index)
+        self.tier: PageTier | None = None  # None: evicted pages are lost
         self._detained: list[list[int]] | None = None  # None: pages are released at once
 
     def num_needed(self, sequence: Sequence, num_tokens: int) -> int:
@@ -163,6 +165,8 @@ class SequencePages:
         keys = sequence.page_keys(num_full, self.page_size)
         for at in range(sequence.num_published, num_full):
             self.index.publish(sequence.pages[at], keys[at])
+            if self.tier is not None:
+                self.tier.offer(keys[at], at)
         sequence.num_published = num_full
 
     def invalidate_prefix_cache(self, running: Iterable[Sequence]) -> None:
@@ -171,6 +175,8 @@ class SequencePages:
         self.index.clear()
         if self.states is not None:
             self.states.invalidate()
+        if self.tier is not None:
+            self.tier.distrust()
         for sequence in running:
             sequence.is_cacheable = False
 
@@ -183,7 +189,9 @@ class SequencePages:
         ref_counts = [0] * self.pool.num_pages
         for sequence in running:
             assert len(sequence.pages) * self.page_size >= sequence.num_computed
-        for pages in (*(sequence.pages for sequence in running), *(self._detained or ())):
+        in_tier = [] if self.tier is None else [self.tier.held()]
+        held = (*(each.pages for each in running), *(self._detained or ()), *in_tier)
+        for pages in held:
             for page in pages:
                 if page != HOLE:
                     ref_counts[page] += 1

@@ -38,6 +38,8 @@ _OF_ENGINES = frozenset(
         "state_slots_usage_ratio",
         "kv_cache_usage_ratio",
         "kv_cache_tokens",
+        *(f"kv_disk_{each}" for each in ("pages", "bad_files", "tokens_read", "seconds")),
+        *("kv_disk_bytes", "kv_disk_paused"),
     )
 )
 _OF_PROCESSES = "process_"  # both have these; the API's have no label `replica`

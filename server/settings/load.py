@@ -142,6 +142,7 @@ def _contradictions(settings: ServeSettings) -> Iterator[str]:
     """Yield a sentence for each contradiction between several settings."""
     if settings.kv_cache_gib is not None and settings.kv_cache_tokens is not None:
         yield "kv_cache_gib and kv_cache_tokens both size the cache: give one"
+    yield from _disk_contradictions(settings)
     if settings.max_num_batched_tokens < settings.max_num_seqs:
         yield (
             f"max_num_batched_tokens must be >= max_num_seqs ({settings.max_num_seqs}), got "
@@ -169,6 +170,19 @@ def _contradictions(settings: ServeSettings) -> Iterator[str]:
                 f"got {getattr(settings, name)!r}"
             )
     yield from _names_given_again("deployments", [entry.name for entry in settings.deployments])
+
+
+def _disk_contradictions(settings: ServeSettings) -> Iterator[str]:
+    """Yield a sentence for each contradiction between the settings of pages on disk."""
+    if settings.kv_disk is not None and settings.kv_disk_gib is None:
+        yield f"kv_disk needs kv_disk_gib, the size of the folder, got {settings.kv_disk}"
+    if settings.kv_disk is None and settings.kv_disk_gib is not None:
+        yield f"kv_disk_gib needs kv_disk, the folder, got {settings.kv_disk_gib:g}"
+    if settings.kv_disk is not None and settings.tensor_parallel_size > 1:
+        yield (
+            "kv_disk is for a model in one process, because each rank has a part of a page: "
+            f"tensor_parallel_size must be 1, got {settings.tensor_parallel_size}"
+        )
 
 
 def _key_contradictions(settings: ServeSettings) -> Iterator[str]:

@@ -210,6 +210,20 @@ class CacheSettings(Section):
     kv_cache_tokens: int | None = setting(
         None, "Size of the KV cache in tokens, instead of kv_cache_gib.", unit="tokens", ge=1
     )
+    kv_disk: Path | None = setting(
+        None,
+        "Folder for pages of prefixes, so that prompts survive a restart. On a CPU only. Several "
+        "servers may share it. It tells the prompts, and must have the mode 0700. Default: pages "
+        "are in memory only.",
+        unit="path",
+    )
+    kv_disk_gib: float | None = setting(
+        None,
+        "Size of that folder; the pages that were not used for longest are deleted.",
+        unit="GiB",
+        gt=0,
+        allow_inf_nan=False,
+    )
     gpu_memory_utilization: float = setting(
         0.9,
         "Fraction of GPU memory that the server may use, other processes included. The server"

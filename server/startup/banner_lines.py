@@ -47,6 +47,9 @@ def describe(plan: ServingPlan) -> list[str]:
     pages = f"{plan.config.num_pages} pages of {plan.config.page_size}"
     size = size_text(plan.cache_bytes - plan.state_bytes)
     lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")
+    if plan.config.kv_disk is not None:
+        size = f"{plan.config.kv_disk_gib:g} GiB in {plan.config.kv_disk}"
+        lines.append(f"    on disk        {size}, {size_text(plan.token_bytes)} a token")
     if plan.state_bytes:
         slots = f"{plan.config.num_state_slots} slots of {size_text(plan.slot_bytes)}"
         lines.append(

@@ -3,6 +3,7 @@
 Access is API keys, key file, origins and body limits. The checks import nothing heavy.
 """
 
+import os
 import re
 import socket
 import ssl
@@ -180,11 +181,33 @@ def checked(settings: ServeSettings) -> KeyTable:
     problems.tried(lambda: check_certificate(settings))
     problems.tried(lambda: chat_template_text(settings))
     problems.tried(lambda: check_traces(settings))
+    problems.tried(lambda: _check_disk(settings))
     problems.tried(lambda: refuse_absent(settings.device, settings.dtype))
     problems.tried(lambda: address_of(settings))
     problems.refuse()
     assert keys is not None, "it was read without a problem"
     return keys
+
+
+def _check_disk(settings: ServeSettings) -> None:
+    """Raise SettingsError if the folder of pages cannot be used; the engine makes an absent one."""
+    path = settings.kv_disk
+    if path is None:
+        return
+    from ropewalk.model_runtime.engine.kv_disk.folder import (  # noqa: PLC0415  # rare
+        FolderError,
+        open_root,
+    )
+
+    if not os.path.lexists(path):
+        there = next(each for each in path.absolute().parents if each.exists())
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise SettingsError(f"kv_disk: cannot make {path}: {there} cannot be written")
+        return
+    try:
+        os.close(open_root(path, create=False))
+    except FolderError as error:
+        raise SettingsError(f"kv_disk {error}") from error
 
 
 def key_table_of(settings: ServeSettings) -> KeyTable:

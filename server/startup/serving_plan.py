@@ -112,6 +112,7 @@ def _problems_of_aliases(aliases: Mapping[str, str], settings: ServeSettings) ->
 
 def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
     """Build the plan that follows from settings and model. Raises SettingsError."""
+    _refuse_disk(settings, facts)
     deployments = plan_deployments(settings, facts.native)
     config, memory = _config(settings, facts, deployments)
     deployments = within_cache(settings, deployments, config.num_pages * config.page_size)
@@ -120,6 +121,19 @@ def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
         bounds = default_context_buckets(facts.native.native_len, config.max_model_len)
     sizes = facts.token_bytes, memory, facts.num_ranks, facts.slot_bytes
     return ServingPlan(deployments, config, bounds, *sizes)
+
+
+def _refuse_disk(settings: ServeSettings, facts: ModelFacts) -> None:
+    """Raise SettingsError if the model's cache can have no tier on disk."""
+    if settings.kv_disk is None:
+        return
+    if facts.memory is None:
+        raise SettingsError(f"kv_disk needs the model on a CPU, got {settings.kv_disk}")
+    if facts.slot_bytes:
+        raise SettingsError(
+            "kv_disk is for models whose layers all keep keys and values; this model has layers "
+            f"that keep a state, which no page holds, got {settings.kv_disk}"
+        )
 
 
 def within_cache(

@@ -85,7 +85,9 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         beside = {"model": "owner/name"}
     elif name in ("max_replicas", "ray_address"):
         beside = {"replicas": 2}
-    file.write_text(yaml.safe_dump({name: value, **beside}))
+    elif name.startswith("kv_disk"):
+        beside = {"kv_disk": "text", "kv_disk_gib": 7}
+    file.write_text(yaml.safe_dump({**beside, name: value}))
     found = load_settings({"config": str(file)})
     if name == "deployments":
         assert found.deployments is not None

@@ -1,0 +1,113 @@
+"""One page of the cache as a file: a header of 128 bytes, then the page's own memory.
+
+The file is named by the page's key, and is never changed. The header names what the bytes are:
+version, identity, key, number format and layout. A checksum finds what a crash or a disk has
+damaged. It is no protection against a writer with access to the folder, who could forge any sum
+without a secret. The folder is private for that reason.
+
+Little-endian: magic, version, size of the header, flags, identity, key, tokens of a page, layers,
+number format, bytes of the page, crc32 of the page, crc32 of the header before it, zeros.
+"""
+
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+VERSION = 1
+HEADER_BYTES = 128
+_MAGIC = b"RWKVPAGE"
+_FIELDS = struct.Struct("<8sHHI32s32sIIIQI")
+_SUM = struct.Struct("<I")
+_KEYS_BY_TOKEN = 1  # flag: the numbers of one key lie together, else those of one dimension
+# Cached numbers as they are. Formats of few bits get numbers of their own.
+NUMBER_FORMATS = {"float32": 1, "bfloat16": 2, "float16": 3}
+
+# Why a file is not used. `slow`: it had not been read when its deadline passed.
+Reason = Literal["truncated", "checksum", "foreign", "unreadable", "slow"]
+
+
+class BadPageError(Exception):
+    """A file that is not the page it should be."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason: Reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class PageFormat:
+    """What all pages of a cache have in common."""
+
+    identity: bytes  # 32 bytes, see identity.py
+    page_size: int  # tokens
+    num_layers: int
+    dtype: str  # a name in NUMBER_FORMATS
+    keys_by_token: bool
+    num_bytes: int  # of a page, without the header
+
+    @property
+    def file_bytes(self) -> int:
+        return HEADER_BYTES + self.num_bytes
+
+    def header(self, key: bytes, checksum: int) -> bytes:
+        """Return the header of a page's file; `checksum` is the crc32 of its bytes."""
+        fields = _FIELDS.pack(
+            _MAGIC,
+            VERSION,
+            HEADER_BYTES,
+            _KEYS_BY_TOKEN if self.keys_by_token else 0,
+            self.identity,
+            key,
+            self.page_size,
+            self.num_layers,
+            NUMBER_FORMATS[self.dtype],
+            self.num_bytes,
+            checksum,
+        )
+        return (fields + _SUM.pack(zlib.crc32(fields))).ljust(HEADER_BYTES, b"\0")
+
+
+def write_page(file: int, form: PageFormat, key: bytes, page: memoryview) -> None:
+    """Write a page, a view of bytes, to an open, empty file. Raises OSError."""
+    parts = [memoryview(form.header(key, zlib.crc32(page))), page]
+    while parts:
+        written = os.writev(file, parts)
+        while parts and written >= len(parts[0]):
+            written -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][written:]
+
+
+def read_page(file: int, form: PageFormat, key: bytes, into: memoryview) -> None:
+    """Read a page from an open file into a view of bytes. Raises BadPageError, or OSError.
+
+    The content of `into` is undefined after an error.
+    """
+    facts = os.fstat(file)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+        raise BadPageError("foreign")
+    if facts.st_size != form.file_bytes:
+        raise BadPageError("truncated" if facts.st_size < form.file_bytes else "foreign")
+    header = bytearray(HEADER_BYTES)
+    _read_all(file, [memoryview(header), into])
+    (checksum,) = struct.unpack_from("<I", header, _FIELDS.size - 4)
+    if bytes(header) != form.header(key, checksum):
+        raise BadPageError("foreign")
+    if zlib.crc32(into) != checksum:
+        raise BadPageError("checksum")
+
+
+def _read_all(file: int, parts: Sequence[memoryview]) -> None:
+    at = 0
+    for part in parts:
+        rest = part
+        while rest:
+            num = os.preadv(file, [rest], at)
+            if num == 0:  # it was cut after its size was read
+                raise BadPageError("truncated")
+            at += num
+            rest = rest[num:]

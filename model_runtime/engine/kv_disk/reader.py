@@ -1,0 +1,148 @@
+"""Threads that read the pages of a prefix in order, each page into memory of its own.
+
+A thread may hang in a read for as long as the disk does. Its fetch is then given up, and nothing
+waits for it. What it reads later is thrown away.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, Bytes
+from ropewalk.model_runtime.engine.kv_disk.counts import Counting, Pause
+from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk.page_file import BadPageError
+
+_NUM_THREADS = 2
+_LOOK_S = 0.1  # how often a thread that waits for memory looks whether its fetch was given up
+_NEWEST_WEIGHS = 0.25  # of a new time in the running mean
+_LEAST_PATIENCE_S = 1.0
+_PATIENCE = 8  # times the mean time of a page
+_UNKNOWN_S = 2.0  # patience before the first page was read
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """The read of the pages that follow those in the cache."""
+
+    keys: list[bytes]
+    first_depth: int  # pages before the first of them
+    deadline: float  # time.monotonic() at which the waiting sequence starts without the rest
+    held: list[int]  # pages of the prefix in the cache, from its start on
+    num_before: int  # of them that were there before
+    arrived: deque[Bytes] = field(default_factory=deque)
+    answered: threading.Event = field(default_factory=threading.Event)  # page, or none
+    is_done: bool = False  # no further page arrives
+    is_given_up: bool = False
+    reading_since: float | None = None  # of the page that is being read now
+
+    @property
+    def num_installed(self) -> int:
+        return len(self.held) - self.num_before
+
+
+class Reader:
+    """The threads, and how long a page takes them."""
+
+    def __init__(
+        self, buffers: Buffers, counting: Counting, delete: Callable[[bytes], None]
+    ) -> None:
+        """`delete` gets the key of each file that is not what it should be."""
+        self.buffers = buffers
+        self._counting = counting
+        self._delete = delete
+        self.pause = Pause("reads")
+        self.page_s: float | None = None  # None: no page was read yet
+        self._fetches: queue.SimpleQueue[tuple[PageFolder, Fetch] | None] = queue.SimpleQueue()
+        self._wake: Callable[[], None] = lambda: None
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Start the threads; they call `wake` for each page, and at the end of a fetch."""
+        self._wake = wake
+        for _ in range(_NUM_THREADS):
+            threading.Thread(target=self._run, name="kv-disk-reader", daemon=True).start()
+
+    def stop(self) -> None:
+        for _ in range(_NUM_THREADS):
+            self._fetches.put(None)
+
+    def submit(self, folder: PageFolder, fetch: Fetch) -> None:
+        self._fetches.put((folder, fetch))
+
+    def hangs(self, fetch: Fetch, now: float) -> bool:
+        """Return whether the page that is being read takes far longer than others did."""
+        since = fetch.reading_since
+        if since is None:
+            return False
+        patience = _UNKNOWN_S if self.page_s is None else _PATIENCE * self.page_s
+        return now - since > max(patience, _LEAST_PATIENCE_S)
+
+    def give_up(self, fetch: Fetch) -> None:
+        """Read no further page for a fetch, and take its memory back."""
+        fetch.is_given_up = True
+        self._discard(fetch)
+
+    def _discard(self, fetch: Fetch) -> None:
+        while fetch.arrived:
+            try:
+                self.buffers.give(fetch.arrived.popleft())
+            except IndexError:  # another thread took the last one
+                return
+
+    def _run(self) -> None:
+        while (item := self._fetches.get()) is not None:
+            folder, fetch = item
+            try:
+                self._read(folder, fetch)
+            except Exception:  # noqa: BLE001  # a sequence waits for the end of it
+                _log.exception("kv_disk_read_failed")
+            finally:
+                fetch.is_done = True
+                fetch.answered.set()
+                self._wake()
+
+    def _read(self, folder: PageFolder, fetch: Fetch) -> None:
+        read = []
+        for key in fetch.keys:
+            buffer = None
+            while buffer is None and not fetch.is_given_up:
+                buffer = self.buffers.take(_LOOK_S)
+            if buffer is None:
+                break
+            if fetch.is_given_up or not self._read_page(folder, fetch, key, buffer):
+                self.buffers.give(buffer)
+                break
+            fetch.arrived.append(buffer)
+            if fetch.is_given_up:
+                self._discard(fetch)
+            read.append(key)
+            fetch.answered.set()
+            self._wake()
+        for at, key in enumerate(read):
+            folder.touch(key, fetch.first_depth + at)
+
+    def _read_page(self, folder: PageFolder, fetch: Fetch, key: bytes, buffer: Bytes) -> bool:
+        began = fetch.reading_since = time.monotonic()
+        try:
+            if not folder.read(key, buffer.data):
+                return False
+        except BadPageError as error:
+            self._counting.bad(error.reason)
+            self._delete(key)
+            return False
+        finally:
+            fetch.reading_since = None
+        taken = time.monotonic() - began
+        self._counting.spent(read_s=taken)
+        if not fetch.is_given_up:
+            self.pause.ended_well()
+        before = taken if self.page_s is None else self.page_s
+        self.page_s = before + _NEWEST_WEIGHS * (taken - before)
+        return True

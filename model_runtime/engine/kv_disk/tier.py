@@ -1,0 +1,237 @@
+"""The tier as the engine's thread uses it: which pages are copied, awaited and published.
+
+Pages are written behind. A published page is noted, and copied in a later step if it is still
+cached. A step copies four megabytes at most while requests run. If the writer's memory is full,
+pages wait, and those that are evicted meanwhile are dropped.
+
+A read pays if the disk gives a page sooner than the model computes it. Both times are measured. The
+sequence waits, other sequences start, and pages that arrive become cached pages. At a miss, a bad
+file or its deadline, the sequence starts with what has arrived.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from ropewalk.model_runtime.engine.kv_disk.buffers import PageMemory
+from ropewalk.model_runtime.engine.kv_disk.counts import Counting, TierCounts
+from ropewalk.model_runtime.engine.kv_disk.reader import Fetch, Reader
+from ropewalk.model_runtime.engine.kv_disk.writer import Copied, Writer
+from ropewalk.model_runtime.scheduling.prefix_cache import Key
+from ropewalk.model_runtime.scheduling.sequence import Sequence
+from ropewalk.model_runtime.scheduling.sequence_pages import SequencePages
+
+WRITE_BYTES = 64 << 20  # of copies that wait for the disk
+READ_BYTES = 32 << 20  # of pages that wait for the engine
+_STEP_BYTES = 4 << 20  # copied in a step, each way, while requests run
+_MOST_NOTED = 1 << 14  # pages to be copied
+_DISTRUSTED_S = 60.0
+_LOOKUP_S = 0.002  # a local file that is absent is known in this time
+_TRY_AGAIN = 64  # every so many reads that would not pay one is done, to measure
+_NEWEST_WEIGHS = 0.25  # of a new time in the running mean
+_UNKNOWN_S = 30.0  # most of a read, if no prompt was computed yet
+_LEAST_S = 0.25  # and in any case
+_POLL_S = 0.05  # how often deadlines are looked at while nothing runs
+
+
+class DiskTier:
+    """A tier of pages in files. All methods are for the engine's thread."""
+
+    def __init__(
+        self, memory: PageMemory, writer: Writer, reader: Reader, counting: Counting
+    ) -> None:
+        """Combine the parts."""
+        self._memory = memory
+        self._writer = writer
+        self._reader = reader
+        self._counting = counting
+        self._pages: SequencePages
+        self._noted: deque[tuple[Key, int]] = deque()
+        self._recent: deque[tuple[float, Key]] = deque()  # read or copied in the last minute
+        self._fetches: dict[Sequence, Fetch] = {}
+        self._page_computed_s: float | None = None  # None: no prompt was computed yet
+        self._num_refused = 0
+
+    def start(self, pages: SequencePages, wake: Callable[[], None]) -> None:
+        """Serve the owner of the cache's pages; the threads call `wake` when there is news."""
+        self._pages = pages
+        pages.tier = self
+        self._writer.start(wake)
+        self._reader.start(wake)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Return whether a sequence waits for a read."""
+        return bool(self._fetches)
+
+    @property
+    def patience_s(self) -> float:
+        """Return for how long the engine may wait for news if nothing runs."""
+        return _POLL_S
+
+    # Writes
+
+    def offer(self, key: Key, depth: int) -> None:
+        """Note a published page; `depth` pages are before it in its prefix."""
+        if self._writer.is_off:
+            return
+        if self._writer.pause.is_on or len(self._noted) >= _MOST_NOTED:
+            self._counting.page("dropped")
+        else:
+            self._noted.append((key, depth))
+
+    def stepped(self, *, is_busy: bool) -> TierCounts | None:
+        """Copy noted pages after a step, as far as memory goes, and return new counts.
+
+        `is_busy`: requests are live, so little is copied. Returns None if nothing has happened.
+        """
+        left = _STEP_BYTES if is_busy else WRITE_BYTES
+        while self._noted and left > 0 and self._copy_first():
+            left -= self._memory.num_bytes
+        is_paused = self._writer.pause.is_on or self._reader.pause.is_on
+        return self._counting.take(is_paused=is_paused)
+
+    def _copy_first(self) -> bool:
+        """Copy the page that was noted first; return False if there is no memory for it."""
+        if self._writer.folder is None:
+            return False
+        key, depth = self._noted[0]
+        page = self._pages.index.page_of(key)
+        if page is None:  # evicted meanwhile
+            self._noted.popleft()
+            self._counting.page("dropped")
+            return True
+        buffer = self._writer.buffers.take()
+        if buffer is None:
+            return False
+        self._noted.popleft()
+        self._memory.copy_out(page, buffer)
+        self._writer.put(Copied(key, depth, buffer))
+        self._remember(key)
+        return True
+
+    def _remember(self, key: Key) -> None:
+        now = time.monotonic()
+        self._recent.append((now, key))
+        while self._recent[0][0] < now - _DISTRUSTED_S:
+            self._recent.popleft()
+
+    # Reads
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Record how long a step with so many tokens of prompts took."""
+        page_size = self._pages.page_size
+        if num_tokens < page_size:
+            return  # a short chunk says little about a long one
+        taken = seconds * page_size / num_tokens
+        before = taken if self._page_computed_s is None else self._page_computed_s
+        self._page_computed_s = before + _NEWEST_WEIGHS * (taken - before)
+
+    def holds_back(self, sequence: Sequence, keys: list[Key], found: list[int]) -> bool:
+        """Return whether a sequence should wait; begin to read the pages that it lacks."""
+        if sequence in self._fetches:
+            return True
+        missing = keys[len(found) :]
+        folder = self._writer.folder
+        if not missing or folder is None or sequence.not_on_disk == missing[0]:
+            return False
+        if any(missing[0] in fetch.keys for fetch in self._fetches.values()):
+            return True
+        sequence.not_on_disk = missing[0]
+        if self._reader.pause.is_on or not self._pays():
+            return False
+        most_s = _UNKNOWN_S
+        if self._page_computed_s is not None:
+            most_s = max(_LEAST_S, self._page_computed_s * len(missing))
+        self._pages.pool.share(found)
+        deadline = time.monotonic() + most_s
+        fetch = Fetch(missing, len(found), deadline, list(found), len(found))
+        self._fetches[sequence] = fetch
+        self._reader.submit(folder, fetch)
+        fetch.answered.wait(_LOOKUP_S)
+        if fetch.is_done and not fetch.arrived:
+            self._end(sequence, fetch)
+            return False
+        return True
+
+    def _pays(self) -> bool:
+        read_s, computed_s = self._reader.page_s, self._page_computed_s
+        if read_s is None or computed_s is None or read_s < computed_s:
+            return True
+        self._num_refused += 1
+        return self._num_refused % _TRY_AGAIN == 0
+
+    def collect(self, num_spare: int, *, is_busy: bool) -> None:
+        """Publish what has arrived, and end the fetches that are over."""
+        left = max(1, _STEP_BYTES // self._memory.num_bytes) if is_busy else num_spare
+        now = time.monotonic()
+        for sequence, fetch in list(self._fetches.items()):
+            is_done = fetch.is_done  # read before the pages that came before it
+            while fetch.arrived and left > 0 and num_spare > 0:
+                num_spare -= self._install(fetch)
+                left -= 1
+            hangs = not is_done and self._reader.hangs(fetch, now)
+            is_late = hangs or (not is_done and now > fetch.deadline)
+            if is_late:
+                self._counting.bad("slow")
+            if hangs:
+                self._reader.pause.begin("a read takes too long")
+            if is_late or num_spare <= 0 or (is_done and not fetch.arrived):
+                self._end(sequence, fetch)
+
+    def _install(self, fetch: Fetch) -> bool:
+        """Publish the next page of a fetch, and hold it; return whether it took a page."""
+        key = fetch.keys[fetch.num_installed]
+        buffer = fetch.arrived.popleft()
+        page = self._pages.index.page_of(key)
+        is_new = page is None
+        if page is None:
+            (page,) = self._pages.pool.allocate(1)
+            self._memory.copy_in(page, buffer)
+            self._remember(key)
+            self._pages.index.publish(page, key)
+            self._counting.read(self._pages.page_size)
+        else:  # a running sequence has computed it meanwhile
+            self._pages.pool.share([page])
+        self._reader.buffers.give(buffer)
+        fetch.held.append(page)
+        return is_new
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Let go of what an ended sequence waited for."""
+        fetch = self._fetches.get(sequence)
+        if fetch is not None:
+            self._end(sequence, fetch)
+
+    def _end(self, sequence: Sequence, fetch: Fetch) -> None:
+        """Leave a fetch's pages as cached ones."""
+        self._reader.give_up(fetch)
+        del self._fetches[sequence]
+        self._pages.pool.release(fetch.held)
+        rest = fetch.keys[fetch.num_installed :]
+        sequence.not_on_disk = rest[0] if rest else None
+
+    def held(self) -> list[int]:
+        """Return the pages that reads hold."""
+        return [page for fetch in self._fetches.values() for page in fetch.held]
+
+    # Ends
+
+    def distrust(self) -> None:
+        """Forget noted pages, and delete the files of those read or written in the last minute."""
+        self._noted.clear()
+        for sequence, fetch in list(self._fetches.items()):
+            self._end(sequence, fetch)
+        self._writer.delete([key for _, key in self._recent])
+        self._recent.clear()
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is noted, for so long at most, and end the threads."""
+        deadline = time.monotonic() + timeout_s
+        for sequence, fetch in list(self._fetches.items()):
+            self._end(sequence, fetch)
+        while self._noted and self._writer.folder is not None and time.monotonic() < deadline:
+            self.stepped(is_busy=False)
+            time.sleep(0.005)
+        self._reader.stop()
+        self._writer.stop(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,56 @@
+"""Prometheus metrics of the tier of pages on disk; without one, they do not exist."""
+
+from typing import TYPE_CHECKING, get_args
+
+from ropewalk.model_runtime.engine.kv_disk.page_file import Reason
+
+if TYPE_CHECKING:
+    from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
+    from ropewalk.server.metrics import MetricFactory
+
+_EVENTS = ("read", "written", "dropped", "evicted")
+
+
+class DiskMetrics:
+    """The metrics of one engine's tier."""
+
+    def __init__(self, factory: "MetricFactory") -> None:
+        """Create all families, with every label."""
+        self._pages = factory.counter(
+            "ropewalk_kv_disk_pages", "Pages of the tier on disk by event.", ["event"]
+        )
+        self._bad = factory.counter(
+            "ropewalk_kv_disk_bad_files",
+            "Reads that gave no page though a file was there, by reason.",
+            ["reason"],
+        )
+        self._tokens = factory.counter(
+            "ropewalk_kv_disk_tokens_read", "Tokens of the pages that were read."
+        )
+        self._seconds = factory.counter(
+            "ropewalk_kv_disk_seconds", "Time that reads and writes of files took.", ["way"]
+        )
+        self._bytes = factory.gauge(
+            "ropewalk_kv_disk_bytes", "Size of the folder, as far as this server knows."
+        )
+        self._paused = factory.gauge(
+            "ropewalk_kv_disk_paused", "1 while reads or writes pause after a fault, else 0."
+        )
+        for event in _EVENTS:
+            self._pages.labels(event)
+        for reason in get_args(Reason):
+            self._bad.labels(reason)
+        for way in ("read", "write"):
+            self._seconds.labels(way)
+
+    def add(self, counts: "TierCounts") -> None:
+        """Add what has happened since the last call."""
+        for event, number in counts.pages.items():
+            self._pages.labels(event).inc(number)
+        for reason, number in counts.bad_files.items():
+            self._bad.labels(reason).inc(number)
+        self._tokens.inc(counts.num_tokens_read)
+        self._seconds.labels("read").inc(counts.read_s)
+        self._seconds.labels("write").inc(counts.write_s)
+        self._bytes.set(counts.num_bytes)
+        self._paused.set(counts.is_paused)

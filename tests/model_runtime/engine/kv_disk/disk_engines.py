@@ -1,0 +1,96 @@
+"""Engines with a tier on disk, for its tests."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ropewalk.model_runtime.engine.engine import Engine
+from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
+from ropewalk.model_runtime.engine.observer import Observer
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.request import Request
+from tests.engines import EngineFactory, Result
+from tests.tiny_models import VOCAB_SIZE
+
+PROMPT = [
+    (7 * at * at + 3) % VOCAB_SIZE for at in range(200)
+]  # twelve pages of 16 that can be reused
+NUM_PAGES = 12
+
+
+class Disk(Observer):
+    """An observer that adds up what the tier reports."""
+
+    def __init__(self) -> None:
+        self.sum = TierCounts()
+
+    def tiered(self, counts: TierCounts) -> None:
+        """Add a report."""
+        self.sum.pages += counts.pages
+        self.sum.bad_files += counts.bad_files
+        self.sum.num_tokens_read += counts.num_tokens_read
+        self.sum.is_paused = counts.is_paused
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def with_weights(checkpoint: Checkpoint, folder: Path, content: bytes = b"weights") -> Checkpoint:
+    """The checkpoint as if it came from a folder with such a file of weights."""
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(content)
+    return replace(checkpoint, source=folder)
+
+
+class Server:
+    """An engine over a folder; it can be stopped, as a server that ends."""
+
+    def __init__(
+        self, engines: EngineFactory, checkpoint: Checkpoint, folder: Path, **config: Any
+    ) -> None:
+        self.disk = Disk()
+        limits = {"kv_disk": folder, "kv_disk_gib": 1.0, **config}
+        self.engine: Engine = engines.over(checkpoint, observer=self.disk, **limits)
+        tier = self.engine._core._tier
+        assert tier is not None
+        self.tier = tier
+        wait_until(lambda: tier._writer.folder is not None or tier._writer.is_off)
+
+    def ask(self, request: Request) -> tuple[Result, int]:
+        """Serve a request; return its result, and the prompt tokens that it found."""
+        outputs = self.engine.generate([request])[0]
+        return Result.of(outputs), outputs[-1].num_cached_tokens
+
+    def stop(self) -> None:
+        """Stop the engine, which writes what it has noted."""
+        self.engine.stop()
+
+    @property
+    def pages(self) -> dict[str, int]:
+        """The pages by event, of an engine that has stopped."""
+        return dict(self.disk.sum.pages)
+
+
+def files(folder: Path) -> list[Path]:
+    """All page files of a folder, those of a prefix's start first."""
+    found = [path for path in folder.glob("v1/*/*/*") if len(path.name) == 64]
+    return sorted(found, key=lambda path: -path.stat().st_mtime)
+
+
+Fault = Callable[[Path], object]
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit of a byte."""
+    content = np.fromfile(path, np.uint8)
+    content[at] ^= 1
+    content.tofile(path)

@@ -1,0 +1,192 @@
+"""The format of a page's file: its bytes are pinned, and whatever is wrong with one is a miss."""
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ropewalk.model_runtime.engine.kv_disk.folder import FolderError, PageFolder, open_root
+from ropewalk.model_runtime.engine.kv_disk.janitor import sweep
+from ropewalk.model_runtime.engine.kv_disk.page_file import BadPageError, PageFormat
+from tests.model_runtime.engine.kv_disk.disk_engines import flip
+
+FORM = PageFormat(bytes(range(32)), 64, 3, "bfloat16", keys_by_token=False, num_bytes=5000)
+KEY = bytes(range(100, 132))
+PAGE = np.arange(5000, dtype=np.uint32).astype(np.uint8)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> PageFolder:
+    """A folder with one page."""
+    made = PageFolder(tmp_path / "kv", FORM)
+    made.write(KEY, PAGE.data)
+    return made
+
+
+def path_of(folder: PageFolder, key: bytes = KEY) -> Path:
+    """The file of a key, as docs/kv-disk.md describes it."""
+    return folder.path / "v1" / bytes(range(16)).hex() / key.hex()[:2] / key.hex()
+
+
+def read(folder: PageFolder) -> np.ndarray:
+    """The page that the folder has."""
+    into = np.zeros(5000, np.uint8)
+    assert folder.read(KEY, into.data)
+    return into
+
+
+def test_a_file_has_the_documented_bytes(folder: PageFolder) -> None:
+    """The header is spelt out here field by field."""
+    head = b"RWKVPAGE" + bytes([1, 0, 128, 0, 0, 0, 0, 0]) + bytes(range(32)) + KEY
+    head += b"\x40\0\0\0" + b"\x03\0\0\0" + b"\x02\0\0\0" + b"\x88\x13\0\0\0\0\0\0"
+    head += struct.pack("<I", zlib.crc32(PAGE.tobytes()))
+    head += struct.pack("<I", zlib.crc32(head))
+    assert path_of(folder).read_bytes() == head.ljust(128, b"\0") + PAGE.tobytes()
+    assert np.array_equal(read(folder), PAGE)
+
+
+def test_only_the_user_can_read_folder_and_files(folder: PageFolder) -> None:
+    """Pages tell the prompt."""
+    path = path_of(folder)
+    assert path.stat().st_mode & 0o777 == 0o600
+    for parent in path.parents[:4]:
+        assert parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("at", [*range(0, 128, 7), 127, 128, 3000, 5127])
+def test_every_flipped_bit_is_found(folder: PageFolder, at: int) -> None:
+    """One of header or page."""
+    flip(path_of(folder), at)
+    with pytest.raises(BadPageError) as error:
+        read(folder)
+    in_sum = 100 <= at < 104  # of the page, so that the header's own no longer fits
+    assert error.value.reason == ("checksum" if at >= 128 and not in_sum else "foreign")
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 5127])
+def test_a_file_that_a_crash_cut_is_found(folder: PageFolder, size: int) -> None:
+    """Nothing is written to the disk at once, so this may happen."""
+    os.truncate(path_of(folder), size)
+    with pytest.raises(BadPageError, match="truncated"):
+        read(folder)
+
+
+def test_no_link_is_followed(folder: PageFolder, tmp_path: Path) -> None:
+    """Neither to read nor to delete, whether it is the file or a folder above it."""
+    path, other = path_of(folder), tmp_path / "other"
+    path.rename(other)
+    path.symlink_to(other)
+    with pytest.raises(BadPageError, match="unreadable"):
+        read(folder)
+    folder.discard(KEY)
+    assert not path.is_symlink()
+    assert other.is_file()
+    other_shelf = tmp_path / "shelf"
+    path.parent.rename(other_shelf)
+    path.parent.symlink_to(other_shelf)
+    with pytest.raises(OSError, match=r"Not a directory|symbolic"):
+        folder.write(KEY, PAGE.data)
+    assert not list(other_shelf.iterdir())
+
+
+def test_a_fifo_does_not_hang(folder: PageFolder) -> None:
+    """It has no writer, and another open of it would wait for one."""
+    path_of(folder).unlink()
+    os.mkfifo(path_of(folder))
+    with pytest.raises(BadPageError, match="foreign"):
+        read(folder)
+
+
+def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    """The sentence names the mode. A link to a private folder is refused, too."""
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    with pytest.raises(FolderError, match=r"must have the mode 0700, .* has 0755"):
+        open_root(shared, create=True)
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    os.close(open_root(private, create=False))
+    (tmp_path / "link").symlink_to(private)
+    with pytest.raises(FolderError, match="no link"):
+        open_root(tmp_path / "link", create=True)
+    with pytest.raises(FolderError, match="No such file"):
+        open_root(tmp_path / "absent", create=False)
+
+
+def test_a_sweep_deletes_the_oldest_pages_and_leaves_other_files(folder: PageFolder) -> None:
+    """Of one prefix, the last pages go first."""
+    keys = [bytes([number]) * 32 for number in range(40)]
+    for depth, key in enumerate(keys):
+        folder.write(key, PAGE.data)
+        folder.touch(key, depth)
+    notes = path_of(folder).with_name("notes.txt")
+    notes.write_text("mine")
+    stale = path_of(folder).with_name("." + "0" * 16)
+    stale.write_bytes(b"x" * 9000)
+    os.utime(stale, (0, 0))
+    fresh = stale.with_name("." + "1" * 16)  # another process may be writing it
+    fresh.write_bytes(b"x" * 100)
+    swept = sweep(folder.root, 32 * FORM.file_bytes)
+    assert swept is not None
+    assert (swept.num_pages, swept.num_evicted) == (27, 14)
+    assert swept.num_bytes == 27 * FORM.file_bytes + 100
+    assert [key for key in keys if folder.has(key)] == keys[:26]  # and KEY
+    assert notes.is_file()
+    assert fresh.is_file()
+    assert not stale.exists()
+
+
+def test_one_process_sweeps_at_a_time(folder: PageFolder) -> None:
+    """The lock is on a file of the folder, and another sweep returns at once."""
+    import fcntl
+
+    with (folder.path / ".janitor").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert sweep(folder.root, 1 << 30) is None
+    assert sweep(folder.root, 1 << 30) is not None
+
+
+_WRITE_ON = """
+import sys
+from pathlib import Path
+from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk.page_file import PageFormat
+
+form = PageFormat(bytes(range(32)), 64, 3, "bfloat16", False, 400_000)
+folder = PageFolder(Path(sys.argv[1]), form)
+print("begun", flush=True)
+number = int(sys.argv[2]) << 32
+while True:
+    number += 1
+    folder.write(number.to_bytes(32, "big"), memoryview(bytes([number % 256]) * 400_000))
+"""
+
+
+def test_a_killed_writer_leaves_whole_pages(tmp_path: Path) -> None:
+    """Whatever has the name of a page is the page; a write that was cut has another name."""
+    form = PageFormat(bytes(range(32)), 64, 3, "bfloat16", keys_by_token=False, num_bytes=400_000)
+    for run in range(6):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", _WRITE_ON, str(tmp_path / "kv"), str(run)],
+            stdout=subprocess.PIPE,
+        )
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        with pytest.raises(subprocess.TimeoutExpired):
+            writer.wait(0.02 + 0.003 * run)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+    folder = PageFolder(tmp_path / "kv", form)
+    names = [path.name for path in folder.path.glob("v1/*/*/*") if len(path.name) == 64]
+    assert names
+    into = np.zeros(400_000, np.uint8)
+    for name in names:
+        assert folder.read(bytes.fromhex(name), into.data)
+        assert (into == int(name, 16) % 256).all()

@@ -1,0 +1,230 @@
+"""`ropewalk serve --kv-disk`: prompts survive a restart, and servers share a folder."""
+
+import ast
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.dry_run import outlook_lines, outlook_of
+from ropewalk.server.startup.gate import checked
+from ropewalk.server.startup.serving_plan import ModelFacts, plan_serving
+from tests.processes import Server, run_here, running_server, without_replicas
+
+pytestmark = without_replicas
+
+PAGE_BYTES = 64 * 4096 + 128  # of the embedded model
+SMALLEST_GIB = str(32 * PAGE_BYTES / 2**30)
+
+
+def ask(url: str, prompt: list[int], **options: Any) -> tuple[Any, int]:
+    """An answer's choice with its logprobs, and the tokens found in the cache."""
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 3, **options}
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    found = response.json()
+    return found["choices"][0], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def metrics(url: str) -> dict[str, float]:
+    """The tier's samples by name and label."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return {
+        line.rpartition(" ")[0].removeprefix("ropewalk_kv_disk_"): float(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith("ropewalk_kv_disk_")
+    }
+
+
+@contextmanager
+def disk_server(folder: Path, gib: str = "1", *flags: str) -> Iterator[Server]:
+    """A server whose folder is open."""
+    with running_server("--kv-disk", str(folder), "--kv-disk-gib", gib, *flags) as server:
+        deadline = time.monotonic() + 60
+        while not any("kv_disk_open" in line for line in server.log):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield server
+
+
+def test_a_prompt_survives_a_restart(server: Server, tmp_path: Path) -> None:
+    """The answer is that of a server without a disk; metrics, banner and command tell of it."""
+    folder = tmp_path / "kv"
+    prompt = [(at * at) % 2000 for at in range(400)]
+    expected, _ = ask(server.url, prompt)
+    with disk_server(folder) as first:
+        assert f"    on disk        1 GiB in {folder}, 4 KiB a token" in first.banner
+        assert ask(first.url, prompt) == (expected, 0)
+    with disk_server(folder) as second:
+        assert ask(second.url, prompt) == (expected, 384)
+        assert ask(second.url, prompt, cache_salt="other") == (expected, 0)
+        told = metrics(second.url)
+    assert told['pages_total{event="read"}'] == 6
+    assert told["tokens_read_total"] == 384
+    assert told['seconds_total{way="read"}'] > 0
+    assert told["bytes"] >= 6 * PAGE_BYTES
+    assert told["paused"] == 0
+    shown = run_here("cache", "stats", str(folder))
+    assert shown.stdout.splitlines()[-1].split() == ["all", "12", "3", "MiB"]
+    assert run_here("cache", "clear", str(folder)).stdout == "deleted 12 pages, 3 MiB\n"
+    assert not list(folder.glob("v1/*/*/*"))
+
+
+def test_two_servers_share_a_folder_that_is_always_full(server: Server, tmp_path: Path) -> None:
+    """Each finds what the other wrote, no answer differs, and the folder keeps its size."""
+    folder = tmp_path / "kv"
+    draw = random.Random(5)
+    prompts = [[draw.randrange(2000) for _ in range(64 * 7 + 5)] for _ in range(6)]
+    prompts += [each[:200] + each[:100] for each in prompts]
+    expected = [ask(server.url, each)[0] for each in prompts]
+    sizes: list[int] = []
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.01):
+            sizes.append(folder_bytes(folder))
+
+    small = ("--kv-cache-tokens", "2048")
+    with ExitStack() as stack:
+        servers = [stack.enter_context(disk_server(folder, SMALLEST_GIB, *small)) for _ in range(2)]
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        jobs = [(draw.choice(servers).url, draw.randrange(len(prompts))) for _ in range(48)]
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(lambda job: ask(job[0], prompts[job[1]]), jobs))
+        told = [metrics(each.url) for each in servers]
+        is_over.set()
+        watcher.join()
+    assert [choice for choice, _ in answers] == [expected[number] for _, number in jobs]
+    assert max(sizes) <= 34 * PAGE_BYTES  # a look at all files may see one before and after a move
+    assert max(sizes) > 20 * PAGE_BYTES
+    assert all(each['pages_total{event="read"}'] > 0 for each in told)
+    assert sum(each['pages_total{event="evicted"}'] for each in told) > 0
+    bad = {name: value for each in told for name, value in each.items() if "bad" in name}
+    assert not any(value for name, value in bad.items() if "slow" not in name)  # on a busy machine
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of all files of pages, while others come and go."""
+    total = 0
+    for path in folder.glob("v1/*/*/*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"kv_disk": "/x"}, "kv_disk needs kv_disk_gib, the size of the folder, got /x"),
+        ({"kv_disk_gib": "2"}, "kv_disk_gib needs kv_disk, the folder, got 2"),
+        ({"kv_disk": "/x", "kv_disk_gib": "0"}, "kv_disk_gib: must be above 0, got '0'"),
+        (
+            {"kv_disk": "/x", "kv_disk_gib": "1", "tensor_parallel_size": "2"},
+            "tensor_parallel_size must be 1, got 2",
+        ),
+    ],
+)
+def test_contradictions_are_refused_with_a_sentence(flags: dict[str, str], sentence: str) -> None:
+    """It names setting, limit and value."""
+    with pytest.raises(SettingsError) as error:
+        load_settings(flags)
+    assert sentence in str(error.value)
+
+
+def test_a_folder_that_others_can_read_is_refused_before_anything_is_imported(
+    tmp_path: Path,
+) -> None:
+    """`config check` makes no folder, and refuses one of the wrong mode."""
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    flags = {"kv_disk": str(shared), "kv_disk_gib": "1"}
+    with pytest.raises(SettingsError, match=r"kv_disk must have the mode 0700, .* has 0755"):
+        checked(load_settings(flags))
+    flags["kv_disk"] = str(tmp_path / "absent" / "kv")
+    checked(load_settings(flags))
+    assert not (tmp_path / "absent").exists()
+    file = shared / "file"
+    file.write_text("x")
+    with pytest.raises(SettingsError, match=r"kv_disk must be a folder and no link, got .*file"):
+        checked(load_settings({**flags, "kv_disk": str(file)}))
+    assert run_here("cache", "stats", str(shared)).returncode == 2
+    assert run_here("cache", "clear", str(tmp_path / "absent")).returncode == 2
+
+
+def test_a_gpu_and_layers_with_states_are_refused(embedded: Any, tmp_path: Path) -> None:
+    """The plan knows both before weights are read."""
+    settings = load_settings({"kv_disk": str(tmp_path), "kv_disk_gib": "1"})
+    on_gpu = ModelFacts(embedded.native, 1024, 2**26)
+    with pytest.raises(SettingsError, match="kv_disk needs the model on a CPU"):
+        plan_serving(settings, on_gpu)
+    from ropewalk.model_runtime.engine.machine_memory import machine_memory
+
+    hybrid = ModelFacts(embedded.native, 1024, 2**26, memory=machine_memory(), slot_bytes=1024)
+    with pytest.raises(SettingsError, match="layers that keep a state"):
+        plan_serving(settings, hybrid)
+
+
+def test_config_check_tells_the_folder(tmp_path: Path) -> None:
+    """The line is that of the banner."""
+    settings = load_settings({"kv_disk": str(tmp_path / "kv"), "kv_disk_gib": "0.5"})
+    lines = outlook_lines(settings, outlook_of(settings))
+    assert f"    on disk        0.5 GiB in {tmp_path / 'kv'}, 4 KiB a token" in lines
+
+
+def test_nothing_of_it_is_imported_without_the_setting() -> None:
+    """Other files name it inside of functions, or for annotations only."""
+    root = Path(__file__).resolve().parents[2]
+    own = {"disk_metrics.py", "cache_command.py"}
+    names = set()
+    for package in ("model_runtime", "server", "studies"):
+        for path in (root / package).rglob("*.py"):
+            if path.parent.name == "kv_disk" or path.name in own:
+                continue
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ImportFrom) and "kv_disk" in (node.module or ""):
+                    names.add(path.name)
+            if "kv_disk" in path.read_text():
+                names.add("some")
+    assert names == {"some"}
+
+
+@pytest.mark.long
+@pytest.mark.alone
+@pytest.mark.timeout(900)
+def test_ten_minutes_of_kills_cost_no_answer_and_no_bit(server: Server, tmp_path: Path) -> None:
+    """Two servers on one folder with a cap that is always full; one is killed every 20 seconds."""
+    folder = tmp_path / "kv"
+    draw = random.Random(7)
+    prompts = [[draw.randrange(2000) for _ in range(draw.randrange(70, 700))] for _ in range(24)]
+    expected = [ask(server.url, each)[0] for each in prompts]
+    ends = time.monotonic() + 600
+    most = num_served = num_runs = 0
+    while time.monotonic() < ends:
+        with ExitStack() as stack:
+            servers = [stack.enter_context(disk_server(folder, SMALLEST_GIB)) for _ in range(2)]
+            killed_at = time.monotonic() + 20
+            while time.monotonic() < killed_at:
+                jobs = [(draw.choice(servers).url, draw.randrange(24)) for _ in range(8)]
+                with ThreadPoolExecutor(8) as pool:
+                    answers = list(pool.map(lambda job: ask(job[0], prompts[job[1]])[0], jobs))
+                assert answers == [expected[number] for _, number in jobs]
+                most = max(most, folder_bytes(folder))
+                num_served += len(jobs)
+            os.kill(draw.choice(servers).pid, signal.SIGKILL)
+            num_runs += 1
+    assert most <= 34 * PAGE_BYTES
+    assert num_served > 100
+    assert num_runs > 5
