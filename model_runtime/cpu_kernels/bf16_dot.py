@@ -161,7 +161,7 @@ _BY_TURNS = ir.Constant(
 )
 
 
-def _multiplied(builder: Any, sums: Any, factors: Any, numbers: Any) -> Any:
+def emit_pair_products(builder: Any, sums: Any, factors: Any, numbers: Any) -> Any:
     """Emit the products of sixteen pairs, added to sixteen sums."""
     values = sums, builder.bitcast(factors, _BFLOATS), builder.bitcast(numbers, _BFLOATS)
     kind = ir.FunctionType(sums.type, [value.type for value in values])
@@ -173,10 +173,24 @@ def _loaded(builder: Any, address: Any) -> Any:
     return builder.load(builder.bitcast(address, _PAIRS.as_pointer()), align=2)
 
 
-def _broadcast(builder: Any, address: Any) -> Any:
+def emit_pair_broadcast(builder: Any, address: Any) -> Any:
+    """Emit a load of one pair for all lanes."""
     pair = builder.load(builder.bitcast(address, _INT.as_pointer()), align=2)
     first = builder.insert_element(ir.Constant(_PAIRS, ir.Undefined), pair, _INT(0))
     return builder.shuffle_vector(first, first, ir.Constant(_PAIRS, [0] * WIDTH))
+
+
+def emit_pairs(builder: Any, first: Any, second: Any) -> Any:
+    """Emit the rounding of two Lanes to pairs, by one instruction and a permutation."""
+    kind = ir.FunctionType(_BFLOATS, [first.type, second.type])
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    both = builder.bitcast(builder.call(function, [second, first]), _BOTH)
+    return builder.shuffle_vector(both, ir.Constant(_BOTH, ir.Undefined), _BY_TURNS)
+
+
+def emit_pair_store(builder: Any, address: Any, pairs: Any) -> None:
+    builder.store(pairs, builder.bitcast(address, _BOTH.as_pointer()), align=2)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -199,8 +213,8 @@ def add_pair_products(
         places = factor_places(context, builder, factors, values, sums.count // num_columns)
         before = cgutils.unpack_tuple(builder, values[0])
         after = [
-            _multiplied(builder, before[r * num_columns + c], row, loaded[c])
-            for r, row in enumerate(_broadcast(builder, place) for place in places)
+            emit_pair_products(builder, before[r * num_columns + c], row, loaded[c])
+            for r, row in enumerate(emit_pair_broadcast(builder, place) for place in places)
             for c in range(num_columns)
         ]
         return context.make_tuple(builder, sums, after)
@@ -219,13 +233,13 @@ def add_half_products(
     """
 
     def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        row = _broadcast(builder, address_of(context, builder, factors, *values[1:3]))
+        row = emit_pair_broadcast(builder, address_of(context, builder, factors, *values[1:3]))
         pairs = _loaded(builder, address_of(context, builder, numbers, *values[3:5]))
         bits = builder.insert_element(
             ir.Constant(_PAIRS, ir.Undefined), builder.trunc(values[5], _INT), _INT(0)
         )
         bits = builder.shuffle_vector(bits, bits, ir.Constant(_PAIRS, [0] * WIDTH))
-        return _multiplied(builder, values[0], row, builder.and_(pairs, bits))
+        return emit_pair_products(builder, values[0], row, builder.and_(pairs, bits))
 
     return LANES(sums, factors, factor, numbers, number, keep), code
 
@@ -260,5 +274,4 @@ def copy_as_pairs(
 
 
 def _store_by_turns(builder: Any, address: Any, rows: list[Any]) -> None:
-    pairs = builder.shuffle_vector(*rows, _BY_TURNS)
-    builder.store(pairs, builder.bitcast(address, _BOTH.as_pointer()), align=2)
+    emit_pair_store(builder, address, builder.shuffle_vector(*rows, _BY_TURNS))

@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from ropewalk.model_runtime.cpu_kernels.bf16_dot import HAS_PAIR_PRODUCTS
 from ropewalk.model_runtime.cpu_kernels.jit import jit
@@ -54,6 +55,11 @@ def pairs_pay() -> bool:
         )
     )
     return in_pairs * CLEARLY < singly
+
+
+def multiplies_pairs(dtype: torch.dtype) -> bool:
+    """Return whether rows of a number type are multiplied in pairs by weights of few bits."""
+    return dtype == torch.bfloat16 and pairs_pay()
 
 
 def shortest(*works: Callable[[], object]) -> list[float]:

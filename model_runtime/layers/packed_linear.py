@@ -201,10 +201,14 @@ def described(ways: Iterable[Way], dtype: torch.dtype) -> str:
 def products_text(model: nn.Module, dtype: torch.dtype) -> str:
     """Return how the weights of a packed model are laid out, for the banner."""
     sizes: Counter[str] = Counter()
+    numbers = "float32"
     for product in products_of(model):
         sizes.update({each.kind.name: each.memory.nbytes for each in product.weights})
+        rows = product.skinny(1)
+        if product.weights and rows is not None and rows.multiplying.step > 1:
+            numbers = "bfloat16"
     formats = " and ".join(name for name, _ in sizes.most_common())
-    texts = [panels_text(formats)] if formats else []
+    texts = [panels_text(formats, numbers)] if formats else []
     ways = ways_of(model)
     return " and ".join(texts + ([described(ways, dtype)] if ways else []))
 

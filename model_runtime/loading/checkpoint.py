@@ -301,16 +301,23 @@ def prepare_model(
     )
 
 
-def expected_products(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the layout and products that weights will have, before they are loaded."""
+def expected_products(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """Return the layout and products that weights will have, before they are loaded.
+
+    The second word is the type of the numbers in which weights of few bits are multiplied.
+    """
     if not has_cpu_kernels(device):
-        return _BY_TORCH
+        return _BY_TORCH, "float32"
+    from ropewalk.model_runtime.cpu_kernels.trials import (  # noqa: PLC0415  # imports numba
+        multiplies_pairs,
+    )
     from ropewalk.model_runtime.layers.packed_linear import (  # noqa: PLC0415  # imports numba
         described,
     )
     from ropewalk.model_runtime.layers.way_trial import choose_way  # noqa: PLC0415
 
-    return described([choose_way(dtype)], dtype)
+    low_bits = "bfloat16" if multiplies_pairs(dtype) else "float32"
+    return described([choose_way(dtype)], dtype), low_bits
 
 
 def _rule_experts(model: nn.Module, division: Division | None) -> bool:

@@ -11,7 +11,7 @@ import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ropewalk.model_runtime.json_files import read_object
 from ropewalk.model_runtime.loading.plain_config import PlainDevice, PlainNumberType
@@ -25,18 +25,26 @@ _VARIABLES = ("ATEN_", "DNNL_", "MKL_", "NUMBA_", "ONEDNN_")  # they may hide in
 _LIBRARIES = ("llvmlite", "numba", "torch", "transformers")
 
 
+class Words(NamedTuple):
+    """The banner's words for what computes."""
+
+    products: str
+    attention: str
+    low_bits: str  # the type of the numbers in which weights of few bits are multiplied
+
+
 def expected_computing(
     device: "torch.device | PlainDevice", dtype: "torch.dtype | PlainNumberType"
-) -> tuple[str, str]:
-    """Return the banner's words for products and attention, before weights are loaded."""
+) -> Words:
+    """Return the banner's words before weights are loaded."""
     if not isinstance(device, PlainDevice):
         return _tried(device, str(dtype).removeprefix("torch."))
     name, file = str(dtype), _file()
     key = f"{name} {fingerprint()}"
     known = read_object(file) or {}
     words = known.get(key)
-    if isinstance(words, list) and len(words) == 2 and all(isinstance(each, str) for each in words):
-        return words[0], words[1]
+    if isinstance(words, list) and [type(each) for each in words] == [str] * len(Words._fields):
+        return Words(*words)
     import torch  # noqa: PLC0415  # only for the first trial
 
     found = _tried(torch.device("cpu"), name)
@@ -49,13 +57,15 @@ def expected_computing(
     return found
 
 
-def _tried(device: "torch.device", name: str) -> tuple[str, str]:
+def _tried(device: "torch.device", name: str) -> Words:
     import torch  # noqa: PLC0415
 
     from ropewalk.model_runtime.loading.checkpoint import expected_products  # noqa: PLC0415
     from ropewalk.model_runtime.runner.backends import described  # noqa: PLC0415
 
-    return expected_products(device, getattr(torch, name)), described(device)
+    dtype = getattr(torch, name)
+    products, low_bits = expected_products(device, dtype)
+    return Words(products, described(device), low_bits)
 
 
 def _file() -> Path:

@@ -233,9 +233,9 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
     if outlook.num_weight_bytes is not None:
         weights = f"{size_text(outlook.num_weight_bytes)} weights"
     storage = outline.gguf_storage()
-    products, attention = expected_computing(outline.device, outline.dtype)
+    products, attention, numbers = expected_computing(outline.device, outline.dtype)
     if outlook.low_bits is not None:
-        products = outlook.low_bits.products
+        products = outlook.low_bits.products(numbers)
         weights += f" in {outlook.low_bits.formats}"
     if storage is not None:
         how = "dequantised from" if outlook.low_bits is None else "from"

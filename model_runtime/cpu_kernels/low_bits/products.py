@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from numba import carray, types
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ropewalk.model_runtime.cpu_kernels.bf16_dot import add_products
+from ropewalk.model_runtime.cpu_kernels.bf16_dot import add_pair_products, add_products
 from ropewalk.model_runtime.cpu_kernels.jit import jit
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Numbers
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.panels import LowBitPanels, joined_table
+from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import FLOATS, PAIRS, ROUNDED
 from ropewalk.model_runtime.cpu_kernels.low_bits.widen import numbers_of, row_adder, widener
 from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     CHUNK,
@@ -36,8 +36,7 @@ from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     widened,
     write_totals,
 )
-
-Table = NDArray[np.int64]
+from ropewalk.model_runtime.cpu_kernels.trials import multiplies_pairs
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -52,11 +51,15 @@ def _table_at(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
 
 
 @cache
-def _multiplier(numbers: tuple[int, ...], is_rounded: int) -> Any:
+def _multiplier(numbers: tuple[int, ...], written: int) -> Any:
     """Compiled: rows times panels of the formats with these numbers."""
-    widen = widener(numbers, is_rounded)
-    add_row = row_adder(numbers, is_rounded)
-    add_rows = rows_adder(add_products, 1, 0)
+    widen = widener(numbers, written)
+    add_row = row_adder(numbers, written)
+    # Twice the inputs of float32 take as many bytes in pairs.
+    in_pairs = written == PAIRS
+    most_inputs = 2 * CHUNK if in_pairs else CHUNK
+    wide_type: Any = np.uint16 if in_pairs else np.float32
+    add_rows = rows_adder(add_pair_products, 2, 0) if in_pairs else rows_adder(add_products, 1, 0)
 
     @jit()
     def multiply(
@@ -73,7 +76,7 @@ def _multiplier(numbers: tuple[int, ...], is_rounded: int) -> Any:
         sums = np.empty((most, PANEL), np.float32)
         totals = np.empty((most, PANEL), np.float32)
         bias = np.empty(PANEL, np.float32)
-        wide_Q = np.empty(CHUNK * PANEL, np.float32)
+        wide_Q = np.empty(most_inputs * PANEL, wide_type)
         for top in range(0, x_RK.shape[0], most):
             num_rows = min(most, x_RK.shape[0] - top)
             for panel in range(first_panel, end_panel):
@@ -85,8 +88,8 @@ def _multiplier(numbers: tuple[int, ...], is_rounded: int) -> Any:
                         add_row(number, address, begin, end, row_RK, sums)
                         add_chain(sums, num_rows, totals, begin)
                         continue
-                    for chunk in range(begin, end, CHUNK):
-                        stop = min(end, chunk + CHUNK)
+                    for chunk in range(begin, end, most_inputs):
+                        stop = min(end, chunk + most_inputs)
                         widen(number, address, chunk, stop, wide_Q)
                         base = -chunk * PANEL
                         add_rows(x_RK, top, num_rows, chunk, stop, begin, wide_Q, base, sums)
@@ -101,11 +104,13 @@ class LowBits:
 
     def __init__(self, formats: Iterable[Format], dtype: torch.dtype) -> None:
         """Find the kernels; each is compiled at its first use."""
-        is_rounded = int(dtype == torch.bfloat16)
         numbers = numbers_of(formats)
         self.dtype = dtype
-        rows_for = widened if is_rounded else as_they_are
-        self.multiplying = Multiplying(dtype, 1, rows_for, _multiplier(numbers, is_rounded))
+        in_pairs = multiplies_pairs(dtype)
+        written = FLOATS if dtype == torch.float32 else PAIRS if in_pairs else ROUNDED
+        rows_for = widened if written == ROUNDED else as_they_are
+        step = 2 if in_pairs else 1
+        self.multiplying = Multiplying(dtype, step, rows_for, _multiplier(numbers, written))
 
     def panels(self, weights: Sequence[LowBitPanels], bias_N: Tensor | None) -> Panels:
         """Return the panels of several weights with outputs one after the other."""

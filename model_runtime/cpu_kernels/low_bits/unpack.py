@@ -13,6 +13,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ropewalk.model_runtime.cpu_kernels.bf16_dot import (
+    emit_pair_broadcast,
+    emit_pair_products,
+    emit_pair_store,
+    emit_pairs,
+)
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import PANEL, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.loads import (
     HAS_FLOAT_TABLES,
@@ -41,6 +47,8 @@ from ropewalk.model_runtime.cpu_kernels.simd import (
 )
 
 _FEWEST_INPUTS = 4  # that straight code unpacks
+# The numbers that weights become: float32, the same rounded to bfloat16, or bfloat16 in pairs.
+FLOATS, ROUNDED, PAIRS = 0, 1, 2
 
 
 class Unpacking(NamedTuple):
@@ -195,9 +203,24 @@ def _emit_weights(
             use(k, column, _weight(kind, builder, numbers, scale, offsets[column]))
 
 
+def _in_pairs(
+    builder: Any, use: Callable[[int, int, Any], None]
+) -> Callable[[int, int, Any], None]:
+    """Return a use of single weights that rounds those of two inputs and uses them as pairs."""
+    firsts: dict[int, Any] = {}  # by register
+
+    def note(k: int, column: int, lanes: Any) -> None:
+        if k % 2 == 0:
+            firsts[column] = lanes
+        else:
+            use(k - 1, column, emit_pairs(builder, firsts.pop(column), lanes))
+
+    return note
+
+
 @cache
-def unpacking(kind: Format, *, is_rounded: bool) -> Unpacking:
-    """Return the intrinsics of a format. `is_rounded`: weights are rounded to bfloat16."""
+def unpacking(kind: Format, written: int) -> Unpacking:
+    """Return the intrinsics of a format. `written`: FLOATS, ROUNDED or PAIRS."""
     registers = types.UniTuple(LANES, _num_columns(kind))
 
     def scales(typingctx: Any, block: Any, group: Any, column: Any) -> Any:  # noqa: ARG001
@@ -223,11 +246,17 @@ def unpacking(kind: Format, *, is_rounded: bool) -> Unpacking:
 
             def store(k: int, column: int, lanes: Any) -> None:
                 place = further(builder, first, k * PANEL + column * WIDTH)
-                stored = emit_bfloat16(builder, lanes) if is_rounded else lanes
+                stored = lanes if written == FLOATS else emit_bfloat16(builder, lanes)
                 emit_store(builder, out, address_of(context, builder, out, memory, place), stored)
 
+            def store_pair(k: int, column: int, pairs: Any) -> None:
+                place = further(builder, first, k * PANEL + 2 * column * WIDTH)
+                address = address_of(context, builder, out, memory, place)
+                emit_pair_store(builder, address, pairs)
+
             loaded = (cgutils.unpack_tuple(builder, each) for each in tuples)
-            _emit_weights(kind, store, builder, at, above, *loaded)
+            use = _in_pairs(builder, store_pair) if written == PAIRS else store
+            _emit_weights(kind, use, builder, at, above, *loaded)
             return context.get_dummy_value()
 
         return types.none(out, place, q, upper, scales, offsets), code
@@ -242,13 +271,19 @@ def unpacking(kind: Format, *, is_rounded: bool) -> Unpacking:
             def multiply(further_on: int, column: int, lanes: Any) -> None:
                 place = further(builder, first, further_on)
                 number = builder.load(address_of(context, builder, x, memory, place))
-                weights = emit_bfloat16(builder, lanes) if is_rounded else lanes
+                weights = lanes if written == FLOATS else emit_bfloat16(builder, lanes)
                 tile[column] = emit_fma(
                     builder, emit_broadcast(builder, number), weights, tile[column]
                 )
 
+            def multiply_pair(further_on: int, column: int, pairs: Any) -> None:
+                place = further(builder, first, further_on)
+                row = emit_pair_broadcast(builder, address_of(context, builder, x, memory, place))
+                tile[column] = emit_pair_products(builder, tile[column], row, pairs)
+
             loaded = (cgutils.unpack_tuple(builder, each) for each in tuples)
-            _emit_weights(kind, multiply, builder, at, above, *loaded)
+            use = _in_pairs(builder, multiply_pair) if written == PAIRS else multiply
+            _emit_weights(kind, use, builder, at, above, *loaded)
             return context.make_tuple(builder, registers, tile)
 
         return registers(sums, x, place, q, upper, scales, offsets), code
@@ -259,6 +294,6 @@ def unpacking(kind: Format, *, is_rounded: bool) -> Unpacking:
         write,
         add,
     ):  # the cache of compiled code tells them apart by name
-        each.__name__ = f"{each.__name__}_{kind.name}_{int(is_rounded)}"
+        each.__name__ = f"{each.__name__}_{kind.name}_{written}"
     intrinsics = (intrinsic(each) for each in (scales, offsets, write, add))
     return Unpacking(_num_columns(kind) * WIDTH, _step(kind), *intrinsics)

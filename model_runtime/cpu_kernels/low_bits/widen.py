@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from ropewalk.model_runtime.cpu_kernels.bf16_dot import load_sums, no_sums, store_sums
 from ropewalk.model_runtime.cpu_kernels.jit import jit
-from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Floats, Numbers
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FORMATS, PANEL, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.loads import prefetch_at
-from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import unpacking
+from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import PAIRS, unpacking
 from ropewalk.model_runtime.cpu_kernels.simd import WIDTH
 
 _LINE_BYTES = 64
@@ -34,14 +34,15 @@ class _Kernels(NamedTuple):
 
 
 @cache
-def _kernels_of(kind: Format, is_rounded: int) -> _Kernels:
-    width, step, scales_of, offsets_of, write, add = unpacking(kind, is_rounded=bool(is_rounded))
+def _kernels_of(kind: Format, written: int) -> _Kernels:
+    width, step, scales_of, offsets_of, write, add = unpacking(kind, written)
     block, block_bytes, head_bytes = kind.block, kind.block_bytes, kind.head_bytes
     group, group_bytes = kind.group, kind.group_bytes
     scale_bytes, upper_bytes = kind.scale_bytes, kind.upper_bytes
     step_bytes = step * PANEL * kind.lower_bits // 8
     ahead = _AHEAD_OF_BYTES if kind.bits >= 8 else _AHEAD_OF_WORDS
     column_bytes, columns = kind.unit_bytes, width // WIDTH
+    column_step = 2 if written == PAIRS else 1
     above_bytes = kind.upper_word_bytes
 
     @jit(inline=True)
@@ -59,7 +60,7 @@ def _kernels_of(kind: Format, is_rounded: int) -> _Kernels:
         return head, scales_at
 
     @jit(borrows=True)
-    def widen(panel: int, first: int, end: int, out: Floats) -> None:
+    def widen(panel: int, first: int, end: int, out: Numbers) -> None:
         for start in range(first, end, group):
             head, scales_at = begin_group(panel, start)
             for column in range(0, PANEL, width):
@@ -67,14 +68,14 @@ def _kernels_of(kind: Format, is_rounded: int) -> _Kernels:
                 offsets = offsets_of(head, scales_at, column, scales)
                 above = scales_at + scale_bytes + above_bytes * column
                 at = scales_at + scale_bytes + upper_bytes + column * column_bytes
-                place = (start - first) * PANEL + column
+                place = (start - first) * PANEL + column * column_step
                 for _ in range(0, group, step):
                     write(out, place, at, above, scales, offsets)
                     place += step * PANEL
                     at += step_bytes
 
     @jit(borrows=True)
-    def add_row(panel: int, first: int, end: int, x_RK: Floats, sums: Floats) -> None:
+    def add_row(panel: int, first: int, end: int, x_RK: Numbers, sums: Floats) -> None:
         for start in range(first, end, group):
             head, scales_at = begin_group(panel, start)
             for column in range(0, PANEL, width):
@@ -96,10 +97,10 @@ def _kernels_of(kind: Format, is_rounded: int) -> _Kernels:
 
 
 @cache
-def _chooser(numbers: tuple[int, ...], is_rounded: int, name: str) -> Any:
+def _chooser(numbers: tuple[int, ...], written: int, name: str) -> Any:
     """Compiled: run(number, arguments) calls one function of the format with this number."""
     number, *others = numbers
-    this = getattr(_kernels_of(FORMATS[number], is_rounded), name)
+    this = getattr(_kernels_of(FORMATS[number], written), name)
     if not others:
 
         @jit(inline=True)
@@ -107,7 +108,7 @@ def _chooser(numbers: tuple[int, ...], is_rounded: int, name: str) -> Any:
             this(*arguments)
 
         return run
-    run_other = _chooser(tuple(others), is_rounded, name)
+    run_other = _chooser(tuple(others), written, name)
 
     @jit(inline=True)
     def choose(found: int, arguments: Any) -> None:
@@ -120,32 +121,33 @@ def _chooser(numbers: tuple[int, ...], is_rounded: int, name: str) -> Any:
 
 
 @cache
-def widener(numbers: tuple[int, ...], is_rounded: int) -> Any:
+def widener(numbers: tuple[int, ...], written: int) -> Any:
     """Compiled: widen(number, panel, first, end, out), for the formats of these numbers.
 
     It writes inputs `first` to `end` - 1 of the panel at an address to `out`, [end - first, 64].
-    Both are multiples of 32. If `is_rounded`, values are rounded to bfloat16 and stored as float32.
+    Both are multiples of 32. `written`: FLOATS; ROUNDED for values that are rounded to bfloat16 and
+    stored as float32; PAIRS for uint16 with the pairs of bf16_dot.py.
     """
-    run = _chooser(numbers, is_rounded, "widen")
+    run = _chooser(numbers, written, "widen")
 
     @jit()
-    def widen(number: int, panel: int, first: int, end: int, out: Floats) -> None:
+    def widen(number: int, panel: int, first: int, end: int, out: Numbers) -> None:
         run(number, (panel, first, end, out))
 
     return widen
 
 
 @cache
-def row_adder(numbers: tuple[int, ...], is_rounded: int) -> Any:
+def row_adder(numbers: tuple[int, ...], written: int) -> Any:
     """Compiled: add(number, panel, first, end, x_RK, sums), for the formats of these numbers.
 
     It writes the products of one row with inputs `first` to `end` - 1 of a panel to `sums`, [64].
     The weights go from registers to products: one row would not use a widened chunk again.
     """
-    run = _chooser(numbers, is_rounded, "add")
+    run = _chooser(numbers, written, "add")
 
     @jit()
-    def add(number: int, panel: int, first: int, end: int, x_RK: Floats, sums: Floats) -> None:
+    def add(number: int, panel: int, first: int, end: int, x_RK: Numbers, sums: Floats) -> None:
         run(number, (panel, first, end, x_RK, sums))
 
     return add

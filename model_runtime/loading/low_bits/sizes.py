@@ -119,10 +119,9 @@ class Storage:
         """Return the names of the formats, most bytes first."""
         return " and ".join(sorted(self.by_format, key=lambda name: -self.by_format[name]))
 
-    @property
-    def products(self) -> str:
-        """Return how weights in few bits are multiplied, for the banner."""
-        return panels_text(self.formats)
+    def products(self, numbers: str) -> str:
+        """Return how weights in few bits are multiplied, for the banner; see `panels_text`."""
+        return panels_text(self.formats, numbers)
 
 
 def _product(name: str) -> str:

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
 from ropewalk.model_runtime.loading import known_products
-from ropewalk.model_runtime.loading.known_products import expected_computing
+from ropewalk.model_runtime.loading.known_products import Words, expected_computing
 from ropewalk.model_runtime.loading.model_config import (
     EMBEDDED_MODEL,
     ModelConfig,
@@ -163,14 +163,15 @@ def test_trials_are_remembered_for_the_same_machine_only(
     """A variable that hides instructions from a library makes the memory void."""
     tried: list[str] = []
 
-    def words(_: torch.device, name: str) -> tuple[str, str]:
+    def words(_: torch.device, name: str) -> Words:
         tried.append(name)
-        return f"products of {name}", "attention"
+        return Words(f"products of {name}", "attention", "numbers")
 
     monkeypatch.setattr(known_products, "_tried", words)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     for _ in range(2):
-        assert expected_computing(CPU, FLOAT32) == ("products of float32", "attention")
+        expected = Words("products of float32", "attention", "numbers")
+        assert expected_computing(CPU, FLOAT32) == expected
     assert tried == ["float32"]
     assert expected_computing(CPU, PlainNumberType("bfloat16", 2))[0] == "products of bfloat16"
     assert expected_computing(CPU, FLOAT32)[0] == "products of float32"

@@ -22,6 +22,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.panels import (
     int8_parts,
     widened,
 )
+from ropewalk.model_runtime.cpu_kernels.trials import multiplies_pairs
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.layers.experts.low_bit import LowBitExperts
 from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers
@@ -84,7 +85,8 @@ def test_a_quantised_model_answers_as_the_float_model_with_its_weights(
     torch.testing.assert_close(logits(model, ids), logits(plain, ids), rtol=0, atol=bound)
     found = checkpoint_of(model)
     assert found.report.bitwise
-    assert found.products == "int8 panels, multiplied in float32"
+    numbers = "bfloat16" if multiplies_pairs(dtype) else "float32"
+    assert found.products == f"int8 panels, multiplied in {numbers}"
     assert isinstance(vars(found.model).get("forward"), DecoderLayers)
     engine, deployment = engines.over(found), deployment_of(found)
     prompts = [ids[0, :length].tolist() for length in (40, 7, 23)]
