@@ -161,6 +161,8 @@ class Serving(RuleBasedStateMachine):
         placement = sequence.request.placement
         if placement.policy == "grow":
             so_far = max(sequence.num_prompt_tokens, position + 1)
+        elif placement.policy == "by_position":
+            so_far = position + 1
         elif placement.policy == "grow-exact":
             so_far = max(sequence.num_prompt_tokens, len(sequence.token_ids))
         else:

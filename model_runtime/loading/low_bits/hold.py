@@ -130,7 +130,8 @@ def storage_of(model: Any) -> Storage:
         if type(module) is nn.Linear:
             weight = module.weight
             found.add_widening(f"{name}.weight", tuple(weight.shape), weight.itemsize)
-    found.float_bytes = sum(each.nbytes for each in model.parameters())
+    # With buffers that files have, such as the biases of experts' scores.
+    found.float_bytes = sum(each.nbytes for each in model.state_dict(keep_vars=True).values())
     for _, module in modules:
         if isinstance(module, LowBitExperts):
             found.float_bytes += sum(each.nbytes for each in module.biases())

@@ -85,6 +85,7 @@ def test_experts_of_int8_are_planned_as_they_are_held(tmp_path: Path, architectu
     assert loaded is not None
     assert planned.by_format == loaded.by_format
     assert planned.expert_bytes == loaded.expert_bytes
+    assert planned.num_bytes == loaded.num_bytes
     active = active_part(outline, planned)
     assert active is not None
     assert active.num_bytes < active.num_all_bytes
