@@ -217,8 +217,13 @@ def _why_not(folder: Path) -> str:
     return "it could not be written"
 
 
-def jit(*, inline: bool = False, borrows: bool = False) -> Callable[[Function], Function]:
-    """Return a decorator that compiles; products and sums may fuse, and NaN stays NaN.
+def jit(
+    *, inline: bool = False, borrows: bool = False, fuses: bool = True
+) -> Callable[[Function], Function]:
+    """Return a decorator that compiles; NaN stays NaN.
+
+    If `fuses`, products and sums may become one operation with one rounding, where a processor has
+    it. Intrinsics count as a part of the function that calls them.
 
     `inline` pays for a function that is called for each row, because an array is passed as nine
     arguments. It makes compiling longer. `borrows` is for a function that is called often and
@@ -234,7 +239,7 @@ def jit(*, inline: bool = False, borrows: bool = False) -> Callable[[Function], 
             function.__qualname__ += f"_{hashlib.sha256(variant.encode()).hexdigest()[:12]}"
         made: Any = numba.njit(
             nogil=True,
-            fastmath={"contract"},
+            fastmath={"contract"} if fuses else False,
             error_model="numpy",
             forceinline=inline,
             _nrt=not borrows,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ropewalk.model_runtime.cpu_kernels.activations import KINDS
 from ropewalk.model_runtime.cpu_kernels.elementwise import activated, as_numpy, as_tensor
-from ropewalk.model_runtime.cpu_kernels.low_bits.formats import panels_text
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import ROUNDED, panels_text
 from ropewalk.model_runtime.layers.low_bits.modules import LowBitLinear, in_float_panels
 from ropewalk.model_runtime.layers.merged_linear import is_linear, join, placeholder
 from ropewalk.model_runtime.layers.packed_product import DTYPES, PackedProduct, Way, Workshop
@@ -207,6 +207,8 @@ def products_text(model: nn.Module, dtype: torch.dtype) -> str:
         rows = product.skinny(1)
         if product.weights and rows is not None and rows.multiplying.step > 1:
             numbers = "bfloat16"
+        if product.is_rounding:
+            numbers = ROUNDED
     formats = " and ".join(name for name, _ in sizes.most_common())
     texts = [panels_text(formats, numbers)] if formats else []
     ways = ways_of(model)

@@ -151,6 +151,7 @@ class PackedProduct:
     """The weight of one or several linears with one input, laid out once for the processor."""
 
     weights: Sequence["LowBitPanels"] = ()  # if they are of few bits
+    is_rounding = False  # whether rows are rounded to eight bits
     _panels: Panels | None
     _many: Callable[[Tensor], Tensor] | None
 
@@ -246,6 +247,12 @@ class PackedProduct:
     def skinny(self, num_rows: int) -> RowProducts | None:
         """Return the kernel for few rows; None if `num_rows` must go through the call itself."""
         return self._skinny if 0 < num_rows <= MOST_ROWS and self._holds() else None
+
+    def round_rows(self, products_of: Callable[[Panels], RowProducts]) -> None:
+        """Multiply any number of rows by a kernel that rounds them, from now on."""
+        assert self._panels is not None
+        self.is_rounding, self.way, self._many = True, Way.OWN, None
+        self._skinny = products_of(self._panels)
 
     def trial(self, chains: Sequence[int] | None = None) -> Tried:
         """Find the sizes of blocks, and the chain of sums, that give the bits of small blocks.

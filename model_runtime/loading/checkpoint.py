@@ -6,6 +6,7 @@ only if trust_remote_code is set.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from ropewalk.model_runtime.attention.paged_attention import LayerPlan
 from ropewalk.model_runtime.division import Division
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
-from ropewalk.model_runtime.layers.experts.low_bit import has_experts
 from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
 from ropewalk.model_runtime.loading.load_progress import faults_of, logged_progress
 from ropewalk.model_runtime.loading.low_bits.hold import Distance, quantise_model, storage_of
+from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.low_bits.sizes import (
+    Activations,
     Storage,
     Weights,
     format_of_type,
@@ -31,6 +33,13 @@ from ropewalk.model_runtime.loading.low_bits.sizes import (
     refuse_int8,
 )
 from ropewalk.model_runtime.loading.model_config import ModelConfig, read_model_config
+from ropewalk.model_runtime.loading.pack_model import (
+    BY_TORCH,
+    decoder_of,
+    pack,
+    products_text,
+    rule_experts,
+)
 from ropewalk.model_runtime.loading.patch_model import (
     patch_with_states,
     plans_of_part,
@@ -41,7 +50,6 @@ from ropewalk.model_runtime.loading.pretrained import (
     end_token_ids,
     from_pretrained,
     generation_defaults,
-    leave_file,
     load_tokenizer,
 )
 from ropewalk.model_runtime.loading.self_check import (
@@ -65,8 +73,6 @@ from ropewalk.rope import NativeRope
 
 # Fields of generation_config that replace parameters absent from a request (as in vLLM).
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-_BY_TORCH = "torch"  # products, if no compiled kernels serve the device
 
 _log = structlog.get_logger(__name__)
 
@@ -92,6 +98,7 @@ class Checkpoint:
     low_bits: Storage | None = None  # of weights in few bits, if there are any
     states: Mapping[int, StateShape] = field(default_factory=dict)  # by layer; empty: it has none
     distance: Distance | None = None  # of int8 weights from the stored ones
+    rounding: Distance | None = None  # of rounded activations from exact ones
 
 
 def load_checkpoint(
@@ -101,6 +108,7 @@ def load_checkpoint(
     device: str = "auto",
     trust_remote_code: bool = False,
     weights: Weights = "stored",
+    activations: Activations = "exact",
     on_phase: OnPhase = no_phases,
     on_native: Callable[[NativeRope], object] | None = None,
     division: Division | None = None,
@@ -108,7 +116,8 @@ def load_checkpoint(
     """Load, patch and check a model. Raises ModelError with a sentence that names the problem.
 
     `weights`: `stored` keeps the bits of a GGUF file on a CPU, `int8` quantises on a CPU, and
-    `dequantised` makes floats. `on_native` gets the rotary tables of the config before any weight
+    `dequantised` makes floats. `activations`: `int8` rounds the rows of products with weights in
+    few bits to eight bits. `on_native` gets the rotary tables of the config before any weight
     is read, and may raise. `division`: this process is one of several that hold the model together.
     """
     model_config = read_model_config(
@@ -119,6 +128,8 @@ def load_checkpoint(
     assert isinstance(number_type, torch.dtype)
     if weights == "int8":
         refuse_int8(where.type, is_divided=division is not None)
+    if activations == "int8":  # its refusals
+        planned_storage(model_config, weights, activations, is_divided=division is not None)
     if on_native is not None:
         on_native(model_config.native())
     on_phase("loading weights")
@@ -127,7 +138,8 @@ def load_checkpoint(
     )
     path = Path(model_config.source)
     if path.is_file():
-        loaded = _load_gguf(path, model_config, weights, on_phase, division)
+        how = weights, activations
+        loaded = _load_gguf(path, model_config, how, on_phase, division)
         return replace(loaded, source=path)
     keeps_bits = _keeps_bits(weights, where, division)
     if model_config.stored is not None and not (keeps_bits and is_kept(model_config.stored)):
@@ -147,13 +159,14 @@ def load_checkpoint(
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         generation = generation_defaults(source, model_config.config)
         sampling = {name: generation.get(name) for name in SAMPLING_DEFAULTS}
-        low_bits = _quantised(model, tokenizer, weights, on_phase)
+        low_bits = _quantised(model, tokenizer, weights, activations, on_phase)
         checkpoint = prepare_model(
             model,
             tokenizer,
             end_token_ids(generation, tokenizer),
             {name: value for name, value in sampling.items() if value is not None},
             on_phase,
+            activations=activations,
             division=division,
         )
         checkpoint = replace(checkpoint, source=path, **low_bits)
@@ -176,7 +189,11 @@ def _placed(
 
 
 def _quantised(
-    model: nn.Module, tokenizer: Tokenizer, weights: Weights, on_phase: OnPhase
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    weights: Weights,
+    activations: Activations,
+    on_phase: OnPhase,
 ) -> dict[str, Any]:
     """Quantise a loaded model if that is asked for; return the fields of Checkpoint about it."""
     distance = None
@@ -184,17 +201,19 @@ def _quantised(
         on_phase("quantising weights to int8")
         distance = quantise_model(model, tokenizer)
     found = storage_of(model)
+    found.is_rounding = activations == "int8"
     return {"low_bits": found, "distance": distance} if found.by_format else {}
 
 
 def _load_gguf(
     path: Path,
     model_config: ModelConfig,
-    weights: Weights,
+    how: tuple[Weights, Activations],
     on_phase: OnPhase,
     division: Division | None,
 ) -> Checkpoint:
     """Load, patch and check the model of a GGUF file. Raises ModelError."""
+    weights, activations = how
     from ropewalk.model_runtime.formats.gguf_file import (  # noqa: PLC0415  # only for such a file
         read_gguf,
     )
@@ -220,9 +239,15 @@ def _load_gguf(
             division.read_dtype(None, number_type)
         model = load_gguf_model(path, model_config.config, number_type, keeps_bits=keeps_bits)
         model = _placed(model, number_type, where, division)
-        low_bits = _quantised(model, tokenizer, weights, on_phase)
+        low_bits = _quantised(model, tokenizer, weights, activations, on_phase)
         checkpoint = prepare_model(
-            model, tokenizer, end_ids, sampling_of(file), on_phase, division=division
+            model,
+            tokenizer,
+            end_ids,
+            sampling_of(file),
+            on_phase,
+            activations=activations,
+            division=division,
         )
         return replace(checkpoint, **low_bits)
 
@@ -244,6 +269,7 @@ def prepare_model(
     sampling_defaults: Mapping[str, float],
     on_phase: OnPhase = no_phases,
     *,
+    activations: Activations = "exact",
     division: Division | None = None,
 ) -> Checkpoint:
     """Patch a loaded model in place and check it. Raises ModelError.
@@ -252,25 +278,20 @@ def prepare_model(
     """
     parameter = next(model.parameters())
     native = read_native_rope(model)
-    is_ruled = _rule_experts(model, division)
+    is_ruled = rule_experts(model, division)
     on_phase("checking the model")
     _log.info("self_check", model=type(model).__name__)
     structure = original_structure(model, native)
-    original = original_logits(model, native, text_ids=text_ids_of(model, tokenizer))
+    text_ids = text_ids_of(model, tokenizer)
+    original = original_logits(model, native, text_ids=text_ids)
     plans, states = patch_with_states(model, native)
     check_structure(model, plans, native, structure, states)
     if division is not None:
         division.divide(model)
         plans = plans_of_part(model, plans)
-    products, fused = _BY_TORCH, None
-    if has_cpu_kernels(parameter.device):
-        products = _pack(model, parameter.dtype, division, is_ruled=is_ruled)
-        if division is None:  # a fused decoder gathers nothing
-            from ropewalk.model_runtime.layers.fused.decoder import (  # noqa: PLC0415  # numba
-                fused_decoder,
-            )
-
-            fused = fused_decoder(model, plans)
+    is_packed = has_cpu_kernels(parameter.device)
+    if is_packed:
+        pack(model, division, is_ruled=is_ruled)
     elif has_gpu_kernels(parameter.device) and division is None:
         from ropewalk.model_runtime.gpu.residual_layer import (  # noqa: PLC0415  # imports triton
             use_fewer_kernels,
@@ -282,8 +303,23 @@ def prepare_model(
         if division is not None:
             division.note_products(model, parameter.dtype, parameter.device)
         replace_norms(model)
-    prompts = PagedPrompts(model, plans, native, original, states=states)
-    report = choose_forward(prompts, check(prompts), fused)
+    paged_prompts = partial(PagedPrompts, model, plans, native, original, states=states)
+    prompts = paged_prompts()
+    report, rounding = check(prompts), None
+    if activations == "int8":
+        if not is_packed:
+            raise ModelError("activations: int8 needs compiled kernels, and none serve here")
+        from ropewalk.model_runtime.loading.low_bits.rounding import (  # noqa: PLC0415  # numba
+            with_rounded_rows,
+        )
+
+        on_phase("rounding activations to int8")
+        prompts, report, rounding = with_rounded_rows(paged_prompts, prompts, report, text_ids)
+    decoder, products = None, BY_TORCH
+    if is_packed:
+        decoder = decoder_of(model, plans, division)
+        products = products_text(model, parameter.dtype)
+    report = choose_forward(prompts, report, decoder)
     vocab_size = text_config(model).vocab_size
     return Checkpoint(
         model,
@@ -298,62 +334,8 @@ def prepare_model(
         report,
         products,
         states=states,
+        rounding=rounding,
     )
-
-
-def expected_products(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """Return the layout and products that weights will have, before they are loaded.
-
-    The second word is the type of the numbers in which weights of few bits are multiplied.
-    """
-    if not has_cpu_kernels(device):
-        return _BY_TORCH, "float32"
-    from ropewalk.model_runtime.cpu_kernels.trials import (  # noqa: PLC0415  # imports numba
-        multiplies_pairs,
-    )
-    from ropewalk.model_runtime.layers.packed_linear import (  # noqa: PLC0415  # imports numba
-        described,
-    )
-    from ropewalk.model_runtime.layers.way_trial import choose_way  # noqa: PLC0415
-
-    low_bits = "bfloat16" if multiplies_pairs(dtype) else "float32"
-    return described([choose_way(dtype)], dtype), low_bits
-
-
-def _rule_experts(model: nn.Module, division: Division | None) -> bool:
-    """Let routers follow the rules of a CPU, in place; return whether the model has experts."""
-    is_on_cpu = division is None and has_cpu_kernels(next(model.parameters()).device)
-    if is_on_cpu and has_experts(model):
-        from ropewalk.model_runtime.layers.experts.routing import (  # noqa: PLC0415  # imports numba
-            rule,
-        )
-
-        rule(model)
-        return True
-    return False
-
-
-def _pack(
-    model: nn.Module, dtype: torch.dtype, division: Division | None, *, is_ruled: bool
-) -> str:
-    """Replace modules by those with kernels for a CPU, in place; return how products are laid out.
-
-    The imports are here, because these modules import numba, which a GPU does not need.
-    """
-    from ropewalk.model_runtime.layers import gated_mlp, packed_linear  # noqa: PLC0415
-    from ropewalk.model_runtime.layers.rms_norm import cpu_candidates  # noqa: PLC0415
-
-    packed_linear.pack(model, shared_inputs(model))
-    if division is not None:
-        division.note_products(model, dtype, torch.device("cpu"))
-    gated_mlp.fuse(model)
-    if is_ruled:
-        from ropewalk.model_runtime.layers.experts import packed  # noqa: PLC0415
-
-        packed.pack(model, dtype)
-    leave_file(model)
-    replace_norms(model, cpu_candidates)
-    return packed_linear.products_text(model, dtype)
 
 
 def _load_model(

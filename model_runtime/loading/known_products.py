@@ -60,7 +60,7 @@ def expected_computing(
 def _tried(device: "torch.device", name: str) -> Words:
     import torch  # noqa: PLC0415
 
-    from ropewalk.model_runtime.loading.checkpoint import expected_products  # noqa: PLC0415
+    from ropewalk.model_runtime.loading.pack_model import expected_products  # noqa: PLC0415
     from ropewalk.model_runtime.runner.backends import described  # noqa: PLC0415
 
     dtype = getattr(torch, name)

@@ -205,6 +205,18 @@ def check(prompts: PagedPrompts) -> SelfCheckReport:
     return SelfCheckReport(max(differences), original.threshold, is_bitwise)
 
 
+@torch.inference_mode()
+def has_same_bits(prompts: PagedPrompts) -> bool:
+    """Return whether the long prompt's logits do not depend on a second prompt and on chunks."""
+    run, long = prompts.run, prompts.long
+    with windows_shrunk(prompts.model):
+        short = prompts.span(prompts.original.short_ids, 0, in_second_pages=True)
+        parts = [run([long(0, FIRST_CHUNK_END), short])[:FIRST_CHUNK_END]]
+        parts.append(run([long(FIRST_CHUNK_END, DECODE_START)]))
+        parts += [run([long(at, at + 1)]) for at in range(DECODE_START, LONG_LEN)]
+        return torch.equal(torch.cat(parts), prompts.long_TV)
+
+
 # Choose the forward of a checked model: a pruned last layer and a fused decoder, if they agree.
 #
 # Each of the two is installed, compared with the plain forward over the paged cache, and removed

@@ -76,6 +76,12 @@ class ModelSettings(Section):
         "checkpoint at load, dequantised makes numbers of --dtype.",
         unit="name",
     )
+    activations: Literal["exact", "int8"] = setting(
+        "exact",
+        "How a CPU multiplies by weights in few bits: exact keeps activations as they are, int8 "
+        "rounds them to eight bits and multiplies in integers.",
+        unit="name",
+    )
     device: Device = setting(
         "auto", "Device to compute on: auto, cpu, cuda or cuda:N.", unit="name"
     )

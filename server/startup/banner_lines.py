@@ -1,6 +1,7 @@
 """The lines of the banner and of the dry run: the plan, access, limits and chats."""
 
 from ropewalk.model_runtime.config import DEFAULT_DRAFT_TOKENS
+from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
 from ropewalk.model_runtime.loading.low_bits.active import active_lines, active_part
@@ -102,6 +103,11 @@ def low_bits_text(storage: Storage, distance: object | None) -> str:
         f"{size_text(storage.float_bytes)} of floats"
     )
     return f"{text}; {'the values of the file' if distance is None else distance}"
+
+
+def rounding_text(distance: object) -> str:
+    """Describe rounded activations; `distance` says how far that moves answers."""
+    return f"int8 with a scale for each {INT8.group} inputs; {distance}"
 
 
 def expert_lines(outline: ModelConfig, low_bits: Storage | None) -> list[str]:

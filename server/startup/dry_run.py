@@ -119,7 +119,9 @@ def outlook_of(settings: ServeSettings) -> Outlook:
 def _storage(settings: ServeSettings, outline: ModelConfig) -> tuple[int | None, Storage | None]:
     """Return the bytes of the loaded weights, None without files, and how few bits are stored."""
     is_divided = settings.tensor_parallel_size > 1
-    low_bits = planned_storage(outline, settings.weights, is_divided=is_divided)
+    low_bits = planned_storage(
+        outline, settings.weights, settings.activations, is_divided=is_divided
+    )
     return outline.num_weight_bytes() if low_bits is None else low_bits.num_bytes, low_bits
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ropewalk.model_runtime.formats.gguf_weights import find_gguf
 from ropewalk.model_runtime.loading.hub.local_model import is_hub_id, local_model
 from ropewalk.model_runtime.loading.hub.wanted import LocalModel, OnBytes, Wanted, no_bytes
-from ropewalk.model_runtime.loading.low_bits.sizes import refuse_int8
+from ropewalk.model_runtime.loading.low_bits.sizes import refuse_int8, refuse_rounding
 from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.loading.phases import OnPhase, no_phases
 from ropewalk.rope import NativeRope
@@ -73,6 +73,8 @@ def load_model(
     refuse_shared_kernels()
     if ranks is not None and settings.weights == "int8":
         refuse_int8("cpu", is_divided=True)
+    if ranks is not None and settings.activations == "int8":
+        refuse_rounding("cpu", is_divided=True)
     source = find_model(settings, weights=True, on_phase=on_phase, on_bytes=on_bytes).folder
     import torch  # noqa: PLC0415  # `inspect` loads no model without --heads
 
@@ -90,6 +92,7 @@ def load_model(
         device=device,
         trust_remote_code=trusts,
         weights=settings.weights,
+        activations=settings.activations,
         on_phase=on_phase,
         on_native=on_native,
     )

@@ -42,6 +42,7 @@ from ropewalk.server.startup.banner_lines import (
     limit_lines,
     low_bits_text,
     rank_line,
+    rounding_text,
     stored_text,
 )
 from ropewalk.server.startup.load_model import load_model
@@ -265,6 +266,8 @@ def _banner(
     if checkpoint.low_bits is not None:
         text = low_bits_text(checkpoint.low_bits, checkpoint.distance)
         weights += [f"  weights          {text}"]
+    if checkpoint.rounding is not None:
+        weights += [f"  activations      {rounding_text(checkpoint.rounding)}"]
     if checkpoint.source is not None and has_experts(checkpoint.model):
         outline = read_outline(
             checkpoint.source,

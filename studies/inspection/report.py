@@ -52,7 +52,7 @@ def inspect_model(settings: ServeSettings, options: InspectOptions) -> Report:
     outline = outline_of(settings)
     native = outline.native()
     deployments = plan_deployments(settings, native)
-    low_bits = planned_storage(outline, settings.weights, is_divided=False)
+    low_bits = planned_storage(outline, settings.weights, settings.activations, is_divided=False)
     costs = costs_of(outline, deployments, settings.page_size, options.memory_gib, low_bits)
     heads = None
     if options.heads is not None:

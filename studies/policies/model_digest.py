@@ -11,12 +11,18 @@ from ropewalk.model_runtime.loading.model_config import weight_files
 def model_digest(checkpoint: Checkpoint) -> str:
     """Return a digest of a model as it was loaded from its folder or file.
 
-    Rounding differs between dtypes and device types, so the digest has both.
+    Rounding differs between dtypes and device types, so the digest has both. It tells quantised
+    weights and rounded activations, too.
     """
     assert checkpoint.source is not None
     dtype = str(checkpoint.dtype).removeprefix("torch.")
     weights = _files_digest(_files(checkpoint.source))
-    digest = hashlib.sha256(f"{weights} {dtype} {checkpoint.device.type}".encode())
+    facts = [weights, dtype, checkpoint.device.type]
+    if checkpoint.distance is not None and checkpoint.low_bits is not None:
+        facts.append(f"weights {checkpoint.low_bits.formats}")
+    if checkpoint.rounding is not None:
+        facts.append("activations int8")
+    digest = hashlib.sha256(" ".join(facts).encode())
     return digest.hexdigest()[:32]
 
 

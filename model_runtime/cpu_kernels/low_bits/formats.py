@@ -151,6 +151,9 @@ FLOAT32, MXFP4 = FORMATS[-1], FORMATS[-2]
 BY_TYPE = {"Q8_0" if kind is INT8 else kind.name: kind for kind in FORMATS if kind.bits <= 8}
 
 
+ROUNDED = "integers, rows rounded to int8"  # as numbers of `panels_text`
+
+
 def panels_text(formats: str, numbers: str) -> str:
     """Return how weights of these formats are multiplied, for the banner; `numbers`: in a type."""
     return f"{formats} panels, multiplied in {numbers}"

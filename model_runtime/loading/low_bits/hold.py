@@ -160,15 +160,16 @@ _QUANTISED_AT_ONCE = 1 << 22  # weights, so that temporary copies stay small
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """The distance of a quantised model from the model that was stored."""
+    """The distance of a model that rounds more from the model that rounds less."""
 
     divergence: float  # mean Kullback-Leibler divergence of the next token, in nats
     agreement: float  # share of tokens after which both find the same token most probable
     num_tokens: int
+    origin: str = "the stored weights"
 
     def __str__(self) -> str:
         return (
-            f"KL divergence {self.divergence:.2g} nats from the stored weights, same most probable "
+            f"KL divergence {self.divergence:.2g} nats from {self.origin}, same most probable "
             f"token after {self.agreement:.0%} of {self.num_tokens}"
         )
 

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 from safetensors import safe_open
 
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import INT8, MXFP4, Format
+from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.quantised_inventory import read_inventory
 from ropewalk.model_runtime.loading.low_bits.sizes import (
+    NEEDS_FEW_BITS,
+    Activations,
     Storage,
     Weights,
     can_hold,
@@ -18,6 +21,7 @@ from ropewalk.model_runtime.loading.low_bits.sizes import (
     format_of_type,
     is_kept,
     refuse_int8,
+    refuse_rounding,
 )
 from ropewalk.model_runtime.loading.model_config import ModelConfig, weight_files
 
@@ -36,11 +40,31 @@ _HEAD = "lm_head.weight"
 _EMBEDDING = re.compile(r"\b(embed_tokens|embed_in|wte|word_embeddings)\b")
 
 
-def planned_storage(outline: ModelConfig, weights: Weights, *, is_divided: bool) -> Storage | None:
+def planned_storage(
+    outline: ModelConfig,
+    weights: Weights,
+    activations: Activations = "exact",
+    *,
+    is_divided: bool,
+) -> Storage | None:
     """Return the storage that a load would have; None if all weights are floats, or not here.
 
-    Raises ModelError if int8 is not possible with this device or this number of processes.
+    Raises ModelError if int8 weights or activations are not possible with this device, this number
+    of processes or these weights.
     """
+    if activations == "exact":
+        return _storage(outline, weights, is_divided=is_divided)
+    refuse_rounding(outline.device.type, is_divided=is_divided)
+    found = _storage(outline, weights, is_divided=is_divided)
+    if found is not None and found.low_products:
+        found.is_rounding = True
+    elif outline.has_weights or Path(outline.source).is_file():
+        raise ModelError(NEEDS_FEW_BITS)
+    return found
+
+
+def _storage(outline: ModelConfig, weights: Weights, *, is_divided: bool) -> Storage | None:
+    """Return the storage without a look at activations."""
     if weights == "int8":
         refuse_int8(outline.device.type, is_divided=is_divided)
     if outline.device.type != "cpu" or is_divided or weights == "dequantised":

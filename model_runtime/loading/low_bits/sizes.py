@@ -10,6 +10,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.formats import (
     FLOAT32,
     INT8,
     PANEL,
+    ROUNDED,
     Format,
     panels_text,
 )
@@ -18,6 +19,7 @@ from ropewalk.model_runtime.formats.quantised_scheme import Scheme
 from ropewalk.model_runtime.routers import is_router
 
 Weights = Literal["stored", "int8", "dequantised"]
+Activations = Literal["exact", "int8"]
 _FEWEST_OUTPUTS = PANEL  # fewer would pad a panel, and such linears are often routers
 # Linears that read one tensor are one product. Names are those of transformers and of GGUF.
 _QUERY_KEY_VALUE = re.compile(r"\b[qkv]_proj\b|\battn_[qkv]\b")
@@ -69,6 +71,7 @@ class Storage:
     by_format: dict[str, int] = field(default_factory=dict)  # panels, with scales
     float_bytes: int = 0
     expert_bytes: int = 0  # of experts in panels, a part of `by_format`
+    is_rounding: bool = False  # whether products with weights of few bits round their rows
     low_products: set[tuple[str, int]] = field(default_factory=set)  # of few bits, with inputs
     # Bytes that floats take in addition if they join a product of few bits, by product and inputs.
     widening: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -121,7 +124,7 @@ class Storage:
 
     def products(self, numbers: str) -> str:
         """Return how weights in few bits are multiplied, for the banner; see `panels_text`."""
-        return panels_text(self.formats, numbers)
+        return panels_text(self.formats, ROUNDED if self.is_rounding else numbers)
 
 
 def _product(name: str) -> str:
@@ -137,4 +140,20 @@ def refuse_int8(device_type: str, *, is_divided: bool) -> None:
     if is_divided:
         raise ModelError(
             "weights: int8 is not divided among processes; tensor_parallel_size must be 1"
+        )
+
+
+NEEDS_FEW_BITS = (
+    "activations: int8 needs linears with weights in few bits; set weights to int8, or serve a "
+    "GGUF file that has them"
+)
+
+
+def refuse_rounding(device_type: str, *, is_divided: bool) -> None:
+    """Raise ModelError if activations are not rounded on this device or by several processes."""
+    if device_type != "cpu":
+        raise ModelError(f"activations: int8 is served on a CPU only, the device is {device_type}")
+    if is_divided:
+        raise ModelError(
+            "activations: int8 is not divided among processes; tensor_parallel_size must be 1"
         )

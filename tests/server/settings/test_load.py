@@ -46,6 +46,7 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "context_buckets": [16, 32],
         "dtype": "float32",
         "weights": "int8",
+        "activations": "int8",
         "device": "cpu",
         "trust_remote_code": True,
         "gpu_memory_utilization": 0.5,

@@ -1,0 +1,91 @@
+"""Replace the modules of a patched model by those with kernels for a CPU.
+
+The imports of layers are inside of functions, because layers import numba, which a GPU does not
+need.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ropewalk.model_runtime.attention.paged_attention import LayerPlan
+from ropewalk.model_runtime.division import Division
+from ropewalk.model_runtime.layers.experts.low_bit import has_experts
+from ropewalk.model_runtime.layers.match_norm import replace_norms
+from ropewalk.model_runtime.layers.merged_linear import shared_inputs
+from ropewalk.model_runtime.loading.pretrained import leave_file
+from ropewalk.model_runtime.runner.backends import has_cpu_kernels
+
+if TYPE_CHECKING:
+    from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers
+
+BY_TORCH = "torch"  # products, if no compiled kernels serve the device
+
+
+def expected_products(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """Return the layout and products that weights will have, before they are loaded.
+
+    The second word is the type of the numbers in which weights of few bits are multiplied.
+    """
+    if not has_cpu_kernels(device):
+        return BY_TORCH, "float32"
+    from ropewalk.model_runtime.cpu_kernels.trials import (  # noqa: PLC0415
+        multiplies_pairs,
+    )
+    from ropewalk.model_runtime.layers.packed_linear import (  # noqa: PLC0415
+        described,
+    )
+    from ropewalk.model_runtime.layers.way_trial import choose_way  # noqa: PLC0415
+
+    low_bits = "bfloat16" if multiplies_pairs(dtype) else "float32"
+    return described([choose_way(dtype)], dtype), low_bits
+
+
+def rule_experts(model: nn.Module, division: Division | None) -> bool:
+    """Let routers follow the rules of a CPU, in place; return whether the model has experts."""
+    is_on_cpu = division is None and has_cpu_kernels(next(model.parameters()).device)
+    if is_on_cpu and has_experts(model):
+        from ropewalk.model_runtime.layers.experts.routing import (  # noqa: PLC0415
+            rule,
+        )
+
+        rule(model)
+        return True
+    return False
+
+
+def pack(model: nn.Module, division: Division | None, *, is_ruled: bool) -> None:
+    """Replace modules by those with kernels for a CPU, in place."""
+    from ropewalk.model_runtime.layers import gated_mlp, packed_linear  # noqa: PLC0415
+    from ropewalk.model_runtime.layers.rms_norm import cpu_candidates  # noqa: PLC0415
+
+    dtype = next(model.parameters()).dtype
+    packed_linear.pack(model, shared_inputs(model))
+    if division is not None:
+        division.note_products(model, dtype, torch.device("cpu"))
+    gated_mlp.fuse(model)
+    if is_ruled:
+        from ropewalk.model_runtime.layers.experts import packed  # noqa: PLC0415
+
+        packed.pack(model, dtype)
+    leave_file(model)
+    replace_norms(model, cpu_candidates)
+
+
+def decoder_of(
+    model: nn.Module, plans: Mapping[int, LayerPlan], division: Division | None
+) -> "DecoderLayers | None":
+    """Return the fused forward of a packed model, if it has one; with a division it gathers."""
+    if division is not None:
+        return None
+    from ropewalk.model_runtime.layers.fused.decoder import fused_decoder  # noqa: PLC0415
+
+    return fused_decoder(model, plans)
+
+
+def products_text(model: nn.Module, dtype: torch.dtype) -> str:
+    from ropewalk.model_runtime.layers.packed_linear import products_text  # noqa: PLC0415
+
+    return products_text(model, dtype)
