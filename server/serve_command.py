@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -106,10 +107,19 @@ class _Start:
         from ropewalk.server.ray.command import serve_on_ray  # noqa: PLC0415  # an extra
         from ropewalk.server.startup.lifecycle import GracefulServer  # noqa: PLC0415
 
-        has_started = threading.Event()
-        server = GracefulServer(self._settings, self._answers, has_started.set)
-        threading.Thread(target=server.run, args=([self._listener],), daemon=True).start()
-        has_started.wait()
+        started: Future[None] = Future()
+        server = GracefulServer(self._settings, self._answers, lambda: started.set_result(None))
+
+        def run() -> None:
+            try:
+                server.run([self._listener])
+            except BaseException as error:
+                if started.done():
+                    raise
+                started.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        started.result()
         serve_on_ray(
             self._settings,
             self._keys,

@@ -31,7 +31,6 @@ class Architecture:
     norm_offset: float = 0.0  # converters add it to the weights of norms
     are_value_heads_tiled: bool = False  # see gguf_hybrids.py
     has_layers_without_keys: bool = False  # with 0 key heads
-    has_prediction_heads: bool = False  # layers behind the model's own, which are not read
     epsilon: str = "rms_norm_eps"  # transformers' name of the norms' epsilon
 
 
@@ -66,7 +65,6 @@ def _common(fields: Fields, kind: Architecture) -> Config:
         fields,
         kind.model_type,
         has_layers_without_keys=kind.has_layers_without_keys,
-        has_prediction_heads=kind.has_prediction_heads,
     )
     head_dim, max_len = sizes["head_dim"], sizes["max_position_embeddings"]
     epsilon = "layer_norm_epsilon" if kind.epsilon in _LAYER_NORMS else "layer_norm_rms_epsilon"
@@ -335,7 +333,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         hybrids.qwen35,
         norm_offset=1.0,
         are_value_heads_tiled=True,
-        has_prediction_heads=True,
     ),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",
@@ -343,7 +340,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         hybrids.qwen35_moe,
         norm_offset=1.0,
         are_value_heads_tiled=True,
-        has_prediction_heads=True,
     ),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe),
     "qwen3next": Architecture(
@@ -351,7 +347,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Qwen3NextForCausalLM",
         hybrids.qwen3_next,
         norm_offset=1.0,
-        has_prediction_heads=True,
     ),
     "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM", _seed_oss),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", _smollm3, are_pairs_adjacent=True),

@@ -12,23 +12,22 @@ _KEY_HEADS, _NUM_EXTRA = "attention.head_count_kv", "nextn_predict_layers"
 
 
 def config_sizes(
-    fields: Fields, model_type: str, *, has_layers_without_keys: bool, has_prediction_heads: bool
+    fields: Fields, model_type: str, *, has_layers_without_keys: bool
 ) -> dict[str, int]:
     """Return the sizes by transformers' names. Raises ModelError for those that no model can have.
 
-    `model_type`: transformers' word for the architecture. `has_prediction_heads`: `block_count`
-    may count heads that predict further tokens.
+    `model_type`: transformers' word for the architecture. Files may count heads that predict
+    further tokens among the layers.
     """
     num_layers = fields.integer("block_count")
     if num_layers > len(fields.file.tensors):  # before anything is built for each of them
         raise fields.refuse(
             "block_count", f"is {num_layers}, and the file has {len(fields.file.tensors)} tensors"
         )
-    if has_prediction_heads:
-        num_extra = fields.integer(_NUM_EXTRA, 0, minimum=0)
-        if num_extra >= num_layers:
-            raise fields.refuse(_NUM_EXTRA, f"must be < {num_layers}, got {num_extra}")
-        num_layers -= num_extra
+    num_extra = fields.integer(_NUM_EXTRA, 0, minimum=0)
+    if num_extra >= num_layers:
+        raise fields.refuse(_NUM_EXTRA, f"must be < {num_layers}, got {num_extra}")
+    num_layers -= num_extra
     hidden_size, num_heads = (
         fields.integer("embedding_length"),
         fields.integer("attention.head_count"),

@@ -126,10 +126,11 @@ class Weights:
         import torch  # noqa: PLC0415
 
         rates_H = self._values(name, infos, torch.float32)
-        if bool((rates_H > 0).any()):
+        wrong = rates_H[~((rates_H <= 0) & rates_H.isfinite())]
+        if len(wrong):
             raise ModelError(
-                f"{infos[0].path}: tensor {infos[0].name} must have no number above 0, got "
-                f"{float(rates_H.max()):g}"
+                f"{infos[0].path}: tensor {infos[0].name} must have finite numbers of at most 0, "
+                f"got {float(wrong[0]):g}"
             )
         return logs_of_rates(rates_H).to(dtype)
 

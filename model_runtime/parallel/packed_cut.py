@@ -29,6 +29,9 @@ class GatheredProduct(PackedProduct):
         """Compute the product of the gathered inputs, gathered: [..., K] -> [..., N]."""
         return self._gathered(self._own, x)
 
+    def skinny(self, num_rows: int) -> None:
+        """Return None: every number of rows goes through the gathers."""
+
     def multiply(self, x_RK: Any) -> Any:
         """Compute the product, [R, K] -> [R, N]; numpy arrays of float32 or of bf16's bits."""
         return as_numpy(self(as_tensor(x_RK, self._dtype)))

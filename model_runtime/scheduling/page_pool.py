@@ -74,11 +74,6 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def make_oldest(self, page: int) -> None:
-        """Let a cached page be evicted before all others."""
-        del self._cached[page]
-        self._cached = {page: None, **self._cached}
-
     def drop(self, page: int) -> None:
         """Free one cached page."""
         del self._cached[page]

@@ -90,7 +90,6 @@ class SequenceStates:
                 self.index.publish(slot, key)
                 if position > held.last_planned and self.index.match([key]) == [slot]:
                     held.newest = (slot, key)
-                    self._need_prompt_less(sequence, held.last_planned)
             if slot != held.next:
                 let_go.append(slot)
         held.pending.clear()
@@ -180,13 +179,6 @@ class SequenceStates:
         newest = end // self._page_size * self._page_size
         if begin < newest <= sequence.num_sharable and newest > held.last_planned:
             yield newest
-
-    def _need_prompt_less(self, sequence: "TokenSequence", position: int) -> None:
-        """Let the snapshot at a prompt's end be evicted first: a next turn begins in the answer."""
-        if position:
-            key = sequence.page_keys(position // self._page_size, self._page_size)[-1]
-            for slot in filter(self.pool.is_cached, self.index.match([key])):
-                self.pool.make_oldest(slot)
 
     def _drop_newest(self, held: HeldState) -> None:
         """Free an answer's newest snapshot, which gets a later one, if nothing reads it."""

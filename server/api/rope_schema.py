@@ -58,9 +58,12 @@ class RopeField(Body):
 
     def request(self) -> RopeRequest:
         """Return it in the runtime's format."""
+        # An answer reports the factor of its last tier. As the least factor of the next request, it
+        # would take the lower tiers from its first positions.
+        is_echo = self.policy == "by_position" and self.rescaled is not None
         return RopeRequest(
             self.rope_type,
-            self.factor,
+            self.requested_factor if is_echo and not self.exact else self.factor,
             self.policy,
             self.original_max_position_embeddings,
             None if self.positions is None else self.positions.model_dump(exclude_none=True),

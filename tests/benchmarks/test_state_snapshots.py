@@ -13,8 +13,3 @@ def test_many_slots_find_what_pages_find(load: str) -> None:
     assert plain.cached_share > 0.8
     assert plain.cached_share - 0.02 < found.cached_share <= plain.cached_share
     assert found.most_slots <= 128
-
-
-def test_the_end_of_an_answer_is_kept_longer_than_the_end_of_its_prompt() -> None:
-    """A snapshot for each of 24 conversations, and the slots of eight that run, fit 64 slots."""
-    assert measured("ten turns", 64).cached_share > 0.8

@@ -288,10 +288,10 @@ def test_a_panic_ends_the_engine_as_an_error_does(llama_checkpoint: Checkpoint) 
 
 
 def test_nothing_of_a_failed_step_is_alive_at_its_retry(engines: EngineFactory) -> None:
-    """Memory runs out between gate and up, which are one product; no garbage is collected."""
-    checkpoint = tiny_checkpoint("gemma2")
-    mlp = checkpoint.model.model.layers[1].mlp
-    assert isinstance(mlp.gate_proj, MergedPart)
+    """Memory runs out between query and key, which are one product; no garbage is collected."""
+    checkpoint = tiny_checkpoint("olmo")  # its decoder is not fused
+    attention = checkpoint.model.model.layers[1].self_attn
+    assert isinstance(attention.q_proj, MergedPart)
     seen: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
@@ -308,8 +308,8 @@ def test_nothing_of_a_failed_step_is_alive_at_its_retry(engines: EngineFactory) 
         if len(alive) == 1:
             alive.append(sum(each() is not None for each in seen))
 
-    mlp.gate_proj.register_forward_hook(watch)
-    mlp.up_proj.register_forward_pre_hook(fail)
+    attention.q_proj.register_forward_hook(watch)
+    attention.k_proj.register_forward_pre_hook(fail)
     checkpoint.model.model.layers[0].register_forward_pre_hook(count)
     engine = engines.over(checkpoint)
     deployment = deployment_of(checkpoint)

@@ -76,7 +76,7 @@ _LONG = (257, 513, 2000, 9_000, 70_000, 400_000)
 _TEXTS = (
     *('""', '" "', '"\\u0000"', '"a\\u0000b"', '"\\ud800"', '"\\udfff\\ud800"', '"\\ud83d\\ude00"'),
     *('"\\uffff"', '"\\u202e"', '"%s%n{0}{{7*7}}{% raw %}"', '"<|endoftext|>"', '"../../etc"'),
-    *('"yarn"', '"longrope"', '"dynamic"', '"linear"', '"grow"', '"grow-exact"', '"fixed"'),
+    *('"yarn"', '"longrope"', '"dynamic"', '"linear"', '"grow"', '"by_position"', '"fixed"'),
     *('"default"', '"ropewalk-demo"', '"5"', '"true"', '"1e5"', '"\\"},{\\""', '"\U0001f9f6"'),
 )
 _NUMBERS = (

@@ -102,11 +102,16 @@ def _multiplier(numbers: tuple[int, ...], written: int) -> Any:
 class LowBits:
     """The kernels of a model with weights of these formats, for a number type of its rows."""
 
-    def __init__(self, formats: Iterable[Format], dtype: torch.dtype) -> None:
-        """Find the kernels; each is compiled at its first use."""
+    def __init__(
+        self, formats: Iterable[Format], dtype: torch.dtype, *, has_float_rows: bool = False
+    ) -> None:
+        """Find the kernels; each is compiled at its first use.
+
+        `has_float_rows`: the caller widens bfloat16 rows to float32 itself.
+        """
         numbers = numbers_of(formats)
         self.dtype = dtype
-        in_pairs = multiplies_pairs(dtype)
+        in_pairs = not has_float_rows and multiplies_pairs(dtype)
         written = FLOATS if dtype == torch.float32 else PAIRS if in_pairs else ROUNDED
         rows_for = widened if written == ROUNDED else as_they_are
         step = 2 if in_pairs else 1

@@ -127,7 +127,7 @@ def _low_bit_kernels(experts: Sequence[LowBitExperts], dtype: torch.dtype) -> "L
 
     matrices = [matrix for each in experts for matrix in each.matrices.values()]
     kinds = {part.kind for each in matrices for parts in each.parts_E for part in parts}
-    return LowBits(kinds, dtype)
+    return LowBits(kinds, dtype, has_float_rows=True)
 
 
 def _low_bit_packed(experts: LowBitExperts, kernels: Any) -> PackedExperts:

@@ -67,7 +67,7 @@ def test_max_model_len_and_the_cache_end_the_last_tier() -> None:
 
 def test_other_policies_and_factors_keep_their_ends() -> None:
     """The reserve chooses a tier under `pinned` only, from the factor asked for."""
-    for policy in ("fixed", "grow", "grow-exact"):
+    for policy in ("fixed", "grow", "grow-exact", "by_position"):
         assert end_of(deployment(), 10, policy=policy) == 2048
     assert end_of(deployment(), 10, factor=3) == 1024
     assert end_of(deployment(), 10, policy="fixed", factor=3) == 1024

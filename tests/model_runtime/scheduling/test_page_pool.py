@@ -37,19 +37,6 @@ def test_releasing_twice_is_a_bug_that_shows() -> None:
         pool.release(pages)
 
 
-def test_a_page_that_is_needed_less_is_evicted_before_older_ones() -> None:
-    """It stays cached until another page is needed."""
-    index = PrefixIndex()
-    pool = PagePool(3, index)
-    for page in pool.allocate(3):
-        index.publish(page, key(page))
-        pool.release([page])
-    pool.make_oldest(2)
-    pool.check_integrity()
-    assert pool.num_cached == 3
-    assert pool.allocate(2) == [2, 0]
-
-
 def test_published_pages_are_kept_and_evicted_least_recently_used_first() -> None:
     """The last pages of a sequence are evicted first, because a prefix is worth more."""
     index = PrefixIndex()

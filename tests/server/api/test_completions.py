@@ -271,7 +271,7 @@ def test_a_repeated_prompt_is_found_in_the_cache(
     assert [cached("x"), cached("x"), cached("y")] == [0, 896, 0]
 
 
-@pytest.mark.parametrize("policy", ["grow", "grow-exact"])
+@pytest.mark.parametrize("policy", ["grow", "grow-exact", "by_position"])
 def test_a_growing_request_says_how_often_it_was_rescaled(
     openai_client: openai.OpenAI, policy: str
 ) -> None:
