@@ -141,6 +141,18 @@ def test_a_reported_rope_object_may_be_sent_back_whole(two: Server, model: str) 
         assert "is only reported" in error["message"]
 
 
+@pytest.mark.skipif(REPLICAS is not None, reason="each replica has its own pages")
+def test_a_reported_object_by_position_finds_the_pages_of_its_prompt(two: Server) -> None:
+    """Its factor is that of the last tier, and would move the first positions as a least one."""
+    prompt = [9, 8] * 200
+    told = post(two, "demo", prompt=prompt, max_tokens=2, rope={"policy": "by_position"})
+    rope = told["choices"][0]["rope"]
+    assert (rope["policy"], rope["factor"], rope["requested_factor"]) == ("by_position", 2, None)
+    again = post(two, "demo", prompt=[*prompt, 7], max_tokens=2, rope=rope)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 384
+    assert again["choices"][0]["rope"]["factor"] == 2
+
+
 @pytest.mark.skipif(REPLICAS is not None, reason="two engines have no step in common")
 def test_both_answer_in_one_batch_as_alone(two: Server) -> None:
     """Answers of both deployments have equal bits, though both run in the same steps."""
