@@ -65,7 +65,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         super().__init__()  # type: ignore[no-untyped-call]
         self._plans = plans
         self._placed: dict[int, _Placed] = {}  # by the address of memory
-        self._positions: dict[int, Tensor] = {}  # tensors that follow from positions
+        self._positions: dict[int, Tensor] = {}  # that follow from positions or tokens
         self._tail: list[Tensor] = []  # the head's output and what follows from it
         self._num_values = 0
         self.trace: Trace | None = None
@@ -288,9 +288,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         self.trace.tail.append(TailCall(function, arguments, places))
         self._tail.append(out)
 
-    def note_positions(self, positions: Tensor) -> None:
-        """Note the tensor of positions: no operation may depend on it."""
-        self._positions[_address(positions)] = positions
+    def note_input(self, numbers: Tensor) -> None:
+        """Note the tensor of positions or tokens: no operation but the embedding may read it."""
+        self._positions[_address(numbers)] = numbers
 
     def is_result(self, logits: Tensor) -> bool:
         return bool(self._tail) and logits is self._tail[-1]

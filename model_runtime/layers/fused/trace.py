@@ -37,7 +37,8 @@ def traced(model: Any, plans: Mapping[int, LayerPlan]) -> Trace:
         raise UntraceableError("has no head")
     input_ids = torch.arange(NUM_TOKENS)[None] + 1
     positions = torch.arange(NUM_TOKENS)[None]
-    recorder.note_positions(positions)
+    recorder.note_input(positions)
+    recorder.note_input(input_ids)
     with ExitStack() as stack:
         for module in model.modules():
             forward = _noting(recorder, module, head, model.get_input_embeddings())
