@@ -292,7 +292,8 @@ def _taker(multiply: Any) -> Any:
 def part_sizes(num_rows: int, num_panels: int, num_threads: int) -> tuple[int, int]:
     """Return the rows and the panels of a part, so that each thread can have several parts.
 
-    Rows of a block are few only if panels are, because each part widens its panels anew.
+    Rows of a block are few only if panels are, because each part widens its panels anew. They are
+    whole tiles, unless these would exceed one pass over a panel.
     """
     wanted = _PARTS_PER_THREAD * num_threads
     least_blocks = -(-num_rows // BLOCK_ROWS)
@@ -300,7 +301,7 @@ def part_sizes(num_rows: int, num_panels: int, num_threads: int) -> tuple[int, i
     num_blocks = min(max(least_blocks, -(-wanted // num_panels)), most_blocks)
     rows = -(-num_rows // num_blocks)
     tile = _TILES[0][0]
-    return -(-rows // tile) * tile, max(1, num_blocks * num_panels // wanted)
+    return min(-(-rows // tile) * tile, BLOCK_ROWS), max(1, num_blocks * num_panels // wanted)
 
 
 class RowProducts:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
 from torch import Tensor, nn
 
@@ -43,6 +44,8 @@ from ropewalk.model_runtime.runner.backends import backend_for
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.state_shape import StatePart, StateShape
 from ropewalk.rope import NativeRope, Profile
+
+_log = structlog.get_logger(__name__)
 
 _PAGE_SIZE = 16
 # The long prompt is also run in pieces: the tokens up to 31, then up to 41, then single tokens.
@@ -304,7 +307,9 @@ def _choose_fused(prompts: PagedPrompts, fused: "DecoderLayers", long_TV: Tensor
     model.forward = fused
     try:
         is_same = all(map(torch.equal, map(runner.run, [whole, *steps]), plain))
-    except Exception:  # noqa: BLE001  # parts that look like others
-        is_same = False
+        reason = "has other bits than its own forward"
+    except Exception as error:  # noqa: BLE001  # parts that look like others
+        is_same, reason = False, f"{type(error).__name__}: {error}"
     if not is_same:
+        _log.info("decoder_not_fused", model=type(model).__name__, reason=reason)
         restore(model)

@@ -2,8 +2,9 @@
 
 A model's own forward takes about forty PyTorch calls per layer, with copies of queries, keys and
 values between them. Here it is a program (program.py) of products, attention and passes over rows.
-If a step has few rows, the whole program is one call (fused_decode.py). If it has many, each
-product is a call, and so are all passes over rows between two products.
+If a step has few rows, the whole program is one call (fused_decode.py). A head with another kind of
+product than the layers is then a second call. If a step has many rows, each product is a call, and
+so are all passes over rows between two products.
 
 trace.py finds the operations of a model, and self_check.py tries this forward.
 
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from ropewalk.model_runtime.attention.cpu_backend import CpuAttention, RangedSequences
 from ropewalk.model_runtime.attention.paged_attention import STEP, LayerPlan, PagedStep
 from ropewalk.model_runtime.cpu_kernels import fused_decode as kernel
-from ropewalk.model_runtime.cpu_kernels.attention_dot import uses_pairs
 from ropewalk.model_runtime.cpu_kernels.elementwise import as_numpy, as_tensor, row_shares
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
     AttentionParams,
@@ -52,6 +52,7 @@ from ropewalk.model_runtime.layers.fused.program import (
 )
 from ropewalk.model_runtime.layers.fused.trace import traced
 from ropewalk.model_runtime.layers.last_layer import PrunedStep
+from ropewalk.model_runtime.layers.packed_product import PackedProduct, Way
 from ropewalk.model_runtime.probing.probe import are_equal, recorded_calls
 
 _log = structlog.get_logger(__name__)
@@ -110,8 +111,15 @@ class DecoderLayers:
         assert isinstance(head.source, Product)
         self._head = head.source.product
         self._dtype = next(model.parameters()).dtype
+        self._attentions = [  # of each layer, with its place
+            (place, each.source)
+            for place, each in enumerate(self._instructions)
+            if isinstance(each.source, Attend)
+        ]
         self._num_bytes = 0  # of weights that the kernel reads
-        self.multiplying: Multiplying | None = None  # None: the program is not one call
+        self._trials: dict[Way, PackedProduct] = {}  # one of the kernel's products for each way
+        self._has_head = False  # whether the kernel multiplies by the head, too
+        self.multiplying: Multiplying | None = None  # None: the layers are not one call
         self._note_products()
         self._private, self._shared = (self._offsets(is_shared=each) for each in (False, True))
 
@@ -127,8 +135,9 @@ class DecoderLayers:
         rows = named["logits_to_keep"].numpy()
         is_whole = len(rows) == len(hidden_TE)
         if pruned is None and self._is_one_call(len(hidden_TE), every):
-            result_RC = self._all_at_once(hidden_TE, every, with_head=is_whole)
-            if is_whole:
+            with_head = is_whole and self._has_head
+            result_RC = self._all_at_once(hidden_TE, every, with_head=with_head)
+            if with_head:
                 return self._logits(result_RC)
         else:
             result_RC = self._one_by_one(hidden_TE, every, pruned, rows_R)
@@ -139,7 +148,7 @@ class DecoderLayers:
     def note_windows(self, model: nn.Module) -> None:
         """Read the windows of all layers again, after they were changed in the model."""
         calls = recorded_calls(model)
-        for place, each in self._attentions():
+        for place, each in self._attentions:
             window = calls[each.layer].sliding_window or 0
             self._program.fields_OF[place, kernel.WINDOW] = window
 
@@ -277,7 +286,7 @@ class DecoderLayers:
         """Return the number of threads that the size of all weights, or attention, is worth."""
         most = min(torch.get_num_threads(), MOST_THREADS)
         by_weights = max(1, min(most, self._num_bytes // _BYTES_PER_THREAD))
-        _, each = self._attentions()[0]
+        _, each = self._attentions[0]
         plan = self._plans[each.layer]
         shares = backend.partitioned(each.num_heads, plan.key_dim, plan.num_key_heads)
         return max(by_weights, len(shares))
@@ -294,40 +303,42 @@ class DecoderLayers:
         """Return whether the kernel takes the step, and the trial of its products still holds."""
         return (
             self.multiplying is not None
-            and self._head.skinny(num_rows) is not None
+            and all(each.skinny(num_rows) is not None for each in self._trials.values())
             and all(self._ranged(step, each) is None for each in self._program.table_types)
-            and len({uses_pairs(each.keys_NKDO) for each in step.store.arrays.values()}) == 1
         )
 
     def _ranged(self, step: PagedStep, layer_type: str | None) -> RangedSequences | None:
         """Return the step's sequences that read ranges, which the one call does not take."""
         return _cpu(step).ranged(step.tables.layer(layer_type))
 
-    def _attentions(self) -> list[tuple[int, Attend]]:
-        """Return each layer's attention and its place."""
-        return [
-            (place, each.source)
-            for place, each in enumerate(self._instructions)
-            if isinstance(each.source, Attend)
-        ]
-
     def _note_products(self) -> None:
-        """Write the fields of all products for the kernel, if it can multiply them in one way."""
-        kinds = set()
-        for fields_F, each in zip(self._program.fields_OF, self._program.instructions, strict=True):
-            if isinstance(each.source, Product):
-                skinny = each.source.product.skinny(1)
-                if skinny is None:
-                    return
-                kinds.add(skinny.multiplying)
-                self._num_bytes += skinny.num_bytes
-                fields_F[kernel.ADDRESS] = skinny.packed_Q.ctypes.data
-                fields_F[kernel.LENGTH] = skinny.packed_Q.size
-                fields_F[kernel.OTHER_ADDRESS] = skinny.bias_N.ctypes.data
-                fields_F[kernel.OTHER_LENGTH] = skinny.bias_N.size
-                fields_F[kernel.LAYOUT], fields_F[kernel.CHAIN] = skinny.layout, skinny.chain
-        if len(kinds) == 1:
-            (self.multiplying,) = kinds
+        """Write the fields of the layers' products, if the kernel can multiply them in one way.
+
+        The head follows them if it is of their kind. A head of floats beside few bits is not.
+        """
+        products = [
+            (each.source.product, each.source.product.skinny(1))
+            for each in self._program.instructions
+            if isinstance(each.source, Product)
+        ]
+        *kinds, head = [None if skinny is None else skinny.multiplying for _, skinny in products]
+        # Attention has one kind for all layers, too; odd keys are not multiplied in pairs.
+        parities = {plan.key_dim % 2 for plan in self._plans.values()}
+        if len(set(kinds)) != 1 or len(parities) != 1:
+            return
+        self.multiplying, self._has_head = kinds[0], head == kinds[0]
+        is_product_O = self._program.fields_OF[:, kernel.CODE] == kernel.PRODUCT
+        for place, (product, skinny) in zip(np.flatnonzero(is_product_O), products, strict=True):
+            if skinny is None or skinny.multiplying != self.multiplying:
+                continue
+            fields_F = self._program.fields_OF[place]
+            self._trials[product.way] = product
+            self._num_bytes += skinny.num_bytes
+            fields_F[kernel.ADDRESS] = skinny.packed_Q.ctypes.data
+            fields_F[kernel.LENGTH] = skinny.packed_Q.size
+            fields_F[kernel.OTHER_ADDRESS] = skinny.bias_N.ctypes.data
+            fields_F[kernel.OTHER_LENGTH] = skinny.bias_N.size
+            fields_F[kernel.LAYOUT], fields_F[kernel.CHAIN] = skinny.layout, skinny.chain
 
     def _offsets(self, *, is_shared: bool) -> list[int | None]:
         """Return where each slot begins, in columns of all of them; None for the other kind."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import torch
 from torch import Tensor
 
@@ -20,10 +21,12 @@ from ropewalk.model_runtime.layers.fused.decoder import DecoderLayers, fuse_deco
 from ropewalk.model_runtime.layers.fused.operations import UntraceableError
 from ropewalk.model_runtime.layers.last_layer import pruned_layer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.low_bits.hold import quantise_model
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.rope import Profile, Yarn
 from tests.engines import checkpoint_of, tiny_checkpoint
 from tests.tiny_models import VOCAB_SIZE, in_dtype, tiny_model
+from tests.tokens import byte_tokenizer
 
 CONFIG = EngineConfig(kv_cache_tokens=4096, max_model_len=512, page_size=16)
 FUSED = [
@@ -58,6 +61,13 @@ def plain(architecture: str, dtype: torch.dtype = torch.float32) -> Checkpoint:
 def forward_of(checkpoint: Checkpoint) -> Any:
     """The forward that replaces the one of the model's class, or None."""
     return vars(checkpoint.model).get("forward")
+
+
+def assert_refused(architecture: str, reason: str) -> None:
+    """Load the model; its own forward must be kept, with a line in the log that says why."""
+    with structlog.testing.capture_logs() as lines:
+        assert forward_of(plain(architecture)) is None
+    assert [line["reason"] for line in lines if line["event"] == "decoder_not_fused"] == [reason]
 
 
 def native_table(runner: ModelRunner, checkpoint: Checkpoint) -> int:
@@ -144,6 +154,31 @@ def test_a_thread_that_fails_does_not_leave_the_others_waiting(
         answers(checkpoint)
     monkeypatch.setattr(fused_decode, "runner_for", original)
     assert all(map(torch.equal, answers(checkpoint), expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layers_of_few_bits_are_one_call_beside_a_float_head(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """The head has another kind of product, so it is multiplied after the one call."""
+    whole = {"num_key_value_heads": 4, "intermediate_size": 128}
+    model: Any = in_dtype(tiny_model("llama", **whole), dtype)
+    head = model.lm_head
+    quantise_model(model, byte_tokenizer())
+    model.lm_head = head
+    checkpoint = checkpoint_of(model)
+    assert forward_of(checkpoint).multiplying is not None
+    at_once, original = [], DecoderLayers._all_at_once
+
+    def counted(*arguments: Any, with_head: bool) -> Any:
+        at_once.append(with_head)
+        return original(*arguments, with_head=with_head)
+
+    monkeypatch.setattr(DecoderLayers, "_all_at_once", counted)
+    fused = answers(checkpoint)
+    assert at_once == [False, False]
+    restore(checkpoint.model)
+    assert all(map(torch.equal, fused, answers(checkpoint)))
 
 
 def test_queries_that_depend_on_their_positions_keep_their_forward() -> None:
@@ -256,7 +291,17 @@ def test_a_mistake_shows_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> No
         original(fields_OF, factors_OX + np.float32(1e-3), *arguments)
 
     monkeypatch.setattr(fused_decode, "run_blocks", shifted)
-    assert forward_of(plain("llama")) is None
+    assert_refused("llama", "has other bits than its own forward")
+
+
+def test_an_error_of_the_fused_forward_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is served by its own forward."""
+
+    def failing(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(fused_decode, "run_blocks", failing)
+    assert_refused("llama", "MemoryError: no room")
 
 
 def test_a_decode_step_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

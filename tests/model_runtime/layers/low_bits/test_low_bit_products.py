@@ -212,14 +212,20 @@ def test_threads_that_take_parts_of_a_product_change_no_bit(
         torch.set_num_threads(num_threads)
 
 
+@pytest.mark.parametrize("tile", [4, 6])
 @pytest.mark.parametrize("num_threads", [2, 16, 64])
-@pytest.mark.parametrize("num_rows", [1, 8, 17, 64, 512, 2048])
+@pytest.mark.parametrize("num_rows", [1, 8, 17, 64, 256, 512, 2048])
 @pytest.mark.parametrize("num_panels", [9, 32, 176, 500])
 def test_parts_suffice_for_all_threads_and_are_not_needlessly_small(
-    num_threads: int, num_rows: int, num_panels: int
+    monkeypatch: pytest.MonkeyPatch, tile: int, num_threads: int, num_rows: int, num_panels: int
 ) -> None:
-    """Each thread has four parts, unless they would have one panel and fewer than 16 rows."""
+    """Each thread has four parts, unless they would have one panel and fewer than 16 rows.
+
+    A part is one pass over its panels, because each pass widens them anew.
+    """
+    monkeypatch.setattr(skinny_gemm, "_TILES", ((tile, 2), (2, 4), (1, 8)))
     rows, panels = skinny_gemm.part_sizes(num_rows, num_panels, num_threads)
+    assert skinny_gemm.block_rows(rows) == rows
     blocks = -(-num_rows // rows)
     num_parts = blocks * -(-num_panels // panels)
     is_smallest = panels == 1 and num_rows / blocks < 2 * 16
