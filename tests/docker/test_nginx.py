@@ -86,7 +86,7 @@ def streamed(nginx: Nginx, max_tokens: int) -> str:
 
 
 def test_every_event_comes_at_once(balanced: Balanced) -> None:
-    """The first one comes while the server computes, and nearly all come alone."""
+    """The first one comes while the server computes, and no block of 4 KiB is waited for."""
     wanted, url = body(1500, stream=True), f"{balanced.nginx.url}/v1/completions"
     with httpx.stream("POST", url, json=wanted, timeout=LIMIT_S) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -96,7 +96,7 @@ def test_every_event_comes_at_once(balanced: Balanced) -> None:
         assert num_running(*balanced.servers) == 1
         counts = [piece.count(b"data:") for piece in pieces]
     assert sum(counts) >= 1000
-    assert sum(count == 1 for count in counts) > 0.5 * sum(counts)
+    assert sum(counts) < 10 * len(counts)  # a block holds about 20; a late client reads several
 
 
 def test_a_client_that_leaves_ends_its_request(balanced: Balanced) -> None:
