@@ -128,9 +128,13 @@ def read_gguf(path: Path) -> GgufFile:
     A command reads a header several times, so the last one is kept while its files are the same.
     No caller changes the lists in it.
     """
+    return _read_whole(path, tuple(map(_stamp, named_parts(path)[:_MOST_STAMPED])))
+
+
+def named_parts(path: Path) -> list[Path]:
+    """Return all parts of a file by its name, whether they are there or not."""
     match = _PART.fullmatch(path.name)
-    parts = [path] if match is None else _named_parts(path, match, int(match[3]))
-    return _read_whole(path, tuple(map(_stamp, parts[:_MOST_STAMPED])))
+    return [path] if match is None else _named_parts(path, match, int(match[3]))
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -21,6 +21,7 @@ from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.formats.quantised_scheme import Scheme
 from ropewalk.model_runtime.layers.match_norm import replace_norms
 from ropewalk.model_runtime.layers.merged_linear import join, shared_inputs
+from ropewalk.model_runtime.loading.file_versions import file_versions
 from ropewalk.model_runtime.loading.load_progress import faults_of, logged_progress
 from ropewalk.model_runtime.loading.low_bits.hold import Distance, quantise_model, storage_of
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
@@ -95,6 +96,7 @@ class Checkpoint:
     stored: Scheme | None = None  # how the files store the weights, if they are quantised
     weight_bytes: int | None = None  # of such weights, once loaded
     source: Path | None = None  # the folder or GGUF file; None if the model was not loaded from one
+    versions: Mapping[Path, str] = field(default_factory=dict)  # of its files, before the load
     low_bits: Storage | None = None  # of weights in few bits, if there are any
     states: Mapping[int, StateShape] = field(default_factory=dict)  # by layer; empty: it has none
     distance: Distance | None = None  # of int8 weights from the stored ones
@@ -120,6 +122,7 @@ def load_checkpoint(
     few bits to eight bits. `on_native` gets the rotary tables of the config before any weight
     is read, and may raise. `division`: this process is one of several that hold the model together.
     """
+    versions = file_versions(source)
     model_config = read_model_config(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
@@ -140,7 +143,7 @@ def load_checkpoint(
     if path.is_file():
         how = weights, activations
         loaded = _load_gguf(path, model_config, how, on_phase, division)
-        return replace(loaded, source=path)
+        return replace(loaded, source=path, versions=versions)
     keeps_bits = _keeps_bits(weights, where, division)
     if model_config.stored is not None and not (keeps_bits and is_kept(model_config.stored)):
         name = str(number_type).removeprefix("torch.")
@@ -169,7 +172,7 @@ def load_checkpoint(
             activations=activations,
             division=division,
         )
-        checkpoint = replace(checkpoint, source=path, **low_bits)
+        checkpoint = replace(checkpoint, source=path, versions=versions, **low_bits)
         if model_config.stored is None:
             return checkpoint
         num_bytes = None if checkpoint.low_bits else model_config.num_weight_bytes()

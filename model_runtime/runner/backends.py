@@ -83,3 +83,12 @@ def described(device: torch.device) -> str:
     from ropewalk.model_runtime.cpu_kernels.simd import vectors  # noqa: PLC0415
 
     return f"{vectors().name}, {vectors().lanes} lanes"
+
+
+def multiplies_pairs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether kernels multiply numbers of this type in pairs, by a trial of both ways."""
+    if not has_cpu_kernels(device):
+        return False
+    from ropewalk.model_runtime.cpu_kernels import trials  # noqa: PLC0415
+
+    return trials.multiplies_pairs(dtype)

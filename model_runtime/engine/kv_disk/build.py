@@ -20,7 +20,7 @@ from ropewalk.model_runtime.engine.kv_disk.writer import Writer
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.known_products import fingerprint
-from ropewalk.model_runtime.runner.backends import described
+from ropewalk.model_runtime.runner.backends import described, multiplies_pairs
 from ropewalk.model_runtime.size_text import size_text
 
 _ROOT = Path(__file__).parents[3]
@@ -44,7 +44,7 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
             "kv_disk serves models whose layers all keep keys and values, and this one has "
             "layers that keep a state, which pages of a prefix do not hold"
         )
-    if checkpoint.source is None:
+    if checkpoint.source is None or not checkpoint.versions:
         raise ModelError("kv_disk needs the files of the weights, and the model has none")
     try:
         os.close(open_root(path, create=True))
@@ -59,10 +59,7 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
             f"kv_disk_gib must be >= {least / 2**30:.3g}, for {SMALLEST_CAP} pages of "
             f"{size_text(form.file_bytes)}, got {gib:g}"
         )
-    try:
-        files = WeightFiles(checkpoint.source)
-    except OSError as error:
-        raise ModelError(f"kv_disk cannot look at {error.filename}: {error.strerror}") from error
+    files = WeightFiles(checkpoint.source, checkpoint.versions)
 
     def make_format() -> PageFormat:
         facts = _facts(checkpoint, config, store)
@@ -114,6 +111,8 @@ def _facts(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> dict
         "weights_held": None if checkpoint.low_bits is None else checkpoint.low_bits.formats,
         "products": checkpoint.products,
         "attention": described(checkpoint.device),
+        # A trial by time decides this, so equal machines may differ.
+        "pairs": multiplies_pairs(checkpoint.device, checkpoint.dtype),
         # Where the self-check found that a row's bits depend on the batch, threads may, too.
         "threads": None if checkpoint.report.bitwise else torch.get_num_threads(),
         "arithmetic": fingerprint(*_SOURCES),

@@ -9,20 +9,19 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.json_files import read_object
+from ropewalk.model_runtime.loading.file_versions import version_of
 
 _KNOWN = "weights.json"  # hashes by file, so that a restart reads no weights
 _MOST_KNOWN = 256
 _BLOCK = 1 << 20
 _SHA256 = re.compile("[0-9a-f]{64}")
-# What a loader reads beside weights.
-_CONFIGS = ("config.json", "quantize_config.json", "quantization_config.json")
 
 
 def identity_of(facts: Mapping[str, Any]) -> bytes:
@@ -36,19 +35,21 @@ class ChangedError(OSError):
 
 
 class WeightFiles:
-    """The files that a model was loaded from, as they were when this was made."""
+    """The files that a model was loaded from, as they were before the load."""
 
-    def __init__(self, source: Path) -> None:
-        """Note the files of a folder, or a GGUF file. Raises OSError."""
-        self._names = {path: path.name if source.is_dir() else "gguf" for path in _files_of(source)}
-        self._versions = {path: _version_of(path.stat()) for path in self._names}
+    def __init__(self, source: Path, versions: Mapping[Path, str]) -> None:
+        """Take the files of a folder, or the parts of a GGUF file, and their versions."""
+        self._versions = versions
+        if source.is_dir():
+            self._names = {path: path.name for path in versions}
+        else:  # parts in their order, so that another file name is the same model
+            self._names = {path: f"gguf {at}" for at, path in enumerate(versions, 1)}
 
     def content(self, known_in: Path | None = None) -> str:
         """Return a hash of the content of weights, config and code.
 
-        A file of Hugging Face's cache that is named by its sha256 is not read. The hashes of the
-        others are kept in the folder `known_in`, by device, inode, size and times. Raises OSError,
-        also if a file has changed since this was made.
+        Hashes are kept in the folder `known_in`, by device, inode, size and times. Raises OSError,
+        also if a file has changed since its version was noted.
         """
         found = hashlib.sha256()
         known = {} if known_in is None else _known_in(known_in)
@@ -62,40 +63,18 @@ class WeightFiles:
     def _hash_of(self, path: Path, known: dict[str, Any]) -> str:
         version = self._versions[path]
         with path.open("rb") as file:
-            if _version_of(os.fstat(file.fileno())) != version:
+            if version_of(os.fstat(file.fileno())) != version:
                 raise ChangedError(f"{path} has changed since it was loaded")
-            kept = _blob_hash(path) or known.get(version)
+            kept = known.get(version)
             if isinstance(kept, str) and _SHA256.fullmatch(kept):
                 return kept
             found = hashlib.sha256()
             while block := file.read(_BLOCK):
                 found.update(block)
-            if _version_of(os.fstat(file.fileno())) != version:
+            if version_of(os.fstat(file.fileno())) != version:
                 raise ChangedError(f"{path} has changed since it was loaded")
         known[version] = found.hexdigest()
         return found.hexdigest()
-
-
-def _files_of(source: Path) -> Iterator[Path]:
-    if source.is_file():
-        yield source
-        return
-    for path in sorted(source.iterdir()):
-        if path.suffix in {".safetensors", ".py"} or path.name in _CONFIGS:
-            yield path
-
-
-def _version_of(facts: os.stat_result) -> str:
-    place = f"{facts.st_dev} {facts.st_ino} {facts.st_size}"
-    return f"{place} {facts.st_mtime_ns} {facts.st_ctime_ns}"
-
-
-def _blob_hash(path: Path) -> str | None:
-    """Return the sha256 by which Hugging Face's cache names a file; None for any other file."""
-    if not path.is_symlink():
-        return None
-    target = path.resolve()
-    return target.name if target.parent.name == "blobs" else None
 
 
 def _known_in(folder: Path) -> dict[str, Any]:

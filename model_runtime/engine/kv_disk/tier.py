@@ -184,14 +184,15 @@ class DiskTier:
         key = fetch.keys[fetch.num_installed]
         buffer = fetch.arrived.popleft()
         page = self._pages.index.page_of(key)
-        is_new = page is None
         if page is None:
+            is_new = True
             (page,) = self._pages.pool.allocate(1)
             self._memory.copy_in(page, buffer)
             self._remember(key)
             self._pages.index.publish(page, key)
             self._counting.read(self._pages.page_size)
         else:  # a running sequence has computed it meanwhile
+            is_new = self._pages.pool.is_cached(page)  # sharing it takes an available page
             self._pages.pool.share([page])
         self._reader.buffers.give(buffer)
         fetch.held.append(page)

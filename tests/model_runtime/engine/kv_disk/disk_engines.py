@@ -12,6 +12,7 @@ from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.file_versions import file_versions
 from ropewalk.model_runtime.request import Request
 from tests.engines import EngineFactory, Result
 from tests.tiny_models import VOCAB_SIZE
@@ -48,7 +49,7 @@ def with_weights(checkpoint: Checkpoint, folder: Path, content: bytes = b"weight
     """The checkpoint as if it came from a folder with such a file of weights."""
     folder.mkdir(exist_ok=True)
     (folder / "model.safetensors").write_bytes(content)
-    return replace(checkpoint, source=folder)
+    return replace(checkpoint, source=folder, versions=file_versions(folder))
 
 
 class Server:

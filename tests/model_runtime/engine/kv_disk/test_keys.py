@@ -1,14 +1,34 @@
 """Keys and identities outlive releases, so their bytes are pinned."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.cpu_kernels import trials
+from ropewalk.model_runtime.engine.kv_disk import build
 from ropewalk.model_runtime.engine.kv_disk.identity import ChangedError, WeightFiles, identity_of
+from ropewalk.model_runtime.loading import checkpoint
+from ropewalk.model_runtime.loading import file_versions as file_versions_module
+from ropewalk.model_runtime.loading.file_versions import file_versions, version_of
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
 from ropewalk.model_runtime.scheduling.prefix_cache import canonical, next_key, root_key
 from ropewalk.rope import LongRope, Profile, Unscaled, Yarn
 from ropewalk.rope.two_ranges import ReRope
+
+
+def noted(source: Path) -> WeightFiles:
+    """The files as they are now."""
+    if source.is_dir():
+        return WeightFiles(source, file_versions(source))
+    return WeightFiles(source, parts_of(source))
+
 
 YARN = Yarn(factor=4.0, original_max_position_embeddings=2048)
 
@@ -74,10 +94,10 @@ def test_the_content_of_weights_is_their_bytes_and_not_their_place(tmp_path: Pat
         (tmp_path / name / "config.json").write_text("{}")
         (tmp_path / name / "model.safetensors").write_bytes(b"123")
     (tmp_path / "b" / "tokenizer.json").write_text("{}")
-    content = WeightFiles(tmp_path / "a").content()
-    assert WeightFiles(tmp_path / "b").content() == content
+    content = noted(tmp_path / "a").content()
+    assert noted(tmp_path / "b").content() == content
     (tmp_path / "b" / "config.json").write_text("{ }")
-    assert WeightFiles(tmp_path / "b").content() != content
+    assert noted(tmp_path / "b").content() != content
 
 
 def test_a_file_is_hashed_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
@@ -85,29 +105,80 @@ def test_a_file_is_hashed_once_and_again_when_it_has_changed(tmp_path: Path) -> 
     model, known = tmp_path / "m.gguf", tmp_path / "known"
     known.mkdir()
     model.write_bytes(b"123")
-    content = WeightFiles(model).content(known)
+    content = noted(model).content(known)
     kept = known / "weights.json"
     assert kept.stat().st_mode & 0o777 == 0o600
     kept.write_text(kept.read_text().replace(json.loads(kept.read_text()).popitem()[1], "0" * 64))
-    assert WeightFiles(model).content(known) != content  # it was not read again
+    assert noted(model).content(known) != content  # it was not read again
     kept.write_text("[" * 50_000)
-    assert WeightFiles(model).content(known) == content
-    loaded = WeightFiles(model)
+    assert noted(model).content(known) == content
+    loaded = noted(model)
     model.write_bytes(b"124")
     with pytest.raises(ChangedError, match=r"m.gguf has changed since it was loaded"):
         loaded.content(known)
-    assert WeightFiles(model).content(known) != content
+    assert noted(model).content(known) != content
 
 
-def test_a_blob_of_the_hubs_cache_is_not_read(tmp_path: Path) -> None:
-    """Its name is its sha256."""
-    blobs, folder = tmp_path / "blobs", tmp_path / "snapshot"
-    blobs.mkdir()
+def test_a_write_through_a_link_of_the_hubs_cache_changes_the_content(tmp_path: Path) -> None:
+    """The name of the blob stays its old hash."""
+    blob, folder = tmp_path / "blobs" / ("a" * 64), tmp_path / "snapshot"
+    blob.parent.mkdir()
     folder.mkdir()
-    contents = []
-    for name in ("a" * 64, "b" * 64):
-        (blobs / name).write_bytes(b"123")
+    contents = set()
+    for written in (b"123", b"124"):
+        blob.write_bytes(written)
         (folder / "model.safetensors").unlink(missing_ok=True)
-        (folder / "model.safetensors").symlink_to(blobs / name)
-        contents.append(WeightFiles(folder).content())
-    assert contents[0] != contents[1]
+        (folder / "model.safetensors").symlink_to(blob)
+        contents.add(noted(folder).content(tmp_path))
+    assert len(contents) == 2
+
+
+def test_every_part_of_a_split_gguf_is_in_the_content_and_no_name(tmp_path: Path) -> None:
+    """The parts have numbers, so a renamed model is the same one."""
+    contents = []
+    for name, last in (("a", b"2"), ("b", b"2"), ("c", b"3")):
+        first = tmp_path / f"{name}-00001-of-00002.gguf"
+        first.write_bytes(b"1")
+        (tmp_path / f"{name}-00002-of-00002.gguf").write_bytes(last)
+        contents.append(WeightFiles(first, parts_of(first)).content())
+    assert contents[0] == contents[1] != contents[2]
+    assert len(parts_of(first)) == 2
+
+
+def parts_of(first: Path) -> dict[Path, str]:
+    """The versions of a GGUF file's parts, whose content need not be one."""
+    return {path: version_of(path.stat()) for path in file_versions_module._files_of(first)}
+
+
+def test_a_file_replaced_during_the_load_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The versions are noted before the first byte is read."""
+    folder = tmp_path / "model"
+    shutil.copytree(EMBEDDED_MODEL, folder)
+    prepare = checkpoint.prepare_model
+
+    def rewritten(*args: Any, **options: Any) -> checkpoint.Checkpoint:
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes())
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "prepare_model", rewritten)
+    loaded = checkpoint.load_checkpoint(folder, device="cpu")
+    with pytest.raises(ChangedError, match="has changed since it was loaded"):
+        WeightFiles(folder, loaded.versions).content()
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_products_in_pairs_are_in_the_identity(
+    llama_checkpoint: checkpoint.Checkpoint, monkeypatch: pytest.MonkeyPatch, *, pays: bool
+) -> None:
+    """Two equal machines may find different ways faster."""
+    monkeypatch.setattr(trials, "pairs_pay", lambda: pays)
+    config, store = (
+        EngineConfig(kv_cache_tokens=64, max_model_len=64, page_size=16),
+        SimpleNamespace(row_keys=True),
+    )
+    for dtype, is_expected in ((torch.bfloat16, pays), (torch.float32, False)):
+        held = replace(llama_checkpoint, dtype=dtype)
+        assert build._facts(held, config, store)["pairs"] == is_expected  # type: ignore[arg-type]
