@@ -39,20 +39,19 @@ def expected_computing(
     """Return the banner's words before weights are loaded."""
     if not isinstance(device, PlainDevice):
         return _tried(device, str(dtype).removeprefix("torch."))
-    name, file = str(dtype), _file()
+    name = str(dtype)
     key = f"{name} {fingerprint()}"
-    known = read_object(file) or {}
-    words = known.get(key)
+    file = _file(key)
+    words = (read_object(file) or {}).get(key)
     if isinstance(words, list) and [type(each) for each in words] == [str] * len(Words._fields):
         return Words(*words)
     import torch  # noqa: PLC0415  # only for the first trial
 
     found = _tried(torch.device("cpu"), name)
-    current = {other: kept for other, kept in known.items() if other.endswith(fingerprint())}
     with suppress(OSError):  # a folder that cannot be written costs the next run its seconds
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f"{file.name}.{os.getpid()}")
-        part.write_text(json.dumps({**current, key: found}))
+        part.write_text(json.dumps({key: found}))
         part.replace(file)
     return found
 
@@ -68,9 +67,11 @@ def _tried(device: "torch.device", name: str) -> Words:
     return Words(products, described(device), low_bits)
 
 
-def _file() -> Path:
-    folder = os.environ.get("NUMBA_CACHE_DIR")
-    return Path(folder or _ROOT / "cpu_kernels" / "__pycache__") / "ropewalk-products.json"
+def _file(key: str) -> Path:
+    """Return the file of one result; with one for all, processes at once would lose some."""
+    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or _ROOT / "cpu_kernels" / "__pycache__")
+    name = hashlib.sha256(key.encode()).hexdigest()[:16]
+    return folder / f"ropewalk-products-{name}.json"
 
 
 def fingerprint(*folders: Path) -> str:
