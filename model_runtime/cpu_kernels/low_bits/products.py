@@ -40,7 +40,7 @@ from ropewalk.model_runtime.cpu_kernels.trials import multiplies_pairs
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _table_at(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
+def table_at(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
     """Convert an address to a pointer to int64."""
     kind = types.CPointer(types.int64)
 
@@ -71,7 +71,7 @@ def _multiplier(numbers: tuple[int, ...], written: int) -> Any:
         `layout` is the address of the table of panels.
         """
         num_inputs = x_RK.shape[1]
-        table_P2 = carray(_table_at(layout), (end_panel, 2))
+        table_P2 = carray(table_at(layout), (end_panel, 2))
         most = block_rows(x_RK.shape[0])
         sums = np.empty((most, PANEL), np.float32)
         totals = np.empty((most, PANEL), np.float32)

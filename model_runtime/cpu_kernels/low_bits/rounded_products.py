@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
 
 from ropewalk.model_runtime.cpu_kernels.bf16_dot import (
     add_products,
@@ -32,6 +31,7 @@ from ropewalk.model_runtime.cpu_kernels.low_bits.byte_codes import QUAD, bytes_o
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import FLOAT32, FORMATS, Format
 from ropewalk.model_runtime.cpu_kernels.low_bits.group_dots import group_adder, row_adder
 from ropewalk.model_runtime.cpu_kernels.low_bits.integer_dot import num_shorts
+from ropewalk.model_runtime.cpu_kernels.low_bits.products import table_at
 from ropewalk.model_runtime.cpu_kernels.low_bits.rounded_rows import Records, places_of, rounder
 from ropewalk.model_runtime.cpu_kernels.low_bits.unpack import FLOATS
 from ropewalk.model_runtime.cpu_kernels.low_bits.widen import numbers_of, widener
@@ -207,17 +207,6 @@ def _floats_adder() -> Any:
     return add_panel
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _table_at(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
-    """Convert an address to a pointer to int64."""
-    kind = types.CPointer(types.int64)
-
-    def code(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], context.get_value_type(kind))
-
-    return kind(address), code
-
-
 @cache
 def _multiplier(numbers: tuple[int, ...], num_orders: int, has_floats: int) -> Any:
     """Compiled: rounded rows times panels of the formats with these numbers."""
@@ -236,7 +225,7 @@ def _multiplier(numbers: tuple[int, ...], num_orders: int, has_floats: int) -> A
         """
         records_RB, x_RK = rows
         num_all, num_inputs = x_RK.shape
-        table_P2 = carray(_table_at(layout), (end_panel, 2))
+        table_P2 = carray(table_at(layout), (end_panel, 2))
         sums = np.empty((min(num_all, _MOST_ROWS), PANEL), np.float32)
         bias = np.empty(PANEL, np.float32)
         weights = np.empty(_INPUTS * PANEL + _LINE_BYTES, np.uint8)
