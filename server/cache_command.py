@@ -12,13 +12,14 @@ import click
 from ropewalk.model_runtime.engine.kv_disk.folder import (
     FolderError,
     PageEntry,
-    delete_pages,
     entries,
     open_root,
 )
+from ropewalk.model_runtime.engine.kv_disk.janitor import Swept, sweep
 from ropewalk.model_runtime.size_text import size_text
 
 _HOUR_S = 3600.0
+_SWEEP_S = 60.0  # for the janitor of a server to end
 
 
 @contextmanager
@@ -30,6 +31,9 @@ def _opened(path: Path) -> Iterator[int]:
         raise click.UsageError(f"PATH {error}") from error
     try:
         yield root
+    except OSError as error:
+        place = path / error.filename if isinstance(error.filename, str) else path
+        raise click.ClickException(f"cannot use {place}: {error.strerror}") from error
     finally:
         os.close(root)
 
@@ -63,11 +67,23 @@ def stats(path: Path) -> None:
 def clear(path: Path) -> None:
     """Delete every page in the folder PATH of --kv-disk. Servers that use it go on.
 
-    Files that are no pages stay.
+    Files that are no pages stay, and so do those that a server is writing.
     """
     with _opened(path) as root:
-        num_pages, num_bytes = delete_pages(root)
-    click.echo(f"deleted {num_pages:,} pages, {size_text(num_bytes)}")
+        swept = _sweep_all(root, path)
+    click.echo(f"deleted {swept.num_evicted:,} pages, {size_text(swept.num_bytes_evicted)}")
+
+
+def _sweep_all(root: int, path: Path) -> Swept:
+    """Delete all pages when no janitor works. Raises ClickException if one does not end."""
+    deadline = time.monotonic() + _SWEEP_S
+    while (swept := sweep(root, 0)) is None:
+        if time.monotonic() > deadline:
+            raise click.ClickException(
+                f"cannot clear {path}: a server has been sweeping it for {_SWEEP_S:.0f} s"
+            )
+        time.sleep(0.05)
+    return swept
 
 
 def _last_use(found: list[PageEntry]) -> float:

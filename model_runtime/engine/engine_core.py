@@ -96,7 +96,7 @@ class EngineCore:
     @property
     def patience_s(self) -> float | None:
         """Return how long to wait for pages of the tier before the next step; None: not at all."""
-        if self._tier is None or self._computes or not self._tier.is_awaited:
+        if self._tier is None or self._computes or not self._tier.num_awaited:
             return None
         return self._tier.patience_s
 

@@ -96,7 +96,9 @@ class Checkpoint:
     stored: Scheme | None = None  # how the files store the weights, if they are quantised
     weight_bytes: int | None = None  # of such weights, once loaded
     source: Path | None = None  # the folder or GGUF file; None if the model was not loaded from one
-    versions: Mapping[Path, str] = field(default_factory=dict)  # of its files, before the load
+    versions: Mapping[Path, str | None] = field(
+        default_factory=dict
+    )  # of its files, before the load
     low_bits: Storage | None = None  # of weights in few bits, if there are any
     states: Mapping[int, StateShape] = field(default_factory=dict)  # by layer; empty: it has none
     distance: Distance | None = None  # of int8 weights from the stored ones

@@ -11,15 +11,16 @@ from ropewalk.model_runtime.formats.gguf_weights import find_gguf
 _CONFIGS = ("config.json", "quantize_config.json", "quantization_config.json")
 
 
-def file_versions(source: str | Path) -> Mapping[Path, str]:
+def file_versions(source: str | Path) -> Mapping[Path, str | None]:
     """Return the version of each file that decides a model's numbers, in a fixed order.
 
-    `source` is as for a load. A file that cannot be looked at is left out, and so is a source that
-    is absent. Raises ModelError if it is ambiguous.
+    `source` is as for a load. The version of a file that cannot be looked at is None, and a source
+    that is absent has no files. Raises ModelError if it is ambiguous.
     """
-    found = {}
+    found: dict[Path, str | None] = {}
     with suppress(OSError):
         for path in _files_of(find_gguf(source) or Path(source)):
+            found[path] = None
             with suppress(OSError):
                 found[path] = version_of(path.stat())
     return found

@@ -12,8 +12,18 @@ class PageTier(Protocol):
     def offer(self, key: Key, depth: int) -> None:
         """Note a page that was published, to be kept later; `depth` pages are before it."""
 
-    def collect(self, num_spare: int, *, is_busy: bool) -> None:
-        """Publish pages that have arrived, in at most `num_spare` free pages.
+    def used(self, keys: list[Key]) -> None:
+        """Note that a sequence starts with the cached pages of these keys, its first ones."""
+
+    @property
+    def num_awaited(self) -> int:
+        """Return the number of sequences that wait for pages, each with all of its pages held."""
+
+    def reads_for(self, sequence: Sequence) -> bool:
+        """Return whether a sequence is one of them."""
+
+    def collect(self, *, is_busy: bool) -> None:
+        """Publish pages that have arrived.
 
         They become cached pages when the last one of a read has arrived, or its time is up.
         `is_busy`: sequences run, so little is copied at a time.
@@ -23,8 +33,11 @@ class PageTier(Protocol):
         """Return whether a sequence should wait for pages of the tier.
 
         `keys` are those of the pages it could reuse, and `found` the pages that it would start
-        with now.
+        with now. The caller has checked that all of its pages are available.
         """
+
+    def end_newest(self) -> bool:
+        """Let go of the pages for a sequence that waits; return False if none does."""
 
     def cancel(self, sequence: Sequence) -> None:
         """Let go of what a sequence waits for, if it waits."""

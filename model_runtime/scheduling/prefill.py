@@ -21,7 +21,8 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
     Returns True if only the end of another sequence can let one more start.
     """
     queues, pages = step.queues, step.pages
-    are_all_ready = True  # no sequence waits for a page that another one computes
+    # No sequence waits for a page that another one computes, or that the tier reads.
+    are_all_ready = not pages.num_read_for
     # Pages in computation, and the earliest priority that computes each. A sequence of an earlier
     # one does not wait, because prompts between the two could keep such a page waiting without end.
     in_flight: dict[Key | None, int] = {}
@@ -33,8 +34,8 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
                 in_flight[key] = min(priority, in_flight.get(key, priority))
 
     note(*queues.running)
-    for sequence in list(queues.waiting):
-        if len(queues.running) >= max_num_seqs or not pages.has_free_slot:
+    for sequence in [each for each in queues.waiting if not pages.is_read_for(each)]:
+        if len(queues.running) + pages.num_read_for >= max_num_seqs or not pages.has_free_slot:
             return are_all_ready
         priority = sequence.request.priority
         if in_flight.get(sequence.waits_for, priority + 1) <= priority:
@@ -53,10 +54,7 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
             sequence.waits_for = missing
             are_all_ready = False
             continue
-        num_new = pages.num_to_hold(sequence) - len(found)
-        # A cached page that is reused can no longer be evicted.
-        num_taken = num_new + sum(map(pages.pool.is_cached, found))
-        if num_taken + pages.num_reserved(queues.running) > pages.pool.num_available:
+        if not pages.fits(sequence, found, queues.running):
             return are_all_ready  # no later sequence starts before the first that does not fit
         if pages.tier is not None and pages.tier.holds_back(sequence, keys, found):
             are_all_ready = False

@@ -117,8 +117,7 @@ class Scheduler:
         most = self._most_running if starts_waiting or self.pages.states is not None else 0
         if most and self.waiting:
             if self.pages.tier is not None:
-                num_spare = self.pool.num_available - self.pages.num_reserved(self.running)
-                self.pages.tier.collect(num_spare, is_busy=bool(self.running))
+                self.pages.tier.collect(is_busy=bool(self.running))
             self._is_full = start_waiting(step, most)
         tokens_left = self._config.max_num_batched_tokens - len(step.plan.chunks)
         if num_prefill_tokens is not None:

@@ -46,6 +46,22 @@ class SequencePages:
         """Return the number of pages that running sequences still need for their known tokens."""
         return sum(map(self.num_to_hold, running))
 
+    def fits(self, sequence: Sequence, found: list[int], running: Iterable[Sequence]) -> bool:
+        """Return whether a sequence that reuses the pages `found` can start beside the running."""
+        num_new = self.num_to_hold(sequence) - len(found)
+        # A cached page that is reused can no longer be evicted.
+        num_taken = num_new + sum(map(self.pool.is_cached, found))
+        return num_taken + self.num_reserved(running) <= self.pool.num_available
+
+    @property
+    def num_read_for(self) -> int:
+        """Return the number of waiting sequences whose pages are held, and read from the tier."""
+        return 0 if self.tier is None else self.tier.num_awaited
+
+    def is_read_for(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence is one of them."""
+        return self.tier is not None and self.tier.reads_for(sequence)
+
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate the pages of the first `num_tokens` tokens; return False if too few are left."""
         if num_tokens <= len(sequence.pages) * self.page_size:
@@ -55,6 +71,10 @@ class SequencePages:
             return False
         sequence.pages += self.pool.allocate(num_needed)
         return True
+
+    def end_a_read(self) -> bool:
+        """Let go of pages that a read of the tier holds; return whether there were any."""
+        return self.tier is not None and self.tier.end_newest()
 
     def release(self, sequence: Sequence) -> None:
         """Release the sequence's pages; it is computed from its start again."""
@@ -105,6 +125,8 @@ class SequencePages:
             found = found[: self.states.num_reusable(keys)]
             self.states.start(sequence, keys)
         self.pool.share(found)
+        if self.tier is not None and found:
+            self.tier.used(keys[: len(found)])
         sequence.pages = list(found)
         sequence.num_published = len(found)
         sequence.num_computed = len(found) * self.page_size

@@ -4,8 +4,8 @@ All counts grow from the process's start, as those of /metrics do. A client subt
 see the time between them. The server keeps no windows of time.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
@@ -22,6 +22,7 @@ _TOTALS = {
     "requests_waiting": "ropewalk_requests_waiting",
     "kv_cache_tokens": "ropewalk_kv_cache_tokens",
 }
+_DISK_PAGES = "ropewalk_kv_disk_pages_total"  # absent without a tier on disk
 _REQUESTS = "ropewalk_requests_total"
 _CACHE_USAGE = "ropewalk_kv_cache_usage_ratio"
 
@@ -50,6 +51,19 @@ class RequestStats(Body):
     count: int
 
 
+class DiskStats(Body):
+    """The tier of pages on disk."""
+
+    pages_read: int
+    pages_written: int
+    pages_dropped: int
+    pages_evicted: int
+    tokens_read: int
+    bad_files: int
+    bytes: int
+    paused: bool
+
+
 class Stats(Body):
     """The answer of /stats."""
 
@@ -64,6 +78,7 @@ class Stats(Body):
     requests_waiting: int
     kv_cache_usage_ratio: float
     kv_cache_tokens: int
+    kv_disk: DiskStats | None  # None: there is no tier on disk
     requests: list[RequestStats]  # without those that count zero
 
 
@@ -85,7 +100,29 @@ def read_stats(metrics: Metrics) -> Stats:
             if each.value
         ],
         kv_cache_usage_ratio=sum(usages) / max(1, len(usages)),
+        kv_disk=_disk(samples) if _DISK_PAGES in samples else None,
         **totals,
+    )
+
+
+def _disk(samples: Mapping[str, list[Sample]]) -> DiskStats:
+    """Read the tier of all replicas, which share one folder."""
+    pages: Counter[str] = Counter()
+    for each in samples[_DISK_PAGES]:
+        pages[each.labels["event"]] += int(each.value)
+
+    def values(name: str) -> list[int]:
+        return [int(each.value) for each in samples[f"ropewalk_kv_disk_{name}"]]
+
+    return DiskStats(
+        pages_read=pages["read"],
+        pages_written=pages["written"],
+        pages_dropped=pages["dropped"],
+        pages_evicted=pages["evicted"],
+        tokens_read=sum(values("tokens_read_total")),
+        bad_files=sum(values("bad_files_total")),
+        bytes=max(values("bytes")),
+        paused=any(values("paused")),
     )
 
 

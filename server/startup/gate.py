@@ -199,13 +199,15 @@ def _check_disk(settings: ServeSettings) -> None:
         open_root,
     )
 
-    if not os.path.lexists(path):
-        there = next(each for each in path.absolute().parents if each.exists())
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise SettingsError(f"kv_disk: cannot make {path}: {there} cannot be written")
-        return
     try:
+        path.lstat()
         os.close(open_root(path, create=False))
+    except FileNotFoundError:
+        there = next(each for each in path.absolute().parents if os.path.exists(each))  # noqa: PTH110  # it raises nothing
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise SettingsError(f"kv_disk: cannot make {path}: {there} cannot be written") from None
+    except OSError as error:
+        raise SettingsError(f"kv_disk: cannot use {path}: {error.strerror}") from error
     except FolderError as error:
         raise SettingsError(f"kv_disk {error}") from error
 

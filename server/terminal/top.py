@@ -62,6 +62,8 @@ class History:
         if len(self.answers) > 1:
             num_tokens = stats["generated_tokens"] - older["generated_tokens"]
             lines[0] += f", {num_tokens / (now - then):,.0f} tokens/s"
+        if stats.get("kv_disk") is not None:
+            lines.append(_disk_line(stats["kv_disk"], older["kv_disk"] if is_window else None))
         period = f"last {now - then:.0f} s" if is_window else "since the server's start"
         lines += [
             "",
@@ -75,6 +77,19 @@ class History:
         for name, rows in blocks.items():
             lines += rows if len(blocks) == 1 else [name, *rows]
         return lines
+
+
+def _disk_line(disk: dict[str, Any], older: dict[str, Any] | None) -> str:
+    """Return the line of the pages on disk, with counts since `older` or the server's start."""
+
+    def new(name: str) -> str:
+        return f"{disk[name] - (older[name] if older is not None else 0):,}"
+
+    return (
+        f"disk {disk['bytes'] / 2**30:.3g} GiB, {new('tokens_read')} tokens read, "
+        f"{new('pages_written')} pages written, {new('pages_dropped')} dropped, "
+        f"{new('bad_files')} bad files{', paused' if disk['paused'] else ''}"
+    )
 
 
 def _rows(stats: dict[str, Any], older: dict[str, Any] | None, model_name: str) -> list[str]:

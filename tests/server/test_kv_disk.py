@@ -3,6 +3,7 @@
 import ast
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -69,6 +70,14 @@ def test_a_prompt_survives_a_restart(server: Server, tmp_path: Path) -> None:
         assert ask(second.url, prompt) == (expected, 384)
         assert ask(second.url, prompt, cache_salt="other") == (expected, 0)
         told = metrics(second.url)
+        stats = httpx.get(f"{second.url}/stats").json()["kv_disk"]
+        top = run_here("top", second.url, "--once").stdout.splitlines()
+    assert (stats["pages_read"], stats["tokens_read"], stats["bad_files"]) == (6, 384, 0)
+    assert stats["bytes"] >= 6 * PAGE_BYTES
+    assert not stats["paused"]
+    assert re.fullmatch(
+        r"disk 0\.\d+ GiB, 384 tokens read, \d pages written, 0 dropped, 0 bad files", top[1]
+    )
     assert told['pages_total{event="read"}'] == 6
     assert told["tokens_read_total"] == 384
     assert told['seconds_total{way="read"}'] > 0

@@ -82,10 +82,16 @@ class PageEntry:
 def entries(root: int) -> Iterator[PageEntry]:
     """Yield all files of pages below an open folder; files of other names are left alone.
 
-    Files and folders that go away meanwhile are left out.
+    Files and folders that go away meanwhile are left out. Raises OSError for a folder that cannot
+    be listed.
     """
+
+    def unless_gone(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
     with suppress(FileNotFoundError):
-        for folder, _, names, place in os.fwalk(PAGES, dir_fd=root, follow_symlinks=False):
+        for folder, _, names, place in os.fwalk(PAGES, onerror=unless_gone, dir_fd=root):
             for name in names:
                 is_part = _PART_NAME.fullmatch(name) is not None
                 if not is_part and _PAGE_NAME.fullmatch(name) is None:
@@ -93,17 +99,6 @@ def entries(root: int) -> Iterator[PageEntry]:
                 with suppress(OSError):
                     facts = os.stat(name, dir_fd=place, follow_symlinks=False)
                     yield PageEntry(f"{folder}/{name}", facts.st_size, facts.st_mtime, is_part)
-
-
-def delete_pages(root: int) -> tuple[int, int]:
-    """Delete all files of pages below an open folder; return their number and their bytes."""
-    num_pages = num_bytes = 0
-    for entry in list(entries(root)):
-        with suppress(FileNotFoundError):  # a janitor was faster
-            os.unlink(entry.path, dir_fd=root)
-            num_pages += not entry.is_part
-            num_bytes += entry.num_bytes
-    return num_pages, num_bytes
 
 
 class PageFolder:
@@ -150,7 +145,9 @@ class PageFolder:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise BadPageError("unreadable") from error
+            # A link is no page. Other errors are of the machine, and the file may be good.
+            is_link = error.errno == errno.ELOOP
+            raise BadPageError("foreign" if is_link else "unreadable") from error
         return True
 
     def write(self, key: bytes, page: memoryview) -> None:

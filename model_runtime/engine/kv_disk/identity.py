@@ -37,7 +37,7 @@ class ChangedError(OSError):
 class WeightFiles:
     """The files that a model was loaded from, as they were before the load."""
 
-    def __init__(self, source: Path, versions: Mapping[Path, str]) -> None:
+    def __init__(self, source: Path, versions: Mapping[Path, str | None]) -> None:
         """Take the files of a folder, or the parts of a GGUF file, and their versions."""
         self._versions = versions
         if source.is_dir():
@@ -49,7 +49,7 @@ class WeightFiles:
         """Return a hash of the content of weights, config and code.
 
         Hashes are kept in the folder `known_in`, by device, inode, size and times. Raises OSError,
-        also if a file has changed since its version was noted.
+        also if a file has changed since its version was noted, or has none.
         """
         found = hashlib.sha256()
         known = {} if known_in is None else _known_in(known_in)
@@ -62,6 +62,8 @@ class WeightFiles:
 
     def _hash_of(self, path: Path, known: dict[str, Any]) -> str:
         version = self._versions[path]
+        if version is None:
+            raise ChangedError(f"{path} could not be looked at when the model was loaded")
         with path.open("rb") as file:
             if version_of(os.fstat(file.fileno())) != version:
                 raise ChangedError(f"{path} has changed since it was loaded")

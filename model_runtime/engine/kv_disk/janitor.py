@@ -25,6 +25,7 @@ class Swept(NamedTuple):
     num_bytes: int  # of all pages that are left
     num_pages: int
     num_evicted: int  # pages deleted because they were the oldest
+    num_bytes_evicted: int  # of these
 
 
 def allowance(cap_bytes: int, file_bytes: int) -> int:
@@ -35,7 +36,8 @@ def allowance(cap_bytes: int, file_bytes: int) -> int:
 def sweep(root: int, cap_bytes: int) -> Swept | None:
     """Delete the oldest pages of a full folder, and what dead writers left.
 
-    Returns None if another process sweeps now. Raises OSError if the lock cannot be had.
+    With a cap of 0 all pages go. Returns None if another process sweeps now. Raises OSError if the
+    lock cannot be had, a folder cannot be listed, or a file cannot be deleted.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     lock = os.open(_LOCK, flags, 0o600, dir_fd=root)
@@ -52,6 +54,7 @@ def sweep(root: int, cap_bytes: int) -> Swept | None:
 def _swept(root: int, most_bytes: int) -> Swept:
     found = sorted(entries(root), key=lambda each: each.used_s)
     total, num_pages, num_evicted = sum(each.num_bytes for each in found), 0, 0
+    num_bytes_evicted = 0
     stale_s = time.time() - _PART_S
     for each in found:
         is_stale = each.is_part and each.used_s < stale_s
@@ -59,7 +62,9 @@ def _swept(root: int, most_bytes: int) -> Swept:
             with suppress(FileNotFoundError):  # another process has deleted it
                 os.unlink(each.path, dir_fd=root)
             total -= each.num_bytes
-            num_evicted += not each.is_part
+            if not each.is_part:
+                num_evicted += 1
+                num_bytes_evicted += each.num_bytes
         else:
             num_pages += not each.is_part
-    return Swept(total, num_pages, num_evicted)
+    return Swept(total, num_pages, num_evicted, num_bytes_evicted)

@@ -26,7 +26,8 @@ _KEYS_BY_TOKEN = 1  # flag: the numbers of one key lie together, else those of o
 # Cached numbers as they are. Formats of few bits get numbers of their own.
 NUMBER_FORMATS = {"float32": 1, "bfloat16": 2, "float16": 3}
 
-# Why a file is not used. `slow`: it had not been read when its deadline passed.
+# Why a file is not used. `unreadable`: the system did not read it, which says nothing about its
+# content. `slow`: it had not been read when its deadline passed.
 Reason = Literal["truncated", "checksum", "foreign", "unreadable", "slow"]
 
 

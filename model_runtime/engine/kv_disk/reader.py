@@ -1,7 +1,8 @@
 """Threads that read the pages of a prefix in order, each page into memory of its own.
 
 A thread may hang in a read for as long as the disk does. Its fetch is then given up, and nothing
-waits for it. What it reads later is thrown away.
+waits for it. What it reads later is thrown away. No other thread takes its place, so at most
+`_NUM_THREADS` hang. If all of them do, each further pause of the reads follows at once.
 """
 
 import queue
@@ -33,10 +34,10 @@ class Fetch:
     """The read of the pages that follow those in the cache."""
 
     keys: list[bytes]
-    first_depth: int  # pages before the first of them
     deadline: float  # time.monotonic() at which the waiting sequence starts without the rest
     held: list[int]  # pages of the prefix in the cache, from its start on
     num_before: int  # of them that were there before
+    reserved: list[int]  # pages of the cache for those that are to come, and for the rest
     arrived: deque[Bytes] = field(default_factory=deque)
     answered: threading.Event = field(default_factory=threading.Event)  # page, or none
     is_done: bool = False  # no further page arrives
@@ -61,13 +62,17 @@ class Reader:
         self.pause = Pause("reads")
         self.page_s: float | None = None  # None: no page was read yet
         self._fetches: queue.SimpleQueue[tuple[PageFolder, Fetch] | None] = queue.SimpleQueue()
+        self._read_now: list[Fetch | None] = [None] * _NUM_THREADS  # by each thread
         self._wake: Callable[[], None] = lambda: None
 
     def start(self, wake: Callable[[], None]) -> None:
         """Start the threads; they call `wake` for each page, and at the end of a fetch."""
         self._wake = wake
-        for _ in range(_NUM_THREADS):
-            threading.Thread(target=self._run, name="kv-disk-reader", daemon=True).start()
+        for number in range(_NUM_THREADS):
+            thread = threading.Thread(
+                target=self._run, args=(number,), name="kv-disk-reader", daemon=True
+            )
+            thread.start()
 
     def stop(self) -> None:
         for _ in range(_NUM_THREADS):
@@ -76,13 +81,28 @@ class Reader:
     def submit(self, folder: PageFolder, fetch: Fetch) -> None:
         self._fetches.put((folder, fetch))
 
+    def is_usable(self, now: float) -> bool:
+        """Return whether a read may begin; pause again if every thread still hangs in one."""
+        if self._is_stuck(now):
+            self.pause.begin("every read takes too long")
+        return not self.pause.is_on
+
     def hangs(self, fetch: Fetch, now: float) -> bool:
-        """Return whether the page that is being read takes far longer than others did."""
-        since = fetch.reading_since
+        """Return whether a page takes far longer than others did, or no thread can begin one."""
+        return self._is_slow(fetch.reading_since, now) or self._is_stuck(now)
+
+    def _is_slow(self, since: float | None, now: float) -> bool:
         if since is None:
             return False
         patience = _UNKNOWN_S if self.page_s is None else _PATIENCE * self.page_s
         return now - since > max(patience, _LEAST_PATIENCE_S)
+
+    def _is_stuck(self, now: float) -> bool:
+        """Return whether every thread hangs in a read that was given up."""
+        return all(
+            each is not None and each.is_given_up and self._is_slow(each.reading_since, now)
+            for each in self._read_now
+        )
 
     def give_up(self, fetch: Fetch) -> None:
         """Read no further page for a fetch, and take its memory back."""
@@ -96,20 +116,21 @@ class Reader:
             except IndexError:  # another thread took the last one
                 return
 
-    def _run(self) -> None:
+    def _run(self, number: int) -> None:
         while (item := self._fetches.get()) is not None:
             folder, fetch = item
+            self._read_now[number] = fetch
             try:
                 self._read(folder, fetch)
             except Exception:  # noqa: BLE001  # a sequence waits for the end of it
                 _log.exception("kv_disk_read_failed")
             finally:
+                self._read_now[number] = None
                 fetch.is_done = True
                 fetch.answered.set()
                 self._wake()
 
     def _read(self, folder: PageFolder, fetch: Fetch) -> None:
-        read = []
         for key in fetch.keys:
             buffer = None
             while buffer is None and not fetch.is_given_up:
@@ -122,11 +143,8 @@ class Reader:
             fetch.arrived.append(buffer)
             if fetch.is_given_up:
                 self._discard(fetch)
-            read.append(key)
             fetch.answered.set()
             self._wake()
-        for at, key in enumerate(read):
-            folder.touch(key, fetch.first_depth + at)
 
     def _read_page(self, folder: PageFolder, fetch: Fetch, key: bytes, buffer: Bytes) -> bool:
         began = fetch.reading_since = time.monotonic()
@@ -135,7 +153,8 @@ class Reader:
                 return False
         except BadPageError as error:
             self._counting.bad(error.reason)
-            self._delete(key)
+            if error.reason != "unreadable":  # else another read may find it whole
+                self._delete(key)
             return False
         finally:
             fetch.reading_since = None

@@ -60,9 +60,12 @@ class DiskTier:
         self._reader.start(wake)
 
     @property
-    def is_awaited(self) -> bool:
-        """Return whether a sequence waits for a read."""
-        return bool(self._fetches)
+    def num_awaited(self) -> int:
+        """Return the number of sequences that wait for a read of their own."""
+        return len(self._fetches)
+
+    def reads_for(self, sequence: Sequence) -> bool:
+        return sequence in self._fetches
 
     @property
     def patience_s(self) -> float:
@@ -70,6 +73,11 @@ class DiskTier:
         return _POLL_S
 
     # Writes
+
+    def used(self, keys: list[Key]) -> None:
+        """Let the folder know that a sequence starts with these pages, its first ones."""
+        if not self._writer.is_off:
+            self._writer.used(keys)
 
     def offer(self, key: Key, depth: int) -> None:
         """Note a published page; `depth` pages are before it in its prefix."""
@@ -128,9 +136,10 @@ class DiskTier:
         self._page_computed_s = before + _NEWEST_WEIGHS * (taken - before)
 
     def holds_back(self, sequence: Sequence, keys: list[Key], found: list[int]) -> bool:
-        """Return whether a sequence should wait; begin to read the pages that it lacks."""
-        if sequence in self._fetches:
-            return True
+        """Return whether a sequence should wait; begin to read the pages that it lacks.
+
+        A read holds the pages that its sequence will start with.
+        """
         missing = keys[len(found) :]
         folder = self._writer.folder
         if not missing or folder is None or sequence.not_on_disk == missing[0]:
@@ -138,14 +147,16 @@ class DiskTier:
         if any(missing[0] in fetch.keys for fetch in self._fetches.values()):
             return True
         sequence.not_on_disk = missing[0]
-        if self._reader.pause.is_on or not self._pays():
+        now = time.monotonic()
+        if not self._reader.is_usable(now) or not self._pays():
             return False
         most_s = _UNKNOWN_S
         if self._page_computed_s is not None:
             most_s = max(_LEAST_S, self._page_computed_s * len(missing))
-        self._pages.pool.share(found)
-        deadline = time.monotonic() + most_s
-        fetch = Fetch(missing, len(found), deadline, list(found), len(found))
+        num_new = self._pages.num_to_hold(sequence) - len(found)
+        pool = self._pages.pool
+        pool.share(found)
+        fetch = Fetch(missing, now + most_s, list(found), len(found), pool.allocate(num_new))
         self._fetches[sequence] = fetch
         self._reader.submit(folder, fetch)
         fetch.answered.wait(_LOOKUP_S)
@@ -161,14 +172,16 @@ class DiskTier:
         self._num_refused += 1
         return self._num_refused % _TRY_AGAIN == 0
 
-    def collect(self, num_spare: int, *, is_busy: bool) -> None:
+    def collect(self, *, is_busy: bool) -> None:
         """Publish what has arrived, and end the fetches that are over."""
-        left = max(1, _STEP_BYTES // self._memory.num_bytes) if is_busy else num_spare
+        left = self._pages.pool.num_pages
+        if is_busy:
+            left = max(1, _STEP_BYTES // self._memory.num_bytes)
         now = time.monotonic()
         for sequence, fetch in list(self._fetches.items()):
             is_done = fetch.is_done  # read before the pages that came before it
-            while fetch.arrived and left > 0 and num_spare > 0:
-                num_spare -= self._install(fetch)
+            while fetch.arrived and left > 0:
+                self._install(fetch)
                 left -= 1
             hangs = not is_done and self._reader.hangs(fetch, now)
             is_late = hangs or (not is_done and now > fetch.deadline)
@@ -176,27 +189,33 @@ class DiskTier:
                 self._counting.bad("slow")
             if hangs:
                 self._reader.pause.begin("a read takes too long")
-            if is_late or num_spare <= 0 or (is_done and not fetch.arrived):
+            if is_late or (is_done and not fetch.arrived):
                 self._end(sequence, fetch)
 
-    def _install(self, fetch: Fetch) -> bool:
-        """Publish the next page of a fetch, and hold it; return whether it took a page."""
+    def _install(self, fetch: Fetch) -> None:
+        """Publish the next page of a fetch, and hold it."""
         key = fetch.keys[fetch.num_installed]
         buffer = fetch.arrived.popleft()
+        reserved = fetch.reserved.pop()
         page = self._pages.index.page_of(key)
         if page is None:
-            is_new = True
-            (page,) = self._pages.pool.allocate(1)
+            page = reserved
             self._memory.copy_in(page, buffer)
             self._remember(key)
             self._pages.index.publish(page, key)
             self._counting.read(self._pages.page_size)
         else:  # a running sequence has computed it meanwhile
-            is_new = self._pages.pool.is_cached(page)  # sharing it takes an available page
             self._pages.pool.share([page])
+            self._pages.pool.release([reserved])
         self._reader.buffers.give(buffer)
         fetch.held.append(page)
-        return is_new
+
+    def end_newest(self) -> bool:
+        """End the read that began last, for its pages; return False if there is none."""
+        for sequence, fetch in reversed(self._fetches.items()):
+            self._end(sequence, fetch)
+            return True
+        return False
 
     def cancel(self, sequence: Sequence) -> None:
         """Let go of what an ended sequence waited for."""
@@ -208,13 +227,15 @@ class DiskTier:
         """Leave a fetch's pages as cached ones."""
         self._reader.give_up(fetch)
         del self._fetches[sequence]
+        self._pages.pool.release(fetch.reserved)
         self._pages.pool.release(fetch.held)
         rest = fetch.keys[fetch.num_installed :]
         sequence.not_on_disk = rest[0] if rest else None
 
     def held(self) -> list[int]:
         """Return the pages that reads hold."""
-        return [page for fetch in self._fetches.values() for page in fetch.held]
+        fetches = self._fetches.values()
+        return [page for each in fetches for page in (*each.held, *each.reserved)]
 
     # Ends
 

@@ -8,6 +8,7 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,9 @@ from ropewalk.model_runtime.engine.kv_disk.page_file import PageFormat
 
 _SWEEP_S = 600.0
 _LOWEST_PRIORITY = 19
+_TOUCH_S = 60.0  # a page in use is touched once in this time
+_MOST_USED = 256  # prefixes to be touched; of more, as behind a disk that hangs, the oldest are not
+_MOST_TOUCHED = 1 << 16  # pages whose last touch is known
 # The bits of an exponent; a number that has them all is an infinity or no number.
 _EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 
@@ -59,6 +63,8 @@ class Writer:
         self.folder: PageFolder | None = None  # None: it is not open yet
         self.is_off = False  # it could not be opened
         self._queue: queue.SimpleQueue[Copied | list[bytes] | None] = queue.SimpleQueue()
+        self._used: deque[list[bytes]] = deque(maxlen=_MOST_USED)
+        self._touched: dict[bytes, float] = {}  # when, of pages in use
         self._left_bytes = 0  # that may be written before the next sweep
         self._swept_s = 0.0
         self._reopens = False  # after a pause, because another disk may be mounted there
@@ -75,6 +81,12 @@ class Writer:
 
     def delete(self, keys: list[bytes]) -> None:
         self._queue.put(keys)
+
+    def used(self, keys: list[bytes]) -> None:
+        """Let the janitor know, soon, that the pages of a prefix are in use."""
+        self._used.append(keys)
+        if len(self._used) == 1:
+            self._queue.put([])  # wakes the thread; it takes all that are there
 
     def stop(self, timeout_s: float) -> None:
         """Write what is queued, for so long at most, and end the thread."""
@@ -105,6 +117,7 @@ class Writer:
                 return
             if isinstance(item, list):
                 self._delete(item)
+                self._touch_used()
                 continue
             try:
                 self._write(item)
@@ -145,7 +158,7 @@ class Writer:
                 self._counting.page("dropped")
                 return
             folder.write(copied.key, copied.buffer.data)
-            folder.touch(copied.key, copied.depth)
+            self._touch(folder, copied.key, copied.depth)
         except (OSError, FolderError) as error:
             self._counting.page("dropped")
             self._pause(error)
@@ -155,6 +168,24 @@ class Writer:
         self._counting.page("written")
         self._counting.grew(folder.form.file_bytes)
         self._counting.spent(write_s=time.monotonic() - began)
+
+    def _touch(self, folder: PageFolder, key: bytes, depth: int) -> None:
+        folder.touch(key, depth)
+        self._touched[key] = time.monotonic()
+
+    def _touch_used(self) -> None:
+        """Touch the pages in use that were not touched of late."""
+        folder = self.folder
+        while self._used:
+            keys = self._used.popleft()
+            if folder is None or self.pause.is_on:
+                continue
+            before = time.monotonic() - _TOUCH_S
+            if len(self._touched) > _MOST_TOUCHED:
+                self._touched = {key: at for key, at in self._touched.items() if at > before}
+            for depth, key in enumerate(keys):
+                if self._touched.get(key, before) <= before:
+                    self._touch(folder, key, depth)
 
     def _may_write(self, folder: PageFolder) -> bool:
         """Return whether a page may be written; sweep if this process has used its allowance."""

@@ -302,5 +302,6 @@ def test_stats_add_the_replicas_up(fleet: Fleet) -> None:
     assert (stats.requests_running, stats.requests_waiting) == (2, 4)
     assert stats.kv_cache_tokens == 2048
     assert stats.kv_cache_usage_ratio == 0.5
+    assert stats.kv_disk is None
     fleet.replicas = {}
     assert read_stats(fleet.metrics).kv_cache_usage_ratio == 0.0

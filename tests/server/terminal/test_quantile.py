@@ -88,6 +88,19 @@ def test_a_table_covers_the_last_minute() -> None:
     assert "since the server's start" in history.table(since_start=True)[2]
 
 
+def test_pages_on_disk_have_a_line_with_the_counts_of_the_window() -> None:
+    """The size and the pause are those of now."""
+    history = History()
+    for second, tokens in ((0.0, 100), (60.0, 1600)):
+        counts = {"tokens_read": tokens, "pages_written": 7, "pages_dropped": 0, "bad_files": 0}
+        disk = {"bytes": 2**31, "paused": second > 0, **counts}
+        history.add(second, {**_stats(5, "m"), "kv_disk": disk})
+    now, start = "1,500 tokens read, 0 pages written", "1,600 tokens read, 7 pages written"
+    for since_start, told in ((False, now), (True, start)):
+        lines = history.table(since_start=since_start)
+        assert lines[1] == f"disk 2 GiB, {told}, 0 dropped, 0 bad files, paused"
+
+
 def test_several_deployments_have_rows_of_their_own() -> None:
     """One that is new in the window counts from zero, and one without requests is left out."""
     history = History()

@@ -1,5 +1,6 @@
 """Engines with a tier on disk, for its tests."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.engine.kv_disk.counts import TierCounts
+from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.file_versions import file_versions
-from ropewalk.model_runtime.request import Request
+from ropewalk.model_runtime.request import Output, Request
 from tests.engines import EngineFactory, Result
 from tests.tiny_models import VOCAB_SIZE
 
@@ -28,6 +31,13 @@ class Disk(Observer):
 
     def __init__(self) -> None:
         self.sum = TierCounts()
+        self.gauges = (0, 0, 0)  # running, waiting, pages in use, of the last step
+        self.num_steps = 0
+
+    def stepped(self, num_running: int, num_waiting: int, num_used_pages: int) -> None:
+        """Keep the gauges."""
+        self.gauges = num_running, num_waiting, num_used_pages
+        self.num_steps += 1
 
     def tiered(self, counts: TierCounts) -> None:
         """Add a report."""
@@ -71,6 +81,10 @@ class Server:
         outputs = self.engine.generate([request])[0]
         return Result.of(outputs), outputs[-1].num_cached_tokens
 
+    def submit(self, request: Request) -> "Waiting":
+        """Queue a request without waiting for it."""
+        return Waiting(self.engine, request)
+
     def stop(self) -> None:
         """Stop the engine, which writes what it has noted."""
         self.engine.stop()
@@ -79,6 +93,42 @@ class Server:
     def pages(self) -> dict[str, int]:
         """The pages by event, of an engine that has stopped."""
         return dict(self.disk.sum.pages)
+
+
+class Waiting:
+    """The outputs of a request so far."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.outputs: list[Output] = []
+        self._ended = threading.Event()
+        engine.submit(request, self._collect)
+
+    def _collect(self, output: Output) -> None:
+        self.outputs.append(output)
+        if output.finish_reason is not None:
+            self._ended.set()
+
+    def result(self) -> tuple[Result, int]:
+        """Wait for the end; return the result, and the prompt tokens found."""
+        assert self._ended.wait(60)
+        return Result.of(self.outputs), self.outputs[-1].num_cached_tokens
+
+
+class HeldReads:
+    """Reads of files that hang until `go_on` is set: of all pages, or of one key."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, key: bytes | None = None) -> None:
+        self.go_on = threading.Event()
+        self.began: list[bytes] = []
+        read = PageFolder.read
+
+        def held(folder: PageFolder, of: bytes, into: memoryview) -> bool:
+            if key is None or of == key:
+                self.began.append(of)
+                self.go_on.wait(60)
+            return read(folder, of, into)
+
+        monkeypatch.setattr(PageFolder, "read", held)
 
 
 def files(folder: Path) -> list[Path]:

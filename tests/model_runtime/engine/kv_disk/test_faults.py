@@ -4,7 +4,6 @@ import errno
 import os
 import resource
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,14 @@ from typing import Any
 import pytest
 import structlog
 
+from ropewalk.model_runtime.engine.kv_disk import folder as folder_module
 from ropewalk.model_runtime.engine.kv_disk import page_file, reader, tier
-from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.request import Output
-from tests.engines import EngineFactory, Result, answer, deployment_of, request
+from tests.engines import EngineFactory, answer, deployment_of, request
 from tests.model_runtime.engine.kv_disk.disk_engines import (
     NUM_PAGES,
     PROMPT,
+    HeldReads,
     Server,
     files,
     flip,
@@ -38,6 +37,11 @@ def checkpoint(llama_checkpoint: Checkpoint, tmp_path: Path) -> Checkpoint:
 def asked(checkpoint: Checkpoint, **options: Any) -> Any:
     """A request for a prompt of twelve pages."""
     return request(deployment_of(checkpoint), PROMPT, **{"max_tokens": 4, "logprobs": 2, **options})
+
+
+def num_installed(server: Server) -> int:
+    """The pages that reads have brought to the cache and still hold."""
+    return sum(each.num_installed for each in server.tier._fetches.values())
 
 
 def truncated(path: Path) -> None:
@@ -70,7 +74,7 @@ def a_fifo(path: Path) -> None:
         (truncated, "truncated"),
         (flipped, "checksum"),
         (of_another_key, "foreign"),
-        (linked, "unreadable"),
+        (linked, "foreign"),
         (a_fifo, "foreign"),
     ],
 )
@@ -95,6 +99,34 @@ def test_a_bad_file_is_a_miss_and_replaced(
     server.stop()
     assert server.disk.sum.bad_files == {reason: 1}
     assert path.read_bytes() == whole
+    server = Server(engines, checkpoint, folder)
+    assert server.ask(asked(checkpoint)) == (expected, NUM_PAGES * 16)
+    server.stop()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+def test_an_error_that_says_nothing_about_a_page_leaves_its_file(
+    engines: EngineFactory,
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+) -> None:
+    """The prompt is computed, and a later read finds all pages."""
+    folder = tmp_path / "kv"
+    server = Server(engines, checkpoint, folder)
+    expected, _ = server.ask(asked(checkpoint))
+    server.stop()
+
+    def refused(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module, "read_page", refused)
+        server = Server(engines, checkpoint, folder)
+        assert server.ask(asked(checkpoint)) == (expected, 0)
+        server.stop()
+    assert server.disk.sum.bad_files == {"unreadable": 1}
     server = Server(engines, checkpoint, folder)
     assert server.ask(asked(checkpoint)) == (expected, NUM_PAGES * 16)
     server.stop()
@@ -163,7 +195,9 @@ def test_a_removed_folder_pauses_and_is_used_again_when_it_is_back(
         server = Server(engines, checkpoint, folder)
         shutil.rmtree(folder)
         first, _ = server.ask(asked(checkpoint))
-        wait_until(lambda: bool(pauses(logs)))
+        wait_until(lambda: not server.tier._noted)
+        server.tier._writer.delete([])  # what comes before it in the queue is dropped
+        wait_until(server.tier._writer._queue.empty)
         assert not folder.exists()
         folder.mkdir(mode=0o700)
         server.tier._writer.pause._until = 0.0
@@ -187,42 +221,55 @@ def test_a_read_that_hangs_delays_nobody_else_and_its_request_for_a_while(
     server = Server(engines, checkpoint, folder)
     server.ask(asked(checkpoint))
     server.stop()
-    goes_on = threading.Event()
-    hangs = threading.Event()
-    read = PageFolder.read
-
-    def slow(folder: PageFolder, key: bytes, into: memoryview) -> bool:
-        hangs.set()
-        goes_on.wait(60)
-        return read(folder, key, into)
-
-    monkeypatch.setattr(PageFolder, "read", slow)
+    held = HeldReads(monkeypatch)
     server = Server(engines, checkpoint, folder)
-    outputs: list[Output] = []
-    ended = threading.Event()
-
-    def collect(output: Output) -> None:
-        outputs.append(output)
-        if output.finish_reason is not None:
-            ended.set()
-
-    server.engine.submit(asked(checkpoint), collect)
-    assert hangs.wait(30)
+    waiting = server.submit(asked(checkpoint))
+    wait_until(lambda: bool(held.began))
     short = request(deployment_of(checkpoint), [7, 8, 9], max_tokens=3)
     server.engine.generate([short])  # its prompt fills no page
-    assert not outputs
+    assert not waiting.outputs
     monkeypatch.setattr(reader, "_UNKNOWN_S", 0.0)
     monkeypatch.setattr(reader, "_LEAST_PATIENCE_S", 0.0)
-    assert ended.wait(60)
-    assert not goes_on.is_set()
-    assert Result.of(outputs) == expected
-    assert outputs[-1].num_cached_tokens == 0
-    other = request(deployment_of(checkpoint), PROMPT[::-1], max_tokens=1)
-    server.ask(other)  # no read is tried during the pause
-    goes_on.set()
+    assert waiting.result() == (expected, 0)
+    other = request(deployment_of(checkpoint), PROMPT[1:], max_tokens=1)
+    server.ask(other)
+    assert len(held.began) == 1  # no read is tried during the pause
+    held.go_on.set()
     server.stop()
     assert server.disk.sum.bad_files == {"slow": 1}
     assert server.disk.sum.is_paused
+
+
+def test_reads_that_hang_again_pause_again_and_no_further_thread_hangs(
+    engines: EngineFactory,
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each pause has one line, and reads go on once the disk answers."""
+    held = HeldReads(monkeypatch)
+    monkeypatch.setattr(reader, "_UNKNOWN_S", 0.0)
+    monkeypatch.setattr(reader, "_LEAST_PATIENCE_S", 0.0)
+    server = Server(engines, checkpoint, tmp_path / "kv")
+    deployment = deployment_of(checkpoint)
+
+    def ask_after_a_pause(number: int) -> None:
+        server.tier._reader.pause._until = 0.0
+        server.ask(request(deployment, [number, *PROMPT], max_tokens=1))
+
+    with structlog.testing.capture_logs() as logs:
+        for number in range(4):
+            ask_after_a_pause(number)
+    hanging, stuck = "a read takes too long", "every read takes too long"
+    assert pauses(logs) == [hanging, hanging, stuck, stuck]
+    assert [each["seconds"] for each in logs if "seconds" in each] == [60, 120, 240, 480]
+    assert len(held.began) == 2
+    held.go_on.set()
+    wait_until(lambda: not any(server.tier._reader._read_now))
+    monkeypatch.setattr(reader, "_LEAST_PATIENCE_S", 1000.0)
+    ask_after_a_pause(5)
+    assert len(held.began) == 3
+    server.stop()
 
 
 def test_a_read_that_takes_as_long_as_the_computation_is_left(
@@ -237,32 +284,14 @@ def test_a_read_that_takes_as_long_as_the_computation_is_left(
     server = Server(engines, checkpoint, folder)
     server.ask(asked(checkpoint))
     server.stop()
-    goes_on = threading.Event()
-    fourth = bytes.fromhex(files(folder)[3].name)
-    read = PageFolder.read
-
-    def slow(folder: PageFolder, key: bytes, into: memoryview) -> bool:
-        if key == fourth:
-            goes_on.wait(60)
-        return read(folder, key, into)
-
-    monkeypatch.setattr(PageFolder, "read", slow)
+    held = HeldReads(monkeypatch, bytes.fromhex(files(folder)[3].name))
     server = Server(engines, checkpoint, folder)
-    outputs: list[Output] = []
-    ended = threading.Event()
-
-    def collect(output: Output) -> None:
-        outputs.append(output)
-        if output.finish_reason is not None:
-            ended.set()
-
-    server.engine.submit(asked(checkpoint), collect)
-    wait_until(lambda: len(server.tier.held()) == 3)
+    waiting = server.submit(asked(checkpoint))
+    wait_until(lambda: num_installed(server) == 3)
     for fetch in server.tier._fetches.values():
         fetch.deadline = 0.0
-    assert ended.wait(60)
-    assert (Result.of(outputs), outputs[-1].num_cached_tokens) == (expected, 3 * 16)
-    goes_on.set()
+    assert waiting.result() == (expected, 3 * 16)
+    held.go_on.set()
     server.stop()
     assert server.disk.sum.bad_files == {"slow": 1}
     assert not server.disk.sum.is_paused
@@ -293,33 +322,36 @@ def test_an_aborted_request_lets_go_of_what_it_waits_for(
     server = Server(engines, checkpoint, folder)
     server.ask(asked(checkpoint))
     server.stop()
-    goes_on = threading.Event()
-    read = PageFolder.read
-    third = bytes.fromhex(files(folder)[2].name)
-
-    def slow(folder: PageFolder, key: bytes, into: memoryview) -> bool:
-        if key == third:
-            goes_on.wait(60)
-        return read(folder, key, into)
-
-    monkeypatch.setattr(PageFolder, "read", slow)
+    held = HeldReads(monkeypatch, bytes.fromhex(files(folder)[2].name))
     server = Server(engines, checkpoint, folder)
-    ended = threading.Event()
     one = asked(checkpoint)
-
-    def collect(output: Output) -> None:
-        if output.finish_reason is not None:
-            ended.set()
-
-    server.engine.submit(one, collect)
-    wait_until(lambda: len(server.tier.held()) == 2)
+    waiting = server.submit(one)
+    wait_until(lambda: num_installed(server) == 2)
     server.engine.abort(one.request_id)
-    assert ended.wait(30)
-    goes_on.set()
+    waiting.result()
+    held.go_on.set()
     wait_until(lambda: server.engine._core.scheduler.pool.num_used == 0)
     assert server.engine._core.scheduler.pool.num_cached == 2
     assert server.ask(asked(checkpoint))[1] == NUM_PAGES * 16
     server.stop()
+
+
+def test_a_request_whose_pages_are_read_is_in_the_gauges(
+    engines: EngineFactory,
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waits, and holds the pages of its prompt."""
+    held = HeldReads(monkeypatch)
+    server = Server(engines, checkpoint, tmp_path / "kv")
+    waiting = server.submit(asked(checkpoint))
+    wait_until(lambda: server.disk.gauges[1] == 1)
+    assert server.disk.gauges == (0, 1, NUM_PAGES + 1)
+    held.go_on.set()
+    waiting.result()
+    server.stop()
+    assert server.disk.gauges == (0, 0, 0)
 
 
 def test_no_page_with_a_number_that_is_not_finite_is_written(

@@ -169,6 +169,14 @@ def test_a_file_replaced_during_the_load_is_noticed(
         WeightFiles(folder, loaded.versions).content()
 
 
+def test_a_file_that_could_not_be_looked_at_leaves_no_identity(tmp_path: Path) -> None:
+    """Its content may decide the numbers."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "modeling.py").symlink_to(tmp_path / "absent")
+    with pytest.raises(ChangedError, match=r"modeling\.py could not be looked at"):
+        noted(tmp_path).content()
+
+
 @pytest.mark.parametrize("pays", [False, True])
 def test_products_in_pairs_are_in_the_identity(
     llama_checkpoint: checkpoint.Checkpoint, monkeypatch: pytest.MonkeyPatch, *, pays: bool

@@ -1,6 +1,7 @@
 """The format of a page's file: its bytes are pinned, and whatever is wrong with one is a miss."""
 
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -82,7 +83,7 @@ def test_no_link_is_followed(folder: PageFolder, tmp_path: Path) -> None:
     path, other = path_of(folder), tmp_path / "other"
     path.rename(other)
     path.symlink_to(other)
-    with pytest.raises(BadPageError, match="unreadable"):
+    with pytest.raises(BadPageError, match="foreign"):
         read(folder)
     folder.discard(KEY)
     assert not path.is_symlink()
@@ -101,6 +102,19 @@ def test_a_fifo_does_not_hang(folder: PageFolder) -> None:
     os.mkfifo(path_of(folder))
     with pytest.raises(BadPageError, match="foreign"):
         read(folder)
+
+
+def test_without_a_file_descriptor_a_page_is_unreadable_and_not_gone(folder: PageFolder) -> None:
+    """The limit of the process says nothing about the file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        with pytest.raises(BadPageError) as error:
+            read(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert error.value.reason == "unreadable"
+    assert np.array_equal(read(folder), PAGE)
 
 
 def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
@@ -135,6 +149,7 @@ def test_a_sweep_deletes_the_oldest_pages_and_leaves_other_files(folder: PageFol
     swept = sweep(folder.root, 32 * FORM.file_bytes)
     assert swept is not None
     assert (swept.num_pages, swept.num_evicted) == (27, 14)
+    assert swept.num_bytes_evicted == 14 * FORM.file_bytes
     assert swept.num_bytes == 27 * FORM.file_bytes + 100
     assert [key for key in keys if folder.has(key)] == keys[:26]  # and KEY
     assert notes.is_file()

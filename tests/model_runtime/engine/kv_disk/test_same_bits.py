@@ -1,6 +1,8 @@
 """Answers and their bits do not depend on what the disk has, and pages outlive the engine."""
 
+import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
+from ropewalk.model_runtime.engine.kv_disk import writer
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from tests.engines import EngineFactory, answer, deployment_of, request
 from tests.model_runtime.engine.kv_disk.disk_engines import (
@@ -16,6 +19,7 @@ from tests.model_runtime.engine.kv_disk.disk_engines import (
     PROMPT,
     Server,
     files,
+    wait_until,
     with_weights,
 )
 
@@ -127,6 +131,30 @@ def test_another_profile_or_salt_finds_nothing(
     assert [server.ask(each)[1] for each in others] == [0, 0, 0]
     assert server.ask(request(deployment, PROMPT, wide, max_tokens=1))[1] == NUM_PAGES * 16
     server.stop()
+
+
+def test_the_files_of_pages_in_use_stay_the_newest(
+    engines: EngineFactory,
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prefix that is found in memory is no longer the first one to be deleted."""
+    monkeypatch.setattr(writer, "_TOUCH_S", 0.0)
+    folder = tmp_path / "kv"
+    deployment = deployment_of(checkpoint)
+    server = Server(engines, checkpoint, folder)
+    server.ask(request(deployment, PROMPT, max_tokens=1))
+    wait_until(lambda: len(files(folder)) == NUM_PAGES)
+    in_use = files(folder)
+    server.ask(request(deployment, PROMPT[1:], max_tokens=1))
+    wait_until(lambda: len(files(folder)) == 2 * NUM_PAGES)
+    for age, path in enumerate(in_use, 5000):
+        os.utime(path, (time.time() - age, time.time() - age))
+    server.ask(request(deployment, PROMPT, max_tokens=1))
+    wait_until(lambda: all(path.stat().st_mtime > time.time() - 1000 for path in in_use))
+    server.stop()
+    assert [path for path in files(folder) if path in in_use] == in_use  # the last pages go first
 
 
 def test_many_requests_at_once_share_a_read_and_answer_as_without_a_disk(

@@ -1,64 +1,147 @@
 """A tier over a pool of a few pages, without an engine and threads."""
 
-import time
+import queue
 from types import SimpleNamespace
 from typing import Any
 
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.deployments.deployment import RopeRequest
+from ropewalk.model_runtime.deployments.make_deployment import make_deployment
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting
 from ropewalk.model_runtime.engine.kv_disk.reader import Fetch, Reader
 from ropewalk.model_runtime.engine.kv_disk.tier import DiskTier
-from ropewalk.model_runtime.scheduling.page_pool import PagePool
-from ropewalk.model_runtime.scheduling.prefix_cache import PrefixIndex
+from ropewalk.model_runtime.engine.kv_disk.writer import Writer
+from ropewalk.model_runtime.request import Request, SamplingParams
+from ropewalk.model_runtime.scheduling.scheduler import Scheduler
+from ropewalk.model_runtime.scheduling.sequence import Sequence
+from ropewalk.rope import native_rope
 
-KEYS = [bytes([number]) * 32 for number in range(6)]
-
-
-class Waiting:
-    """What the tier sets in a sequence that waits."""
-
-    not_on_disk: bytes | None = None
+PAGE = 8
+DEPLOYMENT = make_deployment("m", native_rope({"max_position_embeddings": 256, "head_dim": 8}))
 
 
 class Bench:
-    """The tier, its pool, and fetches whose pages have arrived."""
+    """A scheduler of ten pages over the tier; no thread reads, so a test says what arrives."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.index = PrefixIndex()
-        self.pool = PagePool(num_pages, self.index)
-        self.buffers = Buffers(64, 8)
+    def __init__(self, **limits: Any) -> None:
+        numbers = {"kv_cache_tokens": 10 * PAGE, "max_model_len": 80, "page_size": PAGE, **limits}
+        self.scheduler = Scheduler(EngineConfig(**numbers))
         counting = Counting()
+        self.buffers = Buffers(64, 8)
         memory: Any = SimpleNamespace(num_bytes=64, copy_in=lambda *_: None)
-        self.reader = Reader(self.buffers, counting, lambda _: None)
-        self.tier = DiskTier(memory, SimpleNamespace(), self.reader, counting)  # type: ignore[arg-type]
-        pages: Any = SimpleNamespace(index=self.index, pool=self.pool, page_size=16)
-        self.tier._pages = pages
+        reader = Reader(self.buffers, counting, lambda _: None)
+        writer: Any = SimpleNamespace(
+            is_off=False,
+            folder=object(),
+            pause=SimpleNamespace(is_on=False),
+            used=lambda _: None,
+        )
+        self.tier = DiskTier(memory, writer, reader, counting)
+        self.tier._pages = self.scheduler.pages
+        self.scheduler.pages.tier = self.tier
 
-    def cached(self, key: bytes) -> None:
-        """Cache a page that no sequence uses."""
-        (page,) = self.pool.allocate(1)
-        self.index.publish(page, key)
-        self.pool.release([page])
+    def add(self, num_tokens: int, salt: str = "") -> Sequence:
+        """Queue a prompt."""
+        placement = DEPLOYMENT.place(RopeRequest(), num_tokens, 4)
+        sampling = SamplingParams(max_tokens=4)
+        sequence = Sequence(Request("r", (0,) * num_tokens, sampling, placement, salt))
+        self.scheduler.add(sequence)
+        return sequence
 
-    def fetch(self, keys: list[bytes], num_arrived: int) -> Fetch:
-        """Let a sequence wait for these pages."""
-        fetch = Fetch(keys, 0, time.monotonic() + 1000, [], 0)
-        for _ in range(num_arrived):
+    def fetch(self, num_tokens: int, salt: str = "") -> tuple[Sequence, Fetch]:
+        """Queue a prompt, and begin to read its pages."""
+        sequence = self.add(num_tokens, salt)
+        self.scheduler.schedule()
+        return sequence, self.tier._fetches[sequence]
+
+    def arrive(self, fetch: Fetch, num_pages: int) -> None:
+        """Let further pages arrive."""
+        for _ in range(num_pages):
             buffer = self.buffers.take()
             assert buffer is not None
             fetch.arrived.append(buffer)
-        kept: Any = self.tier._fetches
-        kept[Waiting()] = fetch
-        return fetch
+
+    def run(self) -> None:
+        """Run one step of which every sequence gets a token."""
+        for chunk in self.scheduler.schedule().chunks.values():
+            is_last = chunk.is_last
+            self.scheduler.computed(chunk)
+            if is_last:
+                chunk.sequence.token_ids.append(0)
+        self.scheduler.check_integrity()
 
 
-def test_a_cached_page_that_arrives_again_takes_one_of_the_spare_pages() -> None:
-    """Holding it makes it unavailable, so a third page must not be allocated."""
-    bench = Bench(2)
-    bench.cached(KEYS[0])
-    bench.fetch(KEYS[:3], 3)
-    bench.tier.collect(bench.pool.num_available, is_busy=False)
-    assert bench.pool.num_available == 2  # the fetch ended for want of pages
-    assert not bench.tier.held()
-    bench.pool.check_integrity()
-    assert [bench.index.page_of(key) is not None for key in KEYS[:3]] == [True, True, False]
+def test_a_read_holds_all_pages_of_its_prompt_and_none_twice() -> None:
+    """Another prompt starts if it fits beside them."""
+    bench = Bench()
+    sequence, fetch = bench.fetch(6 * PAGE)
+    pool = bench.scheduler.pool
+    assert pool.num_used == 6
+    large, small = bench.add(5 * PAGE, "large"), bench.add(4 * PAGE - 1, "small")
+    bench.tier._writer.folder = None  # these are not looked for
+    bench.run()
+    assert not large.is_running
+    assert not small.is_running  # it is behind the one that does not fit
+    bench.arrive(fetch, 5)
+    fetch.is_done = True
+    bench.run()
+    assert sequence.is_running
+    assert sequence.num_cached_tokens == 5 * PAGE
+    assert pool.num_used == 6
+
+
+def test_reads_count_as_sequences() -> None:
+    """A prompt that could run waits for a place."""
+    bench = Bench(max_num_seqs=1)
+    sequence, fetch = bench.fetch(3 * PAGE)
+    other = bench.add(PAGE - 1, "other")
+    bench.run()
+    assert bench.scheduler.running == []
+    fetch.is_done = True  # there is nothing
+    bench.run()
+    assert bench.scheduler.running == [sequence]
+    assert not other.is_running
+
+
+def test_a_running_sequence_that_needs_a_page_ends_a_read_and_nobody_is_preempted() -> None:
+    """What had arrived stays cached."""
+    bench = Bench()
+    running = bench.add(4 * PAGE - 1, "running")
+    bench.tier._writer.folder = None
+    bench.run()
+    bench.tier._writer.folder = object()  # type: ignore[assignment]
+    _, fetch = bench.fetch(6 * PAGE)
+    bench.arrive(fetch, 2)
+    bench.run()
+    assert bench.tier.num_awaited == 1
+    bench.run()  # the fifth page of the first sequence
+    assert running.is_running
+    assert bench.tier.num_awaited == 0
+    assert fetch.is_given_up
+
+
+def test_a_page_that_another_sequence_has_computed_gives_its_place_back() -> None:
+    """The page in the cache is shared."""
+    bench = Bench()
+    _, fetch = bench.fetch(4 * PAGE)
+    pool, index = bench.scheduler.pool, bench.scheduler.pages.index
+    (page,) = pool.allocate(1)
+    index.publish(page, fetch.keys[0])
+    pool.release([page])
+    assert pool.num_used == 4
+    bench.arrive(fetch, 2)
+    bench.tier.collect(is_busy=False)
+    assert pool.num_used == 4
+    assert fetch.held[0] == page
+    bench.scheduler.check_integrity()
+
+
+def test_pages_to_be_touched_wait_in_bounded_memory() -> None:
+    """The disk may hang for hours while prefixes in memory are in use."""
+    writer = Writer(None, 1, lambda: None, Buffers(1, 1), Counting())  # type: ignore[arg-type, return-value]
+    for _ in range(1000):
+        writer.used([b"key"])
+    assert len(writer._used) <= 256
+    assert isinstance(writer._queue, queue.SimpleQueue)
+    assert writer._queue.qsize() == 1

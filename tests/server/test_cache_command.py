@@ -1,0 +1,116 @@
+"""`ropewalk cache`: what it deletes beside servers, and its sentences."""
+
+import errno
+import fcntl
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ropewalk.model_runtime.engine.kv_disk import folder as folder_module
+from ropewalk.model_runtime.engine.kv_disk import janitor
+from ropewalk.model_runtime.engine.kv_disk.folder import PageFolder
+from ropewalk.model_runtime.engine.kv_disk.page_file import PageFormat
+from ropewalk.server import cache_command
+from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.gate import checked
+from tests.processes import run_here
+
+FORM = PageFormat(bytes(32), 64, 3, "bfloat16", keys_by_token=False, num_bytes=2**20 - 128)
+PAGE = memoryview(bytes(FORM.num_bytes))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> PageFolder:
+    """A folder with two pages."""
+    made = PageFolder(tmp_path / "kv", FORM)
+    for number in range(2):
+        made.write(bytes([number]) * 32, PAGE)
+    return made
+
+
+def test_clear_leaves_the_file_that_a_server_writes(
+    folder: PageFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write ends well, so the server's writes do not pause."""
+    is_written, goes_on = threading.Event(), threading.Event()
+    write_page = folder_module.write_page
+
+    def slow(*parts: Any) -> None:
+        write_page(*parts)
+        is_written.set()
+        goes_on.wait(60)
+
+    monkeypatch.setattr(folder_module, "write_page", slow)
+    writer = threading.Thread(target=folder.write, args=(b"2" * 32, PAGE))
+    writer.start()
+    assert is_written.wait(60)
+    shown = run_here("cache", "clear", str(folder.path))
+    goes_on.set()
+    writer.join()
+    assert shown.stdout == "deleted 2 pages, 2 MiB\n"
+    assert [folder.has(key) for key in (bytes(32), b"2" * 32)] == [False, True]
+
+
+def test_clear_waits_for_the_janitor_of_a_server(
+    folder: PageFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep that counts files must not meet one that deletes them all."""
+    with (folder.path / ".janitor").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def sleep(_: float) -> None:
+            assert folder.has(bytes(32))
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(cache_command.time, "sleep", sleep)
+        assert run_here("cache", "clear", str(folder.path)).returncode == 0
+        assert not folder.has(bytes(32))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        monkeypatch.setattr(cache_command, "_SWEEP_S", -1.0)
+        shown = run_here("cache", "clear", str(folder.path))
+    assert shown.returncode == 1
+    assert f"cannot clear {folder.path}: a server has been sweeping it" in shown.stderr
+
+
+def test_a_file_that_cannot_be_deleted_is_named_with_the_reason(
+    folder: PageFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No traceback, and no count of what is still there."""
+
+    def refused(path: str, **_: Any) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(janitor.os, "unlink", refused)
+    shown = run_here("cache", "clear", str(folder.path))
+    assert shown.returncode == 1
+    assert shown.stdout == ""
+    assert shown.stderr.startswith(f"Error: cannot use {folder.path}/v1/")
+    assert shown.stderr.endswith(": Permission denied\n")
+
+
+def test_a_folder_that_cannot_be_listed_is_named_with_the_reason(
+    folder: PageFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages were left out of the count before."""
+    opened = os.open
+
+    def refused(path: Any, *flags: Any, **options: Any) -> int:
+        if path == "01":
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return opened(path, *flags, **options)
+
+    monkeypatch.setattr(os, "open", refused)
+    for action in ("stats", "clear"):
+        shown = run_here("cache", action, str(folder.path))
+        assert shown.returncode == 1
+        assert shown.stderr == f"Error: cannot use {folder.path}/01: Permission denied\n"
+
+
+def test_a_path_that_the_system_refuses_is_a_sentence(tmp_path: Path) -> None:
+    """As for a parent that cannot be searched, the look at it fails."""
+    path = tmp_path / ("x" * 300) / "kv"
+    with pytest.raises(SettingsError, match=r"kv_disk: cannot use .*: File name too long"):
+        checked(load_settings({"kv_disk": str(path), "kv_disk_gib": "1"}))
