@@ -139,7 +139,7 @@ FILES = sampled(
         ("qwen3moe", ("Q4_K", "Q5_K", "MXFP4")),
         ("mixtral", ("Q5_0", "IQ4_NL", "Q4_1")),
     ],
-    fixed=2,
+    fixed=1,
 )
 
 

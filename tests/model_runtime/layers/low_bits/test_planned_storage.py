@@ -53,6 +53,7 @@ def test_the_embedded_model_in_int8_is_near_the_stored_one_and_its_memory_is_as_
     assert planned.num_bytes == held_bytes(loaded)
 
 
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_floats_beside_few_bits_are_counted_as_they_are_held(tmp_path: Path, dtype: str) -> None:
     """Keys and up-projections are floats. They lie in panels of float32."""

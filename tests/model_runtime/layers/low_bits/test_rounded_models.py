@@ -73,14 +73,25 @@ def test_the_embedded_model_moves_little_and_its_memory_is_as_planned() -> None:
     assert planned.products("float32") == loaded.products
 
 
-def test_a_gguf_file_of_several_formats_is_rounded_too(tmp_path: Path) -> None:
+# Several formats are compiled for fifteen seconds. Their product itself is tested beside floats in
+# test_rounded_products.py.
+@pytest.mark.parametrize(
+    ("most", "others"),
+    [
+        (Type.Q8_0, {}),
+        pytest.param(
+            Type.Q4_0, {"attn_v": Type.Q8_0, "ffn_down": Type.Q5_1}, marks=pytest.mark.long
+        ),
+    ],
+    ids=("one", "several"),
+)
+def test_a_gguf_file_is_rounded_too(tmp_path: Path, most: Type, others: dict[str, Type]) -> None:
     """Its banner's distance is that of its own bits with exact activations."""
     case = next(case for case in CASES if case.name == "llama")
     case = replace(case, overrides={**case.overrides, **WHOLE})
-    kinds = {"attn_v": Type.Q8_0, "ffn_down": Type.Q5_1}
 
     def encode(name: str, values: object) -> object:
-        kind = next((each for part, each in kinds.items() if part in name), Type.Q4_0)
+        kind = next((each for part, each in others.items() if part in name), most)
         return quantised(kind)(name, values)
 
     path = case.write(tmp_path / "m.gguf", Written(encode=encode))  # type: ignore[arg-type]

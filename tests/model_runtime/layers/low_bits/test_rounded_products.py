@@ -27,6 +27,7 @@ from ropewalk.model_runtime.layers.low_bits.rounded import round_activations
 from tests.model_runtime.layers.low_bits.test_low_bit_products import panels_of
 from tests.processors import OLDER
 from tests.random_blocks import random_rows
+from tests.sampling import sampled
 
 Doubles = NDArray[np.float64]
 
@@ -170,10 +171,15 @@ def test_formats_and_floats_that_share_an_input_are_one_product() -> None:
         assert torch.equal(joined(x[:count]), found[:count])
 
 
+# Each takes seconds to compile, for each processor. Bytes of Q8_0 are the largest, so AVX2 widens
+# them; it adds products of the others in sixteen bits.
+DIGESTED = sampled(("Q8_0", "Q4_K", "Q6_K", "Q3_K", "IQ4_XS"), fixed=1, drawn=1)
+
+
 def digest() -> str:
     """A hash of the products of some formats, by 1 row, 7 and 40."""
     found = hashlib.sha256()
-    for type_name in ("Q8_0", "Q4_K", "Q6_K", "Q3_K", "IQ4_XS"):
+    for type_name in DIGESTED:
         panels = panels_of(type_name, random_rows(type_name, 130, 512))
         kernels = LowBits([panels.kind], torch.float32)
         rounding = rounding_of([panels.kind], torch.float32)
