@@ -72,6 +72,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     leftovers.end(session)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _plain_tracebacks() -> None:
+    """A logged error with every local variable, as rich draws it, takes two seconds."""
+    import structlog
+
+    structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     import torch
