@@ -12,8 +12,9 @@ from ropewalk.server.replicas.watchdog import Watchdog
 watchdog = Watchdog(1.0)
 print("ready", flush=True)
 if sys.argv[1] == "end":
-    time.sleep(0.5)
     watchdog.end()
+    watchdog._process.wait()
+    print("ended", flush=True)
 time.sleep(float(sys.argv[2]))
 """
 
@@ -36,16 +37,17 @@ def test_a_stopped_process_is_killed() -> None:
 
 
 def test_a_living_process_is_left_alone() -> None:
-    """It outlives the limit several times, and ends by itself."""
-    with watched("stay", "4") as process:
+    """It outlives the limit, and ends by itself."""
+    with watched("stay", "2.5") as process:
         assert process.wait(60) == 0
 
 
 def test_a_process_that_ends_its_watchdog_may_stand_still() -> None:
     """The last seconds of a replica are not watched."""
     with watched("end", "60") as process:
-        time.sleep(1)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ended\n"
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(2)
+        time.sleep(1.5)
         assert process.poll() is None
         process.kill()

@@ -25,7 +25,7 @@ REQUESTS = [
         "seed": number,
         "logprobs": 2,
     }
-    for number in range(20)
+    for number in range(9)
 ]
 
 
