@@ -1,11 +1,13 @@
 """Plan the prefill of a step: which waiting sequences start, and which prompt tokens are computed.
 
 Among prompts of one priority, those with the fewest uncomputed tokens go first, so a short prompt
-does not wait for a long one. A quarter of the budget is reserved for the oldest prompt of the first
-priority, so the longest prompt completes.
+does not wait for a long one. A prompt that waits for pages of another lends it its rank. A quarter
+of the budget is reserved for the oldest prompt of the first priority, so the longest prompt
+completes.
 """
 
 import math
+from collections.abc import Iterable
 
 from ropewalk.model_runtime.scheduling.prefix_cache import Key
 from ropewalk.model_runtime.scheduling.sequence import Sequence
@@ -13,6 +15,40 @@ from ropewalk.model_runtime.scheduling.step_builder import StepBuilder
 from ropewalk.model_runtime.scheduling.step_plan import Chunk
 
 _RESERVED_FOR_OLDEST = 0.25  # of a step's prefill, even if shorter prompts wait
+
+
+class _InFlight:
+    """The pages that running sequences compute, and the sequence that has each one first."""
+
+    def __init__(self, step: StepBuilder) -> None:
+        self._step = step
+        self._first: dict[Key | None, Sequence] = {}
+
+    def note(self, running: Iterable[Sequence]) -> None:
+        """Add the pages that these sequences have yet to compute."""
+        for each in running:
+            for key in self._step.pages.keys_in_flight(each):
+                first = self._first.get(key)
+                if first is None or _order(each) < _order(first):
+                    self._first[key] = each
+
+    def holds_up(self, sequence: Sequence, keys: Iterable[Key | None]) -> bool:
+        """Return whether a sequence waits until one of these pages, the best first, is shared.
+
+        It waits for none that is computed under a later priority, because prompts between the two
+        could keep that page waiting without end.
+        """
+        for key in keys:
+            first = self._first.get(key)
+            if first is not None and first.request.priority <= sequence.request.priority:
+                sequence.waits_for = key
+                self._step.lend_rank(sequence, first)
+                return True
+        return False
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.request.priority, sequence.num_uncomputed
 
 
 def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
@@ -23,35 +59,21 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
     queues, pages = step.queues, step.pages
     # No sequence waits for a page that another one computes, or that the tier reads.
     are_all_ready = not pages.num_read_for
-    # Pages in computation, and the earliest priority that computes each. A sequence of an earlier
-    # one does not wait, because prompts between the two could keep such a page waiting without end.
-    in_flight: dict[Key | None, int] = {}
-
-    def note(*running: Sequence) -> None:
-        for each in running:
-            priority = each.request.priority
-            for key in pages.keys_in_flight(each):
-                in_flight[key] = min(priority, in_flight.get(key, priority))
-
-    note(*queues.running)
+    in_flight = _InFlight(step)
+    in_flight.note(queues.running)
     for sequence in [each for each in queues.waiting if not pages.is_read_for(each)]:
         if len(queues.running) + pages.num_read_for >= max_num_seqs or not pages.has_free_slot:
             return are_all_ready
-        priority = sequence.request.priority
-        if in_flight.get(sequence.waits_for, priority + 1) <= priority:
+        if in_flight.holds_up(sequence, [sequence.waits_for]):
             are_all_ready = False
             continue
         step.change_tier(sequence)  # if it was preempted just before
         keys = pages.reusable_keys(sequence)
         found = pages.reusable_pages(keys)
+        priority = sequence.request.priority
         earlier = (each for each in queues.running if each.request.priority <= priority)
-        note(*pages.plan_junction(earlier, keys, len(found)))
-        awaited = pages.awaited(keys[len(found) :])
-        in_time = (key for key in awaited if in_flight.get(key, priority + 1) <= priority)
-        missing = next(in_time, None)
-        if missing is not None:
-            # Another sequence computes this page. The sequence starts when the page can be shared.
-            sequence.waits_for = missing
+        in_flight.note(pages.plan_junction(earlier, keys, len(found)))
+        if in_flight.holds_up(sequence, pages.awaited(keys[len(found) :])):
             are_all_ready = False
             continue
         if not pages.fits(sequence, found, queues.running):
@@ -61,7 +83,7 @@ def start_waiting(step: StepBuilder, max_num_seqs: int) -> bool:
             continue
         queues.start(sequence)
         pages.reuse_prefix(sequence)
-        note(sequence)
+        in_flight.note([sequence])
     return False
 
 
@@ -75,8 +97,8 @@ def plan_prefill(step: StepBuilder, max_tokens: int, max_logit_rows: int) -> Non
         return
     oldest, *others = prompts
     first_priority = oldest.request.priority
-    others.sort(key=lambda each: (each.request.priority, each.num_uncomputed, each.arrival))
-    shorter = (each.num_uncomputed for each in others if each.request.priority == first_priority)
+    others.sort(key=lambda each: (each.request.priority, step.num_ranked(each), each.arrival))
+    shorter = (step.num_ranked(each) for each in others if each.request.priority == first_priority)
     needed_by_shorter = sum(each for each in shorter if each < oldest.num_uncomputed)
     for_others = min(needed_by_shorter, int(max_tokens * (1 - _RESERVED_FOR_OLDEST)))
     tokens_left, rows_left = max_tokens, max_logit_rows

@@ -47,6 +47,16 @@ class StepBuilder:
     queues: Queues
     pages: SequencePages
     plan: StepPlan = field(default_factory=StepPlan)
+    _lent: dict[Sequence, int] = field(default_factory=dict)  # uncomputed tokens of shorter ones
+
+    def lend_rank(self, waiting: Sequence, ahead: Sequence) -> None:
+        """Let a prompt go before those that a sequence which waits for it would go before."""
+        if waiting.request.priority == ahead.request.priority:
+            self._lent[ahead] = min(self.num_ranked(ahead), waiting.num_uncomputed)
+
+    def num_ranked(self, sequence: Sequence) -> int:
+        """Return the uncomputed tokens of a prompt, or of the shortest one that waits for it."""
+        return min(sequence.num_uncomputed, self._lent.get(sequence, sequence.num_uncomputed))
 
     def add(self, chunk: Chunk) -> bool:
         """Add a chunk and allocate its pages, preempting the last sequences if needed.

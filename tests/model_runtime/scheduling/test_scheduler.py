@@ -232,6 +232,35 @@ def test_a_prefix_that_another_request_computes_is_waited_for() -> None:
     assert same.pages[4:] != one.pages[4:5]
 
 
+def test_a_short_prompt_does_not_wait_behind_longer_ones_for_the_page_of_a_long_one() -> None:
+    """The long prompt goes first until the page is shared, then the short one, then the rest."""
+    plan = scheduler(kv_cache_tokens=1600, max_num_seqs=8)
+    names = {
+        sequence(200, salt="oldest"): "oldest",
+        sequence(100, salt="shared"): "long",
+        sequence(40, salt="between"): "between",
+        sequence(60, salt="other"): "other",
+    }
+    for each in names:
+        plan.add(each)
+    computed(plan, plan.schedule())
+    short = sequence(12, salt="shared")
+    names[short] = "short"
+    plan.add(short)
+    table = []
+    for _ in range(4):
+        step = plan.schedule()
+        table.append({names[each]: chunk.num_tokens for each, chunk in step.chunks.items()})
+        computed(plan, step)
+        plan.check_integrity()
+    assert table == [
+        {"oldest": 4, "long": 12},  # the short one waits for its first eight tokens
+        {"short": 4, "oldest": 4, "between": 8},
+        {"short": 1, "oldest": 4, "between": 11},
+        {"short": 1, "oldest": 4, "between": 9, "other": 2},
+    ]
+
+
 def test_cached_pages_that_it_will_share_are_not_counted_as_room() -> None:
     """A sequence that counted its shared pages as room would be preempted at once."""
     plan = scheduler(kv_cache_tokens=80)  # ten pages
