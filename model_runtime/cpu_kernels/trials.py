@@ -29,6 +29,7 @@ from ropewalk.model_runtime.cpu_kernels.skinny_gemm import (
     Panels,
     RowProducts,
 )
+from ropewalk.model_runtime.known_trials import remembered
 
 CLEARLY = 1.15  # times faster; a smaller difference may be noise
 _TIMES = 9  # repetitions of each trial; the shortest counts
@@ -41,10 +42,14 @@ def pairs_pay() -> bool:
     """Return whether multiplying bfloat16 in pairs is faster on this processor.
 
     On some processors the instruction takes as long as a float32 product, and on others four times
-    as long.
+    as long. The first process on a machine tries it, and the others choose as that one did.
     """
     if not HAS_PAIR_PRODUCTS:
         return False
+    return remembered("pairs of bfloat16", _are_pairs_faster) is True
+
+
+def _are_pairs_faster() -> bool:
     x_RK = np.full((MOST_ROWS, _NUM_INPUTS), _ONE, np.uint16)
     packed_Q = np.full(_NUM_INPUTS * PANEL, _ONE, np.uint16)
     panels = Panels(packed_Q, _NUM_INPUTS, PANEL, _NUM_INPUTS, None)

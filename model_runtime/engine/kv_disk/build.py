@@ -18,8 +18,8 @@ from ropewalk.model_runtime.engine.kv_disk.reader import Reader
 from ropewalk.model_runtime.engine.kv_disk.tier import READ_BYTES, WRITE_BYTES, DiskTier
 from ropewalk.model_runtime.engine.kv_disk.writer import Writer
 from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.known_trials import fingerprint
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.loading.known_products import fingerprint
 from ropewalk.model_runtime.runner.backends import described, multiplies_pairs
 from ropewalk.model_runtime.size_text import size_text
 

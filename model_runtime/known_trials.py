@@ -1,0 +1,75 @@
+"""Results of trials on this processor, remembered beside numba's machine code.
+
+They depend on the processor, the libraries and our own sources only. A trial by time that is made
+anew in each process could choose otherwise in the next one, and with it change the bits of answers.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ropewalk.model_runtime.json_files import read_object
+
+_ROOT = Path(__file__).parent
+_SOURCES = ("attention", "cpu_kernels", "layers")  # what decides, and what is tried
+_VARIABLES = ("ATEN_", "DNNL_", "MKL_", "NUMBA_", "ONEDNN_")  # they may hide instructions
+_LIBRARIES = ("llvmlite", "numba", "torch", "transformers")
+
+
+def remembered(
+    trial: str, attempt: Callable[[], Any], is_result: Callable[[Any], bool] = lambda _: True
+) -> Any:
+    """Return the result of a trial on this machine, which JSON can hold.
+
+    `attempt` makes it if none is kept; one that is not `is_result` is not kept. A folder that
+    cannot be written costs the next process the time of the trial.
+    """
+    # Once, because imports of the trial may set variables that are part of it.
+    key = f"{trial} {fingerprint()}"
+    file = _file(key)
+    known = (read_object(file) or {}).get(key)
+    if known is not None and is_result(known):
+        return known
+    found = attempt()
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f"{file.name}.{os.getpid()}")
+        part.write_text(json.dumps({key: found}))
+        part.replace(file)
+    return found
+
+
+def _file(key: str) -> Path:
+    """Return the file of one result; with one for all, processes at once would lose some."""
+    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or _ROOT / "cpu_kernels" / "__pycache__")
+    name = hashlib.sha256(key.encode()).hexdigest()[:16]
+    return folder / f"ropewalk-trial-{name}.json"
+
+
+def fingerprint(*folders: Path) -> str:
+    """Return a hash of what decides the arithmetic: processor, libraries, and our sources.
+
+    `folders`: further folders of sources.
+    """
+    found = hashlib.sha256(f"{platform.machine()} {platform.python_version()}".encode())
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found.update(f"{name} {version(name)}\n".encode())
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(_VARIABLES):
+            found.update(f"{name}={value}\n".encode())
+    with suppress(OSError):
+        # The first processor's lines, without its clock's current rate.
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+        lines = [line for line in first.splitlines() if "MHz" not in line]
+        found.update("\n".join(lines).encode())
+    for folder in (*(_ROOT / each for each in _SOURCES), *folders):
+        for path in sorted(folder.rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()

@@ -1,0 +1,23 @@
+"""Trials of the kernels that decide how later processes compute."""
+
+from pathlib import Path
+
+import pytest
+
+from ropewalk.model_runtime.cpu_kernels import trials
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_processor_that_was_timed_is_not_timed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, first: bool
+) -> None:
+    """Else a busy moment could give the next process other products, and other bits."""
+    found = iter([first, not first])
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(trials, "HAS_PAIR_PRODUCTS", True)
+    monkeypatch.setattr(trials, "_are_pairs_faster", lambda: next(found))
+    pays = trials.pairs_pay.__wrapped__  # as in a process of its own
+    assert [pays(), pays()] == [first, first]
+    (file,) = tmp_path.glob("ropewalk-trial-*.json")
+    file.write_text("no JSON")
+    assert pays() != first
