@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from tests.engines import EngineFactory
     from tests.processes import Server
 
-# Files of fifteen seconds or more, in the part of `make test` that has two workers.
+# Files of ten seconds or more, in the part of `make test` that has two workers.
 _LONGEST = {
     *("test_smollm2", "test_nginx", "test_doc_commands", "test_same_bits", "test_page"),
-    *("test_low_bit_products", "test_cuda_graphs", "test_draft_rows", "test_triton_prefill"),
-    *("test_evaluation", "test_chat", "test_tensor_parallel"),
+    *("test_page_tells", "test_rounded_products", "test_rounded_models", "test_low_bit_products"),
+    *("test_low_bit_experts", "test_planned_storage", "test_fused_decoder", "test_packed_linear"),
+    *("test_fewer_kernels", "test_triton_prefill", "test_gguf_hybrids", "test_quantised_weights"),
+    *("test_lifecycle", "test_hub_download", "test_tensor_parallel", "test_kv_disk", "test_chat"),
+    *("test_light_imports", "test_worth_of_scaling", "test_evaluation"),
 }
 
 

@@ -67,6 +67,7 @@ def test_a_wide_row_alone_has_the_bits_it_has_among_others(dtype: torch.dtype, w
     assert torch.equal(torch.cat([packed(row) for row in x.split(1)]), whole)
 
 
+@pytest.mark.sampled(by="dtype")
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linears_with_one_input_are_one_product(
