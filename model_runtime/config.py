@@ -3,8 +3,6 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ropewalk.model_runtime.errors import ModelError
-
 DEFAULT_DRAFT_TOKENS = 15
 # The most rows of a step with drafts on a GPU: reading the weights takes most of its time.
 MOST_DRAFT_ROWS = 64
@@ -54,20 +52,15 @@ def with_slots(
 ) -> tuple[EngineConfig, int]:
     """Return `config` with slots of `slot_bytes` for states, and the bytes of all slots.
 
-    There are two for each sequence of a step, so that snapshots have as many as sequences. They
-    take at most half of `kv_cache_gib`, or of `affordable_bytes`, but for one. If fewer than the
-    sequences, then fewer sequences run at a time. A size in tokens is for the pages alone. Raises
-    ModelError if drafts are asked for.
+    There are two for each sequence of a step, so that snapshots have as many as sequences, and one
+    for drafts. They take at most half of `kv_cache_gib`, or of `affordable_bytes`, but for one. If
+    fewer than the sequences, then fewer sequences run at a time. A size in tokens is for the pages
+    alone.
     """
     if not slot_bytes:
         return config, 0
-    if config.max_draft_tokens:
-        raise ModelError(
-            "max_draft_tokens must be 0 for a model that keeps states, because a state that a "
-            f"wrong draft has advanced does not come back, got {config.max_draft_tokens}"
-        )
     most_bytes = affordable_bytes if kv_cache_gib is None else int(kv_cache_gib * 2**30)
-    num_slots = 2 * config.max_num_seqs
+    num_slots = 2 * config.max_num_seqs + (config.max_draft_tokens != 0)
     if kv_cache_tokens is None and most_bytes is not None:
         num_slots = min(num_slots, max(1, most_bytes // 2 // slot_bytes))
     most = min(config.max_num_seqs, num_slots)

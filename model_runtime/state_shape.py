@@ -42,3 +42,4 @@ class StatePart(NamedTuple):
     num_tokens: int
     read: int | None  # the slot with the states before it; None: zeros
     write: int
+    is_draft: bool = False  # of tokens that may turn out wrong; nothing reads what it writes

@@ -7,7 +7,7 @@ Shapes: S = sequences in the step, B = sequences with one token, T = flat tokens
 the longest sequence, R = rows of logits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -64,6 +64,7 @@ class Batch:
     work_lists: dict[Cut, WorkList] = field(default_factory=dict)
     # Begin, end, slot to read (-1: zeros) and slot to write of each part, int64 [X, 4]; the host's.
     parts_X4: NDArray[np.int64] = field(default_factory=lambda: _NO_PARTS)
+    has_draft_parts: bool = False  # some of them are drafts, whose inputs are needed again
 
 
 class PageRow:
@@ -169,6 +170,7 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
     )
     sizes = [len(each) for each in host]
     numbers = np.fromiter(chain.from_iterable(host), np.int64, sum(sizes))
+    parts = [span.states for span in spans]
     num_tokens = begin_S1[-1]
     columns, offsets = np.divmod(numbers[num_tokens : 2 * num_tokens], page_size)
     width = max(each.stop - 1 for each in positions) // page_size + 1
@@ -190,7 +192,8 @@ def build_batch(spans: Sequence[Span], page_size: int, device: torch.device) -> 
         logit_rows_R=logit_rows_R,
         single_B=single_B,
         places_S=places,
-        parts_X4=_state_parts(spans, begin_S1) if spans[0].states else _NO_PARTS,
+        parts_X4=state_parts(zip(begin_S1, parts, strict=False)) if parts[0] else _NO_PARTS,
+        has_draft_parts=bool(parts[0]) and any(each[-1].is_draft for each in parts),
     )
 
 
@@ -206,12 +209,15 @@ def single_rows(spans: Sequence[Span]) -> list[Span]:
     ]
 
 
-def _state_parts(spans: Sequence[Span], begin_S1: Sequence[int]) -> NDArray[np.int64]:
-    """Return the parts of all spans as rows, int64 [X, 4]."""
+def state_parts(parts: Iterable[tuple[int, Sequence[StatePart]]]) -> NDArray[np.int64]:
+    """Return the parts of all sequences as rows, int64 [X, 4].
+
+    `parts`: for each sequence, its first token in the flat row, and its parts.
+    """
     rows = []
-    for span, first in zip(spans, begin_S1, strict=False):
+    for first, of_sequence in parts:
         begin = first
-        for part in span.states:
+        for part in of_sequence:
             end = begin + part.num_tokens
             rows.append((begin, end, -1 if part.read is None else part.read, part.write))
             begin = end

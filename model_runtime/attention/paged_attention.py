@@ -156,6 +156,8 @@ class PagedStep:
     ) -> None:
         self.parts_X4 = batch.parts_X4
         self.states = states
+        # By layer, if the step has drafts: those that turn out right advance the states later.
+        self.state_calls: dict[int, StateCall] | None = {} if batch.has_draft_parts else None
         self.store = store
         self.tables = tables
         self.plans = plans
@@ -173,6 +175,8 @@ class PagedStep:
     def advance(self, layer_idx: int, call: StateCall) -> Tensor:
         """Advance a layer's states by this step's tokens."""
         assert self.states is not None, "a layer with states in a model that was planned without"
+        if self.state_calls is not None:
+            self.state_calls[layer_idx] = call
         return call.advance(self.states.layer(layer_idx), self.parts_X4)
 
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:

@@ -90,8 +90,7 @@ def draft_tokens(checkpoint: Checkpoint, config: EngineConfig) -> int:
 
 def has_exact_drafts(checkpoint: Checkpoint) -> bool:
     """Return whether the bits of a row do not depend on the draft beside it."""
-    # A state that a wrong draft has advanced does not come back.
-    return checkpoint.device.type == "cpu" and checkpoint.report.bitwise and not checkpoint.states
+    return checkpoint.device.type == "cpu" and checkpoint.report.bitwise
 
 
 def first_of_each_kind(profiles: Sequence[Profile]) -> Iterable[Profile]:

@@ -25,6 +25,7 @@ from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.engine.postprocess import ComputedChunk, Postprocessor
 from ropewalk.model_runtime.engine.request_state import RequestState, RequestStates
+from ropewalk.model_runtime.engine.right_drafts import RightDrafts
 from ropewalk.model_runtime.engine.runner import (
     Launched,
     Runner,
@@ -36,7 +37,9 @@ from ropewalk.model_runtime.request import FinishReason, Output
 from ropewalk.model_runtime.runner.step_timer import StepTimer
 from ropewalk.model_runtime.scheduling.prefill import PrefillBudget
 from ropewalk.model_runtime.scheduling.scheduler import Scheduler
+from ropewalk.model_runtime.scheduling.sequence_states import SequenceStates
 from ropewalk.model_runtime.scheduling.step_plan import Chunk, StepPlan
+from ropewalk.model_runtime.state_shape import StatePart
 
 if TYPE_CHECKING:  # without a tier on disk, nothing of it is imported
     from ropewalk.model_runtime.engine.kv_disk.tier import DiskTier
@@ -78,7 +81,12 @@ class EngineCore:
         self._states = self.scheduler.pages.states
         self._prefill_budget = PrefillBudget(config.step_target_s, config.max_num_batched_tokens)
         self._requests = RequestStates(self.scheduler, observer, on_end)
-        self._postprocessor = Postprocessor(self._requests, self.scheduler, observer, self._clock)
+        right_drafts = None
+        if self._states is not None:
+            right_drafts = RightDrafts(self._states, runner, self._clock)
+        self._postprocessor = Postprocessor(
+            self._requests, self.scheduler, observer, self._clock, right_drafts
+        )
         self._is_retrying = False  # the previous step ran out of memory
         self._in_flight: _InFlight | None = None  # launched before the last tokens were read
         self._tier = tier
@@ -150,6 +158,8 @@ class EngineCore:
                 self._is_retrying = False
             self._computes = bool(plan.chunks)
             with self._clock.part("deliver"):
+                if self._states is not None:
+                    self._states.free_draft_slot()
                 self.update_gauges()
                 self._step_tier()
         seconds = self._clock.take()
@@ -328,8 +338,13 @@ class EngineCore:
             state.page_row.follow(sequence.pages),
             state.table[1],
             chunk.logit_rows,
-            () if self._states is None else self._states.parts(sequence, chunk.num_tokens),
+            () if self._states is None else self._state_parts(self._states, chunk),
         )
+
+    @staticmethod
+    def _state_parts(states: SequenceStates, chunk: Chunk) -> Sequence[StatePart]:
+        num_drafted = len(chunk.draft)
+        return states.parts(chunk.sequence, chunk.num_tokens - num_drafted, num_drafted)
 
     def _make_room(self) -> bool:
         """Preempt sequences; return False if fewer than two run."""

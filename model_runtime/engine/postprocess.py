@@ -15,6 +15,7 @@ from torch import Tensor
 from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.engine.output_processor import Answer
 from ropewalk.model_runtime.engine.request_state import RequestState, RequestStates
+from ropewalk.model_runtime.engine.right_drafts import RightDrafts
 from ropewalk.model_runtime.engine.runner import memory_errors_told
 from ropewalk.model_runtime.errors import GrammarError
 from ropewalk.model_runtime.request import FinishReason, Output, PromptProgress, TokenLogprob
@@ -62,8 +63,15 @@ class Postprocessor:
     """The update of all requests of a step from its logits."""
 
     def __init__(
-        self, requests: RequestStates, scheduler: Scheduler, observer: Observer, clock: StepTimer
+        self,
+        requests: RequestStates,
+        scheduler: Scheduler,
+        observer: Observer,
+        clock: StepTimer,
+        right_drafts: RightDrafts | None,
     ) -> None:
+        """Keep what an update needs. `right_drafts`: that of a model with states."""
+        self._right_drafts = right_drafts
         self._requests = requests
         self._scheduler = scheduler
         self._observer = observer
@@ -122,6 +130,8 @@ class Postprocessor:
             state = self._requests.of(chunk.sequence)
             if state.drafter is not None:
                 state.drafter.computed(chunk.draft)
+            if self._right_drafts is not None:
+                self._right_drafts.begin(chunk.sequence, end)
             is_together = at_once and state.is_memoryless
             (together if is_together else in_turn).append(_Rows(state, chunk, end))
             end += chunk.num_tokens
@@ -135,6 +145,8 @@ class Postprocessor:
             self._process_row(states, chosen_RV)
 
         self._verify(in_turn, process_row)
+        if self._right_drafts is not None:
+            self._right_drafts.after_rows(chunk.sequence for chunk in chunks)
 
     def _verify(
         self,
@@ -147,6 +159,8 @@ class Postprocessor:
         """
         depth = 0
         while live:
+            if depth and self._right_drafts is not None:
+                self._right_drafts.before_row([each.state.sequence for each in live])
             process_row([each.state for each in live], [each.begin + depth for each in live])
             live = [each for each in live if self._is_right(each.state, each.chunk, depth)]
             depth += 1

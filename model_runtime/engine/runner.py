@@ -3,7 +3,7 @@
 Shapes: R = rows of logits, V = vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ropewalk.model_runtime.attention.batch import Span
 from ropewalk.model_runtime.runner.sampler import SamplingRow
+from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.rope import Profile
 
 # A shortage that another allocator than torch's own met.
@@ -57,6 +58,12 @@ class Runner(Protocol):
     @property
     def most_draft_rows(self) -> int:
         """Return the most rows of a decode step with drafts; 0: there is none."""
+
+    def advance_states(self, parts: Iterable[tuple[int, Sequence[StatePart]]]) -> None:
+        """Advance states by tokens of the last step's drafts; only of a model with states.
+
+        `parts`: for each sequence, its first token in the flat row of the step, and the parts.
+        """
 
     @property
     def is_asynchronous(self) -> bool:

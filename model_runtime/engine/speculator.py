@@ -63,7 +63,11 @@ class Speculator:
     def add_drafts(self, plan: StepPlan, requests: RequestStates) -> None:
         """Extend the decodes of a plan by tokens of drafts that pay, and allocate their pages."""
         num_sequences = len(plan.chunks)
-        for each in self._found(plan.chunks.values(), requests):
+        found = self._found(plan.chunks.values(), requests)
+        states = self._pages.states
+        if found and states is not None and not states.reserve_draft_slot():
+            return
+        for each in found:
             chunk, offer = each.chunk, each.offer
             offer.num_taken = self._num_with_pages(chunk, offer.num_taken, num_sequences)
             if offer.num_taken:

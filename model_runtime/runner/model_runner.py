@@ -4,7 +4,7 @@ Shapes: R = rows of logits, V = vocabulary.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,13 +13,14 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from ropewalk.model_runtime.attention.batch import Batch, Span, build_batch
+from ropewalk.model_runtime.attention.batch import Batch, Span, build_batch, state_parts
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import (
     STEP,
     Backend,
     LayerPlan,
     PagedStep,
+    StateCall,
     Step,
 )
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
@@ -36,6 +37,7 @@ from ropewalk.model_runtime.layers.merged_linear import forget_results
 from ropewalk.model_runtime.runner.backends import backend_for, has_cpu_kernels
 from ropewalk.model_runtime.runner.cuda_graphs import DecodeGraphs, Recorder, RecordingError
 from ropewalk.model_runtime.runner.sampler import SamplingRow, sampled_on_device, split_told
+from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.model_runtime.transfer import on_device
 from ropewalk.rope import Profile
 
@@ -123,6 +125,7 @@ class ModelRunner:
         `states`: the slots of a model with states.
         """
         self._states = states
+        self._state_calls: Mapping[int, StateCall] | None = None  # of the last step, with drafts
         self._model = model
         self._plans = plans
         self._store = store
@@ -201,6 +204,20 @@ class ModelRunner:
         """Run one forward over all spans; return float32 [R, V] in the order of their rows."""
         return self.prepare(spans)()
 
+    @torch.inference_mode()
+    def advance_states(self, parts: Iterable[tuple[int, Sequence[StatePart]]]) -> None:
+        """Advance states by tokens of the last step's drafts, whose inputs were kept.
+
+        `parts`: for each sequence, the token's place in the flat row of the step, and the parts.
+        The bits are those of a step that computes the tokens anew.
+        """
+        states, calls = self._states, self._state_calls
+        assert states is not None, "a model without states"
+        assert calls is not None, "the last step had no drafts"
+        parts_X4 = state_parts(parts)
+        for layer_idx, call in calls.items():
+            call.advance(states.layer(layer_idx), parts_X4)
+
     def _recorded(
         self, spans: Sequence[Span], token_S: Tensor | None
     ) -> Callable[[], Tensor] | None:
@@ -277,6 +294,8 @@ class ModelRunner:
 
     def _step(self, batch: Batch) -> WritingStep:
         states = self._states
-        return PagedStep(
+        step = PagedStep(
             batch, self._store, self._tables, self._plans, self._backend, states=states
         )
+        self._state_calls = step.state_calls
+        return step

@@ -11,10 +11,14 @@ class HeldState:
     """A sequence's slots, and the snapshots that it will take."""
 
     own: int  # the slot that only this sequence reads and writes
-    read: int | None  # the slot with the state after its computed tokens; None: zeros
+    read: int | None  # the slot with the state after its first `num_tokens`; None: zeros
     planned: list[int]  # positions of snapshots in its known tokens, ascending
+    num_tokens: int  # those computed; fewer after a draft, whose right tokens come later
     pending: list[tuple[int, int]] = field(default_factory=list)  # position, slot; of a step
     next: int | None = None  # the slot with the state after the step that runs
+    next_tokens: int = 0  # its tokens
+    draft_row: int = 0  # place of the step's flat row where the draft begins
+    draft_begin: int = 0  # the position of that token
     newest: tuple[int, Key] | None = None  # the last snapshot in the answer, and its key
     last_planned: int = field(init=False)
 

@@ -28,10 +28,11 @@ class SequenceStates:
     """The owner of all slots."""
 
     def __init__(self, num_slots: int, page_size: int) -> None:
-        self._page_size = page_size
+        self.page_size = page_size
         self._sparse = max(1, _SPARSE // page_size) * page_size
         self.index = PrefixIndex()
         self.pool = PagePool(num_slots, self.index)
+        self._draft_slot: int | None = None  # written by all drafts of a step; None: it has none
 
     def num_reusable(self, keys: Sequence[Key]) -> int:
         """Return the number of pages up to the deepest snapshot; `keys` are those of cached pages.
@@ -53,17 +54,21 @@ class SequenceStates:
         if read is not None:
             self.pool.share([read])
         (own,) = self.pool.allocate(1)
-        planned = self._planned(sequence, num_pages * self._page_size, len(keys) * self._page_size)
-        sequence.state = HeldState(own, read, planned)
+        num_tokens = num_pages * self.page_size
+        planned = self._planned(sequence, num_tokens, len(keys) * self.page_size)
+        sequence.state = HeldState(own, read, planned, num_tokens)
 
-    def parts(self, sequence: "TokenSequence", num_tokens: int) -> tuple[StatePart, ...]:
+    def parts(
+        self, sequence: "TokenSequence", num_tokens: int, num_drafted: int = 0
+    ) -> tuple[StatePart, ...]:
         """Return the parts of the next tokens, which a step is about to compute.
 
         Where a snapshot is due, a slot is taken for it, unless sequences use all of them.
+        `num_drafted`: tokens of a draft behind them, which leave the sequence's state alone.
         """
         held = sequence.state
         assert held is not None, "a sequence without a slot"
-        parts, read, at = [], held.read, sequence.num_computed
+        parts, read, at = [], held.read, held.num_tokens
         end = at + num_tokens
         for position in self._due(sequence, held, at, end):
             if position > held.last_planned:
@@ -76,8 +81,45 @@ class SequenceStates:
         if at < end:
             parts.append(StatePart(end - at, read, held.own))
             read = held.own
-        held.next = read
+        held.next, held.next_tokens = read, end
+        if num_drafted:
+            assert self._draft_slot is not None, "a draft without a slot"
+            parts.append(StatePart(num_drafted, read, self._draft_slot, is_draft=True))
         return tuple(parts)
+
+    def reserve_draft_slot(self) -> bool:
+        """Take the slot that all drafts of a step write; return False if slots are short.
+
+        Another one is left for a snapshot, which is worth more.
+        """
+        if self._draft_slot is None and self.pool.num_available > 1:
+            (self._draft_slot,) = self.pool.allocate(1)
+        return self._draft_slot is not None
+
+    def free_draft_slot(self) -> None:
+        """Free the slot of a step's drafts, which nothing reads, if it has one."""
+        if self._draft_slot is not None:
+            self.pool.release([self._draft_slot])
+            self._draft_slot = None
+
+    def verify_draft(self, sequence: "TokenSequence", row: int) -> None:
+        """Note the place of a sequence's draft in the flat row of the step that has run."""
+        held = sequence.state
+        assert held is not None, "a sequence without a slot"
+        held.draft_row, held.draft_begin = row, held.next_tokens
+
+    def right_parts(
+        self, sequence: "TokenSequence", num_tokens: int
+    ) -> tuple[int, tuple[StatePart, ...]]:
+        """Return the place in the step's flat row of right draft tokens, and their parts.
+
+        They are those up to the first `num_tokens` of the sequence that its state does not have
+        yet. `computed` follows.
+        """
+        held = sequence.state
+        assert held is not None, "a sequence without a slot"
+        row = held.draft_row + held.num_tokens - held.draft_begin
+        return row, self.parts(sequence, num_tokens - held.num_tokens)
 
     def computed(self, sequence: "TokenSequence") -> None:
         """Record that a step has computed the parts, and publish its snapshots."""
@@ -86,14 +128,14 @@ class SequenceStates:
         let_go = [] if held.read in {None, held.own, held.next} else [held.read]
         for position, slot in held.pending:
             if sequence.is_cacheable:
-                key = sequence.page_keys(position // self._page_size, self._page_size)[-1]
+                key = sequence.page_keys(position // self.page_size, self.page_size)[-1]
                 self.index.publish(slot, key)
                 if position > held.last_planned and self.index.match([key]) == [slot]:
                     held.newest = (slot, key)
             if slot != held.next:
                 let_go.append(slot)
         held.pending.clear()
-        held.read = held.next
+        held.read, held.num_tokens = held.next, held.next_tokens
         self.pool.release([slot for slot in let_go if slot is not None])
 
     def release(self, sequence: "TokenSequence") -> None:
@@ -107,8 +149,8 @@ class SequenceStates:
         held = sequence.state
         if held is None or not sequence.is_cacheable:
             return []
-        sizes = [each // self._page_size for each in held.planned if each > sequence.num_computed]
-        keys = sequence.page_keys(max(sizes, default=0), self._page_size)
+        sizes = [each // self.page_size for each in held.planned if each > sequence.num_computed]
+        keys = sequence.page_keys(max(sizes, default=0), self.page_size)
         return [keys[size - 1] for size in sizes]
 
     def plan_junction(
@@ -124,14 +166,14 @@ class SequenceStates:
             held = sequence.state
             if held is None or not sequence.is_cacheable:
                 continue
-            if held.last_planned <= max(sequence.num_computed, deepest * self._page_size):
+            if held.last_planned <= max(sequence.num_computed, deepest * self.page_size):
                 continue
-            own = sequence.page_keys(held.last_planned // self._page_size, self._page_size)
+            own = sequence.page_keys(held.last_planned // self.page_size, self.page_size)
             num_common = _num_common(keys, own)
-            if num_common > max(sequence.num_computed // self._page_size, deepest):
+            if num_common > max(sequence.num_computed // self.page_size, deepest):
                 best, deepest = sequence, num_common
         if best is not None and best.state is not None:
-            best.state.plan(deepest * self._page_size)
+            best.state.plan(deepest * self.page_size)
         return best
 
     def invalidate(self) -> None:
@@ -142,6 +184,7 @@ class SequenceStates:
     def check_integrity(self, running: Iterable["TokenSequence"]) -> None:
         """Check that exactly the used slots are held. Raises AssertionError."""
         self.pool.check_integrity()
+        assert self._draft_slot is None, "a draft's slot is held between two steps"
         ref_counts = [0] * self.pool.num_pages
         for sequence in running:
             assert sequence.state is not None, "a running sequence has no slot"
@@ -162,7 +205,7 @@ class SequenceStates:
 
         `junction`: the position where its pages leave those that are cached.
         """
-        size = self._page_size
+        size = self.page_size
         last = min(len(sequence.token_ids) - 1, sequence.num_sharable) // size * size
         sparse = range(begin // self._sparse * self._sparse + self._sparse, last, self._sparse)
         return sorted({each for each in (*sparse, junction, last) if begin < each <= last})
@@ -176,7 +219,7 @@ class SequenceStates:
         for position in held.planned:
             if begin < position <= end:
                 yield position
-        newest = end // self._page_size * self._page_size
+        newest = end // self.page_size * self.page_size
         if begin < newest <= sequence.num_sharable and newest > held.last_planned:
             yield newest
 

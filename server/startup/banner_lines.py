@@ -53,9 +53,10 @@ def describe(plan: ServingPlan) -> list[str]:
         lines.append(f"    on disk        {size}, {size_text(plan.token_bytes)} a token")
     if plan.state_bytes:
         slots = f"{plan.config.num_state_slots} slots of {size_text(plan.slot_bytes)}"
+        others = "snapshots of prefixes" + (", and drafts" * (plan.config.max_draft_tokens != 0))
         lines.append(
             f"  states           {size_text(plan.state_bytes)} in {slots}; at most "
-            f"{plan.config.max_num_seqs} sequences run, the other slots hold snapshots of prefixes"
+            f"{plan.config.max_num_seqs} sequences run, the other slots hold {others}"
         )
     if plan.memory is not None:
         lines.append(f"    beside it      {memory_text(plan.memory)}")
@@ -124,19 +125,14 @@ def rank_line(size: int, bits: str, weight_bytes: int, cache_bytes: int) -> str:
     )
 
 
-def draft_line(
-    asked: int | None, *, is_on_gpu: bool, is_exact: bool | None, has_states: bool = False
-) -> str:
+def draft_line(asked: int | None, *, is_on_gpu: bool, is_exact: bool | None) -> str:
     """Return the banner's line about drafts.
 
     `asked`: max_draft_tokens. `is_exact`: whether no bit depends on a draft; None: a load tells.
-    `has_states`: the model takes no drafts.
     """
     most = DEFAULT_DRAFT_TOKENS if asked is None else asked
     is_default_off = asked is None and is_exact is False
-    if has_states:
-        text = "off, because the model keeps states"
-    elif not most:
+    if not most:
         text = "off (max_draft_tokens 0)"
     elif is_default_off:
         text = f"off, because {_why_inexact(is_on_gpu=is_on_gpu)}; max_draft_tokens turns them on"

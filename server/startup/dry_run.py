@@ -262,7 +262,6 @@ def outlook_lines(settings: ServeSettings, outlook: Outlook) -> list[str]:
             settings.max_draft_tokens,
             is_on_gpu=outline.device.type == "cuda",
             is_exact=False if outline.device.type == "cuda" else None,
-            has_states=plan.slot_bytes > 0,
         ),
         f"  memory           {memory}",
         f"  would listen on  {settings.host}, port {settings.port}",

@@ -290,7 +290,6 @@ def _banner(
                 settings.max_draft_tokens,
                 is_on_gpu=checkpoint.device.type == "cuda",
                 is_exact=has_exact_drafts(checkpoint),
-                has_states=bool(checkpoint.states),
             ),
             f"  self-check       passed; answers are the same in any batch {exact}",
         ]

@@ -40,16 +40,23 @@ def planned(embedded: Any, **settings: str) -> ServingPlan:
 
 
 def test_slots_and_pages_share_the_memory_of_the_cache(embedded: Any) -> None:
-    """Two slots for each sequence, within half of the stated size."""
+    """Two slots for each sequence, and one for drafts, within half of the stated size."""
     plan = planned(embedded, kv_cache_gib="0.0625", max_num_seqs="8")
-    assert plan.config.num_state_slots == 16
-    assert plan.capacity == 48 * 1024
+    assert plan.config.num_state_slots == 17
+    assert plan.capacity == 47 * 1024
     assert plan.cache_bytes == 64 * MIB
     assert describe(plan)[-2:] == [
-        "  KV cache         49152 tokens, 48 MiB in 768 pages of 64",
-        "  states           16 MiB in 16 slots of 1 MiB; at most 8 sequences run, the other slots "
-        "hold snapshots of prefixes",
+        "  KV cache         48128 tokens, 47 MiB in 752 pages of 64",
+        "  states           17 MiB in 17 slots of 1 MiB; at most 8 sequences run, the other slots "
+        "hold snapshots of prefixes, and drafts",
     ]
+
+
+def test_without_drafts_no_slot_is_for_them(embedded: Any) -> None:
+    """The memory goes to pages."""
+    plan = planned(embedded, kv_cache_gib="0.0625", max_num_seqs="8", max_draft_tokens="0")
+    assert (plan.config.num_state_slots, plan.capacity) == (16, 48 * 1024)
+    assert describe(plan)[-1].endswith("the other slots hold snapshots of prefixes")
 
 
 def test_few_slots_bound_the_sequences_that_run(embedded: Any) -> None:
@@ -68,19 +75,13 @@ def test_without_a_size_slots_take_at_most_half(embedded: Any) -> None:
 def test_a_size_in_tokens_is_for_pages_alone(embedded: Any) -> None:
     """The slots come on top, as the banner says."""
     plan = planned(embedded, kv_cache_tokens="4096")
-    assert (plan.capacity, plan.config.num_state_slots) == (4096, 64)
+    assert (plan.capacity, plan.config.num_state_slots) == (4096, 65)
 
 
 def test_memory_for_less_than_a_slot_and_a_page_is_refused(embedded: Any) -> None:
     """The sentence names the setting, the states and the value."""
     with pytest.raises(SettingsError, match=r"kv_cache_gib: must hold .* 1 MiB of states, got"):
         planned(embedded, kv_cache_gib=str(1 / 1024))
-
-
-def test_drafts_are_refused(embedded: Any) -> None:
-    """The sentence names the setting, its reason and its value."""
-    with pytest.raises(ModelError, match=r"max_draft_tokens must be 0 .* got 5"):
-        planned(embedded, max_draft_tokens="5")
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_next", "lfm2", "lfm3"])
@@ -105,8 +106,8 @@ def test_the_dry_run_and_inspect_count_the_states(folder: Path) -> None:
     settings = load_settings({"model": str(folder), "kv_cache_tokens": "4096", "max_num_seqs": "4"})
     outlook = outlook_of(settings)
     lines = outlook_lines(settings, outlook)
-    assert any("states" in line and "8 slots" in line for line in lines)
-    assert "  drafts           off, because the model keeps states" in lines
+    assert any("states" in line and "9 slots" in line for line in lines)
+    assert any("drafts           up to 15 tokens if" in line for line in lines)
     deployments = plan_deployments(settings, outlook.outline.native())
     costs = costs_of(outlook.outline, deployments, 64, None)
     assert costs.state_bytes == bytes_per_state(outlook.outline.states())
