@@ -1,0 +1,15 @@
+"""The measurement of drafts runs, compares answers, and has right tokens where it says so."""
+
+from benchmarks.state_drafts import SCENARIOS, model_of, table
+
+
+def test_a_tiny_model_has_a_row_for_each_scenario() -> None:
+    """Predicted tokens are right but for one in eight; equal answers are required on the way."""
+    checkpoint = model_of(
+        4, vocab_size=512, hidden_size=64, intermediate_size=96, head_dim=16,
+        linear_num_key_heads=2, linear_num_value_heads=2,
+    )  # fmt: skip
+    rows = table(checkpoint, 1).splitlines()[2:]
+    assert [row.split(" | ")[0].strip("| ") for row in rows] == list(SCENARIOS)
+    accepted, drafted = map(int, rows[1].split(" | ")[-1].strip(" |").split(" of "))
+    assert 10 < accepted < drafted
