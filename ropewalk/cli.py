@@ -1,4 +1,4 @@
-"""The command line: serve, chat, top, inspect, config check, cache, bench, eval, doctor.
+"""The command line: serve, route, chat, top, inspect, config check, cache, bench, eval, doctor.
 
 A command's module is imported when the command runs. The settings of `serve` take a third of a
 second to import and transformers takes seconds, and `--help` and `--version` need neither.
@@ -89,6 +89,11 @@ _COMMANDS = {
         "ropewalk.studies.evaluation.command",
         "evaluate",
         "Measure what MODEL knows at each context length, by method and policy.",
+    ),
+    "route": Entry(
+        "ropewalk.server.router.command",
+        "route",
+        "Pass requests on to the servers at ADDRESSES, and continue answers that lose one.",
     ),
     "inspect": Entry(
         "ropewalk.studies.inspection.command",

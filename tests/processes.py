@@ -99,22 +99,26 @@ def children_of(pid: int, module: str) -> list[int]:
     return found
 
 
-def _start(arguments: Sequence[str], module: str, stderr: int) -> Popen[bytes] | Fork:
-    """Start `serve`. Ray starts processes that need an interpreter of their own."""
-    flags = ("serve", "--port", "0", *arguments)
+def _start(
+    arguments: Sequence[str], module: str, stderr: int, subcommand: str
+) -> Popen[bytes] | Fork:
+    """Start `serve` or `route`. Ray starts processes that need an interpreter of their own."""
+    flags = (subcommand, "--port", "0", *arguments)
     if "--replicas" in flags:
         return Popen(command(*flags, module=module), stderr=stderr)
     return preloaded.parent().fork(module, flags, stdout=1, stderr=stderr)
 
 
 @contextmanager
-def running_server(*arguments: str, module: str = "ropewalk") -> Iterator[Server]:
+def running_server(
+    *arguments: str, module: str = "ropewalk", subcommand: str = "serve"
+) -> Iterator[Server]:
     """Serve until the block ends; the start is a fork (`tests.preloaded`)."""
-    if REPLICAS is not None and module == "ropewalk":
+    if REPLICAS is not None and module == "ropewalk" and subcommand == "serve":
         arguments = ("--replicas", REPLICAS, *arguments)
     reads, writes = os.pipe()
     try:
-        process = _start(arguments, module, writes)
+        process = _start(arguments, module, writes, subcommand)
     finally:
         os.close(writes)
     lines: list[str] = []

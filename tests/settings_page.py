@@ -1,4 +1,4 @@
-"""The tables of docs/settings.md, from the settings: `python -m tests.settings_page`.
+"""The tables of docs/settings.md and docs/router.md: `python -m tests.settings_page`.
 
 `tests/test_docs.py` holds the page to them.
 """
@@ -7,6 +7,7 @@ from ropewalk.server.settings.fields import Section, unit_of
 from ropewalk.server.settings.flags import default_text
 from ropewalk.server.settings.foreign_flags import ALIASES, REFUSED
 from ropewalk.server.settings.problems import variable_of
+from ropewalk.server.settings.route_settings import ROUTE_SECTIONS
 from ropewalk.server.settings.sections import SECTIONS
 
 
@@ -43,8 +44,9 @@ def foreign_table() -> str:
 
 
 def main() -> None:
-    """Print all of them."""
-    print("\n\n".join([*map(table, SECTIONS), foreign_table()]))  # noqa: T201
+    """Print all of them; behind them, those of docs/router.md."""
+    pages = [*map(table, SECTIONS), foreign_table(), *map(table, ROUTE_SECTIONS)]
+    print("\n\n".join(pages))  # noqa: T201
 
 
 if __name__ == "__main__":

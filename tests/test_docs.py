@@ -15,6 +15,7 @@ from ropewalk.server.api.service import Service
 from ropewalk.server.api.structured_schema import StructuredOutputs, TokenLogprobs
 from ropewalk.server.settings.fields import Section
 from ropewalk.server.settings.load import load_settings
+from ropewalk.server.settings.route_settings import ROUTE_SECTIONS
 from ropewalk.server.settings.sections import SECTIONS
 from ropewalk.server.startup.app import create_app
 from ropewalk.server.startup.load_service import load_service
@@ -50,6 +51,12 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
 def test_every_setting_is_documented_with_its_unit_default_and_help(section: type[Section]) -> None:
     """The tables are generated: `python -m tests.settings_page` prints them."""
     assert table(section) in page("settings.md")
+
+
+@pytest.mark.parametrize("section", ROUTE_SECTIONS, ids=lambda section: section.__name__)
+def test_every_setting_of_the_router_is_documented(section: type[Section]) -> None:
+    """The tables are printed by the same command."""
+    assert table(section) in page("router.md")
 
 
 def test_every_metric_is_documented(service: Service) -> None:

@@ -55,6 +55,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "process": {"settings"},
         "startup": {"page", "turns", "api", "middleware", "access", "settings", "process"},
         "replicas": {"access"},
+        "router": {"startup", "replicas", "middleware", "access", "settings", "process"},
         "ray": {"replicas", "startup", "api", "access", "settings", "process"},
     },
     "studies": {

@@ -18,6 +18,7 @@ from ropewalk.model_runtime.errors import EngineStoppedError, RequestError, Rope
 from ropewalk.model_runtime.request import FinishReason, Output, Timings
 from ropewalk.model_runtime.request import Request as EngineRequest
 from ropewalk.rope import Tier
+from ropewalk.server.access.told_answer import told_answer
 from ropewalk.server.api.generation_schema import (
     GenerationRequest,
     PromptProgressAnswer,
@@ -69,7 +70,8 @@ class HttpAnswer(ABC, Generic[BodyT]):
     def __init__(self, service: Service, submission: Submission, body: BodyT) -> None:
         self.service = service
         self.body = body
-        self.created = int(time.time())
+        told = told_answer()
+        self.created = int(time.time()) if told is None else told.created
         self.choices = [ChoiceState(request) for request in submission.requests]
         self._submission = submission
         # Hears of each output before it is answered.

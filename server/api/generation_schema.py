@@ -1,6 +1,5 @@
 """Shared parts of the bodies that generate: their fields and usage."""
 
-import secrets
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -240,9 +239,10 @@ class GenerationRequest(AnswerFields):
             prompt_logprobs=self.num_prompt_logprobs,
         )
 
-    def seeds(self) -> list[int]:
+    def seeds(self) -> list[int | None]:
+        """Return the seed of each answer to a prompt; None: the body names none."""
         if self.seed is None:
-            return [secrets.randbits(63) for _ in range(self.num_answers)]
+            return [None] * self.num_answers
         return [self.seed + copy for copy in range(self.num_answers)]
 
 

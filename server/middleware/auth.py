@@ -1,6 +1,7 @@
 """API keys, with access denied by default, and an id for every request."""
 
 import re
+import secrets
 import uuid
 
 from fastapi.responses import JSONResponse
@@ -9,7 +10,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ropewalk.server.access.allowance import Allowance
 from ropewalk.server.access.key_ring import KeyRing
+from ropewalk.server.access.keys import digest_of
 from ropewalk.server.access.open_request import current_request
+from ropewalk.server.access.told_answer import (
+    ANSWER_HEADER,
+    KEY_HEADER,
+    ToldAnswer,
+    tell_answer,
+)
 from ropewalk.server.envelope import envelope
 
 # Answered without a key, because load balancers and orchestrators use them.
@@ -27,7 +35,7 @@ class ApiKeysMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
-        if scope["type"] != "http" or scope["path"] in self._open_paths:
+        if scope["type"] != "http" or scope["path"] in self._open_paths or _may_read(scope):
             await self._app(scope, receive, send)
             return
         allowance = self._allowance(scope)
@@ -56,6 +64,45 @@ class ApiKeysMiddleware:
             scheme, key = "bearer", headers["x-api-key"]
         found = self._ring.find(key.strip())
         return found if scheme.lower() == "bearer" else None
+
+
+def _may_read(scope: Scope) -> bool:
+    """Return whether a trusted router asks for what no client's answer is in."""
+    is_read = scope["method"] == "GET" and scope["path"].startswith(("/v1/models", "/metrics"))
+    return is_read and bool(scope.get("state", {}).get("is_router"))
+
+
+class RouterMiddleware:
+    """Middleware that takes an answer's identity from a router with the right key only."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._app = app
+        self._key = None if key is None else digest_of(key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            given, answer = headers.get(KEY_HEADER), headers.get(ANSWER_HEADER)
+            if given is not None or answer is not None:
+                problem = self._problem(given or "", answer)
+                if problem is not None:
+                    body = envelope(problem, "permission_error", code="router_not_trusted")
+                    await JSONResponse(body, 403, {"Connection": "close"})(scope, receive, send)
+                    return
+                scope.setdefault("state", {})["is_router"] = True
+        await self._app(scope, receive, send)
+
+    def _problem(self, given: str, answer: str | None) -> str | None:
+        """Return why the headers are refused; None: they are taken."""
+        if self._key is None or not secrets.compare_digest(digest_of(given), self._key):
+            return f"{KEY_HEADER} must be the router_key of this server, if it has one."
+        if answer is not None:
+            told = ToldAnswer.of(answer)
+            if told is None:
+                return f"{ANSWER_HEADER} must be 32 hexadecimal digits, a time and a seed."
+            tell_answer(told)
+        return None
 
 
 class RequestIdMiddleware:

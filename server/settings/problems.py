@@ -20,6 +20,7 @@ _LISTS: dict[int | str, tuple[str, type[Section]]] = {
     "deployments": ("a deployment", DeploymentEntry),
     "keys": ("a key", KeyEntry),
 }
+_SECRETS = {"router_key"}
 _NO_VALUE_TO_SHOW = {"missing", "extra_forbidden"}  # pydantic's input is then something else
 
 
@@ -65,7 +66,8 @@ def _sentence(problem: Mapping[str, Any], sources: Sources) -> str:
         where = "".join(f"{part}: " for part in _place(loc[:-1], sources))
         return f"{where}{loc[-1]} is not a setting of {kind} {origin}.{hint}"
     where = "".join(f"{part}: " for part in _place(loc, sources))
-    given = "" if problem["type"] in _NO_VALUE_TO_SHOW else f", got {shown(problem['input'])}"
+    is_shown = problem["type"] not in _NO_VALUE_TO_SHOW and loc[0] not in _SECRETS
+    given = "" if not is_shown else f", got {shown(problem['input'])}"
     hint = did_you_mean(problem["input"], choices(problem))
     return f"{where}{accepted(problem)}{given} {origin}{'.' if hint else ''}{hint}"
 

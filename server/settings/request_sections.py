@@ -78,6 +78,16 @@ class AccessSettings(Section):
         "comment.",
         unit="path",
     )
+    router_key: str | None = setting(
+        None,
+        "Key of the router in front (`ropewalk route`), which may then give answers their ids, and "
+        "read models and metrics without an API key. Without it no router may.",
+        unit="key",
+        min_length=16,
+        max_length=256,
+        pattern=r"^[\x21-\x7e]+$",
+        repr=False,
+    )
     keys: Annotated[tuple[KeyEntry, ...] | None, NoDecode, FromJson] = setting(
         None,
         "Bounds of named keys: a list of objects with a name and max_running, max_queued or "

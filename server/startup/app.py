@@ -25,7 +25,12 @@ from ropewalk.server.access.refusals import ClientDisconnectedError
 from ropewalk.server.api.completions import completions_router
 from ropewalk.server.api.health import health_router
 from ropewalk.server.api.service import Service
-from ropewalk.server.middleware.auth import OPEN_PATHS, ApiKeysMiddleware, RequestIdMiddleware
+from ropewalk.server.middleware.auth import (
+    OPEN_PATHS,
+    ApiKeysMiddleware,
+    RequestIdMiddleware,
+    RouterMiddleware,
+)
 from ropewalk.server.middleware.body_limits import BodyLimits, BodyLimitsMiddleware
 from ropewalk.server.middleware.head_checks import HeadChecksMiddleware, HeadRules
 from ropewalk.server.middleware.http_metrics import HttpMetricsMiddleware
@@ -135,6 +140,7 @@ class AccessPolicy:
     """API keys, hosts, origins and limits that every request has to meet."""
 
     key_ring: KeyRing | None = None  # None: no key is asked for
+    router_key: str | None = None  # None: no router is trusted
     open_metrics: bool = False
     has_playground: bool = False
     access_log: Logged | None = None  # the requests that have a line; None: no request
@@ -190,6 +196,7 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(HeadChecksMiddleware, rules=gate.head)
+    app.add_middleware(RouterMiddleware, key=gate.router_key)
     app.add_middleware(AnthropicErrorsMiddleware)
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(

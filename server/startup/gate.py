@@ -38,6 +38,7 @@ from ropewalk.server.settings.load import (
     read_named,
 )
 from ropewalk.server.settings.problems import shown
+from ropewalk.server.settings.route_settings import RouteSettings
 
 _CERTIFICATE = re.compile("-----BEGIN (TRUSTED |X509 )?CERTIFICATE-----")
 _PEM_TEXT = "latin-1"  # names beside the parts may be in any encoding
@@ -57,7 +58,7 @@ Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 _BACKLOG = 2048  # uvicorn's
 
 
-def listening_socket(settings: ServeSettings) -> socket.socket:
+def listening_socket(settings: ServeSettings | RouteSettings) -> socket.socket:
     """Return a socket whose connections wait to be accepted. Raises SettingsError."""
     family, kind, protocol, _, address = address_of(settings)
     try:
@@ -77,7 +78,7 @@ def listening_socket(settings: ServeSettings) -> socket.socket:
     return listener
 
 
-def address_of(settings: ServeSettings) -> Address:
+def address_of(settings: ServeSettings | RouteSettings) -> Address:
     """Return the address of host and port, in the format of getaddrinfo. Raises SettingsError."""
     try:
         return socket.getaddrinfo(
@@ -87,13 +88,13 @@ def address_of(settings: ServeSettings) -> Address:
         raise _cannot_listen(settings, error) from error
 
 
-def _cannot_listen(settings: ServeSettings, error: OSError) -> SettingsError:
+def _cannot_listen(settings: ServeSettings | RouteSettings, error: OSError) -> SettingsError:
     return SettingsError(
         f"cannot listen on host {settings.host}, port {settings.port}: {error.strerror}"
     )
 
 
-def check_certificate(settings: ServeSettings) -> None:
+def check_certificate(settings: ServeSettings | RouteSettings) -> None:
     """Raise SettingsError if the settings' certificate cannot be used."""
     if settings.ssl_certfile is None:
         return
@@ -118,7 +119,7 @@ def _check_pem_files(certificate: Path, key: Path | None) -> None:
         raise SettingsError(f"{name}: the private key in {path} must have no password")
 
 
-def _cannot_use(settings: ServeSettings, error: ssl.SSLError) -> str:
+def _cannot_use(settings: ServeSettings | RouteSettings, error: ssl.SSLError) -> str:
     """Return the sentence about files in PEM format that OpenSSL refuses."""
     if settings.ssl_keyfile is not None and error.reason in _MISMATCHES:
         found = f"is not the key of the certificate in {settings.ssl_certfile}"
@@ -128,7 +129,7 @@ def _cannot_use(settings: ServeSettings, error: ssl.SSLError) -> str:
     return f"ssl_certfile: {settings.ssl_certfile} cannot be used{beside}: OpenSSL says {why}"
 
 
-def url_of(settings: ServeSettings, listener: socket.socket) -> str:
+def url_of(settings: ServeSettings | RouteSettings, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     scheme = "http" if settings.ssl_certfile is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -257,6 +258,11 @@ def key_warnings(settings: ServeSettings, flags: Mapping[str, Any]) -> list[str]
             "warning: api_key is on the command line, which every user of this machine can read: "
             "use api_key_file, or the variable ROPEWALK_API_KEY"
         )
+    if "router_key" in flags:
+        found.append(
+            "warning: router_key is on the command line, which every user of this machine can "
+            "read: use the variable ROPEWALK_ROUTER_KEY"
+        )
     path = settings.api_key_file
     if path is not None and stat.S_IMODE(path.stat().st_mode) & stat.S_IROTH:
         found.append(
@@ -326,6 +332,7 @@ def access_policy_of(
 
     return AccessPolicy(
         key_ring=ring,
+        router_key=settings.router_key,
         open_metrics=settings.open_metrics,
         has_playground=has_playground(settings),
         spans=_spans_of(settings),

@@ -25,6 +25,7 @@ from ropewalk.server.middleware.connections import (
 )
 from ropewalk.server.process.hangups import Hangups, end_at_once
 from ropewalk.server.settings.load import ServeSettings
+from ropewalk.server.settings.route_settings import RouteSettings
 
 if TYPE_CHECKING:  # the port answers before these are imported
     from starlette.types import ASGIApp
@@ -43,7 +44,7 @@ class GracefulServer(uvicorn.Server):
 
     def __init__(
         self,
-        settings: ServeSettings,
+        settings: ServeSettings | RouteSettings,
         app: "ASGIApp",
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
@@ -53,7 +54,8 @@ class GracefulServer(uvicorn.Server):
         self.has_died = False  # the engine ended by itself, or a second signal came
         self._settings = settings
         self._on_start = on_start
-        self._service: Service | None = None  # None: the model is loading
+        self._service: Service | None = None  # None: the model is loading, or there is none
+        self._is_loading = True
         self._spans: SpanSource | None = None
         self._is_ending = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -83,9 +85,13 @@ class GracefulServer(uvicorn.Server):
         self, service: "Service", app: "ASGIApp", spans: "SpanSource | None" = None
     ) -> None:
         """Start the engine and let `app` answer. Call it before the start or on the event loop."""
-        self._service, self._spans = service, spans
+        self._service, self._spans, self._is_loading = service, spans, False
         service.engine.start(self._engine_died, service.output_queue.flush)
         self.door.app = app
+
+    def serve_without_model(self) -> None:
+        """Let requests that run end when a signal comes, although no engine is there."""
+        self._is_loading = False
 
     def reload_on(self, hangups: Hangups, reloader: "Reloader") -> None:
         """Read the settings again at each SIGHUP from now on. Call it on the event loop."""
@@ -136,7 +142,7 @@ class GracefulServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Handle a signal: the first one drains, a second one ends the process at once."""
-        if self._service is None:
+        if self._is_loading:
             end_at_once()
         if self._is_ending or self._loop is None:
             self.has_died = self._is_ending
@@ -183,7 +189,9 @@ class GracefulServer(uvicorn.Server):
         self.should_exit = True
 
 
-def _uvicorn_config(settings: ServeSettings, door: AvailabilityGate) -> uvicorn.Config:
+def _uvicorn_config(
+    settings: ServeSettings | RouteSettings, door: AvailabilityGate
+) -> uvicorn.Config:
     return uvicorn.Config(
         door,
         lifespan="off",

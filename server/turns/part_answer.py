@@ -4,7 +4,7 @@ A stream tells when a part begins, what it gains, and when it ends. Each API has
 that: chat's deltas, or the typed events of newer APIs.
 """
 
-import secrets
+import hashlib
 import string
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -75,9 +75,10 @@ class Part:
 class ChoiceReader:
     """The reader of one choice. Outputs go in; the changes of its parts come out, at any time."""
 
-    def __init__(self, plan: ReadingPlan, *, is_named: bool) -> None:
-        """`is_named`: the client named the one function to call."""
+    def __init__(self, plan: ReadingPlan, answer_id: str, *, is_named: bool) -> None:
+        """`answer_id`: decides the ids of calls. `is_named`: the client named the function."""
         self._reader = AnswerReader(plan)
+        self._answer_id = answer_id
         self._is_named = is_named
         self._events: list[Event] = []
         self._num_numbered = 0
@@ -154,8 +155,8 @@ class ChoiceReader:
 
     def _numbered(self, event: Event) -> PartEvent:
         if isinstance(event, CallStart):
-            self._num_numbered += 1
-            return NumberedCall(self._num_numbered - 1, _new_id(), event.name)
+            index, self._num_numbered = self._num_numbered, self._num_numbered + 1
+            return NumberedCall(index, _call_id(self._answer_id, index), event.name)
         if isinstance(event, CallPiece):
             return NumberedPiece(self._num_numbered - 1, event.text)
         return event
@@ -184,8 +185,14 @@ class ChoiceReader:
         }
 
 
-def _new_id() -> str:
-    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LEN))
+def _call_id(answer_id: str, index: int) -> str:
+    """Return the id of an answer's call, the same in each run of the answer."""
+    number = int.from_bytes(hashlib.sha256(f"{answer_id} {index}".encode()).digest())
+    found = []
+    for _ in range(_ID_LEN):
+        number, digit = divmod(number, len(_ID_CHARACTERS))
+        found.append(_ID_CHARACTERS[digit])
+    return "".join(found)
 
 
 # Answers whose choices have parts that follow one another: reasoning, text, calls.
@@ -216,7 +223,10 @@ class PartAnswer(HttpAnswer[AskedT], Generic[AskedT, Told]):
         super().__init__(service, submission, body)
         self.readers: list[ChoiceReader] = []  # by choice, if they are read
         if plan is not None:
-            self.readers = [ChoiceReader(plan, is_named=is_named) for _ in submission.requests]
+            self.readers = [
+                ChoiceReader(plan, each.request_id, is_named=is_named)
+                for each in submission.requests
+            ]
             self.listener = self._read
 
     def _read(self, index: int, output: Output) -> None:

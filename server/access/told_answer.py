@@ -1,0 +1,71 @@
+"""The identity that a trusted router gives an answer: id, time and seed.
+
+A router that sends a request again to another server gives both runs the same identity, so their
+bytes are the same. Ids that a client chooses could be those of running requests, so a request
+without the router's key may not name any.
+"""
+
+import hashlib
+import re
+import secrets
+import uuid
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+ANSWER_HEADER, KEY_HEADER = "x-ropewalk-answer", "x-ropewalk-router-key"
+_FORM = re.compile(r"([0-9a-f]{32}) ([0-9]{1,11}) ([0-9]{1,19})")
+_SEED_BITS = 63
+
+
+@dataclass(frozen=True, slots=True)
+class ToldAnswer:
+    """The identity of all answers to one request."""
+
+    number: str  # 32 hexadecimal digits, the id without its prefix
+    created: int  # seconds since 1970
+    seed: int  # the answers have seeds that follow from it
+
+    @classmethod
+    def of(cls, header: str) -> "ToldAnswer | None":
+        """Return the identity that a header tells, or None if the header is malformed."""
+        found = _FORM.fullmatch(header)
+        return None if found is None else cls(found[1], int(found[2]), int(found[3]))
+
+    def header(self) -> str:
+        return f"{self.number} {self.created} {self.seed}"
+
+
+def new_answer(now_s: float) -> ToldAnswer:
+    return ToldAnswer(uuid.uuid4().hex, int(now_s), secrets.randbits(_SEED_BITS))
+
+
+_told: ContextVar[ToldAnswer | None] = ContextVar("told_answer", default=None)
+
+
+def told_answer() -> ToldAnswer | None:
+    """Return the identity that a router gave the request of this task; None: it chose none."""
+    return _told.get()
+
+
+def tell_answer(told: ToldAnswer) -> None:
+    """Give the request of this task, and of those that it starts, an identity."""
+    _told.set(told)
+
+
+class Identities:
+    """The numbers and seeds of the answers to one request, one after the other."""
+
+    def __init__(self) -> None:
+        """Take those that a router has told; else they are random."""
+        self._told = _told.get()
+        self._num_given = 0
+
+    def next(self) -> tuple[str, int]:
+        """Return the number of the next answer, and a seed if the body names none."""
+        told, index = self._told, self._num_given
+        if told is None:
+            return uuid.uuid4().hex, secrets.randbits(_SEED_BITS)
+        self._num_given += 1
+        derived = hashlib.sha256(f"{told.header()} {index}".encode()).digest()
+        number = told.number if index == 0 else derived[:16].hex()
+        return number, int.from_bytes(derived[16:24]) >> (64 - _SEED_BITS)

@@ -1,0 +1,1 @@
+"""A router in front of servers: it chooses one by prefix and load, and continues lost answers."""

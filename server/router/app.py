@@ -1,0 +1,208 @@
+"""The ASGI application of a router: its own routes, and everything else passed on."""
+
+import asyncio
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ropewalk.server.envelope import envelope
+from ropewalk.server.middleware.availability import DRAINING, DRAINING_HEADERS, send_whole
+from ropewalk.server.router.fleet import Fleet
+from ropewalk.server.router.forward import Asked, Forwarder, NoServerError, sent_on
+from ropewalk.server.router.route_metrics import RouteMetrics
+from ropewalk.server.router.text_pages import asked_pages
+from ropewalk.server.router.upstream import Headers
+from ropewalk.server.settings.route_settings import RouteSettings
+from ropewalk.server.version import own_commit, own_version
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_LARGE = 1 << 18  # bytes of a body that is read off the event loop
+
+
+class RefusedError(Exception):
+    """A request that is not passed on."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class RouterApp:
+    """Answers probes and metrics itself, and passes other requests to a server."""
+
+    def __init__(self, settings: RouteSettings, fleet: Fleet, metrics: RouteMetrics) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._metrics = metrics
+        self._forwarder = Forwarder(settings, fleet, metrics)
+        self._num_body_bytes = 0  # of all requests that run
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Handle one ASGI connection."""
+        own = {
+            "/live": self._live,
+            "/ready": self._ready,
+            "/health": self._ready,
+            "/version": self._version,
+        }.get(scope["path"])
+        if own is not None and scope["method"] in {"GET", "HEAD"}:
+            status, headers, body = own(scope)
+            content = json.dumps(body).encode()
+            await send_whole(send, status, {"Content-Type": "application/json", **headers}, content)
+            return
+        if scope["path"] == "/metrics" and scope["method"] == "GET":
+            page = self._metrics.page(self._fleet.states())
+            kind = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+            await send_whole(send, 200, kind, page)
+            return
+        await self._pass_on(scope, receive, send)
+
+    def _live(self, _: "Scope") -> tuple[int, Mapping[str, str], Any]:
+        return 200, {}, {"status": "ok"}
+
+    def _ready(self, scope: "Scope") -> tuple[int, Mapping[str, str], Any]:
+        if scope.get("state", {}).get("is_draining"):
+            return 503, DRAINING_HEADERS, DRAINING
+        if self._fleet.usable:
+            return 200, {}, {"status": "ok"}
+        return 503, {"Retry-After": "1"}, envelope("No server is ready.", "server_error")
+
+    def _version(self, _: "Scope") -> tuple[int, Mapping[str, str], Any]:
+        return 200, {}, {"version": own_version(), "commit": own_commit()}
+
+    async def _pass_on(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Read the body, and answer with what a server answers."""
+        request_id = _request_id(scope["headers"])
+        held = _Held()
+        has_started = False
+
+        async def start(status: int, headers: Headers) -> None:
+            nonlocal has_started
+            has_started = True
+            kept = [each for each in headers if each[0] != b"x-request-id"]
+            kept.append((b"x-request-id", request_id))
+            await send({"type": "http.response.start", "status": status, "headers": kept})
+
+        async def send_part(data: bytes) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        try:
+            content = await self._body(scope, receive, held)
+            if content is None:
+                return
+            asked = await self._asked(scope, request_id, content)
+            if not await _until_disconnect(receive, self._forwarder.run(asked, start, send_part)):
+                return
+            if has_started:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except RefusedError as error:
+            body = envelope(str(error), "invalid_request_error", code=error.code)
+            await _send_json(send, error.status, {"Connection": "close"}, request_id, body)
+        except NoServerError as error:
+            body = envelope(str(error), "server_error", code="no_server")
+            await _send_json(send, 503, {"Retry-After": "1"}, request_id, body)
+        finally:
+            self._num_body_bytes -= held.num_bytes
+
+    async def _asked(self, scope: "Scope", request_id: bytes, body: bytes) -> Asked:
+        headers: Headers = scope["headers"]
+        found = dict(headers)
+        owner = found.get(b"authorization", b"") or found.get(b"x-api-key", b"")
+        if len(body) < _LARGE:
+            pages = asked_pages(body, owner)
+        else:
+            pages = await asyncio.to_thread(asked_pages, body, owner)
+        path = scope.get("raw_path") or scope["path"].encode()
+        query = b"?" + scope["query_string"] if scope["query_string"] else b""
+        kept = [each for each in sent_on(headers) if each[0] != b"x-request-id"]
+        return Asked(
+            uuid.uuid4().hex,
+            scope["method"],
+            (path + query).decode("latin-1"),
+            [*kept, (b"x-request-id", request_id)],
+            body,
+            pages,
+            self._forwarder.new_answer() if scope["method"] == "POST" else None,
+        )
+
+    async def _body(self, scope: "Scope", receive: "Receive", held: "_Held") -> bytes | None:
+        """Return the whole body; None if the client left. Raises RefusedError."""
+        settings, pieces, is_whole = self._settings, [], False
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        self._check_size(int(declared) if declared.isdigit() else 0)
+        try:
+            async with asyncio.timeout(settings.body_timeout_seconds):
+                while not is_whole:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    piece = message.get("body", b"")
+                    self._check_size(held.num_bytes + len(piece), len(piece))
+                    pieces.append(piece)
+                    held.num_bytes += len(piece)
+                    self._num_body_bytes += len(piece)
+                    is_whole = not message.get("more_body", False)
+        except TimeoutError:
+            limit_s = settings.body_timeout_seconds
+            told = f"The body must arrive within {limit_s:g} s (body_timeout_seconds)."
+            raise RefusedError(408, told, "body_timeout") from None
+        return b"".join(pieces)
+
+    def _check_size(self, num_bytes: int, num_new: int | None = None) -> None:
+        """Refuse a body of so many bytes, `num_new` of which are not held yet (None: all)."""
+        settings = self._settings
+        if num_bytes > settings.max_body_bytes:
+            told = f"The body must have at most {settings.max_body_bytes} bytes (max_body_bytes)."
+            raise RefusedError(413, told, "body_too_large")
+        num_new = num_bytes if num_new is None else num_new
+        if self._num_body_bytes + num_new > settings.max_total_body_bytes:
+            told = "All bodies together are too large now (max_total_body_bytes)."
+            raise RefusedError(503, told, "bodies_full")
+
+
+@dataclass(slots=True)
+class _Held:
+    """The bytes of a request's body that count in those of all."""
+
+    num_bytes: int = 0
+
+
+async def _send_json(
+    send: "Send", status: int, headers: Mapping[str, str], request_id: bytes, body: Any
+) -> None:
+    named = {"Content-Type": "application/json", "X-Request-Id": request_id.decode(), **headers}
+    await send_whole(send, status, named, json.dumps(body).encode())
+
+
+def _request_id(headers: Headers) -> bytes:
+    """Return the client's request id, or a new one."""
+    given = dict(headers).get(b"x-request-id", b"")
+    return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}".encode()
+
+
+async def _until_disconnect(receive: "Receive", work: Any) -> bool:
+    """Return True when the work is done, or False if the client leaves before."""
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            return False
+        working.result()
+        return True
+    finally:
+        working.cancel()
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(working, watching, return_exceptions=True)

@@ -1,0 +1,288 @@
+"""The servers behind a router: who there is, who is ready, and who agrees with the others."""
+
+import asyncio
+import ipaddress
+import json
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import structlog
+
+from ropewalk.server.access.told_answer import KEY_HEADER
+from ropewalk.server.replicas.choice import ReplicaChoice
+from ropewalk.server.replicas.prompt_pages import PromptPages
+from ropewalk.server.router.text_pages import PAGE_TOKENS
+from ropewalk.server.router.upstream import LostError, Pool, Target
+from ropewalk.server.settings.route_settings import RouteSettings
+
+_CACHE_TOKENS = 262_144  # of a server that does not tell the size of its cache
+_FACTS_LAST_S = 10.0  # a server may read its settings again at any time
+_OF_THE_START = ("created",)  # differs between equal servers
+
+_log = structlog.get_logger(__name__)
+
+
+class Server:
+    """One server, as far as the router knows it."""
+
+    def __init__(self, target: Target, tls: ssl.SSLContext | None) -> None:
+        self.target = target
+        self.pool = Pool(target, tls)
+        self.is_ready = False
+        self.is_removed = False  # its name no longer resolves to it; its streams go on
+        self.facts: str | None = None  # what it serves; None: it has not been asked
+        self.facts_at = 0.0  # the loop's time
+        self.num_cache_tokens = _CACHE_TOKENS
+        self.is_doubtful = asyncio.Event()  # it has to be asked at once
+        self.answered_at = asyncio.get_running_loop().time()
+        self.problem = "it has not answered yet"
+
+    @property
+    def name(self) -> str:
+        return self.target.url
+
+    @property
+    def heard_at(self) -> float:
+        return max(self.answered_at, self.pool.heard_at)
+
+
+class Fleet:
+    """The servers, their states, and the choice among them. One event loop owns it."""
+
+    def __init__(self, settings: RouteSettings) -> None:
+        """Know the addresses; `run` looks at them."""
+        self._settings = settings
+        self._tls = ssl.create_default_context()
+        self.servers: dict[str, Server] = {}  # by URL
+        self.choice = ReplicaChoice(settings.routing, settings.routing_decode_weight)
+        self.agreed: str | None = None  # the facts of the servers that take requests
+        self._changed = asyncio.Event()
+        self._watching: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def usable(self) -> list[Server]:
+        """Return the servers that take requests."""
+        return [self.servers[name] for name in self.choice.replicas]
+
+    def states(self) -> dict[str, str]:
+        """Return by URL why a server takes no requests, or `ready`."""
+        usable = set(self.choice.replicas)
+        return {
+            name: "ready" if name in usable else each.problem for name, each in self.servers.items()
+        }
+
+    async def run(self) -> None:
+        """Look names up, and watch every server, until cancelled."""
+        try:
+            while True:
+                with suppress(OSError):  # what was found before stays
+                    self._set(await self._resolved())
+                await asyncio.sleep(self._settings.resolve_seconds)
+        finally:
+            for each in self._watching.values():
+                each.cancel()
+            await asyncio.gather(*self._watching.values(), return_exceptions=True)
+
+    async def _resolved(self) -> list[Target]:
+        """Return the targets of all addresses. Raises OSError if none of a name is known."""
+        loop = asyncio.get_running_loop()
+        found: dict[str, Target] = {}
+        for address in self._settings.servers:
+            parts = urlsplit(address)
+            host, is_tls = str(parts.hostname), parts.scheme == "https"
+            port = parts.port or (443 if is_tls else 80)
+            hosts = [host]
+            if not _is_number(host):
+                entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                # Both families of one machine would be two servers.
+                families = {entry[0] for entry in entries}
+                family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+                hosts = sorted(str(entry[4][0]) for entry in entries if entry[0] == family)
+            for each in hosts:
+                shown = f"[{each}]" if ":" in each else each
+                target = Target(each, port, f"{shown}:{port}", host if is_tls else None)
+                found[target.url] = target
+        return list(found.values())
+
+    def _set(self, targets: Iterable[Target]) -> None:
+        """Begin to watch new servers; give no more requests to those that are gone."""
+        wanted = {target.url: target for target in targets}
+        for name, server in list(self.servers.items()):
+            if name not in wanted and not server.is_removed:
+                server.is_removed, server.problem = True, "its address is gone"
+                self._update()
+                _log.info("server_removed", server=name)
+        for name, target in wanted.items():
+            known = self.servers.get(name)
+            if known is not None:
+                known.is_removed = False
+                continue
+            self.servers[name] = Server(target, self._tls)
+            self._watching[name] = asyncio.ensure_future(self._watch(self.servers[name]))
+
+    async def _watch(self, server: Server) -> None:
+        """Ask a server again and again how it is; forget it when it is removed and idle."""
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            await self._check(server)
+            if server.is_removed and not server.pool.num_open:
+                del self.servers[server.name], self._watching[server.name]
+                server.pool.lose("its address is gone")
+                return
+            server.is_doubtful.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(began + self._settings.check_seconds):
+                    await server.is_doubtful.wait()
+
+    async def _check(self, server: Server) -> None:
+        silence_s, loop = self._settings.silence_seconds, asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(silence_s):
+                status, _ = await self._get(server, "/ready")
+            server.answered_at = loop.time()
+        except TimeoutError:
+            if loop.time() - server.heard_at >= silence_s:
+                self.lost(server, f"it was silent for {silence_s:g} s")
+            return
+        except LostError as error:
+            self._note(server, is_ready=False, problem=str(error))
+            server.facts = None
+            return
+        if status != 200:
+            self._note(server, is_ready=False, problem=f"its /ready answers {status}")
+            return
+        if server.facts is None or loop.time() - server.facts_at > _FACTS_LAST_S:
+            try:
+                async with asyncio.timeout(silence_s):
+                    await self._learn(server)
+            except (TimeoutError, LostError):
+                return
+            except ValueError:
+                self._note(server, is_ready=False, problem="its /v1/models is not JSON")
+                return
+        self._note(server, is_ready=True, problem="")
+
+    async def _get(self, server: Server, path: str) -> tuple[int, bytes]:
+        """Return status and body of a short answer. Raises LostError."""
+        headers = []
+        if self._settings.router_key is not None and path != "/ready":
+            headers.append((KEY_HEADER.encode(), self._settings.router_key.encode()))
+        exchange = await server.pool.request("GET", path, headers)
+        try:
+            return exchange.status, await exchange.whole()
+        finally:
+            server.pool.release(exchange)
+
+    async def _learn(self, server: Server) -> None:
+        """Ask what a server serves, and how large its cache is. Raises LostError."""
+        status, body = await self._get(server, "/v1/models")
+        if status == 200:
+            server.facts = facts_of(json.loads(body))
+        else:
+            # API keys, and no router key: nobody can compare.
+            server.facts = "" if status == 401 else f"status {status}"
+        if status == 403:
+            server.facts = None
+            self._note(server, is_ready=False, problem="its router_key is another one")
+            raise LostError(server.problem)
+        server.facts_at = asyncio.get_running_loop().time()
+        status, page = await self._get(server, "/metrics")
+        if status == 200:
+            for line in page.splitlines():
+                if line.startswith(b"ropewalk_kv_cache_tokens "):
+                    server.num_cache_tokens = int(float(line.split()[1]))
+
+    def _note(self, server: Server, *, is_ready: bool, problem: str) -> None:
+        if server.is_ready != is_ready or server.problem != problem:
+            server.is_ready, server.problem = is_ready, problem
+        self._update()
+
+    def _update(self) -> None:
+        """Set who takes requests: the ready servers that serve what most of them serve."""
+        ready = [each for each in self.servers.values() if each.is_ready and not each.is_removed]
+        num_of = Counter(each.facts for each in ready if each.facts is not None)
+        if num_of:
+            most = max(num_of.values())
+            leading = [facts for facts, num in num_of.items() if num == most]
+            # A tie changes nothing.
+            if self.agreed not in leading:
+                self.agreed = leading[0]
+        usable = [each for each in ready if each.facts == self.agreed]
+        for each in ready:
+            if each not in usable:
+                each.problem = "it serves another model or other settings than most servers"
+        names = {each.name: max(1, each.num_cache_tokens // PAGE_TOKENS) for each in usable}
+        if set(names) != set(self.choice.replicas):
+            for name in set(names) - set(self.choice.replicas):
+                _log.info("server_ready", server=name)
+            for name in set(self.choice.replicas) - set(names):
+                problem = self.servers[name].problem if name in self.servers else "gone"
+                _log.warning("server_not_ready", server=name, why=problem)
+            self.choice.update(names)
+            self._changed.set()
+
+    def lost(self, server: Server, why: str) -> None:
+        """Note that a server is gone: its streams go on elsewhere, and it must be ready again."""
+        server.pool.lose(why)
+        self.doubt(server, why)
+
+    def doubt(self, server: Server, why: str) -> None:
+        """Give a server no more requests until its /ready, asked at once, says so again."""
+        server.facts = None
+        self._note(server, is_ready=False, problem=why)
+        server.is_doubtful.set()
+
+    async def pick(
+        self, request_id: str, asked: PromptPages, avoid: Callable[[Server], bool]
+    ) -> Server | None:
+        """Return the best server that is not to be avoided, and count the request on it.
+
+        None if there is none within `wait_seconds`.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.wait_seconds):
+                while True:
+                    found = self.pick_now(request_id, asked, avoid)
+                    if found is not None:
+                        return found
+                    self._changed.clear()
+                    await self._changed.wait()
+        return None
+
+    def pick_now(
+        self, request_id: str, asked: PromptPages, avoid: Callable[[Server], bool]
+    ) -> Server | None:
+        """Return the best server that is not to be avoided, or None if there is none."""
+        allowed = [each.name for each in self.usable if not avoid(each)]
+        ranked = self.choice.rank(asked, allowed, request_id)
+        if not ranked:
+            return None
+        self.choice.routed(request_id, asked, ranked[0])
+        return self.servers[ranked[0]]
+
+
+def facts_of(models: Any) -> str:
+    """Return what a list of models tells that equal servers have in common."""
+    entries = models.get("data") if isinstance(models, dict) else None
+    if not isinstance(entries, list):
+        return "unreadable"
+    kept = [
+        {name: value for name, value in each.items() if name not in _OF_THE_START}
+        for each in entries
+        if isinstance(each, dict)
+    ]
+    return json.dumps(kept, sort_keys=True)
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""A prompt as the choice of a server sees it, made from the text of a body.
+
+The router has no tokenizer and no template. It cuts the text in pieces of equal length, so requests
+whose texts begin alike have the same first keys. Servers look their pages up by tokens, so a wrong
+guess costs time only. Several characters stand for a token, whatever the language; the choice
+compares costs with each other.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ropewalk.server.replicas.prompt_pages import MOST_PAGES, PromptPages
+
+PAGE_TOKENS = 32
+_CHARS_OF_A_TOKEN = 4
+_PAGE_CHARS = PAGE_TOKENS * _CHARS_OF_A_TOKEN
+# Templates write tools and system texts before the conversation, wherever the body has them.
+_FIRST = ("tools", "system", "instructions")
+_THEN = ("messages", "input", "prompt")
+# Cached pages are shared between requests that agree on these.
+_OF_THE_CACHE = ("model", "cache_salt", "rope")
+
+
+def asked_pages(body: bytes, owner: bytes) -> PromptPages:
+    """Return the length and the keys of a body's prompt; none if it is not JSON with a prompt.
+
+    owner: whose cached pages the request may use, from the client's key.
+    """
+    try:
+        found = json.loads(body) if body else None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        return PromptPages(0, PAGE_TOKENS, ())
+    root = json.dumps([found.get(name) for name in _OF_THE_CACHE], sort_keys=True).encode()
+    pieces, num_tokens = _pieces(found)
+    keys = []
+    key = hashlib.sha256(owner + b"\0" + root).digest()
+    for piece in pieces:
+        key = hashlib.sha256(key + piece).digest()
+        keys.append(key)
+    return PromptPages(
+        num_tokens, PAGE_TOKENS, tuple(keys), is_scored=found.get("prompt_logprobs") is not None
+    )
+
+
+def _pieces(body: dict[str, Any]) -> tuple[Iterator[bytes], int]:
+    """Return the pieces of a prompt that fill a page each, and the prompt's length in tokens."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompt = prompt[0]  # the first of several
+    if isinstance(prompt, list):
+        return _cut(prompt, PAGE_TOKENS), len(prompt)
+    text = "".join(_text(body[name]) for name in _FIRST if body.get(name))
+    text += prompt if isinstance(prompt, str) else ""
+    text += "".join(_text(body[name]) for name in _THEN if name != "prompt" and body.get(name))
+    return _cut(text, _PAGE_CHARS), -(-len(text) // _CHARS_OF_A_TOKEN)
+
+
+def _text(value: Any) -> str:
+    """Return a value as a text that begins like that of each longer list with the same items."""
+    if isinstance(value, list):
+        return "".join(json.dumps(each, sort_keys=True, ensure_ascii=False) for each in value)
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _cut(prompt: str | Sequence[Any], num: int) -> Iterator[bytes]:
+    """Yield the full pages of a text, or of a list of tokens."""
+    for start in range(0, min(len(prompt) // num, MOST_PAGES) * num, num):
+        page = prompt[start : start + num]
+        if isinstance(page, str):
+            yield page.encode("utf-8", "surrogatepass")
+        else:
+            yield json.dumps(page).encode()

@@ -1,0 +1,50 @@
+"""The identity that a router gives the answers to a request."""
+
+import asyncio
+
+import pytest
+
+from ropewalk.server.access.told_answer import Identities, ToldAnswer, new_answer, tell_answer
+
+TOLD = ToldAnswer("0123456789abcdef" * 2, 1_700_000_000, 42)
+
+
+def given(told: ToldAnswer | None, num: int) -> list[tuple[str, int]]:
+    """Numbers and seeds of the answers to one request."""
+
+    async def request() -> list[tuple[str, int]]:
+        if told is not None:
+            tell_answer(told)
+        identities = Identities()
+        return [identities.next() for _ in range(num)]
+
+    return asyncio.run(request())
+
+
+def test_told_answers_have_the_same_ids_and_seeds_in_each_run() -> None:
+    """The first has the number that was told, and none has another one's."""
+    first = given(TOLD, 64)
+    assert first == given(TOLD, 64)
+    assert first[0][0] == TOLD.number
+    assert len({number for number, _ in first}) == len({seed for _, seed in first}) == 64
+    assert all(0 <= seed < 2**63 for _, seed in first)
+    assert {seed for _, seed in given(ToldAnswer(TOLD.number, 1, 43), 64)}.isdisjoint(
+        seed for _, seed in first
+    )
+
+
+def test_other_answers_are_random() -> None:
+    assert given(None, 3) != given(None, 3)
+
+
+def test_a_header_is_read_as_it_was_written() -> None:
+    for told in (TOLD, new_answer(1.5)):
+        assert ToldAnswer.of(told.header()) == told
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "a 1 1", f"{'A' * 32} 1 1", f"{'a' * 32} 1", f"{'a' * 32} -1 1", f"{'a' * 32} 1 1 "],
+)
+def test_a_malformed_header_is_none(header: str) -> None:
+    assert ToldAnswer.of(header) is None

@@ -1,0 +1,77 @@
+"""A server of others' making: it says that it serves the same, and gives what a test tells it."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+
+class OtherServer:
+    """A small ASGI application; its answers are attributes that a test sets."""
+
+    def __init__(self) -> None:
+        self.is_ready = True
+        self.models: dict[str, Any] = {"object": "list", "data": []}
+        self.parts: Sequence[bytes] = ()  # of a stream, which is then broken off
+        self.status = 200  # another one is answered instead of the stream
+        self.num_asked = 0
+        self.url = ""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope["path"]
+        if path == "/ready":
+            await self._json(send, 200 if self.is_ready else 503, {})
+        elif path == "/v1/models":
+            await self._json(send, 200, self.models)
+        elif scope["method"] == "POST":
+            await self._answer(receive, send)
+        else:
+            await self._json(send, 404, {})
+
+    async def _answer(self, receive: Any, send: Any) -> None:
+        self.num_asked += 1
+        while (await receive()).get("more_body"):
+            pass
+        if self.status != 200:
+            await self._json(send, self.status, {"error": {"code": "of_the_other"}})
+            return
+        head = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        for part in self.parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await asyncio.sleep(0.05)  # for the bytes to be read
+        # uvicorn closes the connection of an answer that is not whole.
+
+    async def _json(self, send: Any, status: int, body: Any) -> None:
+        content = json.dumps(body).encode()
+        head = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(content)).encode()),
+            *([(b"retry-after", b"1")] if status in {429, 503} else []),
+        ]
+        await send({"type": "http.response.start", "status": status, "headers": head})
+        await send({"type": "http.response.body", "body": content})
+
+
+@contextmanager
+def other_server() -> Iterator[OtherServer]:
+    """Serve on a free port of loopback until the block ends."""
+    app = OtherServer()
+    config = uvicorn.Config(app, lifespan="off", log_level="critical", loop="asyncio")
+    server = uvicorn.Server(config)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        app.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield app
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -1,0 +1,113 @@
+"""A second run's events against those of the first, by the events of a stream."""
+
+import json
+import random
+
+import pytest
+
+from ropewalk.server.router.replay import (
+    DivergedError,
+    EventSplitter,
+    SentEvents,
+    events_in,
+    tells_failure,
+)
+
+
+def event(text: str, **fields: object) -> bytes:
+    return b"data: " + json.dumps({"text": text, **fields}).encode() + b"\n\n"
+
+
+OPENING, KEEP_ALIVE = b": open\n\n", b": keep-alive\n\n"
+PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+STREAM = [OPENING, *(event(f"token {number}") for number in range(3000)), b"data: [DONE]\n\n"]
+
+
+@pytest.mark.parametrize("num_sent", [0, 1, 2, 700, 2999, 3002])
+def test_a_client_gets_every_event_once(num_sent: int) -> None:
+    """Any cut of the two runs into chunks gives the whole stream, also compressed."""
+    rng = random.Random(num_sent)
+    sent = SentEvents()
+    got = b"".join(STREAM[:num_sent])
+    for each in STREAM[:num_sent]:
+        sent.keep(each)
+    for _ in range(2):  # a second run that is lost in the repetition, and a third
+        sent.begin_again()
+        assert sent.beyond(b"".join(STREAM[: num_sent // 2])) == b""
+    sent.begin_again()
+    splitter = EventSplitter()
+    rest = b"".join(STREAM)
+    while rest:
+        size = rng.randrange(1, 3000)
+        new = sent.beyond(splitter.feed(rest[:size]))
+        rest = rest[size:]
+        sent.keep(new)
+        got += new
+    assert sent.is_repeated
+    assert not splitter.has_rest
+    comments = got.count(OPENING)
+    assert got.replace(OPENING, b"") == b"".join(STREAM[1:])
+    assert comments >= min(num_sent, 1)
+    assert sent.num_events() == len(STREAM) - 1
+
+
+def test_another_text_is_no_continuation() -> None:
+    """The client has `a`, `b`; a run of `a`, `c` gives nothing."""
+    sent = SentEvents()
+    sent.keep(event("a") + event("b"))
+    sent.begin_again()
+    with pytest.raises(DivergedError):
+        sent.beyond(event("a") + event("c") + event("d"))
+
+
+def test_an_answer_that_ends_early_is_not_repeated() -> None:
+    sent = SentEvents()
+    sent.keep(event("a") + event("b"))
+    sent.begin_again()
+    assert sent.beyond(event("a")) == b""
+    assert not sent.is_repeated
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (event("a") + KEEP_ALIVE, event("a")),
+        (event("a"), KEEP_ALIVE + event("a") + PING),
+        (event("a", usage={"cached_tokens": 3}), event("a", usage={"cached_tokens": 64})),
+        (event("", input_tokens=9, cache_read_input_tokens=0),
+         event("", input_tokens=1, cache_read_input_tokens=8)),
+        (event("a", timings={"prompt_ms": 1.5}), event("a", timings={"prompt_ms": 2.25})),
+        (event("", prompt_progress={"total": 9, "processed": 1}) + event("a"), event("a")),
+        (event("a", completed_at=None), event("a", completed_at=17)),
+    ],
+)  # fmt: skip
+def test_what_tells_of_the_run_is_not_compared(first: bytes, second: bytes) -> None:
+    sent = SentEvents()
+    sent.keep(first)
+    sent.begin_again()
+    assert sent.beyond(second + event("new")).endswith(event("new"))
+    assert sent.is_repeated
+
+
+def test_the_same_words_in_a_text_are_compared() -> None:
+    """A text may hold JSON of its own, whose quotes are escaped."""
+    sent = SentEvents()
+    sent.keep(event('{"cached_tokens": 3}'))
+    sent.begin_again()
+    with pytest.raises(DivergedError):
+        sent.beyond(event('{"cached_tokens": 4}'))
+
+
+def test_failures_of_a_server_are_told_from_those_of_a_request() -> None:
+    """The events are those that a server sends after the first byte, by API."""
+    failures = [
+        event("").replace(b'{"text": ""', b'{"error": {"code": "engine_stopped"}'),
+        b'event: error\ndata: {"type": "error", "error": {"type": "api_error"}}\n\n',
+        b'event: response.failed\ndata: {"response": {"error": {"code": "server_error"}}}\n\n',
+    ]
+    for failure in failures:
+        assert tells_failure(failure)
+        other = failure.replace(b"engine_stopped", b"x").replace(b"api_error", b"x")
+        assert not tells_failure(other.replace(b"server_error", b"invalid_prompt"))
+    assert not tells_failure(event('event: error "engine_stopped"'))
+    assert list(events_in(b"".join(failures))) == failures

@@ -1,0 +1,337 @@
+"""`ropewalk route` in front of real servers: the same answers, whichever server is lost."""
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.processes import Server, running_server, without_replicas
+from tests.server.router.other_server import OtherServer, other_server
+
+pytestmark = without_replicas
+
+KEY = "a-key-of-the-router"
+_IDS = re.compile(
+    rb"(cmpl|chatcmpl|resp|msg|rs|fc)[-_][0-9a-f]{32}|\"(created|created_at)\": ?[0-9]+"
+)
+_FLAGS = ("--threads", "1", "--kv-cache-tokens", "16384", "--router-key", KEY)
+_ROUTER = ("--router-key", KEY, "--check-seconds", "0.1", "--silence-seconds", "0.7")
+LONG = {"max_tokens": 400, "min_tokens": 400, "temperature": 1.0, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[Server]]:
+    with running_server(*_FLAGS) as first, running_server(*_FLAGS) as second:
+        yield [first, second]
+
+
+@contextmanager
+def routed(*urls: str, flags: tuple[str, ...] = _ROUTER, num_ready: int) -> Iterator[str]:
+    """The URL of a router that has found so many servers ready."""
+    with running_server(*urls, *flags, subcommand="route") as router:
+        until(lambda: metric(router.url, 'servers{state="ready"}') == num_ready)
+        yield router.url
+
+
+@pytest.fixture(scope="module")
+def router(servers: list[Server]) -> Iterator[str]:
+    with routed(*(each.url for each in servers), num_ready=2) as url:
+        yield url
+
+
+def until(holds: Callable[[], bool], limit_s: float = 60) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def metric(url: str, name: str) -> float:
+    """A number of the router's own page."""
+    start = f"ropewalk_router_{name} "
+    page = httpx.get(f"{url}/metrics").text.splitlines()
+    return next(float(line.split()[-1]) for line in page if line.startswith(start))
+
+
+def events(data: bytes) -> list[bytes]:
+    """The events of a stream without comments, and with no id or time that differs by run."""
+    found = [each for each in data.split(b"\n\n") if each and not each.startswith(b":")]
+    return [_IDS.sub(b"", re.sub(rb'"cached_tokens": ?[0-9]+', b"", each)) for each in found]
+
+
+class Reader(threading.Thread):
+    """Reads a stream, and tells when a part of it has come."""
+
+    def __init__(self, url: str, path: str, body: dict[str, Any]) -> None:
+        super().__init__()
+        self.request = url + path, body
+        self.data = b""
+        self.has_begun = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        url, body = self.request
+        with httpx.stream("POST", url, json=body, timeout=60) as answer:
+            assert answer.status_code == 200, answer.read()
+            for piece in answer.iter_raw():
+                self.data += piece
+                if self.data.count(b"data: ") > 5:
+                    self.has_begun.set()
+        self.has_begun.set()
+
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+
+
+def body_for(path: str, number: int) -> dict[str, Any]:
+    """A long stream of an API."""
+    text = f"import os  # {number}\n"
+    body: dict[str, Any] = {"temperature": 1.0, "stream": True, "seed": 100 + number}
+    if path.endswith("/completions") and "chat" not in path:
+        return {**body, "prompt": text, "max_tokens": 400, "min_tokens": 400}
+    messages = [{"role": "user", "content": text}]
+    if path.endswith("/chat/completions"):
+        return {**body, "messages": messages, "max_tokens": 400, "min_tokens": 400}
+    if path.endswith("/responses"):
+        return {**body, "input": text, "max_output_tokens": 400}
+    return {**body, "messages": messages, "max_tokens": 400}
+
+
+def alone(server: Server, asked: list[tuple[str, dict[str, Any]]]) -> list[list[bytes]]:
+    """The events of a server that no router is in front of."""
+
+    def stream(request: tuple[str, dict[str, Any]]) -> list[bytes]:
+        return events(httpx.post(server.url + request[0], json=request[1], timeout=60).content)
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return list(pool.map(stream, asked))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_answers_are_those_of_a_server(path: str, router: str, servers: list[Server]) -> None:
+    """Streams and whole answers, but for ids and times."""
+    for stream in (True, False):
+        body = {**body_for(path, 1), "stream": stream}
+        direct, passed = (
+            httpx.post(url + path, json=body, timeout=60) for url in (servers[0].url, router)
+        )
+        assert direct.status_code == passed.status_code == 200, passed.text
+        assert events(passed.content) == events(direct.content)
+        names = {"date", "x-request-id", "content-length"}
+        heads = [set(each.headers) | names for each in (direct, passed)]
+        assert heads[0] == heads[1]
+
+
+def test_other_routes_and_refusals_are_passed_on(router: str, servers: list[Server]) -> None:
+    """A mistake is answered once, by the words of a server."""
+    asked: list[tuple[str, str, Any]] = [
+        ("GET", "/v1/models", None),
+        ("POST", "/tokenize", {"prompt": "import os"}),
+        ("POST", "/v1/completions", {"prompt": "x", "max_tokens": -1}),
+        ("POST", "/v1/completions", {"prompt": "x", "model": "none"}),
+        ("POST", "/v1/messages", {"messages": []}),
+        ("GET", "/nothing?a=b", None),
+    ]
+    for method, path, body in asked:
+        direct, passed = (
+            httpx.request(method, url + path, json=body) for url in (servers[0].url, router)
+        )
+        assert passed.status_code == direct.status_code
+        if path != "/v1/models":
+            assert passed.json() == direct.json()
+    given = httpx.get(f"{router}/v1/models", headers={"X-Request-Id": "of-the-client"})
+    assert given.headers["x-request-id"] == "of-the-client"
+
+
+def test_a_client_cannot_choose_ids(router: str, servers: list[Server]) -> None:
+    """A server refuses them, and the router does not pass them on."""
+    told = {"X-Ropewalk-Answer": f"{'a' * 32} 1 1"}
+    body = {"prompt": "import", "max_tokens": 2}
+    for key in ({}, {"X-Ropewalk-Router-Key": "another key of a router"}):
+        refused = httpx.post(f"{servers[0].url}/v1/completions", json=body, headers={**told, **key})
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "router_not_trusted"
+    passed = httpx.post(f"{router}/v1/completions", json=body, headers=told).json()
+    assert passed["id"] != f"cmpl-{'a' * 32}"
+    key = {"X-Ropewalk-Router-Key": KEY}
+    answers = [
+        httpx.post(
+            f"{servers[0].url}/v1/completions",
+            json={**body, "n": 3, "temperature": 1.0},
+            headers={**told, **key},
+        ).json()
+        for _ in range(2)
+    ]
+    assert answers[0]["id"] == f"cmpl-{'a' * 32}"
+    assert answers[0]["created"] == 1
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert len({each["text"] for each in answers[0]["choices"]}) == 3
+
+
+def test_streams_go_on_when_their_server_stops(router: str, servers: list[Server]) -> None:
+    """One server is stopped in mid-answer (SIGSTOP); both APIs of each kind lose nothing."""
+    asked = [(path, body_for(path, number)) for number in range(2) for path in PATHS]
+    expected = alone(servers[0], asked)
+    before = metric(router, 'continued_total{outcome="ok"}')
+    readers = [Reader(router, path, body) for path, body in asked]
+    for each in readers:
+        assert each.has_begun.wait(60)
+    os.kill(servers[1].pid, signal.SIGSTOP)
+    try:
+        for each in readers:
+            each.join(60)
+    finally:
+        os.kill(servers[1].pid, signal.SIGCONT)
+    for each, wanted in zip(readers, expected, strict=True):
+        assert events(each.data) == wanted
+    assert metric(router, 'continued_total{outcome="ok"}') > before
+    until(lambda: metric(router, 'servers{state="ready"}') == 2)
+
+
+def test_streams_wait_while_all_servers_are_lost(router: str, servers: list[Server]) -> None:
+    """Both are stopped for longer than the silence that is allowed."""
+    asked = [(path, body_for(path, 7)) for path in PATHS]
+    expected = alone(servers[0], asked)
+    readers = [Reader(router, path, body) for path, body in asked]
+    for each in readers:
+        assert each.has_begun.wait(60)
+    for server in servers:
+        os.kill(server.pid, signal.SIGSTOP)
+    try:
+        until(lambda: metric(router, 'servers{state="ready"}') == 0)
+        assert httpx.get(f"{router}/ready").status_code == 503
+        assert httpx.get(f"{router}/live").status_code == 200
+    finally:
+        for server in servers:
+            os.kill(server.pid, signal.SIGCONT)
+    for each, wanted in zip(readers, expected, strict=True):
+        each.join(60)
+        assert events(each.data) == wanted
+
+
+def test_streams_and_whole_answers_survive_a_killed_server(servers: list[Server]) -> None:
+    """A server ends by SIGKILL under streams without a seed, and under answers that are whole."""
+    with running_server(*_FLAGS) as victim, routed(servers[0].url, victim.url, num_ready=2) as url:
+        asked = [(path, body_for(path, number)) for number in range(2) for path in PATHS[:2]]
+        expected = alone(servers[0], asked)
+        readers = [Reader(url, path, body) for path, body in asked]
+        unseeded = {**LONG, "prompt": "import os\n", "n": 2}
+        readers += [Reader(url, "/v1/completions", unseeded) for _ in range(2)]
+        with ThreadPoolExecutor(4) as pool:
+            whole = [
+                pool.submit(
+                    httpx.post,
+                    url + path,
+                    json={**body, "stream": False},
+                    timeout=60,
+                )
+                for path, body in asked
+            ]
+            for each in readers:
+                assert each.has_begun.wait(60)
+            os.kill(victim.pid, signal.SIGKILL)
+            for each in readers:
+                each.join(60)
+            for answer in whole:
+                assert answer.result().status_code == 200
+        for each, wanted in zip(readers, expected, strict=False):
+            assert events(each.data) == wanted
+        for each in readers[len(expected) :]:
+            told = [json.loads(part[6:]) for part in each.data.split(b"\n\n") if b'"id"' in part]
+            assert len({part["id"] for part in told}) == 1
+            ends = [part["choices"][0]["finish_reason"] for part in told if part["choices"]]
+            assert ends.count("length") == 2
+            assert each.data.endswith(b"data: [DONE]\n\n")
+        assert metric(url, 'retries_total{kind="continuation"}') > 0
+        assert metric(url, 'continued_total{outcome="diverged"}') == 0
+
+
+@contextmanager
+def beside(server: Server, *flags: str) -> Iterator[tuple[str, OtherServer]]:
+    """A router over a real server and another one, which says that it serves the same."""
+    with other_server() as other:
+        key = {"X-Ropewalk-Router-Key": KEY}
+        other.models = httpx.get(f"{server.url}/v1/models", headers=key).json()
+        flags = (*_ROUTER, "--routing", "round_robin", *flags)
+        with routed(other.url, server.url, flags=flags, num_ready=2) as url:
+            yield url, other
+
+
+def test_other_bytes_end_a_stream_with_an_error(servers: list[Server]) -> None:
+    """A client gets the other server's text and an error, and no text of the second server."""
+    first = b'data: {"text": "a text that no model gives"}\n\n'
+    with beside(servers[0]) as (url, other):
+        other.parts = [b": open\n\n", first]
+        for path, code in (
+            ("/v1/completions", b'"code": "diverged"'),
+            ("/v1/messages", b'"type": "api_error"'),
+            ("/v1/responses", b'"code": "diverged"'),
+        ):
+            asked = other.num_asked
+            while other.num_asked == asked:  # the servers take turns
+                got = httpx.post(url + path, json=body_for(path, 3), timeout=60).content
+            assert got.startswith(b": open\n\n" + first)
+            rest = got[len(b": open\n\n" + first) :]
+            assert code in rest
+            assert rest.count(b"data: ") == (2 if path == "/v1/completions" else 1)
+            until(lambda: metric(url, 'servers{state="ready"}') == 2)
+
+
+def test_without_a_key_of_the_router_a_lost_stream_ends_with_an_error() -> None:
+    first = b'data: {"text": "a"}\n\n'
+    with other_server() as other:
+        other.parts = [first]
+        flags = ("--check-seconds", "0.1")
+        with routed(other.url, flags=flags, num_ready=1) as url:
+            got = httpx.post(f"{url}/v1/completions", json={"stream": True}, timeout=60).content
+    assert got.startswith(first)
+    assert b'"code": "server_lost"' in got
+    assert got.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_server_is_passed_by(status: int, servers: list[Server]) -> None:
+    """A request goes on to the other one; without another one the client is told."""
+    body = {"prompt": "import", "max_tokens": 2}
+    with beside(servers[0]) as (url, other):
+        other.status = status
+        for _ in range(4):
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+        assert other.num_asked
+        with routed(other.url, num_ready=1) as alone_url:
+            told = httpx.post(f"{alone_url}/v1/completions", json=body, timeout=60)
+            assert (told.status_code, told.headers["retry-after"]) == (status, "1")
+
+
+def test_a_mistake_is_not_sent_again(servers: list[Server]) -> None:
+    with beside(servers[0]) as (url, other):
+        other.status = 400
+        answers = [
+            httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60)
+            for _ in range(4)
+        ]
+        refused = [each for each in answers if each.status_code == 400]
+        assert len(refused) == other.num_asked > 0
+
+
+def test_a_server_of_another_model_takes_no_requests(servers: list[Server]) -> None:
+    """The larger number of equal servers decides, and a server that is alone decides for itself."""
+    with other_server() as other:
+        other.models = {"object": "list", "data": [{"id": "another-model"}]}
+        urls = (servers[0].url, servers[1].url, other.url)
+        with routed(*urls, num_ready=2) as url:
+            for _ in range(6):
+                body = {"prompt": "import", "max_tokens": 1}
+                assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+            assert not other.num_asked
+        with routed(other.url, num_ready=1) as url:
+            assert httpx.get(f"{url}/v1/models").json() == other.models
