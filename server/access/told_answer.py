@@ -1,8 +1,9 @@
 """The identity that a trusted router gives an answer: id, time and seed.
 
 A router that sends a request again to another server gives both runs the same identity, so their
-bytes are the same. Ids that a client chooses could be those of running requests, so a request
-without the router's key may not name any.
+bytes are the same. The engine knows a run by another id, because the first run may not have ended
+when the second one comes to the same server. Ids that a client chooses could be those of other
+answers, so a request without the router's key may not name any.
 """
 
 import hashlib
@@ -52,20 +53,18 @@ def tell_answer(told: ToldAnswer) -> None:
     _told.set(told)
 
 
-class Identities:
-    """The numbers and seeds of the answers to one request, one after the other."""
+class Seeds:
+    """The seeds of the answers to one request whose body names none, one after the other."""
 
     def __init__(self) -> None:
-        """Take those that a router has told; else they are random."""
+        """Let them follow from the seed that a router has told; else they are random."""
         self._told = _told.get()
         self._num_given = 0
 
-    def next(self) -> tuple[str, int]:
-        """Return the number of the next answer, and a seed if the body names none."""
-        told, index = self._told, self._num_given
-        if told is None:
-            return uuid.uuid4().hex, secrets.randbits(_SEED_BITS)
+    def next(self) -> int:
+        """Return the seed of the next answer."""
+        if self._told is None:
+            return secrets.randbits(_SEED_BITS)
         self._num_given += 1
-        derived = hashlib.sha256(f"{told.header()} {index}".encode()).digest()
-        number = told.number if index == 0 else derived[:16].hex()
-        return number, int.from_bytes(derived[16:24]) >> (64 - _SEED_BITS)
+        derived = hashlib.sha256(f"{self._told.seed} {self._num_given}".encode()).digest()
+        return int.from_bytes(derived[:8]) >> (64 - _SEED_BITS)

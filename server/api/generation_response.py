@@ -72,6 +72,10 @@ class HttpAnswer(ABC, Generic[BodyT]):
         self.body = body
         told = told_answer()
         self.created = int(time.time()) if told is None else told.created
+        # Clients know the answer by this id, and the engine its choices by theirs.
+        self.request_id = submission.requests[0].request_id
+        if told is not None:
+            self.request_id = f"{body.id_prefix}-{told.number}"
         self.choices = [ChoiceState(request) for request in submission.requests]
         self._submission = submission
         # Hears of each output before it is answered.
@@ -97,10 +101,6 @@ class HttpAnswer(ABC, Generic[BodyT]):
 
     def last_events(self) -> bytes:
         return b""
-
-    @property
-    def request_id(self) -> str:
-        return self.choices[0].request.request_id
 
     @property
     def model(self) -> str:

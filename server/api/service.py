@@ -9,6 +9,7 @@ A route reserves the request's places in the queue, tokenises, and submits:
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ from ropewalk.model_runtime.text.tools.find_format import ChatFormats
 from ropewalk.rope import NativeRope
 from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.open_request import AnswerWatch, admitted, current_request, key_name
-from ropewalk.server.access.told_answer import Identities
+from ropewalk.server.access.told_answer import Seeds
 from ropewalk.server.api.generation_schema import GenerationRequest, check_limits, unknown_token
 from ropewalk.server.api.output_queue import OutputQueue, Submission
 from ropewalk.server.api.structured_schema import AskedAnswer
@@ -215,11 +216,11 @@ class Reservation:
         if masked_id is not None:
             masked = (masked_id, BARRED)
             sampling = replace(sampling, logit_bias=(*sampling.logit_bias, masked))
-        identities = Identities()
+        seeds = Seeds()
         requests = [
             request
             for prompt in prompts
-            for request in self._requests(prompt, sampling, grammar, shown_ids, identities)
+            for request in self._requests(prompt, sampling, grammar, shown_ids, seeds)
         ]
         if predicted_ids:
             predicted = self._predicted(predicted_ids)
@@ -280,7 +281,7 @@ class Reservation:
         sampling: SamplingParams,
         grammar: Grammar | None,
         shown_ids: frozenset[int],
-        identities: Identities,
+        seeds: Seeds,
     ) -> list[Request]:
         """Build one engine request for each answer to a prompt."""
         body, deployment, rope = self.body, self.deployment, self._rope
@@ -298,11 +299,12 @@ class Reservation:
             )
 
         def request(seed: int | None) -> Request:
-            number, other_seed = identities.next()
             return Request(
-                f"{body.id_prefix}-{number}",
+                f"{body.id_prefix}-{uuid.uuid4().hex}",
                 prompt,
-                replace(sampling, max_tokens=max_tokens, seed=other_seed if seed is None else seed),
+                replace(
+                    sampling, max_tokens=max_tokens, seed=seeds.next() if seed is None else seed
+                ),
                 placement,
                 self._cache_salt(),
                 wants_progress=bool(body.return_progress),
