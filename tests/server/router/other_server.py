@@ -21,6 +21,7 @@ class OtherServer:
         self.status = 200  # another one is answered instead of the stream
         self.num_asked = 0
         self.url = ""
+        self.port = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"]
@@ -59,15 +60,17 @@ class OtherServer:
 
 
 @contextmanager
-def other_server() -> Iterator[OtherServer]:
-    """Serve on a free port of loopback until the block ends."""
+def other_server(host: str = "127.0.0.1", port: int = 0) -> Iterator[OtherServer]:
+    """Serve on an address of loopback, on a free port if none is named, until the block ends."""
     app = OtherServer()
     config = uvicorn.Config(app, lifespan="off", log_level="critical", loop="asyncio")
     server = uvicorn.Server(config)
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
         listener.listen()
-        app.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        app.port = listener.getsockname()[1]
+        app.url = f"http://{host}:{app.port}"
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:

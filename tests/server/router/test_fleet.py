@@ -1,0 +1,133 @@
+"""The servers that a router knows: names that resolve anew, and versions that replace another."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from ropewalk.server.replicas.prompt_pages import PromptPages
+from ropewalk.server.router.fleet import Fleet
+from ropewalk.server.settings.route_settings import RouteSettings
+from tests.server.router.other_server import OtherServer, other_server
+
+NOTHING = PromptPages(0, 32, ())
+
+
+@asynccontextmanager
+async def watched(*urls: str) -> AsyncIterator[Fleet]:
+    """A fleet that looks every twentieth of a second."""
+    fleet = Fleet(
+        RouteSettings(
+            servers=urls,
+            resolve_seconds=0.05,
+            check_seconds=0.05,
+            silence_seconds=5.0,
+            wait_seconds=0.1,
+        )
+    )
+    running = asyncio.ensure_future(fleet.run())
+    try:
+        yield fleet
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110  # what changes has no event
+            await asyncio.sleep(0.01)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(test())  # type: ignore[arg-type]  # a coroutine function
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others have one address of loopback")
+def test_a_name_stands_for_the_addresses_that_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One comes, one goes, and a look-up that fails changes nothing."""
+    hosts = ["127.0.0.1"]
+    real = socket.getaddrinfo
+
+    def resolve(host: Any, port: Any, *args: Any, **options: Any) -> Any:
+        if host != "servers.test":
+            return real(host, port, *args, **options)
+        if not hosts:
+            raise socket.gaierror("no answer")
+        kind = socket.SOCK_STREAM
+        six = (socket.AF_INET6, kind, 6, "", ("::1", port, 0, 0))
+        return [six, *((socket.AF_INET, kind, 6, "", (each, port)) for each in hosts)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+    async def test() -> None:
+        with other_server() as first, other_server("127.0.0.2", first.port) as second:
+            async with watched(f"http://servers.test:{first.port}") as fleet:
+                await until(lambda: [each.name for each in fleet.usable] == [first.url])
+                hosts.append("127.0.0.2")
+                await until(lambda: {*fleet.choice.replicas} == {first.url, second.url})
+                hosts.remove("127.0.0.1")
+                await until(lambda: set(fleet.servers) == {second.url})
+                assert fleet.choice.replicas == (second.url,)
+                hosts.clear()
+                await asyncio.sleep(0.2)
+                assert fleet.choice.replicas == (second.url,)
+
+    run(test)
+
+
+def listing(server: OtherServer, name: str, created: int = 0) -> None:
+    server.models = {"object": "list", "data": [{"id": name, "created": created}]}
+
+
+def test_the_majority_decides_what_is_served() -> None:
+    """A newer version takes over when more servers have it; times of the start do not count."""
+
+    async def test() -> None:
+        with other_server() as first, other_server() as second, other_server() as third:
+            servers = (first, second, third)
+            for number, each in enumerate(servers):
+                listing(each, "old", number)
+            async with watched(*(each.url for each in servers)) as fleet:
+                await until(lambda: len(fleet.usable) == 3)
+                for number, each in enumerate(servers, 1):
+                    # A process that is replaced is not ready for a while.
+                    each.is_ready = False
+                    await until(lambda url=each.url: fleet.states()[url] != "ready")
+                    listing(each, "new")
+                    fleet.servers[each.url].facts = None
+                    each.is_ready = True
+                    expected = {each.url for each in servers[:number]}
+                    if number == 1:
+                        expected = {each.url for each in servers[1:]}
+                    await until(lambda wanted=expected: {*fleet.choice.replicas} == wanted)
+                assert len(fleet.usable) == 3
+
+    run(test)
+
+
+def test_without_a_server_a_request_waits_and_is_told() -> None:
+    """One that comes meanwhile takes it."""
+
+    async def test() -> None:
+        with other_server() as server:
+            server.is_ready = False
+            async with watched(server.url) as fleet:
+                assert await fleet.pick("a", NOTHING, lambda _: False) is None
+                waiting = asyncio.ensure_future(fleet.pick("b", NOTHING, lambda _: False))
+                await asyncio.sleep(0)
+                server.is_ready = True
+                await until(lambda: bool(fleet.usable))
+                found = await fleet.pick("c", NOTHING, lambda _: False)
+                assert found is not None
+                assert found.name == server.url
+                waited = await waiting
+                assert waited is None or waited.name == server.url
+                assert fleet.choice.num_open == 1 + (waited is not None)
+
+    run(test)
