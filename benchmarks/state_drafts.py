@@ -2,9 +2,8 @@
 
 The model has layers of Qwen 3.5 0.8B's shape, random weights, and the 0.8B's share of vocabulary
 for each layer. One sequence decodes at a time, without and with drafts in turns, and all answers
-must be equal. `repeats` lets greedy answers fall into loops, whose n-grams are found. `predicted`
-draws tokens at random, and the client predicts them, with one wrong token in eight. `random` draws
-them without a prediction, so no draft is right but by chance.
+must be equal. Tokens are drawn at random. In `predicted`, the client predicts them, with one wrong
+token in eight. In `random` it does not, so no draft is right but by chance.
 """
 
 import random
@@ -31,7 +30,7 @@ from ropewalk.model_runtime.text.tokenizer import Tokenizer
 _VOCAB_PER_LAYER = 248_320 // 24
 _PROMPT, _ANSWER = 48, 96  # tokens
 _WRONG = 8  # of so many predicted tokens, one is
-SCENARIOS = ("repeats", "predicted", "random")
+SCENARIOS = ("predicted", "random")
 
 
 class Counted(Observer):
@@ -76,8 +75,7 @@ def asked(deployment: Deployment, scenario: str, number: int) -> Request:
     """Return a request, before it has a prediction."""
     rng = random.Random(number)  # noqa: S311  # repeatable, not secret
     prompt = tuple(rng.randrange(200) for _ in range(_PROMPT))
-    temperature = 0.0 if scenario == "repeats" else 1.0
-    sampling = SamplingParams(max_tokens=_ANSWER, temperature=temperature, seed=number)
+    sampling = SamplingParams(max_tokens=_ANSWER, temperature=1.0, seed=number)
     placement = deployment.place(RopeRequest(), _PROMPT, _ANSWER)
     return Request(f"{scenario}-{number}", prompt, sampling, placement, "")
 
@@ -134,7 +132,7 @@ def table(checkpoint: Checkpoint, rounds: int) -> str:
         )
         for engine in (off, on):
             engine.start()
-            answered(engine, asked(deployment, "repeats", -1))
+            answered(engine, asked(deployment, "random", -1))
         counted.num_drafted = counted.num_accepted = 0
         seconds = list(pairs((off, on), deployment, scenario, rounds))
         for engine in (off, on):
