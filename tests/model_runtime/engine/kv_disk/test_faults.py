@@ -121,11 +121,12 @@ def test_an_error_that_says_nothing_about_a_page_leaves_its_file(
     def refused(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, files(folder)[0].open("rb") as first:
         patch.setattr(folder_module, "read_page", refused)
         server = Server(engines, checkpoint, folder)
         assert server.ask(asked(checkpoint)) == (expected, 0)
         server.stop()
+        assert os.fstat(first.fileno()).st_nlink == 1  # it was not deleted and written again
     assert server.disk.sum.bad_files == {"unreadable": 1}
     server = Server(engines, checkpoint, folder)
     assert server.ask(asked(checkpoint)) == (expected, NUM_PAGES * 16)
