@@ -160,6 +160,14 @@ def _plot(path: Path, moments: Sequence[Moment]) -> None:
     plt.close(figure)
 
 
+def settle(pid: int) -> None:
+    """Wait until a process has closed the connections of clients that have left."""
+    seen = [num_descriptors(pid)]
+    while len(seen) < 6 or len(set(seen[-6:])) > 1:
+        time.sleep(0.05)
+        seen.append(num_descriptors(pid))
+
+
 def wait_for(condition: Callable[[], bool], limit_s: float = 20) -> bool:
     """Wait until a condition holds; returns whether it did in time."""
     deadline = time.monotonic() + limit_s

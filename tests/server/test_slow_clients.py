@@ -20,7 +20,7 @@ from tests.processes import Server, running_server
 from tests.progress import say
 from tests.server.attack import ask_health, greedy, wait_until_idle
 from tests.server.raw_http import address_of, exchange, read_replies, request
-from tests.server.soak_watch import num_descriptors, rss_mib, wait_for
+from tests.server.soak_watch import num_descriptors, rss_mib, settle, wait_for
 from tests.server.test_metrics import samples, value
 
 pytestmark = pytest.mark.alone
@@ -96,6 +96,7 @@ def patient() -> Iterator[Server]:
     flags = [f"--{name.replace('_', '-')}={given}" for name, given in _LIMITS.items() if has(name)]
     with running_server("--max-num-seqs", str(_STREAMS), *flags) as running:
         greedy(running)
+        settle(running.pid)
         yield running
 
 
