@@ -27,8 +27,9 @@ def remembered(
 ) -> Any:
     """Return the result of a trial on this machine, which JSON can hold.
 
-    `attempt` makes it if none is kept; one that is not `is_result` is not kept. A folder that
-    cannot be written costs the next process the time of the trial.
+    `attempt` makes it if none is kept; one that is not `is_result` is not kept. Processes
+    that try at once all take the result that was kept first. If the folder cannot be written, each
+    process tries anew.
     """
     # Once, because imports of the trial may set variables that are part of it.
     key = f"{trial} {fingerprint()}"
@@ -37,11 +38,22 @@ def remembered(
     if known is not None and is_result(known):
         return known
     found = attempt()
+    part = file.with_name(f"{file.name}.{os.getpid()}")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f"{file.name}.{os.getpid()}")
         part.write_text(json.dumps({key: found}))
-        part.replace(file)
+        try:
+            file.hardlink_to(part)
+        except FileExistsError:  # by a process at the same time, which all others follow
+            first = (read_object(file) or {}).get(key)
+            if first is not None and is_result(first):
+                found = first
+            else:
+                part.replace(file)
+        except OSError:  # a file system without links
+            part.replace(file)
+    with suppress(OSError):
+        part.unlink(missing_ok=True)
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ropewalk.model_runtime.cpu_kernels.trials import CLEARLY, shortest
+from ropewalk.model_runtime.known_trials import remembered
 from ropewalk.model_runtime.layers import onednn
 from ropewalk.model_runtime.layers.packed_product import (
     LARGE_SIZES,
@@ -53,6 +54,16 @@ def _chosen(dtype: torch.dtype) -> Way:
         return Way.OWN if native is None else Way.ONEDNN
     if native is None:
         return Way.STORED
+    faster = remembered(
+        f"stored {dtype} beside oneDNN",
+        lambda: _faster(native, stored, dtype).name,
+        lambda known: known in (Way.STORED.name, Way.ONEDNN.name),
+    )
+    return Way[faster]
+
+
+def _faster(native: PackedProduct, stored: PackedProduct, dtype: torch.dtype) -> Way:
+    """Return the way of two whose products are clearly faster."""
     ratios = []
     for count in _PROBE_ROWS:
         x_RK = torch.ones(count, native.in_features).to(dtype)

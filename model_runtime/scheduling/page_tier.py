@@ -36,8 +36,11 @@ class PageTier(Protocol):
         with now. The caller has checked that all of its pages are available.
         """
 
-    def end_newest(self) -> bool:
-        """Let go of the pages for a sequence that waits; return False if none does."""
+    def end_last(self, rank: tuple[int, int]) -> bool:
+        """Let go of the pages for the last sequence that waits, if it comes after `rank`.
+
+        Returns False if there is none.
+        """
 
     def cancel(self, sequence: Sequence) -> None:
         """Let go of what a sequence waits for, if it waits."""

@@ -99,7 +99,7 @@ def plan_prefill(step: StepBuilder, max_tokens: int, max_logit_rows: int) -> Non
     first_priority = oldest.request.priority
     others.sort(key=lambda each: (each.request.priority, step.num_ranked(each), each.arrival))
     shorter = (step.num_ranked(each) for each in others if each.request.priority == first_priority)
-    needed_by_shorter = sum(each for each in shorter if each < oldest.num_uncomputed)
+    needed_by_shorter = sum(each for each in shorter if each < step.num_ranked(oldest))
     for_others = min(needed_by_shorter, int(max_tokens * (1 - _RESERVED_FOR_OLDEST)))
     tokens_left, rows_left = max_tokens, max_logit_rows
     # The oldest comes again at the end: the limit on logit rows may leave tokens unused.

@@ -72,9 +72,9 @@ class SequencePages:
         sequence.pages += self.pool.allocate(num_needed)
         return True
 
-    def end_a_read(self) -> bool:
-        """Let go of pages that a read of the tier holds; return whether there were any."""
-        return self.tier is not None and self.tier.end_newest()
+    def end_a_read(self, rank: tuple[int, int]) -> bool:
+        """Let go of the pages of the tier's last read, if its sequence comes after `rank`."""
+        return self.tier is not None and self.tier.end_last(rank)
 
     def release(self, sequence: Sequence) -> None:
         """Release the sequence's pages; it is computed from its start again."""

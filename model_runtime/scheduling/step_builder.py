@@ -61,7 +61,7 @@ class StepBuilder:
     def add(self, chunk: Chunk) -> bool:
         """Add a chunk and allocate its pages, preempting the last sequences if needed.
 
-        Reads from the tier end first, because what they have read stays cached.
+        Reads from the tier for later sequences end first, because what they have read stays cached.
 
         Returns False if the chunk is empty or its own sequence was preempted.
         """
@@ -69,9 +69,9 @@ class StepBuilder:
         if chunk.num_tokens == 0:
             return False
         while not self.pages.allocate(sequence, sequence.num_computed + chunk.num_tokens):
-            if self.pages.end_a_read():
-                continue
             newest = self.queues.running[-1]
+            if self.pages.end_a_read(newest.rank):
+                continue
             self.preempt(newest)
             if newest is sequence:
                 return False

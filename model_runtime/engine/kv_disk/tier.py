@@ -210,12 +210,13 @@ class DiskTier:
         self._reader.buffers.give(buffer)
         fetch.held.append(page)
 
-    def end_newest(self) -> bool:
-        """End the read that began last, for its pages; return False if there is none."""
-        for sequence, fetch in reversed(self._fetches.items()):
-            self._end(sequence, fetch)
-            return True
-        return False
+    def end_last(self, rank: tuple[int, int]) -> bool:
+        """End the read for the last sequence, for its pages, if that comes after `rank`."""
+        last = max(self._fetches, key=lambda each: each.rank, default=None)
+        if last is None or last.rank < rank:
+            return False
+        self._end(last, self._fetches[last])
+        return True
 
     def cancel(self, sequence: Sequence) -> None:
         """Let go of what an ended sequence waited for."""

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ropewalk.model_runtime.cpu_kernels import trials
+from ropewalk.model_runtime.known_trials import remembered
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -21,3 +22,18 @@ def test_a_processor_that_was_timed_is_not_timed_again(
     (file,) = tmp_path.glob("ropewalk-trial-*.json")
     file.write_text("no JSON")
     assert pays() != first
+
+
+def test_processes_that_try_at_once_follow_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else replicas that start together could have other bits than each other."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+
+    def late() -> str:
+        """Find a result while another process finds one."""
+        return "late" if remembered("t", lambda: "early") else ""
+
+    assert remembered("t", late) == "early"
+    assert remembered("t", lambda: "third") == "early"
+    assert len(list(tmp_path.iterdir())) == 1

@@ -261,6 +261,17 @@ def test_a_short_prompt_does_not_wait_behind_longer_ones_for_the_page_of_a_long_
     ]
 
 
+def test_a_short_prompt_does_not_wait_behind_longer_ones_for_the_page_of_the_oldest() -> None:
+    """The oldest prompt has the whole budget until the page is shared."""
+    plan = scheduler(kv_cache_tokens=1600, max_num_seqs=8)
+    for num_tokens, salt in ((200, "shared"), (40, "between"), (12, "shared")):
+        plan.add(sequence(num_tokens, salt=salt))
+    step = plan.schedule()
+    assert sizes(step) == [16]
+    computed(plan, step)
+    assert sizes(plan.schedule()) == [4, 4, 8]  # the short one, the oldest, the one between
+
+
 def test_cached_pages_that_it_will_share_are_not_counted_as_room() -> None:
     """A sequence that counted its shared pages as room would be preempted at once."""
     plan = scheduler(kv_cache_tokens=80)  # ten pages

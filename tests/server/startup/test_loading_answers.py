@@ -139,7 +139,7 @@ def test_a_large_body_is_read_away() -> None:
 def test_a_connection_without_a_request_delays_no_other(sent: bytes) -> None:
     """Other clients are answered meanwhile, and the connection ends."""
     with (
-        answering(head_timeout_seconds="0.2") as (_, _, _, port),
+        answering(head_timeout_seconds="1") as (_, _, _, port),
         socket.create_connection(("127.0.0.1", port), timeout=20) as odd,
     ):
         odd.sendall(sent)

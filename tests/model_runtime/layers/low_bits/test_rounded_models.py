@@ -73,15 +73,13 @@ def test_the_embedded_model_moves_little_and_its_memory_is_as_planned() -> None:
     assert planned.products("float32") == loaded.products
 
 
-# Several formats are compiled for fifteen seconds. Their product itself is tested beside floats in
-# test_rounded_products.py.
+# Several formats are compiled for fifteen seconds.
+@pytest.mark.sampled(fixed=0, drawn=1)
 @pytest.mark.parametrize(
     ("most", "others"),
     [
         (Type.Q8_0, {}),
-        pytest.param(
-            Type.Q4_0, {"attn_v": Type.Q8_0, "ffn_down": Type.Q5_1}, marks=pytest.mark.long
-        ),
+        (Type.Q4_0, {"attn_v": Type.Q8_0, "ffn_down": Type.Q5_1}),
     ],
     ids=("one", "several"),
 )
