@@ -48,8 +48,8 @@ def told_answer() -> ToldAnswer | None:
     return _told.get()
 
 
-def tell_answer(told: ToldAnswer) -> None:
-    """Give the request of this task, and of those that it starts, an identity."""
+def tell_answer(told: ToldAnswer | None) -> None:
+    """Give the request of this task, and of those that it starts, an identity, or none."""
     _told.set(told)
 
 

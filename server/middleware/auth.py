@@ -82,6 +82,7 @@ class RouterMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
         if scope["type"] == "http":
+            tell_answer(None)  # a connection's requests may run in one context
             headers = Headers(scope=scope)
             given, answer = headers.get(KEY_HEADER), headers.get(ANSWER_HEADER)
             if given is not None or answer is not None:

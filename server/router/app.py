@@ -9,12 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from ropewalk.server.envelope import envelope
 from ropewalk.server.middleware.availability import DRAINING, DRAINING_HEADERS, send_whole
 from ropewalk.server.router.fleet import Fleet
 from ropewalk.server.router.forward import Asked, Forwarder, NoServerError, sent_on
 from ropewalk.server.router.route_metrics import RouteMetrics
-from ropewalk.server.router.text_pages import asked_pages
+from ropewalk.server.router.text_pages import NO_PAGES, asked_pages
 from ropewalk.server.router.upstream import Headers
 from ropewalk.server.settings.route_settings import RouteSettings
 from ropewalk.server.version import own_commit, own_version
@@ -22,7 +24,9 @@ from ropewalk.server.version import own_commit, own_version
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+_log = structlog.get_logger(__name__)
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_GENERATES = ("/completions", "/responses", "/messages")
 _LARGE = 1 << 18  # bytes of a body that is read off the event loop
 
 
@@ -108,6 +112,11 @@ class RouterApp:
         except NoServerError as error:
             body = envelope(str(error), "server_error", code="no_server")
             await _send_json(send, 503, {"Retry-After": "1"}, request_id, body)
+        except Exception:  # noqa: BLE001  # no traceback may reach a client
+            _log.exception("failed", request_id=request_id.decode())
+            if not has_started:
+                body = envelope("The router failed.", "server_error")
+                await _send_json(send, 500, {"Connection": "close"}, request_id, body)
         finally:
             self._num_body_bytes -= held.num_bytes
 
@@ -115,7 +124,9 @@ class RouterApp:
         headers: Headers = scope["headers"]
         found = dict(headers)
         owner = found.get(b"authorization", b"") or found.get(b"x-api-key", b"")
-        if len(body) < _LARGE:
+        if not self._may_have_prompt(scope):
+            pages = NO_PAGES
+        elif len(body) < _LARGE:
             pages = asked_pages(body, owner)
         else:
             pages = await asyncio.to_thread(asked_pages, body, owner)
@@ -131,6 +142,10 @@ class RouterApp:
             pages,
             self._forwarder.new_answer() if scope["method"] == "POST" else None,
         )
+
+    def _may_have_prompt(self, scope: "Scope") -> bool:
+        is_generation = scope["method"] == "POST" and scope["path"].endswith(_GENERATES)
+        return self._settings.routing == "prefix" and is_generation
 
     async def _body(self, scope: "Scope", receive: "Receive", held: "_Held") -> bytes | None:
         """Return the whole body; None if the client left. Raises RefusedError."""

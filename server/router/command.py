@@ -11,12 +11,18 @@ import click
 from ropewalk.server.process.hangups import Hangups
 from ropewalk.server.sentences import DIED, sentences
 from ropewalk.server.settings.flags import given, with_flags
+from ropewalk.server.settings.request_sections import is_loopback
 from ropewalk.server.settings.route_settings import (
     ROUTE_SECTIONS,
     RouteSettings,
     load_route_settings,
 )
-from ropewalk.server.startup.gate import check_certificate, listening_socket, url_of
+from ropewalk.server.startup.gate import (
+    check_certificate,
+    head_rules_of,
+    listening_socket,
+    url_of,
+)
 from ropewalk.server.version import version_and_commit
 from ropewalk.server.wording import HelpCommand
 
@@ -82,6 +88,7 @@ def _banner(settings: RouteSettings) -> str:
 
 def _serve(settings: RouteSettings, listener: Any, say_ready: Any, hangups: Hangups) -> bool:
     """Serve until a signal ends it; return whether a second one did."""
+    from ropewalk.server.middleware.head_checks import HeadChecksMiddleware  # noqa: PLC0415
     from ropewalk.server.router.app import RouterApp  # noqa: PLC0415
     from ropewalk.server.router.fleet import Fleet  # noqa: PLC0415
     from ropewalk.server.router.route_metrics import RouteMetrics  # noqa: PLC0415
@@ -94,7 +101,9 @@ def _serve(settings: RouteSettings, listener: Any, say_ready: Any, hangups: Hang
 
     def begin() -> None:
         fleet, metrics = Fleet(settings), RouteMetrics()
-        server.door.app = RouterApp(settings, fleet, metrics)
+        # The servers see the router's own heads, so their checks would find nothing.
+        rules = head_rules_of(settings, is_open=is_loopback(settings.host))
+        server.door.app = HeadChecksMiddleware(RouterApp(settings, fleet, metrics), rules)
         running.append(asyncio.ensure_future(fleet.run()))
         hangups.connect(
             asyncio.get_running_loop(),

@@ -30,10 +30,11 @@ _log = structlog.get_logger(__name__)
 class Server:
     """One server, as far as the router knows it."""
 
-    def __init__(self, target: Target, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, target: Target, tls: ssl.SSLContext | None, silence_s: float) -> None:
         self.target = target
-        self.pool = Pool(target, tls)
+        self.pool = Pool(target, tls, silence_s)
         self.is_ready = False
+        self.ready_at = 0.0  # the loop's time when it last became so
         self.is_removed = False  # its name no longer resolves to it; its streams go on
         self.facts: str | None = None  # what it serves; None: it has not been asked
         self.facts_at = 0.0  # the loop's time
@@ -63,6 +64,8 @@ class Fleet:
         self.agreed: str | None = None  # the facts of the servers that take requests
         self._changed = asyncio.Event()
         self._watching: dict[str, asyncio.Task[None]] = {}
+        self._found: dict[str, list[Target]] = {}  # by address of the settings
+        self._unresolved: dict[str, str] = {}  # why an address has no targets now
 
     @property
     def usable(self) -> list[Server]:
@@ -80,8 +83,10 @@ class Fleet:
         """Look names up, and watch every server, until cancelled."""
         try:
             while True:
-                with suppress(OSError):  # what was found before stays
+                try:
                     self._set(await self._resolved())
+                except Exception as error:  # noqa: BLE001  # streams depend on this task
+                    _log.error("resolve_failed", why=repr(error))
                 await asyncio.sleep(self._settings.resolve_seconds)
         finally:
             for each in self._watching.values():
@@ -89,25 +94,22 @@ class Fleet:
             await asyncio.gather(*self._watching.values(), return_exceptions=True)
 
     async def _resolved(self) -> list[Target]:
-        """Return the targets of all addresses. Raises OSError if none of a name is known."""
-        loop = asyncio.get_running_loop()
-        found: dict[str, Target] = {}
-        for address in self._settings.servers:
-            parts = urlsplit(address)
-            host, is_tls = str(parts.hostname), parts.scheme == "https"
-            port = parts.port or (443 if is_tls else 80)
-            hosts = [host]
-            if not _is_number(host):
-                entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                # Both families of one machine would be two servers.
-                families = {entry[0] for entry in entries}
-                family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
-                hosts = sorted(str(entry[4][0]) for entry in entries if entry[0] == family)
-            for each in hosts:
-                shown = f"[{each}]" if ":" in each else each
-                target = Target(each, port, f"{shown}:{port}", host if is_tls else None)
-                found[target.url] = target
-        return list(found.values())
+        """Return the targets of all addresses; those from before where a look-up fails."""
+        await asyncio.gather(*map(self._look_up, self._settings.servers))
+        found = (target for each in self._settings.servers for target in self._found.get(each, ()))
+        return list({target.url: target for target in found}.values())
+
+    async def _look_up(self, address: str) -> None:
+        """Note the targets of an address, or log once why it has none now."""
+        try:
+            self._found[address] = await _targets_of(address)
+        except (OSError, UnicodeError) as error:
+            if self._unresolved.get(address) != str(error):
+                _log.warning("name_not_resolved", address=address, why=str(error))
+            self._unresolved[address] = str(error)
+        else:
+            if self._unresolved.pop(address, None) is not None:
+                _log.info("name_resolved", address=address)
 
     def _set(self, targets: Iterable[Target]) -> None:
         """Begin to watch new servers; give no more requests to those that are gone."""
@@ -122,7 +124,7 @@ class Fleet:
             if known is not None:
                 known.is_removed = False
                 continue
-            self.servers[name] = Server(target, self._tls)
+            self.servers[name] = Server(target, self._tls, self._settings.silence_seconds)
             self._watching[name] = asyncio.ensure_future(self._watch(self.servers[name]))
 
     async def _watch(self, server: Server) -> None:
@@ -130,7 +132,10 @@ class Fleet:
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
-            await self._check(server)
+            try:
+                await self._check(server)
+            except Exception as error:  # noqa: BLE001  # without its watch a server is never ready
+                self._note(server, is_ready=False, problem=f"its check failed: {error!r}")
             if server.is_removed and not server.pool.num_open:
                 del self.servers[server.name], self._watching[server.name]
                 server.pool.lose("its address is gone")
@@ -151,6 +156,8 @@ class Fleet:
                 self.lost(server, f"it was silent for {silence_s:g} s")
             return
         except LostError as error:
+            if loop.time() - server.heard_at >= silence_s:
+                self.lost(server, str(error))  # an open connection may tell nothing of it
             self._note(server, is_ready=False, problem=str(error))
             server.facts = None
             return
@@ -199,8 +206,9 @@ class Fleet:
                     server.num_cache_tokens = int(float(line.split()[1]))
 
     def _note(self, server: Server, *, is_ready: bool, problem: str) -> None:
-        if server.is_ready != is_ready or server.problem != problem:
-            server.is_ready, server.problem = is_ready, problem
+        if is_ready and not server.is_ready:
+            server.ready_at = asyncio.get_running_loop().time()
+        server.is_ready, server.problem = is_ready, problem
         self._update()
 
     def _update(self) -> None:
@@ -239,14 +247,18 @@ class Fleet:
         server.is_doubtful.set()
 
     async def pick(
-        self, request_id: str, asked: PromptPages, avoid: Callable[[Server], bool]
+        self,
+        request_id: str,
+        asked: PromptPages,
+        avoid: Callable[[Server], bool],
+        limit_s: float,
     ) -> Server | None:
         """Return the best server that is not to be avoided, and count the request on it.
 
-        None if there is none within `wait_seconds`.
+        None if there is none within `limit_s` seconds.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.wait_seconds):
+            async with asyncio.timeout(limit_s):
                 while True:
                     found = self.pick_now(request_id, asked, avoid)
                     if found is not None:
@@ -265,6 +277,26 @@ class Fleet:
             return None
         self.choice.routed(request_id, asked, ranked[0])
         return self.servers[ranked[0]]
+
+
+async def _targets_of(address: str) -> list[Target]:
+    """Return the targets of an address. Raises OSError or UnicodeError if its name has none."""
+    parts = urlsplit(address)
+    host, is_tls = str(parts.hostname), parts.scheme == "https"
+    port = parts.port or (443 if is_tls else 80)
+    hosts = [host]
+    if not _is_number(host):
+        loop = asyncio.get_running_loop()
+        entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # Both families of one machine would be two servers.
+        families = {entry[0] for entry in entries}
+        family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+        hosts = sorted(str(entry[4][0]) for entry in entries if entry[0] == family)
+    shown = (f"[{each}]" if ":" in each else each for each in hosts)
+    return [
+        Target(each, port, f"{name}:{port}", host if is_tls else None)
+        for each, name in zip(hosts, shown, strict=True)
+    ]
 
 
 def facts_of(models: Any) -> str:

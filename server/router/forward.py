@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ _NOT_SENT_ON = _OF_A_CONNECTION | {
 }
 _NOT_SENT_BACK = _OF_A_CONNECTION | {b"date", b"server"}
 _BUSY = frozenset({429, 503})
+_IS_FULL = re.compile(rb'"code": ?"(?:bodies|connections)_full"')  # the server is well
+_HAS_STOPPED = re.compile(rb'"code": ?"engine_stopped"')
 _PAUSE_S = 1.0  # before a stream asks busy servers again
 _MOST_UNSENT = 100  # tries that reach no server
 
@@ -46,6 +49,10 @@ _log = structlog.get_logger(__name__)
 
 class NoServerError(Exception):
     """No server could answer; the message says why."""
+
+
+class _NoTurnError(Exception):
+    """A stream that has lost its server found the others busy for too long."""
 
 
 @dataclass(slots=True)
@@ -64,6 +71,7 @@ class Asked:
     facts: str | None = None  # of the server that began the stream
     has_events: bool = False  # and more of it than comments
     num_lost: int = 0
+    waits_until: float = 0.0  # the loop's time: the end of the wait for another server
     num_unsent: int = 0  # tries whose server was not reached
     refusals: set[str] = field(default_factory=set)  # servers that were busy
 
@@ -97,9 +105,13 @@ class Forwarder:
 
     async def _try(self, asked: Asked, start: Start, send: Send) -> bool:
         """Ask one server; return False if another one has to be asked."""
+        limit_s, loop = self._settings.wait_seconds, asyncio.get_running_loop()
+        if asked.has_begun:
+            limit_s = max(0.0, asked.waits_until - loop.time())
         server = await self._fleet.pick(
-            asked.request_id, asked.pages, lambda each: _is_avoided(asked, each)
+            asked.request_id, asked.pages, lambda each: _is_avoided(asked, each), limit_s
         )
+        began = loop.time()
         if server is None:
             await self._give_up(asked, send, "No server is ready.", "no_server")
             return True
@@ -110,7 +122,12 @@ class Forwarder:
             )
             return await self._answer(asked, server, exchange, start, send)
         except LostError as error:
+            if server.ready_at <= began:
+                self._fleet.doubt(server, str(error))
             return await self._lost(asked, server, error, send)
+        except _NoTurnError:
+            await self._give_up(asked, send, "All servers are busy.", "no_server")
+            return True
         except DivergedError:
             _log.error("diverged", server=server.name, request_id=asked.request_id)
             told = "The server was lost, and another one does not give the same answer."
@@ -132,11 +149,13 @@ class Forwarder:
         self, asked: Asked, server: Server, exchange: Exchange, start: Start, send: Send
     ) -> bool:
         """Send an answer back; return False if another server has to be asked."""
-        if exchange.status in _BUSY and await self._is_refused(asked, server, exchange):
-            return False
         if _is_stream(exchange):
             return await self._stream(asked, server, exchange, start, send)
         body = await exchange.whole()
+        if exchange.status in _BUSY and await self._is_refused(
+            asked, server, exchange.status, body
+        ):
+            return False
         if asked.has_begun:
             raise DivergedError  # the request has been valid before
         self._fleet.choice.first_token(asked.request_id)
@@ -145,16 +164,24 @@ class Forwarder:
         self._ended(asked, exchange.status)
         return True
 
-    async def _is_refused(self, asked: Asked, server: Server, exchange: Exchange) -> bool:
-        """Return whether a busy server's answer is dropped, because there is another server."""
+    async def _is_refused(self, asked: Asked, server: Server, status: int, body: bytes) -> bool:
+        """Return whether a busy server's answer is dropped, because there is another server.
+
+        Raises _NoTurnError if a stream has waited for its time.
+        """
         asked.refusals.add(server.name)
-        if exchange.status == 503:
+        if status == 503 and not _IS_FULL.search(body):
             self._fleet.doubt(server, "it answers 503")
+        asked.num_lost += bool(_HAS_STOPPED.search(body))
+        if asked.num_lost > self._settings.continue_attempts and not asked.has_begun:
+            return False
         others = [each for each in self._fleet.usable if not _is_avoided(asked, each)]
         if not others and not asked.has_begun:
             return False
-        await exchange.whole()
         if not others:
+            is_over = asyncio.get_running_loop().time() >= asked.waits_until
+            if is_over or asked.num_lost > self._settings.continue_attempts:
+                raise _NoTurnError
             asked.refusals.clear()  # the client has a part, so it is worth waiting for
             await asyncio.sleep(_PAUSE_S)
         self._metrics.lost("busy")
@@ -201,8 +228,9 @@ class Forwarder:
 
     async def _lost(self, asked: Asked, server: Server, error: LostError, send: Send) -> bool:
         """Note a lost server; return False if the request can be sent again."""
-        self._fleet.doubt(server, str(error))
-        asked.num_lost += not error.is_unsent
+        if not error.is_unsent:
+            asked.num_lost += 1
+            asked.waits_until = asyncio.get_running_loop().time() + self._settings.wait_seconds
         asked.num_unsent += error.is_unsent
         kind = "continuation" if asked.has_events else "retry"
         self._metrics.lost(kind)

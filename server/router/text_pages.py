@@ -21,19 +21,30 @@ _FIRST = ("tools", "system", "instructions")
 _THEN = ("messages", "input", "prompt")
 # Cached pages are shared between requests that agree on these.
 _OF_THE_CACHE = ("model", "cache_salt", "rope")
+_MOST_BYTES, _MOST_LISTS = 1 << 21, 1 << 16  # parsing them takes some 20 ms and MB
+NO_PAGES = PromptPages(0, PAGE_TOKENS, ())
 
 
 def asked_pages(body: bytes, owner: bytes) -> PromptPages:
     """Return the length and the keys of a body's prompt; none if it is not JSON with a prompt.
 
+    A body of more than 2 MiB, or with very many lists or objects, is not parsed and has no keys,
+    because nobody has checked its sender's API key yet.
+
     owner: whose cached pages the request may use, from the client's key.
     """
+    if len(body) > _MOST_BYTES:
+        return PromptPages(len(body) // _CHARS_OF_A_TOKEN, PAGE_TOKENS, ())
+    if body.count(b"[") + body.count(b"{") > _MOST_LISTS:
+        return NO_PAGES
     try:
         found = json.loads(body) if body else None
+        return _pages_of(found, owner) if isinstance(found, dict) else NO_PAGES
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        return PromptPages(0, PAGE_TOKENS, ())
+        return NO_PAGES
+
+
+def _pages_of(found: dict[str, Any], owner: bytes) -> PromptPages:
     root = json.dumps([found.get(name) for name in _OF_THE_CACHE], sort_keys=True).encode()
     pieces, num_tokens = _pieces(found)
     keys = []

@@ -5,7 +5,9 @@ bytes have come, and has no more.
 """
 
 import asyncio
+import socket
 import ssl
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ _CONNECT_S = 5.0
 _MOST_UNREAD = 1 << 20  # bytes; then the server waits, as it would for a slow client
 _MOST_IDLE = 64  # connections that are kept to a server
 _MAX_HEAD_BYTES = 1 << 16
+_LEAST_SILENCE_S = 10.0  # a busy server may take no bytes for a while
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -62,6 +65,8 @@ class Exchange(asyncio.Protocol):
         self._num_unread = 0
         self._is_paused = False
         self._lost: str | None = None
+        self._is_closed_there = False
+        self._heard_before = 0.0  # the loop's time of the last bytes before the request
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -69,6 +74,11 @@ class Exchange(asyncio.Protocol):
         """Return whether another request may be sent."""
         is_idle = self._head is None and (self._body is None or self._body.is_over)
         return is_idle and self._keeps_open and self._lost is None and not self._is_paused
+
+    @property
+    def is_dropped(self) -> bool:
+        """Return whether the server closed the connection before any byte of the answer."""
+        return self._is_closed_there and self.heard_at == self._heard_before
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -78,6 +88,7 @@ class Exchange(asyncio.Protocol):
         """Tell the reader, unless the end of the connection is that of the answer."""
         if self._body is not None and self._body.ends_with_connection and exc is None:
             self._body.is_over = True
+        self._is_closed_there = self._lost is None and not isinstance(exc, TimeoutError)
         self.lose("it closed the connection" if exc is None else f"{exc}")
 
     def lose(self, why: str) -> None:
@@ -142,6 +153,7 @@ class Exchange(asyncio.Protocol):
     async def send(self, method: str, target: str, headers: Headers, body: bytes) -> None:
         """Send a request, and return when the head of the answer has come. Raises LostError."""
         self.status, self.headers, self._body, self._method = 0, (), None, method
+        self._heard_before = self.heard_at
         self._head = h11.Connection(h11.CLIENT, _MAX_HEAD_BYTES)
         sent = [
             self._head.send(h11.Request(method=method, target=target, headers=list(headers))),
@@ -186,8 +198,11 @@ class Exchange(asyncio.Protocol):
 class Pool:
     """The connections to one server."""
 
-    def __init__(self, target: Target, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, target: Target, tls: ssl.SSLContext | None, silence_s: float = _LEAST_SILENCE_S
+    ) -> None:
         self.target = target
+        self._silence_s = max(silence_s, _LEAST_SILENCE_S)
         self._tls = tls if target.tls_name is not None else None
         self._idle: list[Exchange] = []
         self._in_use: set[Exchange] = set()
@@ -212,23 +227,33 @@ class Pool:
 
         The caller gives it back with `release`. Raises LostError.
         """
-        while True:
-            exchange, is_used = await self._connection()
-            self._in_use.add(exchange)
-            sent: list[tuple[bytes, bytes]] = [(b"host", self.target.name.encode()), *headers]
-            if body or method not in {"GET", "HEAD"}:
-                sent.append((b"content-length", str(len(body)).encode()))
+        sent: list[tuple[bytes, bytes]] = [(b"host", self.target.name.encode()), *headers]
+        if body or method not in {"GET", "HEAD"}:
+            sent.append((b"content-length", str(len(body)).encode()))
+        exchange = self._idle_one()
+        if exchange is not None:
             try:
-                await exchange.send(method, target, sent, body)
+                return await self._send(exchange, method, target, sent, body)
             except LostError:
-                self.release(exchange)
-                if is_used:  # the server may have closed it while it was idle
-                    continue
-                raise
-            except BaseException:
-                self.release(exchange)
-                raise
-            return exchange
+                if not exchange.is_dropped:
+                    raise
+            # The server may have closed it while it was idle, or the request may have ended it.
+        try:
+            fresh = await self._connection()
+        except LostError as error:
+            raise LostError(str(error), is_unsent=exchange is None) from error
+        return await self._send(fresh, method, target, sent, body)
+
+    async def _send(
+        self, exchange: Exchange, method: str, target: str, headers: Headers, body: bytes
+    ) -> Exchange:
+        self._in_use.add(exchange)
+        try:
+            await exchange.send(method, target, headers, body)
+        except BaseException:
+            self.release(exchange)
+            raise
+        return exchange
 
     def release(self, exchange: Exchange) -> None:
         """Keep the connection of an exchange that is over; close any other one."""
@@ -244,20 +269,24 @@ class Pool:
             each.lose(why)
         self._idle.clear()
 
-    async def _connection(self) -> tuple[Exchange, bool]:
-        """Return a connection, and whether it had a request before. Raises LostError."""
+    def _idle_one(self) -> Exchange | None:
+        """Return a connection that had a request before."""
         while self._idle:
             idle = self._idle.pop()
             if idle.is_reusable:
-                return idle, True
+                return idle
             idle.close()
+        return None
+
+    async def _connection(self) -> Exchange:
+        """Return a new connection. Raises LostError."""
         options: dict[str, Any] = {}
         if self._tls is not None:
             options = {"ssl": self._tls, "server_hostname": self.target.tls_name}
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_S):
-                _, exchange = await loop.create_connection(
+                transport, exchange = await loop.create_connection(
                     Exchange, self.target.host, self.target.port, **options
                 )
         except TimeoutError as error:
@@ -265,4 +294,15 @@ class Pool:
             raise LostError(told, is_unsent=True) from error
         except OSError as error:
             raise LostError(f"cannot connect: {error.strerror or error}", is_unsent=True) from error
-        return exchange, False
+        _end_after(self._silence_s, transport.get_extra_info("socket"))
+        return exchange
+
+
+def _end_after(silence_s: float, sock: socket.socket) -> None:
+    """Let the system end a connection whose other machine acknowledges nothing for so long."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        whole_s = min(int(silence_s), 32_767)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, whole_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, whole_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence_s * 1000))

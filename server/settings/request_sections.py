@@ -23,6 +23,14 @@ from ropewalk.server.settings.fields import (
 )
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address to listen on."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class HttpSettings(Section):
     """HTTP and metrics"""  # noqa: D400  # a heading
 
@@ -47,10 +55,7 @@ class HttpSettings(Section):
     @property
     def is_on_loopback(self) -> bool:
         """Return whether only this machine reaches the port."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
 
 
 class KeyEntry(Section):

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from ropewalk.server.settings.config_file import ConfigFileError, read_config_file
-from ropewalk.server.settings.fields import Names, Section, setting
+from ropewalk.server.settings.fields import HostNames, Names, Section, setting
 from ropewalk.server.settings.load import SettingsError
 from ropewalk.server.settings.problems import (
     ENV_PREFIX,
@@ -113,6 +113,12 @@ class EdgeSettings(Section):
     port: int = _as_in(HttpSettings, "port")
     ssl_certfile: Path | None = _as_in(AccessSettings, "ssl_certfile")
     ssl_keyfile: Path | None = _as_in(AccessSettings, "ssl_keyfile")
+    allowed_hosts: HostNames = setting(
+        (),
+        "Host names that requests may have in their Host header, as with `serve`. Default: none "
+        "but addresses and local names if host is a loopback address, else any.",
+        unit="hosts",
+    )
     max_body_bytes: int = setting(
         32 * 2**20, "Largest body of a request.", unit="bytes", ge=1024, le=2**31
     )
@@ -122,6 +128,7 @@ class EdgeSettings(Section):
         unit="bytes",
         ge=1024,
     )
+    max_headers: int = _as_in(LimitSettings, "max_headers")
     max_header_bytes: int = _as_in(LimitSettings, "max_header_bytes")
     max_connections: int = _as_in(LimitSettings, "max_connections")
     head_timeout_seconds: float = _as_in(LimitSettings, "head_timeout_seconds")

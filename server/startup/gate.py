@@ -38,7 +38,9 @@ from ropewalk.server.settings.load import (
     read_named,
 )
 from ropewalk.server.settings.problems import shown
-from ropewalk.server.settings.route_settings import RouteSettings
+
+if TYPE_CHECKING:
+    from ropewalk.server.settings.route_settings import RouteSettings
 
 _CERTIFICATE = re.compile("-----BEGIN (TRUSTED |X509 )?CERTIFICATE-----")
 _PEM_TEXT = "latin-1"  # names beside the parts may be in any encoding
@@ -58,7 +60,7 @@ Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 _BACKLOG = 2048  # uvicorn's
 
 
-def listening_socket(settings: ServeSettings | RouteSettings) -> socket.socket:
+def listening_socket(settings: "ServeSettings | RouteSettings") -> socket.socket:
     """Return a socket whose connections wait to be accepted. Raises SettingsError."""
     family, kind, protocol, _, address = address_of(settings)
     try:
@@ -78,7 +80,7 @@ def listening_socket(settings: ServeSettings | RouteSettings) -> socket.socket:
     return listener
 
 
-def address_of(settings: ServeSettings | RouteSettings) -> Address:
+def address_of(settings: "ServeSettings | RouteSettings") -> Address:
     """Return the address of host and port, in the format of getaddrinfo. Raises SettingsError."""
     try:
         return socket.getaddrinfo(
@@ -88,13 +90,13 @@ def address_of(settings: ServeSettings | RouteSettings) -> Address:
         raise _cannot_listen(settings, error) from error
 
 
-def _cannot_listen(settings: ServeSettings | RouteSettings, error: OSError) -> SettingsError:
+def _cannot_listen(settings: "ServeSettings | RouteSettings", error: OSError) -> SettingsError:
     return SettingsError(
         f"cannot listen on host {settings.host}, port {settings.port}: {error.strerror}"
     )
 
 
-def check_certificate(settings: ServeSettings | RouteSettings) -> None:
+def check_certificate(settings: "ServeSettings | RouteSettings") -> None:
     """Raise SettingsError if the settings' certificate cannot be used."""
     if settings.ssl_certfile is None:
         return
@@ -119,7 +121,7 @@ def _check_pem_files(certificate: Path, key: Path | None) -> None:
         raise SettingsError(f"{name}: the private key in {path} must have no password")
 
 
-def _cannot_use(settings: ServeSettings | RouteSettings, error: ssl.SSLError) -> str:
+def _cannot_use(settings: "ServeSettings | RouteSettings", error: ssl.SSLError) -> str:
     """Return the sentence about files in PEM format that OpenSSL refuses."""
     if settings.ssl_keyfile is not None and error.reason in _MISMATCHES:
         found = f"is not the key of the certificate in {settings.ssl_certfile}"
@@ -129,7 +131,7 @@ def _cannot_use(settings: ServeSettings | RouteSettings, error: ssl.SSLError) ->
     return f"ssl_certfile: {settings.ssl_certfile} cannot be used{beside}: OpenSSL says {why}"
 
 
-def url_of(settings: ServeSettings | RouteSettings, listener: socket.socket) -> str:
+def url_of(settings: "ServeSettings | RouteSettings", listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     scheme = "http" if settings.ssl_certfile is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -139,6 +141,7 @@ if TYPE_CHECKING:
     from ropewalk.server.access.key_ring import KeyRing
     from ropewalk.server.access.open_request import SpanSource
     from ropewalk.server.middleware.body_limits import BodyLimits
+    from ropewalk.server.middleware.head_checks import HeadRules
     from ropewalk.server.startup.app import AccessPolicy
 
 
@@ -320,16 +323,10 @@ def access_policy_of(
     `has_own_port`: false if requests come through another process, whose port `host` is not.
     """
     # Imported here, because the keys are read before FastAPI is imported.
-    from ropewalk.server.middleware.head_checks import AllowedHosts, HeadRules  # noqa: PLC0415
     from ropewalk.server.startup.app import AccessPolicy  # noqa: PLC0415
 
     # Without a key, a web page that reaches the port as its own origin could use the server.
     is_open = has_own_port and settings.is_on_loopback and ring is None
-    has_hosts = settings.allowed_hosts or is_open
-    hosts = None
-    if has_hosts and "*" not in settings.allowed_hosts:
-        hosts = AllowedHosts.of(settings.allowed_hosts)
-
     return AccessPolicy(
         key_ring=ring,
         router_key=settings.router_key,
@@ -338,9 +335,20 @@ def access_policy_of(
         spans=_spans_of(settings),
         access_log=None if settings.access_log == "off" else settings.access_log,
         allowed_origins=settings.allowed_origins,
-        head=HeadRules(settings.max_headers, hosts),
+        head=head_rules_of(settings, is_open=is_open),
         body=body_limits_of(settings, max_len),
     )
+
+
+def head_rules_of(settings: "ServeSettings | RouteSettings", *, is_open: bool) -> "HeadRules":
+    """Build the rules of heads. `is_open`: whether hosts are checked though none is named."""
+    from ropewalk.server.middleware.head_checks import AllowedHosts, HeadRules  # noqa: PLC0415
+
+    has_hosts = settings.allowed_hosts or is_open
+    hosts = None
+    if has_hosts and "*" not in settings.allowed_hosts:
+        hosts = AllowedHosts.of(settings.allowed_hosts)
+    return HeadRules(settings.max_headers, hosts)
 
 
 def body_limits_of(settings: ServeSettings, max_len: int) -> "BodyLimits":

@@ -25,13 +25,13 @@ from ropewalk.server.middleware.connections import (
 )
 from ropewalk.server.process.hangups import Hangups, end_at_once
 from ropewalk.server.settings.load import ServeSettings
-from ropewalk.server.settings.route_settings import RouteSettings
 
 if TYPE_CHECKING:  # the port answers before these are imported
     from starlette.types import ASGIApp
 
     from ropewalk.server.access.open_request import SpanSource
     from ropewalk.server.api.service import Service
+    from ropewalk.server.settings.route_settings import RouteSettings
     from ropewalk.server.startup.reload import Reloader
 
 _FAREWELL_S = 5.0  # for the error events of requests that did not finish
@@ -44,7 +44,7 @@ class GracefulServer(uvicorn.Server):
 
     def __init__(
         self,
-        settings: ServeSettings | RouteSettings,
+        settings: "ServeSettings | RouteSettings",
         app: "ASGIApp",
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
@@ -190,7 +190,7 @@ class GracefulServer(uvicorn.Server):
 
 
 def _uvicorn_config(
-    settings: ServeSettings | RouteSettings, door: AvailabilityGate
+    settings: "ServeSettings | RouteSettings", door: AvailabilityGate
 ) -> uvicorn.Config:
     return uvicorn.Config(
         door,

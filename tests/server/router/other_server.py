@@ -19,6 +19,8 @@ class OtherServer:
         self.models: dict[str, Any] = {"object": "list", "data": []}
         self.parts: Sequence[bytes] = ()  # of a stream, which is then broken off
         self.status = 200  # another one is answered instead of the stream
+        self.status_afterwards: int | None = None  # as `status`, behind the first stream
+        self.code = "of_the_other"
         self.num_asked = 0
         self.url = ""
         self.port = 0
@@ -39,13 +41,14 @@ class OtherServer:
         while (await receive()).get("more_body"):
             pass
         if self.status != 200:
-            await self._json(send, self.status, {"error": {"code": "of_the_other"}})
+            await self._json(send, self.status, {"error": {"code": self.code}})
             return
         head = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": head})
         for part in self.parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await asyncio.sleep(0.05)  # for the bytes to be read
+        self.status = self.status_afterwards or self.status
         # uvicorn closes the connection of an answer that is not whole.
 
     async def _json(self, send: Any, status: int, body: Any) -> None:

@@ -8,9 +8,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
+import structlog
 
 from ropewalk.server.replicas.prompt_pages import PromptPages
 from ropewalk.server.router.fleet import Fleet
+from ropewalk.server.router.upstream import Exchange, LostError, Pool
 from ropewalk.server.settings.route_settings import RouteSettings
 from tests.server.router.other_server import OtherServer, other_server
 
@@ -18,15 +20,14 @@ NOTHING = PromptPages(0, 32, ())
 
 
 @asynccontextmanager
-async def watched(*urls: str) -> AsyncIterator[Fleet]:
+async def watched(*urls: str, silence_s: float = 5.0) -> AsyncIterator[Fleet]:
     """A fleet that looks every twentieth of a second."""
     fleet = Fleet(
         RouteSettings(
             servers=urls,
             resolve_seconds=0.05,
             check_seconds=0.05,
-            silence_seconds=5.0,
-            wait_seconds=0.1,
+            silence_seconds=silence_s,
         )
     )
     running = asyncio.ensure_future(fleet.run())
@@ -118,16 +119,73 @@ def test_without_a_server_a_request_waits_and_is_told() -> None:
         with other_server() as server:
             server.is_ready = False
             async with watched(server.url) as fleet:
-                assert await fleet.pick("a", NOTHING, lambda _: False) is None
-                waiting = asyncio.ensure_future(fleet.pick("b", NOTHING, lambda _: False))
+                assert await fleet.pick("a", NOTHING, lambda _: False, 0.1) is None
+                waiting = asyncio.ensure_future(fleet.pick("b", NOTHING, lambda _: False, 0.1))
                 await asyncio.sleep(0)
                 server.is_ready = True
                 await until(lambda: bool(fleet.usable))
-                found = await fleet.pick("c", NOTHING, lambda _: False)
+                found = await fleet.pick("c", NOTHING, lambda _: False, 0.1)
                 assert found is not None
                 assert found.name == server.url
                 waited = await waiting
                 assert waited is None or waited.name == server.url
                 assert fleet.choice.num_open == 1 + (waited is not None)
+
+    run(test)
+
+
+def test_an_address_that_does_not_resolve_leaves_the_others() -> None:
+    """Its log line comes once; a name with an empty label is no name at all."""
+
+    async def test() -> None:
+        with other_server() as server, structlog.testing.capture_logs() as lines:
+            async with watched("http://a..b", server.url) as fleet:
+                await until(lambda: [each.name for each in fleet.usable] == [server.url])
+                await asyncio.sleep(0.2)  # several look-ups
+        told = [each["address"] for each in lines if each["event"] == "name_not_resolved"]
+        assert told == ["http://a..b"]
+
+    run(test)
+
+
+def test_streams_of_a_server_that_accepts_no_connection_are_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind a network that is gone, an open connection stays silent and does not break."""
+    lost: list[str] = []
+
+    async def refuse(*_: Any) -> Exchange:
+        raise LostError("it did not accept a connection", is_unsent=True)
+
+    async def test() -> None:
+        with other_server() as server:
+            async with watched(server.url, silence_s=0.3) as fleet:
+                await until(lambda: bool(fleet.usable))
+                monkeypatch.setattr(Pool, "lose", lambda _, why: lost.append(why))
+                monkeypatch.setattr(Pool, "request", refuse)
+                await until(lambda: bool(lost))
+                assert not fleet.usable
+
+    run(test)
+
+
+def test_a_check_that_fails_by_itself_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Fleet._learn
+    num_failed = 0
+
+    async def learn(fleet: Fleet, server: Any) -> None:
+        nonlocal num_failed
+        num_failed += 1
+        if num_failed == 1:
+            raise ZeroDivisionError
+        await real(fleet, server)
+
+    monkeypatch.setattr(Fleet, "_learn", learn)
+
+    async def test() -> None:
+        with other_server() as server:
+            async with watched(server.url) as fleet:
+                await until(lambda: bool(fleet.usable))
+        assert num_failed > 1
 
     run(test)

@@ -110,4 +110,7 @@ def test_failures_of_a_server_are_told_from_those_of_a_request() -> None:
         other = failure.replace(b"engine_stopped", b"x").replace(b"api_error", b"x")
         assert not tells_failure(other.replace(b"server_error", b"invalid_prompt"))
     assert not tells_failure(event('event: error "engine_stopped"'))
+    for failure in failures:  # its client did not read
+        unread = failure.replace(b'"code"', b'"message": "9 unread (max_unread_tokens)", "code"')
+        assert not tells_failure(unread.replace(b'"api', b'"(max_unread_tokens)", "api'))
     assert list(events_in(b"".join(failures))) == failures

@@ -152,6 +152,22 @@ def test_other_routes_and_refusals_are_passed_on(router: str, servers: list[Serv
     assert given.headers["x-request-id"] == "of-the-client"
 
 
+def test_heads_are_checked_as_by_a_server(router: str, servers: list[Server]) -> None:
+    """The router writes its own heads, so a server cannot check those of clients."""
+    refused: list[tuple[dict[str, str], int, str]] = [
+        ({"Host": "page.example"}, 403, "host_not_allowed"),
+        ({"Transfer-Encoding": "chunked", "Content-Length": "5"}, 400, "ambiguous_length"),
+        ({f"X-{number}": "" for number in range(101)}, 431, "headers_too_large"),
+    ]
+    for headers, status, code in refused:
+        for url in (servers[0].url, router):
+            told = httpx.post(
+                f"{url}/v1/completions", content=iter([b"0\r\n\r\n"]), headers=headers
+            )
+            assert told.status_code == status
+            assert told.json()["error"]["code"] == code
+
+
 def test_a_client_cannot_choose_ids(router: str, servers: list[Server]) -> None:
     """A server refuses them, and the router does not pass them on."""
     told = {"X-Ropewalk-Answer": f"{'a' * 32} 1 1"}
@@ -296,6 +312,30 @@ def test_without_a_key_of_the_router_a_lost_stream_ends_with_an_error() -> None:
     assert got.startswith(first)
     assert b'"code": "server_lost"' in got
     assert got.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_stream_does_not_wait_for_busy_servers_for_ever() -> None:
+    """Its server is lost, and answers 429 from then on."""
+    first = b'data: {"text": "a"}\n\n'
+    with other_server() as other:
+        other.parts, other.status_afterwards = [first], 429
+        with routed(other.url, flags=(*_ROUTER, "--wait-seconds", "1.5"), num_ready=1) as url:
+            got = httpx.post(f"{url}/v1/completions", json={"stream": True}, timeout=60).content
+    assert got.startswith(first)
+    assert b'"code": "no_server"' in got
+    assert other.num_asked > 1
+
+
+@pytest.mark.parametrize("code", ["bodies_full", "connections_full"])
+def test_a_server_that_is_full_stays_chosen(code: str) -> None:
+    """It is well, so its pages and its load are still known."""
+    with other_server() as other:
+        other.status, other.code = 503, code
+        with routed(other.url, num_ready=1) as url:
+            for _ in range(3):
+                told = httpx.post(f"{url}/v1/completions", json={}, timeout=60)
+                assert told.json()["error"]["code"] == code
+                assert metric(url, 'servers{state="ready"}') == 1
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ropewalk.server.replicas.prompt_pages import PromptPages
 from ropewalk.server.router.text_pages import asked_pages
 
 LONG = "A text that many requests begin with. " * 20
@@ -67,3 +68,21 @@ def test_tokens_have_pages_of_tokens() -> None:
 def test_a_body_without_a_prompt_has_no_keys(body: bytes) -> None:
     found = asked_pages(body, b"")
     assert (found.num_tokens, found.keys) == (0, ())
+
+
+@pytest.mark.parametrize("depth", range(300, 1100, 10))
+def test_deep_values_are_no_error(depth: int) -> None:
+    """Python reads some depths that it cannot write."""
+    deep = b"[" * depth + b"]" * depth
+    for name in (b"messages", b"model", b"tools"):
+        assert asked_pages(b'{"%s": %s}' % (name, deep), b"").page_size == 32
+
+
+def test_bodies_that_are_dear_to_parse_have_no_keys() -> None:
+    """Nobody has checked the key of their sender; the length of a long one still counts."""
+    many = json.dumps({"prompt": LONG, "stop": [[]] * 70_000}).encode()
+    assert asked_pages(many, b"") == PromptPages(0, 32, ())
+    long = json.dumps({"prompt": LONG * 3000}).encode()
+    found = asked_pages(long, b"")
+    assert not found.keys
+    assert found.num_tokens == len(long) // 4
