@@ -24,8 +24,11 @@ _IDS = re.compile(
     rb"(cmpl|chatcmpl|resp|msg|rs|fc)[-_][0-9a-f]{32}|\"(created|created_at)\": ?[0-9]+"
 )
 _FLAGS = ("--threads", "1", "--kv-cache-tokens", "16384", "--router-key", KEY)
-_ROUTER = ("--router-key", KEY, "--check-seconds", "0.1", "--silence-seconds", "0.7")
-LONG = {"max_tokens": 400, "min_tokens": 400, "temperature": 1.0, "stream": True}
+_ROUTER = ("--router-key", KEY, "--check-seconds", "0.1", "--silence-seconds", "3")
+_HASTY = (*_ROUTER[:-1], "0.7")  # for servers that are stopped
+# Answers that a signal has to meet are far longer than the time until it comes.
+FAR = 1000
+LONG = {"max_tokens": FAR, "min_tokens": FAR, "temperature": 1.0, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,12 @@ def routed(*urls: str, flags: tuple[str, ...] = _ROUTER, num_ready: int) -> Iter
 @pytest.fixture(scope="module")
 def router(servers: list[Server]) -> Iterator[str]:
     with routed(*(each.url for each in servers), num_ready=2) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def hasty_router(servers: list[Server]) -> Iterator[str]:
+    with routed(*(each.url for each in servers), flags=_HASTY, num_ready=2) as url:
         yield url
 
 
@@ -92,18 +101,18 @@ class Reader(threading.Thread):
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
-def body_for(path: str, number: int) -> dict[str, Any]:
+def body_for(path: str, number: int, num_tokens: int = 400) -> dict[str, Any]:
     """A long stream of an API."""
     text = f"import os  # {number}\n"
     body: dict[str, Any] = {"temperature": 1.0, "stream": True, "seed": 100 + number}
     if path.endswith("/completions") and "chat" not in path:
-        return {**body, "prompt": text, "max_tokens": 400, "min_tokens": 400}
+        return {**body, "prompt": text, "max_tokens": num_tokens, "min_tokens": num_tokens}
     messages = [{"role": "user", "content": text}]
     if path.endswith("/chat/completions"):
-        return {**body, "messages": messages, "max_tokens": 400, "min_tokens": 400}
+        return {**body, "messages": messages, "max_tokens": num_tokens, "min_tokens": num_tokens}
     if path.endswith("/responses"):
-        return {**body, "input": text, "max_output_tokens": 400}
-    return {**body, "messages": messages, "max_tokens": 400}
+        return {**body, "input": text, "max_output_tokens": num_tokens}
+    return {**body, "messages": messages, "max_tokens": num_tokens}
 
 
 def alone(server: Server, asked: list[tuple[str, dict[str, Any]]]) -> list[list[bytes]]:
@@ -193,12 +202,12 @@ def test_a_client_cannot_choose_ids(router: str, servers: list[Server]) -> None:
     assert len({each["text"] for each in answers[0]["choices"]}) == 3
 
 
-def test_streams_go_on_when_their_server_stops(router: str, servers: list[Server]) -> None:
+def test_streams_go_on_when_their_server_stops(hasty_router: str, servers: list[Server]) -> None:
     """One server is stopped in mid-answer (SIGSTOP); both APIs of each kind lose nothing."""
-    asked = [(path, body_for(path, number)) for number in range(2) for path in PATHS]
+    asked = [(path, body_for(path, 5, FAR)) for path in PATHS]
     expected = alone(servers[0], asked)
-    before = metric(router, 'continued_total{outcome="ok"}')
-    readers = [Reader(router, path, body) for path, body in asked]
+    before = metric(hasty_router, 'continued_total{outcome="ok"}')
+    readers = [Reader(hasty_router, path, body) for path, body in asked]
     for each in readers:
         assert each.has_begun.wait(60)
     os.kill(servers[1].pid, signal.SIGSTOP)
@@ -209,23 +218,23 @@ def test_streams_go_on_when_their_server_stops(router: str, servers: list[Server
         os.kill(servers[1].pid, signal.SIGCONT)
     for each, wanted in zip(readers, expected, strict=True):
         assert events(each.data) == wanted
-    assert metric(router, 'continued_total{outcome="ok"}') > before
-    until(lambda: metric(router, 'servers{state="ready"}') == 2)
+    assert metric(hasty_router, 'continued_total{outcome="ok"}') > before
+    until(lambda: metric(hasty_router, 'servers{state="ready"}') == 2)
 
 
-def test_streams_wait_while_all_servers_are_lost(router: str, servers: list[Server]) -> None:
+def test_streams_wait_while_all_servers_are_lost(hasty_router: str, servers: list[Server]) -> None:
     """Both are stopped for longer than the silence that is allowed."""
-    asked = [(path, body_for(path, 7)) for path in PATHS]
+    asked = [(path, body_for(path, 7, FAR)) for path in PATHS]
     expected = alone(servers[0], asked)
-    readers = [Reader(router, path, body) for path, body in asked]
+    readers = [Reader(hasty_router, path, body) for path, body in asked]
     for each in readers:
         assert each.has_begun.wait(60)
     for server in servers:
         os.kill(server.pid, signal.SIGSTOP)
     try:
-        until(lambda: metric(router, 'servers{state="ready"}') == 0)
-        assert httpx.get(f"{router}/ready").status_code == 503
-        assert httpx.get(f"{router}/live").status_code == 200
+        until(lambda: metric(hasty_router, 'servers{state="ready"}') == 0)
+        assert httpx.get(f"{hasty_router}/ready").status_code == 503
+        assert httpx.get(f"{hasty_router}/live").status_code == 200
     finally:
         for server in servers:
             os.kill(server.pid, signal.SIGCONT)
@@ -237,7 +246,7 @@ def test_streams_wait_while_all_servers_are_lost(router: str, servers: list[Serv
 def test_streams_and_whole_answers_survive_a_killed_server(servers: list[Server]) -> None:
     """A server ends by SIGKILL under streams without a seed, and under answers that are whole."""
     with running_server(*_FLAGS) as victim, routed(servers[0].url, victim.url, num_ready=2) as url:
-        asked = [(path, body_for(path, number)) for number in range(2) for path in PATHS[:2]]
+        asked = [(path, body_for(path, number, FAR)) for number in range(2) for path in PATHS[:2]]
         expected = alone(servers[0], asked)
         readers = [Reader(url, path, body) for path, body in asked]
         unseeded = {**LONG, "prompt": "import os\n", "n": 2}
