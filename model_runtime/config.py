@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 DEFAULT_DRAFT_TOKENS = 15
+PAGE_UNIT = 32  # positions of a page in few bits are a multiple: two registers of a processor
 # The most rows of a step with drafts on a GPU: reading the weights takes most of its time.
 MOST_DRAFT_ROWS = 64
 
@@ -15,6 +16,7 @@ class EngineConfig:
     kv_cache_tokens: int  # positions that all running sequences share
     max_model_len: int  # positions of the longest sequence
     page_size: int = 64  # positions in a page
+    kv_cache_dtype: str = "auto"  # of its numbers; auto: that of the model
     max_num_seqs: int = 32  # sequences in one step
     max_num_batched_tokens: int = 512  # tokens in one step: decodes plus prefill chunks
     step_target_s: float | None = None  # target of a step with prefill; None: no target
@@ -33,6 +35,11 @@ class EngineConfig:
     def num_pages(self) -> int:
         """Whole pages that the cache holds."""
         return self.kv_cache_tokens // self.page_size
+
+    @property
+    def seals_pages(self) -> bool:
+        """Return whether full pages are held in few bits (docs/kv-cache.md)."""
+        return self.kv_cache_dtype != "auto"
 
     @property
     def max_decode_rows(self) -> int:

@@ -264,6 +264,9 @@ class Metrics(Observer):
             config.num_pages * config.page_size
         )
         factory.gauge(
+            "ropewalk_kv_cache_info", "Always 1; the label is kv_cache_dtype.", ["format"]
+        ).labels(config.kv_cache_dtype).set(1)
+        factory.gauge(
             "ropewalk_build_info", "Always 1; the labels say what runs.", ["version", "commit"]
         ).labels(own_version(), own_commit() or "unknown").set(1)
         for reason in rejection_reasons:

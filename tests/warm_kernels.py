@@ -28,8 +28,9 @@ def warm(dtype: str) -> None:
     """Compile what a server runs, and attention with and without ranges of keys."""
     checkpoint = load_checkpoint(EMBEDDED_MODEL, dtype=dtype)
     engines = EngineFactory()
-    engine = engines.over(checkpoint, page_size=PAGE_SIZE)
-    answer(engine, request(deployment_of(checkpoint), list(range(40)), max_tokens=3))
+    for kind in ("auto", "int8"):
+        engine = engines.over(checkpoint, page_size=PAGE_SIZE, kv_cache_dtype=kind)
+        answer(engine, request(deployment_of(checkpoint), list(range(40)), max_tokens=3))
     engines.stop_all()
     for page in (16, 8):  # pairs of bfloat16 fit the first only
         laid = PlacedReads(METHODS["sinks"][0], dtype=getattr(torch, dtype), page=page)

@@ -10,7 +10,7 @@ the longest sequence, R = rows of logits.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from torch import Tensor
 from ropewalk.model_runtime.attention.work_list import Cut, WorkList
 from ropewalk.model_runtime.state_shape import StatePart
 from ropewalk.model_runtime.transfer import on_device
+
+if TYPE_CHECKING:
+    from ropewalk.model_runtime.attention.sealed.own_pages import OwnPages
 
 _NO_PARTS = np.empty((0, 4), dtype=np.int64)
 
@@ -34,6 +37,7 @@ class Span(NamedTuple):
     table_id: int  # index of its rotation table
     logit_rows: Sequence[int]  # tokens that need logits, counted from the span's start
     states: Sequence[StatePart] = ()  # all of its tokens, in order; none if a model has no states
+    open_page: int = 0  # of its sequence, in a cache that seals pages
 
 
 class Place(NamedTuple):
@@ -65,6 +69,7 @@ class Batch:
     # Begin, end, slot to read (-1: zeros) and slot to write of each part, int64 [X, 4]; the host's.
     parts_X4: NDArray[np.int64] = field(default_factory=lambda: _NO_PARTS)
     has_draft_parts: bool = False  # some of them are drafts, whose inputs are needed again
+    own_pages: "OwnPages | None" = None  # None: the cache holds every page as it was written
 
 
 class PageRow:

@@ -5,7 +5,7 @@ heads, D = key dimensions, V = value dimensions, S = sequences, N = pages, O = o
 W = work items.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -123,7 +123,7 @@ class CpuAttention:
         out_TC = self.attend(
             as_numpy(read.query_THD.flatten(1).float().contiguous()),
             num_heads,
-            PageArrays(as_numpy(read.keys_NKDO), as_numpy(read.values_NKOV)),
+            self._pages_of(read),
             AttentionParams(
                 read.tables.kernel_arrays,
                 np.float32(read.scaling),
@@ -135,8 +135,22 @@ class CpuAttention:
         )
         return torch.from_numpy(out_TC).view(num_tokens, num_heads, -1)
 
+    @property
+    def is_one_call(self) -> bool:
+        """Return whether a step in one compiled call can write and read the cache."""
+        return True
+
+    def access(self, pages: Any) -> Any:
+        """Return how a one-call step reads and writes these pages."""
+        from ropewalk.model_runtime.cpu_kernels.fused_decode import access_to  # noqa: PLC0415
+
+        return access_to(pages.keys_NKDO)
+
+    def _pages_of(self, read: LayerRead) -> Any:
+        return PageArrays(as_numpy(read.keys_NKDO), as_numpy(read.values_NKOV))
+
     def write_columns(
-        self, key_TC: Numbers, key_at: int, value_TC: Numbers, value_at: int, pages: PageArrays
+        self, key_TC: Numbers, key_at: int, value_TC: Numbers, value_at: int, pages: Any
     ) -> None:
         """Write keys and values that begin in these columns of numpy arrays, head by head."""
         write_kv(key_TC, key_at, value_TC, value_at, *self.destinations, *pages)
@@ -153,20 +167,18 @@ class CpuAttention:
         self,
         query_TC: Numbers,
         num_heads: int,
-        pages: PageArrays,
+        pages: Any,
         params: AttentionParams,
         ranged: RangedSequences | None = None,
     ) -> Numbers:
         """Return the attention of queries in the first columns of a numpy array, head by head."""
-        _, num_key_heads, dim, _ = pages.keys_NKDO.shape
-        num_columns = num_heads * pages.values_NKOV.shape[3]
-        out_TC = np.empty((len(query_TC), num_columns), query_TC.dtype)
+        kernel, plain_pages, num_key_heads, dim, value_dim = self._kernel(pages)
+        out_TC = np.empty((len(query_TC), num_heads * value_dim), query_TC.dtype)
         group = num_heads // num_key_heads
-        arguments = (query_TC, group, *pages, self._plain_sequences)
+        arguments = (query_TC, group, plain_pages, self._plain_sequences)
         shares = self.partitioned(num_heads, dim, num_key_heads)
-        kernel = attend_in_pairs if uses_pairs(pages.keys_NKDO) else attend
         if ranged is not None:
-            read = ranged.kernel(pages.keys_NKDO)
+            read = self._ranges_kernel(ranged, pages)
             own = [ranged.items(share) for share in shares]
             parallel_for(
                 lambda share: read(share, *arguments, ranged.plain, params.unnamed(), out_TC), own
@@ -176,6 +188,19 @@ class CpuAttention:
             shares = [ranged.others(share) for share in shares]
         parallel_for(lambda share: kernel(share, *arguments, params.unnamed(), out_TC), shares)
         return out_TC
+
+    def _kernel(self, pages: Any) -> tuple[Any, tuple[Any, ...], int, int, int]:
+        """Return the kernel, the pages as it takes them, and K, D and V."""
+        _, num_key_heads, dim, _ = pages.keys_NKDO.shape
+        kernel = attend_in_pairs if uses_pairs(pages.keys_NKDO) else attend
+        return kernel, tuple(pages), num_key_heads, dim, pages.values_NKOV.shape[3]
+
+    def _ranges_kernel(self, ranged: RangedSequences, pages: Any) -> Any:
+        return ranged.kernel(pages.keys_NKDO)
+
+    def _tiles(self, place: Place) -> Iterable[int]:
+        """Return the first query of each tile of a sequence's tokens."""
+        return range(0, place.num_tokens, TILE)
 
     def partitioned(self, num_heads: int, dim: int, num_key_heads: int) -> list[Ints]:
         """Return the work items of each thread, dealt out in turn; int64 [W, 3] per thread.
@@ -188,7 +213,7 @@ class CpuAttention:
             items = [
                 (sequence, head, tile)
                 for sequence, place in enumerate(self._places_S)
-                for tile in range(0, place.num_tokens, TILE)
+                for tile in self._tiles(place)
                 for head in range(num_key_heads)
             ]
             items_W3 = np.array(items, dtype=np.int64).reshape(-1, 3)

@@ -3,14 +3,16 @@
 Shapes: N = pages, K = key heads, O = offsets in a page, D = key dimensions, V = value dimensions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ropewalk.model_runtime.attention.batch import Batch, Span
 from ropewalk.model_runtime.attention.token_bytes import LayerShape
 from ropewalk.model_runtime.cpu_kernels.kernel_arguments import Ints, PageArrays
 
@@ -33,6 +35,7 @@ class KVCache:
         row_keys: bool,
     ) -> None:
         self.row_keys = row_keys
+        self.page_size = page_size
         self._pages: dict[int, tuple[Tensor, Tensor]] = {}
         for index, layer in layers.items():
             pages = (num_pages, layer.num_key_heads)
@@ -42,6 +45,14 @@ class KVCache:
                 keys.transpose(2, 3) if row_keys else keys,
                 torch.zeros(*pages, page_size, layer.value_dim, dtype=dtype, device=device),
             )
+
+    def own_backend(self) -> Any:
+        """Return the attention backend that alone knows these pages; None: that of the device."""
+        return None
+
+    def with_own_pages(self, batch: Batch, spans: Sequence[Span]) -> Batch:  # noqa: ARG002
+        """Return the batch of the spans with what else a write to this cache needs."""
+        return batch
 
     @property
     def num_pages(self) -> int:
@@ -65,7 +76,7 @@ class KVCache:
         }
 
     @cached_property
-    def addresses_L2(self) -> Ints:
+    def addresses_LX(self) -> Ints:
         """Return the start addresses of keys and values by layer order, int64. On a CPU."""
         arrays = [self.arrays[index] for index in sorted(self.arrays)]
         return np.array([[each.ctypes.data for each in pair] for pair in arrays], np.int64)

@@ -15,7 +15,7 @@ O = offsets in a page, W = work items, R = rows of a tile, B = rows of a block, 
 scratch arrays O and V are rounded up to whole SIMD registers.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -101,7 +101,7 @@ def row_scale(position: int, logn: float, scaling: np.float32) -> np.float32:
 
 
 @jit(borrows=True)
-def _start_rows(
+def start_rows(
     query_TC: Numbers, token: int, head: int, tile: QueryTile, page_size: int,
     params: AttentionParams, query_D: Floats, scratch: Scratch,
 ) -> None:  # fmt: skip
@@ -151,30 +151,87 @@ def room(num_rows: int, width: int, dtype: Any) -> Any:
     return numbers[at : at + num_rows * width].reshape(num_rows, width)
 
 
-def _attention(products: Products) -> Any:
-    """Compiled: the attention kernel for one way to multiply."""
-    dtype, rotate_keys, place_values = products.dtype, products.rotate_keys, products.place_values
+class Source(NamedTuple):
+    """Where a kernel finds the keys and values of a page; its functions are compiled.
+
+    `pages` is what `named` makes of the plain tuple that Python passes. A place is where a page
+    lies, as `locate` says it.
+    """
+
+    named: Any  # (plain tuple) -> pages
+    sides: Any  # (pages) -> key dimensions, positions of a page, value dimensions
+    most_tokens: Any  # (pages, position) -> the tokens from a position on that one tile may have
+    room: Any  # (pages, V) -> scratch_OV, and floats for the two functions below
+    locate: Any  # (pages, page_table_N, page, token, own page) -> place
+    rotate_keys: Any  # rotates a page's keys into keys_DO
+    place_values: Any  # returns a page's first values, each row padded to whole SIMD registers
+
+
+@jit(inline=True)
+def _named(plain_pages: tuple[Any, ...]) -> PageArrays:
+    return PageArrays(*plain_pages)
+
+
+@jit(inline=True)
+def _sides(pages: PageArrays) -> tuple[int, int, int]:
+    return pages.keys_NKDO.shape[2], pages.keys_NKDO.shape[3], pages.values_NKOV.shape[3]
+
+
+@jit(inline=True)
+def _most_tokens(pages: PageArrays, position: int) -> int:  # noqa: ARG001
+    return TILE
+
+
+@jit()
+def _room(pages: PageArrays, width_V: int) -> Any:
+    page_size = pages.keys_NKDO.shape[3]
+    row_O = np.empty(-(-page_size // WIDTH) * WIDTH, np.float32)
+    return room(page_size, width_V, pages.values_NKOV.dtype), row_O
+
+
+@jit(inline=True)
+def _locate(pages: PageArrays, page_table_N: Ints, page: int, token: int, own: int) -> int:  # noqa: ARG001
+    return page_table_N[page]  # type: ignore[no-any-return]
+
+
+def exact_source(products: Products) -> Source:
+    """Return the source of pages that hold numbers as they were written."""
+    place, rotate = products.place_values, products.rotate_keys
+
+    @jit()
+    def place_values(
+        pages: PageArrays, page_id: int, head: int, num_keys: int, row_X: Floats,  # noqa: ARG001
+        scratch_OV: Numbers,
+    ) -> Any:  # fmt: skip
+        return place(pages.values_NKOV, page_id, head, num_keys, scratch_OV)
+
+    return Source(_named, _sides, _most_tokens, _room, _locate, rotate, place_values)
+
+
+def attention_kernel(products: Products, source: Source) -> Any:
+    """Compiled: the attention kernel for one way to multiply and one source of pages."""
+    dtype = products.dtype
+    named, sides, most_tokens, page_room, locate, rotate_keys, place_values = source
     read_rows = rows_reader(products)
 
     @jit()
     def attend(
-        items_W3: Ints, query_TC: Numbers, group: int, keys_NKDO: Numbers, values_NKOV: Numbers,
+        items_W3: Ints, query_TC: Numbers, group: int, plain_pages: tuple[Any, ...],
         plain_sequences: tuple[Any, ...], plain_params: tuple[Any, ...], out_TC: Numbers,
     ) -> None:  # fmt: skip
         """Compute the work items (sequence, key head, first query of a tile).
 
         Queries are in the first columns of `query_TC`, with `group` query heads for each key head.
-        The output is head beside head in `out_TC`. The plain tuples are a SequenceArrays and an
-        AttentionParams.
+        The output is head beside head in `out_TC`. The plain tuples are the source's pages, a
+        SequenceArrays and an AttentionParams.
         """
         sequences = SequenceArrays(*plain_sequences)
         params = AttentionParams(RotationArrays(*plain_params[0]), *plain_params[1:])
-        pages = PageArrays(keys_NKDO, values_NKOV)
+        pages = named(plain_pages)
         starts = AngleArrays(params.tables.start_cos_SNP, params.tables.start_sin_SNP)
         offsets = AngleArrays(params.tables.offset_cos_SPO, params.tables.offset_sin_SPO)
         window, softcap = params.window, params.softcap
-        dim, page_size = keys_NKDO.shape[2:]
-        value_dim = values_NKOV.shape[3]
+        dim, page_size, value_dim = sides(pages)
         width_O, width_V = -(-page_size // WIDTH) * WIDTH, -(-value_dim // WIDTH) * WIDTH
         most_rows = TILE * group + SPARE
         query_D = np.empty(dim, np.float32)
@@ -192,30 +249,33 @@ def _attention(products: Products) -> Any:
             rotated_RD, keys_DO, back_BD, query_BD, scores_BO, probs_BO, row_max_R, row_sum_RL,
             acc_RV,
         )  # fmt: skip
-        scratch_OV = room(page_size, width_V, values_NKOV.dtype)
-        row_O = np.empty(width_O, np.float32)
+        scratch_OV, row_X = page_room(pages, width_V)
         for w in range(items_W3.shape[0]):
             sequence, head, first_query = items_W3[w]
             table_id = sequences.table_id_S[sequence]
             token = sequences.cu_seqlens_S1[sequence] + first_query
-            num_tokens = min(TILE, sequences.cu_seqlens_S1[sequence + 1] - token)
-            num_rows = num_tokens * group
+            num_left = sequences.cu_seqlens_S1[sequence + 1] - token
             position = sequences.first_position_S[sequence] + first_query
+            num_tokens = min(most_tokens(pages, position), num_left)
+            num_rows = num_tokens * group
             tile = QueryTile(num_rows, position, group, table_id)
-            _start_rows(query_TC, token, head, tile, page_size, params, query_D, scratch)
+            start_rows(query_TC, token, head, tile, page_size, params, query_D, scratch)
             page_table_N = sequences.page_table_SN[sequence]
             last = position + num_tokens - 1
+            own = last // page_size
             first_page = max(0, position - window + 1) // page_size if window > 0 else 0
-            for page in range(first_page, last // page_size + 1):
-                page_id = page_table_N[page]
+            for page in range(first_page, own + 1):
+                place = locate(pages, page_table_N, page, token, own)
                 num_keys = min(page_size, last - page * page_size + 1)
-                next_id = page_table_N[page + 1] if page < last // page_size else -1
-                rotate_keys(pages, page_id, next_id, head, offsets, table_id, row_O, keys_DO)
-                values_OV = place_values(values_NKOV, page_id, head, num_keys, scratch_OV)
+                next_id = page_table_N[page + 1] if page < own else -1
+                rotate_keys(pages, place, next_id, head, offsets, table_id, row_X, keys_DO)
+                values_OV = place_values(pages, place, head, num_keys, row_X, scratch_OV)
                 read_rows(tile, page, window, softcap, starts, scratch, values_OV)
             finish_rows(num_rows, group, head, token, scratch, value_dim, out_TC)
 
     return attend
 
 
-attend, attend_in_pairs = _attention(SINGLY), _attention(IN_PAIRS)
+EXACT, EXACT_IN_PAIRS = exact_source(SINGLY), exact_source(IN_PAIRS)
+attend = attention_kernel(SINGLY, EXACT)
+attend_in_pairs = attention_kernel(IN_PAIRS, EXACT_IN_PAIRS)

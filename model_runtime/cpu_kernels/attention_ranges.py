@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ropewalk.model_runtime.cpu_kernels.attention import (
+    EXACT,
+    EXACT_IN_PAIRS,
     SPARE,
     TILE,
+    Source,
     finish_rows,
     room,
     rotate_query,
@@ -34,7 +37,6 @@ from ropewalk.model_runtime.cpu_kernels.kernel_arguments import (
     Floats,
     Ints,
     Numbers,
-    PageArrays,
     QueryTile,
     RotationArrays,
     Scratch,
@@ -173,25 +175,26 @@ def _place_page(
         placed.cos[0, 0, p], placed.sin[0, 0, p] = a * c - b * d, b * c + a * d
 
 
-def _attention(products: Products) -> Any:
-    """Compiled: the kernel that reads ranges, for one way to multiply."""
-    dtype, rotate_keys, place_values = products.dtype, products.rotate_keys, products.place_values
+def ranges_kernel(products: Products, source: Source) -> Any:
+    """Compiled: the kernel that reads ranges, for one way to multiply and one source of pages."""
+    dtype = products.dtype
+    named, sides, most_tokens, page_room, locate, rotate_keys, place_values = source
     read_rows = rows_reader(products, _BY_RANGE)
 
     @jit()
     def attend_ranges(
-        items_W3: Ints, query_TC: Numbers, group: int, keys_NKDO: Numbers, values_NKOV: Numbers,
+        items_W3: Ints, query_TC: Numbers, group: int, plain_pages: tuple[Any, ...],
         plain_sequences: tuple[Any, ...], plain_ranges: tuple[Any, ...],
         plain_params: tuple[Any, ...], out_TC: Numbers,
     ) -> None:  # fmt: skip
         """Compute the work items, as the plain kernel does; `plain_ranges`: see RangeArrays."""
         sequences, ranges = SequenceArrays(*plain_sequences), RangeArrays(*plain_ranges)
         params = AttentionParams(RotationArrays(*plain_params[0]), *plain_params[1:])
-        pages = PageArrays(keys_NKDO, values_NKOV)
+        pages = named(plain_pages)
         starts = AngleArrays(params.tables.start_cos_SNP, params.tables.start_sin_SNP)
         offsets = AngleArrays(params.tables.offset_cos_SPO, params.tables.offset_sin_SPO)
-        dim, page_size = keys_NKDO.shape[2:]
-        value_dim, num_pairs = values_NKOV.shape[3], starts.cos.shape[2]
+        dim, page_size, value_dim = sides(pages)
+        num_pairs = starts.cos.shape[2]
         num_ranges = ranges.begin_XT.shape[0]
         width_O, width_V = -(-page_size // WIDTH) * WIDTH, -(-value_dim // WIDTH) * WIDTH
         most_rows = TILE * group + SPARE
@@ -203,8 +206,7 @@ def _attention(products: Products) -> Any:
             np.empty(most_rows, np.float32), room(most_rows, WIDTH, np.float32),
             room(most_rows, width_V, np.float32),
         )  # fmt: skip
-        scratch_OV = room(page_size, width_V, values_NKOV.dtype)
-        row_O = np.empty(width_O, np.float32)
+        scratch_OV, row_X = page_room(pages, width_V)
         in_page = (num_ranges, num_pairs, page_size)
         divided = AngleArrays(np.empty(in_page, np.float32), np.empty(in_page, np.float32))
         one_start = (1, 1, num_pairs)
@@ -216,9 +218,10 @@ def _attention(products: Products) -> Any:
             sequence, head, first_query = items_W3[w]
             table_id = sequences.table_id_S[sequence]
             token = sequences.cu_seqlens_S1[sequence] + first_query
-            num_tokens = min(TILE, sequences.cu_seqlens_S1[sequence + 1] - token)
-            num_rows = num_tokens * group
+            num_left = sequences.cu_seqlens_S1[sequence + 1] - token
             position = sequences.first_position_S[sequence] + first_query
+            num_tokens = min(most_tokens(pages, position), num_left)
+            num_rows = num_tokens * group
             whole = QueryTile(num_rows, position, group, table_id)
             _bound_tile(ranges, token, num_tokens, position, params.window, begin_XQ, end_XQ)
             _start_rows(
@@ -232,7 +235,8 @@ def _attention(products: Products) -> Any:
                 prepared = sequence
             page_table_N = sequences.page_table_SN[sequence]
             last = position + num_tokens - 1
-            for page in range(last // page_size + 1):
+            own = last // page_size
+            for page in range(own + 1):
                 start = page * page_size
                 num_keys = min(page_size, last - start + 1)
                 rotated = -1  # the divisor that the page's keys are rotated for
@@ -240,26 +244,26 @@ def _attention(products: Products) -> Any:
                     # No row's range begins before the first row's or ends after the last one's.
                     if begin_XQ[x, 0] >= start + page_size or end_XQ[x, num_tokens - 1] <= start:
                         continue
-                    page_id = page_table_N[page]
+                    place = locate(pages, page_table_N, page, token, own)
                     divisor, modulus = (
                         ranges.divisor_SX[sequence, x],
                         ranges.modulus_SX[sequence, x],
                     )
                     if divisor != rotated:
-                        next_id = page_table_N[page + 1] if page < last // page_size else -1
+                        next_id = page_table_N[page + 1] if page < own else -1
                         if divisor == 1:
                             rotate_keys(
-                                pages, page_id, next_id, head, offsets, table_id, row_O,
+                                pages, place, next_id, head, offsets, table_id, row_X,
                                 scratch.keys_DO,
                             )  # fmt: skip
                         else:
                             rotate_keys(
-                                pages, page_id, next_id, head, divided, x, row_O, scratch.keys_DO
+                                pages, place, next_id, head, divided, x, row_X, scratch.keys_DO
                             )
                         rotated = divisor
                     at = start % modulus if modulus > 0 else start
                     at = at // divisor if divisor > 0 else 0
-                    values_OV = place_values(values_NKOV, page_id, head, num_keys, scratch_OV)
+                    values_OV = place_values(pages, place, head, num_keys, row_X, scratch_OV)
                     is_page = at % page_size == 0  # so its angles are in the table
                     tile = RangeTile(
                         num_rows, group, x, x * most_rows, begin_XQ, end_XQ,
@@ -275,4 +279,5 @@ def _attention(products: Products) -> Any:
     return attend_ranges
 
 
-attend_ranges, attend_ranges_in_pairs = _attention(SINGLY), _attention(IN_PAIRS)
+attend_ranges = ranges_kernel(SINGLY, EXACT)
+attend_ranges_in_pairs = ranges_kernel(IN_PAIRS, EXACT_IN_PAIRS)

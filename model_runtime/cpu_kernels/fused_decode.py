@@ -18,7 +18,7 @@ C = columns of a slot, K = inputs and N = outputs of a product, X = factors of a
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, types
@@ -68,7 +68,7 @@ _BLOCK_ROWS = 16  # rows that pass through all operations between two products; 
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _pointer(typingctx: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
+def pointer_to(typingctx: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
     """Convert an address to a pointer to elements of the array `like`."""
     kind = types.CPointer(like.dtype)
 
@@ -84,8 +84,8 @@ def _norm(
 ) -> None:
     """Compute a norm of every DIM columns."""
     dim = fields_F[DIM]
-    scale_D = carray(_pointer(fields_F[ADDRESS], like), dim)
-    shift_D = carray(_pointer(fields_F[OTHER_ADDRESS], like), dim)
+    scale_D = carray(pointer_to(fields_F[ADDRESS], like), dim)
+    shift_D = carray(pointer_to(fields_F[OTHER_ADDRESS], like), dim)
     row_D = np.empty(dim, np.float32)
     at, out_at = fields_F[FIRST_AT], fields_F[OUT_AT]
     for r in range(begin, end):
@@ -105,7 +105,7 @@ def _combine(
     has_constant = fields_F[SECOND] == NO_SLOT
     row_C, other_C = np.empty(num, np.float32), np.empty(num, np.float32)
     if has_constant:
-        other_C[:] = carray(_pointer(fields_F[ADDRESS], like), num)
+        other_C[:] = carray(pointer_to(fields_F[ADDRESS], like), num)
     for r in range(begin, end):
         widen(x[r, at : at + num], row_C)
         if not has_constant:
@@ -133,13 +133,13 @@ def run_on_rows(
     """
     code, num = fields_F[CODE], fields_F[COLUMNS]
     x_shape = (end, fields_F[FIRST_WIDTH])
-    x = carray(_pointer(addresses_B[fields_F[FIRST]], like), x_shape)
+    x = carray(pointer_to(addresses_B[fields_F[FIRST]], like), x_shape)
     out_shape = (end, fields_F[OUT_WIDTH])
-    out = carray(_pointer(addresses_B[fields_F[OUT]], like), out_shape)
+    out = carray(pointer_to(addresses_B[fields_F[OUT]], like), out_shape)
     other = x
     if fields_F[SECOND] != NO_SLOT:
         other_shape = (end, fields_F[SECOND_WIDTH])
-        other = carray(_pointer(addresses_B[fields_F[SECOND]], like), other_shape)
+        other = carray(pointer_to(addresses_B[fields_F[SECOND]], like), other_shape)
     at, out_at = fields_F[FIRST_AT], fields_F[OUT_AT]
     if code == NORM:
         _norm(fields_F, factors_X[EPS], x, out, begin, end, like_scale)
@@ -155,7 +155,7 @@ def run_on_rows(
             row, out_row = x[r, at : at + num], out[r, out_at : out_at + num]
             activate_part(row, fields_F[KIND], 0, num, out_row)
     elif code == GATHER:
-        index_C = carray(_pointer(fields_F[ADDRESS], fields_F), num)
+        index_C = carray(pointer_to(fields_F[ADDRESS], fields_F), num)
         for r in range(begin, end):
             for c in range(num):
                 out[r, out_at + c] = x[r, index_C[c]]
@@ -188,18 +188,50 @@ def _items(num_sequences: int, num_heads: int, thread: int, num_threads: int) ->
     return items_W3
 
 
+class Access(NamedTuple):
+    """How a step reads and writes the cache; its functions are compiled."""
+
+    attend: Any  # the kernel that reads
+    pages: Any  # (fields, like, step) -> the plain tuple of a layer's pages, as the kernel takes it
+    write: Any  # (fields, keys, values, step) writes a layer's keys and values
+
+
+@jit()
+def _exact_pages(fields_F: Ints, like: Numbers, step: FusedStep) -> tuple[Numbers, Numbers]:
+    num_key_heads = fields_F[NUM_KEY_HEADS]
+    keys_shape = (step.num_pages, num_key_heads, fields_F[DIM], step.page_size)
+    values_shape = (step.num_pages, num_key_heads, step.page_size, fields_F[VALUE_DIM])
+    addresses_2 = step.addresses_LX[fields_F[LAYER]]
+    keys_NKDO = carray(pointer_to(addresses_2[0], like), keys_shape)
+    values_NKOV = carray(pointer_to(addresses_2[1], like), values_shape)
+    return keys_NKDO, values_NKOV
+
+
+@jit()
+def _write_exact(fields_F: Ints, key_RC: Numbers, value_RC: Numbers, step: FusedStep) -> None:
+    keys_NKDO, values_NKOV = _exact_pages(fields_F, key_RC, step)
+    page_T, offset_T = Destinations(*step.destinations)
+    key_at, value_at = fields_F[SECOND_AT], fields_F[THIRD_AT]
+    write_kv(key_RC, key_at, value_RC, value_at, page_T, offset_T, keys_NKDO, values_NKOV)
+
+
+EXACT_ACCESS = Access(attend, _exact_pages, _write_exact)
+PAIRS_ACCESS = Access(attend_in_pairs, _exact_pages, _write_exact)
+
+
 @cache
-def _runner(multiplying: Multiplying, attend: Any) -> Any:
+def _runner(multiplying: Multiplying, access: Access) -> Any:
     """Compiled: a step's program, by one way to multiply and one to read."""
     _, _, rows_for, multiply = multiplying
+    attend, pages_of, write = access
 
     @jit()
     def product(
         fields_F: Ints, x_RK: Numbers, out_RN: Numbers, thread: int, num_threads: int
     ) -> None:
         """Compute a thread's part of a product."""
-        packed_Q = carray(_pointer(fields_F[ADDRESS], x_RK), fields_F[LENGTH])
-        bias_N = carray(_pointer(fields_F[OTHER_ADDRESS], x_RK), fields_F[OTHER_LENGTH])
+        packed_Q = carray(pointer_to(fields_F[ADDRESS], x_RK), fields_F[LENGTH])
+        bias_N = carray(pointer_to(fields_F[OTHER_ADDRESS], x_RK), fields_F[OTHER_LENGTH])
         num_panels = (out_RN.shape[1] + PANEL - 1) // PANEL
         begin = num_panels * thread // num_threads
         end = num_panels * (thread + 1) // num_threads
@@ -213,12 +245,7 @@ def _runner(multiplying: Multiplying, attend: Any) -> Any:
     ) -> None:  # fmt: skip
         """Compute a thread's part of a layer's attention."""
         num_heads, num_key_heads = fields_F[NUM_HEADS], fields_F[NUM_KEY_HEADS]
-        keys_shape = (step.num_pages, num_key_heads, fields_F[DIM], step.page_size)
-        values_shape = (step.num_pages, num_key_heads, step.page_size, fields_F[VALUE_DIM])
-        addresses_2 = step.addresses_L2[fields_F[LAYER]]
-        keys_NKDO = carray(_pointer(addresses_2[0], query_RC), keys_shape)
-        values_NKOV = carray(_pointer(addresses_2[1], query_RC), values_shape)
-        sinks_H = carray(_pointer(fields_F[ADDRESS], step.like_scale), fields_F[LENGTH])
+        sinks_H = carray(pointer_to(fields_F[ADDRESS], step.like_scale), fields_F[LENGTH])
         window, softcap = fields_F[WINDOW], factors_X[SOFTCAP]
         # A plain tuple, as Python passes it: the kernel is compiled for one type.
         params = (step.tables[fields_F[TABLES]], factors_X[SCALING], window, softcap, sinks_H)
@@ -226,22 +253,8 @@ def _runner(multiplying: Multiplying, attend: Any) -> Any:
         num_sequences = SequenceArrays(*sequences).table_id_S.shape[0]
         items_W3 = _items(num_sequences, num_key_heads, thread, num_threads)
         group = num_heads // num_key_heads
-        attend(items_W3, query_RC, group, keys_NKDO, values_NKOV, sequences, params, out_RC)
-
-    @jit()
-    def write(fields_F: Ints, key_RC: Numbers, value_RC: Numbers, step: FusedStep) -> None:
-        """Write keys and values to the cache."""
-        num_key_heads = fields_F[NUM_KEY_HEADS]
-        keys_shape = (step.num_pages, num_key_heads, fields_F[DIM], step.page_size)
-        values_shape = (step.num_pages, num_key_heads, step.page_size, fields_F[VALUE_DIM])
-        addresses_2 = step.addresses_L2[fields_F[LAYER]]
-        keys_NKDO = carray(_pointer(addresses_2[0], key_RC), keys_shape)
-        values_NKOV = carray(_pointer(addresses_2[1], key_RC), values_shape)
-        page_T, offset_T = Destinations(*step.destinations)
-        key_at, value_at = fields_F[SECOND_AT], fields_F[THIRD_AT]
-        write_kv(
-            key_RC, key_at, value_RC, value_at, page_T, offset_T, keys_NKDO, values_NKOV
-        )  # fmt: skip
+        pages = pages_of(fields_F, query_RC, step)
+        attend(items_W3, query_RC, group, pages, sequences, params, out_RC)
 
     @jit()
     def run(
@@ -260,17 +273,17 @@ def _runner(multiplying: Multiplying, attend: Any) -> Any:
                 run_on_rows(fields_F, factors_X, addresses_B, like, step.like_scale, 0, num_rows)
                 continue
             x_shape = (num_rows, fields_F[FIRST_WIDTH])
-            x_RK = carray(_pointer(addresses_B[fields_F[FIRST]], like), x_shape)
+            x_RK = carray(pointer_to(addresses_B[fields_F[FIRST]], like), x_shape)
             out_shape = (num_rows, fields_F[OUT_WIDTH])
-            out_RN = carray(_pointer(addresses_B[fields_F[OUT]], like), out_shape)
+            out_RN = carray(pointer_to(addresses_B[fields_F[OUT]], like), out_shape)
             if code == PRODUCT:
                 product(fields_F, x_RK, out_RN, thread, num_threads)
                 continue
             if thread == 0:
                 key_shape = (num_rows, fields_F[SECOND_WIDTH])
-                key_RC = carray(_pointer(addresses_B[fields_F[SECOND]], like), key_shape)
+                key_RC = carray(pointer_to(addresses_B[fields_F[SECOND]], like), key_shape)
                 value_shape = (num_rows, fields_F[THIRD_WIDTH])
-                value_RC = carray(_pointer(addresses_B[fields_F[THIRD]], like), value_shape)
+                value_RC = carray(pointer_to(addresses_B[fields_F[THIRD]], like), value_shape)
                 write(fields_F, key_RC, value_RC, step)
             barrier = barrier_wait(arrived, barrier, num_threads)
             read(fields_F, factors_X, x_RK, out_RN, step, thread, num_threads)
@@ -278,6 +291,11 @@ def _runner(multiplying: Multiplying, attend: Any) -> Any:
     return run
 
 
-def runner_for(multiplying: Multiplying, keys_NKDO: Numbers) -> Any:
-    """Return the runner for a cache's pages and a model with one kind of product."""
-    return _runner(multiplying, attend_in_pairs if uses_pairs(keys_NKDO) else attend)
+def access_to(keys_NKDO: Numbers) -> Access:
+    """Return the access to a cache that holds numbers as they were written."""
+    return PAIRS_ACCESS if uses_pairs(keys_NKDO) else EXACT_ACCESS
+
+
+def runner_for(multiplying: Multiplying, access: Access) -> Any:
+    """Return the runner for an access to the cache and a model with one kind of product."""
+    return _runner(multiplying, access)

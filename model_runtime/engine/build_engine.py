@@ -14,7 +14,12 @@ from ropewalk.model_runtime.engine.observer import Observer
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.load_progress import faults_of
-from ropewalk.model_runtime.runner.backends import backend_for, check_layers, new_store
+from ropewalk.model_runtime.runner.backends import (
+    backend_for,
+    check_layers,
+    new_store,
+    sealed_store,
+)
 from ropewalk.model_runtime.runner.cuda_graphs import cuda_recorder
 from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.model_runtime.state_shape import StatePart, bytes_per_state
@@ -115,8 +120,11 @@ def build_runner(
     try:
         # One extra page for the padding of a captured step.
         num_pages = config.num_pages + (1 if captures_graphs(checkpoint, config) else 0)
-        store = new_store(
-            checkpoint.plans, num_pages, page_size, checkpoint.dtype, checkpoint.device
+        on = checkpoint.dtype, checkpoint.device
+        store = (
+            sealed_store(checkpoint.plans, config, *on)
+            if config.seals_pages
+            else new_store(checkpoint.plans, num_pages, page_size, *on)
         )
         states = (
             StateStore(checkpoint.states, config.num_state_slots) if checkpoint.states else None

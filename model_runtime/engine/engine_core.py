@@ -339,6 +339,7 @@ class EngineCore:
             state.table[1],
             chunk.logit_rows,
             () if self._states is None else self._state_parts(self._states, chunk),
+            sequence.open_page,
         )
 
     @staticmethod

@@ -35,9 +35,20 @@ class Speculator:
     """Adds drafts to plans that only decode, and learns from their steps."""
 
     def __init__(
-        self, most_rows: int, max_draft_tokens: int, pages: SequencePages, observer: Observer
+        self,
+        most_rows: int,
+        max_draft_tokens: int,
+        pages: SequencePages,
+        observer: Observer,
+        *,
+        stays_in_page: bool = False,
     ) -> None:
-        """Take the most rows of a step, and the most tokens of a sequence's draft."""
+        """Take the most rows of a step, and the most tokens of a sequence's draft.
+
+        `stays_in_page`: a draft ends with the page that it begins in. A sequence has one open page,
+        and a wrong draft must not have overwritten it.
+        """
+        self._stays_in_page = stays_in_page
         self._most_rows = most_rows
         self._max_draft_tokens = max_draft_tokens
         self._pages = pages
@@ -54,7 +65,10 @@ class Speculator:
         if not config.max_draft_tokens:
             return None
         most_rows = min(runner.most_draft_rows, config.max_num_batched_tokens)
-        return cls(most_rows, config.max_draft_tokens, pages, observer) if most_rows > 1 else None
+        if most_rows <= 1:
+            return None
+        most = config.max_draft_tokens
+        return cls(most_rows, most, pages, observer, stays_in_page=config.seals_pages)
 
     @property
     def has_drafts(self) -> bool:
@@ -132,7 +146,11 @@ class Speculator:
         sequence = chunk.sequence
         num_left = sequence.request.sampling.max_tokens - sequence.num_generated - 1
         in_tier = chunk.tier.ceiling - len(sequence.token_ids)
-        return min(self._max_draft_tokens, num_left, in_tier)
+        most = min(self._max_draft_tokens, num_left, in_tier)
+        if self._stays_in_page:
+            page_size = self._pages.page_size
+            most = min(most, page_size - 1 - sequence.num_computed % page_size)
+        return most
 
     def _num_with_pages(self, chunk: Chunk, num_drafted: int, num_sequences: int) -> int:
         """Return how many tokens of a draft have pages.

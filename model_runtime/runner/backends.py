@@ -10,8 +10,11 @@ import torch
 
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import Backend, LayerPlan
+from ropewalk.model_runtime.attention.sealed.cache import SealedCache
+from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
 from ropewalk.model_runtime.attention.token_bytes import LayerShape
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
+from ropewalk.model_runtime.config import PAGE_UNIT, EngineConfig
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.rope import ALL_LAYERS, Profile
 
@@ -69,6 +72,38 @@ def new_store(
     """Return an empty cache in the layout of the device's backend."""
     row_keys = backend_for(device).row_keys
     return KVCache(layers, num_pages, page_size, dtype, device, row_keys=row_keys)
+
+
+def sealed_store(
+    layers: Mapping[int, LayerShape],
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> SealedCache:
+    """Return an empty cache in the format of the config's kv_cache_dtype. Raises ModelError."""
+    name = config.kv_cache_dtype
+    if device.type != "cpu":
+        raise ModelError(f"kv_cache_dtype {name} needs the model on a CPU, and it is on {device}")
+    fault = cpu_fault()
+    if fault is not None:
+        raise ModelError(f"kv_cache_dtype {name} needs compiled kernels, which fail: {fault}")
+    if dtype == torch.float16:
+        raise ModelError(
+            f"kv_cache_dtype {name} needs the dtype float32 or bfloat16, and the model's is float16"
+        )
+    if config.page_size % PAGE_UNIT:
+        raise ModelError(
+            f"page_size must be a multiple of {PAGE_UNIT} for kv_cache_dtype {name}, got "
+            f"{config.page_size}"
+        )
+    return SealedCache(
+        layers,
+        config.num_pages,
+        config.page_size,
+        dtype,
+        form=FORMATS[name],
+        num_open=config.max_num_seqs,
+    )
 
 
 def described(device: torch.device) -> str:

@@ -132,7 +132,7 @@ class ModelRunner:
         self._tables = tables
         self._page_size = page_size
         self._device = next(model.parameters()).device
-        self._backend = backend or backend_for(self._device)
+        self._backend = backend or store.own_backend() or backend_for(self._device)
         self._pruned_layer = pruned_layer(model)
         self._graphs: DecodeGraphs | None = None
         self._host_buffers = HostBuffers()
@@ -172,7 +172,9 @@ class ModelRunner:
         """
         forward = self._recorded(spans, token_S)
         if forward is None:
-            batch = build_batch(spans, self._page_size, self._device)
+            batch = self._store.with_own_pages(
+                build_batch(spans, self._page_size, self._device), spans
+            )
             if token_S is not None:
                 batch = replace(batch, token_ids_1T=token_S[None])
             forward = partial(self._forward, batch, *self._pruned_step(spans, batch))
@@ -289,7 +291,10 @@ class ModelRunner:
         if self._pruned_layer is None or pruned is None:
             return every, batch.logit_rows_R
         small = build_batch(pruned, self._page_size, self._device)
-        step = PrunedStep(every, self._step(small), logits_indices(batch), self._pruned_layer)
+        rows_R = logits_indices(batch)
+        if batch.own_pages is not None:
+            small = replace(small, own_pages=batch.own_pages.at_rows(rows_R))
+        step = PrunedStep(every, self._step(small), rows_R, self._pruned_layer)
         return step, small.logit_rows_R
 
     def _step(self, batch: Batch) -> WritingStep:

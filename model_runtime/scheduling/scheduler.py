@@ -90,7 +90,9 @@ class Scheduler:
         self.pool = self.pages.pool
         self._num_arrived = 0
         self._is_full = False  # no waiting sequence can start before a running one ends
-        # Fewer after a step with states that ran out of memory, until a sequence ends.
+        # Whether a step that failed half-way cannot simply run again.
+        self._restarts_all = self.pages.states is not None or config.seals_pages
+        # Fewer after such a step ran out of memory, until a sequence ends.
         self._most_running = config.max_num_seqs
 
     @property
@@ -114,7 +116,7 @@ class Scheduler:
         """
         step = StepBuilder(self._queues, self.pages)
         plan_decodes(step)
-        most = self._most_running if starts_waiting or self.pages.states is not None else 0
+        most = self._most_running if starts_waiting or self._restarts_all else 0
         if most and self.waiting:
             if self.pages.tier is not None:
                 self.pages.tier.collect(is_busy=bool(self.running))
@@ -159,17 +161,17 @@ class Scheduler:
     def make_room(self) -> list[Sequence]:
         """Preempt the newest sequence after a step that ran out of memory, and return it.
 
-        Of a model with states, all sequences are preempted, because some layers of the step may
-        have advanced their states already. All but one of them start again, and no more than that
-        run until one ends. Nothing is preempted if fewer than two sequences run.
+        If the model keeps states, or the cache seals pages, then all sequences are preempted. Some
+        layers of the step may have advanced their states already, or begun their next open pages.
+        All but one sequence start again, and no more than that run until one ends. Nothing is
+        preempted if fewer than two sequences run.
         """
         if len(self.running) < 2:
             return []
         self._is_full = False
-        has_states = self.pages.states is not None
-        if has_states:
+        if self._restarts_all:
             self._most_running = len(self.running) - 1
-        preempted = list(self.running) if has_states else self.running[-1:]
+        preempted = list(self.running) if self._restarts_all else self.running[-1:]
         builder = StepBuilder(self._queues, self.pages)
         for sequence in preempted:
             builder.preempt(sequence)

@@ -37,8 +37,8 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
     "Quantised weights are found in their files; --weights int8 quantises others on a CPU.": (
         *("--quantization", "-q"),
     ),
-    "The KV cache has the number type of --dtype.": (
-        *("--kv-cache-dtype", "--cache-type-k", "-ctk", "--cache-type-v", "-ctv"),
+    "--kv-cache-dtype sets the numbers of keys and values together, in formats of our own.": (
+        *("--cache-type-k", "-ctk", "--cache-type-v", "-ctv"),
     ),
     "Change a field in the model's config.json; --rope-scaling sets the rotation.": (
         *("--hf-overrides", "--override-kv"),

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from ropewalk.model_runtime.config import PAGE_UNIT
 from ropewalk.model_runtime.loading.hub.local_model import is_hub_id
 from ropewalk.server.settings.config_file import ConfigFileError, read_config_file, why_unreadable
 from ropewalk.server.settings.problems import (
@@ -143,6 +144,7 @@ def _contradictions(settings: ServeSettings) -> Iterator[str]:
     if settings.kv_cache_gib is not None and settings.kv_cache_tokens is not None:
         yield "kv_cache_gib and kv_cache_tokens both size the cache: give one"
     yield from _disk_contradictions(settings)
+    yield from _format_contradictions(settings)
     if settings.max_num_batched_tokens < settings.max_num_seqs:
         yield (
             f"max_num_batched_tokens must be >= max_num_seqs ({settings.max_num_seqs}), got "
@@ -183,6 +185,25 @@ def _disk_contradictions(settings: ServeSettings) -> Iterator[str]:
             "kv_disk is for a model in one process, because each rank has a part of a page: "
             f"tensor_parallel_size must be 1, got {settings.tensor_parallel_size}"
         )
+
+
+def _format_contradictions(settings: ServeSettings) -> Iterator[str]:
+    """Yield a sentence for each contradiction with a cache in few bits."""
+    name = settings.kv_cache_dtype
+    if name == "auto":
+        return
+    if settings.page_size % PAGE_UNIT:
+        yield (
+            f"page_size must be a multiple of {PAGE_UNIT} for kv_cache_dtype {name}, got "
+            f"{settings.page_size}"
+        )
+    if settings.tensor_parallel_size > 1:
+        yield (
+            f"kv_cache_dtype {name} is for a model in one process: tensor_parallel_size must be 1, "
+            f"got {settings.tensor_parallel_size}"
+        )
+    if settings.kv_disk is not None:
+        yield (f"kv_disk keeps pages of whole numbers: kv_cache_dtype must be auto, got {name}")
 
 
 def _key_contradictions(settings: ServeSettings) -> Iterator[str]:

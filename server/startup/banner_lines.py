@@ -46,8 +46,9 @@ def describe(plan: ServingPlan) -> list[str]:
         if deployment.policy == "pinned" or deployment.overridable:
             lines.append(f"    reserve        {_reserve(deployment)}")
     pages = f"{plan.config.num_pages} pages of {plan.config.page_size}"
-    size = size_text(plan.cache_bytes - plan.state_bytes)
+    size = size_text(plan.cache_bytes - plan.state_bytes - plan.open_bytes)
     lines.append(f"  KV cache         {plan.capacity} tokens, {size} in {pages}")
+    lines += _format_lines(plan)
     if plan.config.kv_disk is not None:
         size = f"{plan.config.kv_disk_gib:g} GiB in {plan.config.kv_disk}"
         lines.append(f"    on disk        {size}, {size_text(plan.token_bytes)} a token")
@@ -61,6 +62,18 @@ def describe(plan: ServingPlan) -> list[str]:
     if plan.memory is not None:
         lines.append(f"    beside it      {memory_text(plan.memory)}")
     return lines
+
+
+def _format_lines(plan: ServingPlan) -> list[str]:
+    """Return the line about pages in few bits; none if every page is as it was written."""
+    if not plan.open_page_bytes:
+        return []
+    numbers = plan.open_page_bytes // plan.config.page_size
+    return [
+        f"    format         {plan.config.kv_cache_dtype}, {plan.token_bytes} bytes a token (auto: "
+        f"{numbers}); {size_text(plan.open_bytes)} of open pages for {plan.config.max_num_seqs} "
+        "sequences"
+    ]
 
 
 def _may_ask(deployment: Deployment) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
+from ropewalk.model_runtime.attention.sealed.page_format import open_bytes, token_bytes
 from ropewalk.model_runtime.engine.cache_size import affordable_bytes
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory, machine_memory
 from ropewalk.model_runtime.loading.known_products import expected_computing
@@ -138,14 +138,16 @@ def _plan(
     # On a CPU the ranks share the memory; GPUs have their own.
     to_come = rank_bytes if memory is None else rank_bytes * num_ranks
     affordable = affordable_bytes(outline.device, settings.gpu_memory_utilization, to_come)
+    form = (outline.layers(), outline.dtype, settings.kv_cache_dtype, settings.page_size)
     facts = ModelFacts(
         outline.native(),
-        bytes_per_token(outline.layers(), outline.dtype),
+        token_bytes(*form),
         affordable * num_ranks if memory is None else affordable,
         num_ranks=num_ranks,
         memory=memory,
         weight_bytes=to_come,
         slot_bytes=bytes_per_state(outline.states()),
+        open_bytes=open_bytes(*form),
     )
     return plan_serving(settings, facts)
 

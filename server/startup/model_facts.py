@@ -5,7 +5,7 @@ On a GPU they include a function that measures the memory of a step.
 
 from collections.abc import Callable, Sequence
 
-from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
+from ropewalk.model_runtime.attention.sealed.page_format import open_bytes, token_bytes
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.cache_size import MemoryProfile, affordable_bytes
 from ropewalk.model_runtime.engine.machine_memory import machine_memory
@@ -27,18 +27,20 @@ def facts_of(
     # `eval` holds a model in one process, whatever a variable of the environment says.
     num_ranks = 1 if make is ModelRunner else settings.tensor_parallel_size
     # The plans are those of one rank's heads.
-    token_bytes = bytes_per_token(checkpoint.plans, checkpoint.dtype) * num_ranks
+    form = (checkpoint.plans, checkpoint.dtype, settings.kv_cache_dtype, settings.page_size)
+    num_token_bytes = token_bytes(*form) * num_ranks
     utilization = settings.gpu_memory_utilization
     affordable = affordable_bytes(checkpoint.device, utilization)
     if checkpoint.device.type != "cuda":
         memory = machine_memory()
         return ModelFacts(
             checkpoint.native,
-            token_bytes,
+            num_token_bytes,
             affordable,
             num_ranks=num_ranks,
             memory=memory,
             slot_bytes=bytes_per_state(checkpoint.states),
+            open_bytes=open_bytes(*form),
         )
 
     def measure(config: EngineConfig, profiles: Sequence[Profile]) -> MemoryProfile:
@@ -46,4 +48,6 @@ def facts_of(
         return profile_memory(checkpoint, config, profiles, utilization, meter, make=make)
 
     # Every rank has a GPU of its own.
-    return ModelFacts(checkpoint.native, token_bytes, affordable * num_ranks, measure, num_ranks)
+    return ModelFacts(
+        checkpoint.native, num_token_bytes, affordable * num_ranks, measure, num_ranks
+    )

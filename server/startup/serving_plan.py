@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT
 from ropewalk.model_runtime.config import EngineConfig, with_slots
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.deployments.make_deployment import DeploymentOptions, make_deployment
@@ -40,6 +41,7 @@ class ModelFacts:
     memory: MachineMemory | None = None  # None: the cache is elsewhere, as on a GPU
     weight_bytes: int = 0  # that are not loaded yet, of all ranks
     slot_bytes: int = 0  # of a sequence's states; 0: the model has none
+    open_bytes: int = 0  # of a sequence's open page; 0: no page is sealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class ServingPlan:
     memory: MemoryProfile | None = None  # set if the cache size follows from it
     num_ranks: int = 1
     slot_bytes: int = 0  # of a sequence's states; 0: the model has none
+    open_page_bytes: int = 0  # of a sequence's open page; 0: no page is sealed
 
     @property
     def rank_cache_bytes(self) -> int:
@@ -65,7 +68,12 @@ class ServingPlan:
 
     @property
     def cache_bytes(self) -> int:
-        return self.capacity * self.token_bytes + self.state_bytes
+        return self.capacity * self.token_bytes + self.state_bytes + self.open_bytes
+
+    @property
+    def open_bytes(self) -> int:
+        """Return the size of the open pages of all sequences in bytes."""
+        return self.config.max_num_seqs * self.open_page_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -113,13 +121,18 @@ def _problems_of_aliases(aliases: Mapping[str, str], settings: ServeSettings) ->
 def plan_serving(settings: ServeSettings, facts: ModelFacts) -> ServingPlan:
     """Build the plan that follows from settings and model. Raises SettingsError."""
     _refuse_disk(settings, facts)
+    if settings.kv_cache_dtype != EXACT and facts.memory is None:
+        raise SettingsError(
+            f"kv_cache_dtype {settings.kv_cache_dtype} needs the model on a CPU; on a GPU it must "
+            "be auto"
+        )
     deployments = plan_deployments(settings, facts.native)
     config, memory = _config(settings, facts, deployments)
     deployments = within_cache(settings, deployments, config.num_pages * config.page_size)
     bounds = settings.context_buckets
     if bounds is None:
         bounds = default_context_buckets(facts.native.native_len, config.max_model_len)
-    sizes = facts.token_bytes, memory, facts.num_ranks, facts.slot_bytes
+    sizes = facts.token_bytes, memory, facts.num_ranks, facts.slot_bytes, facts.open_bytes
     return ServingPlan(deployments, config, bounds, *sizes)
 
 
@@ -279,26 +292,36 @@ def _config(
     config, slots_bytes = with_slots(
         config, facts.slot_bytes, facts.affordable_bytes, settings.kv_cache_tokens, size_gib
     )
-    affordable = max(0, facts.affordable_bytes - slots_bytes)
+    beside_bytes = slots_bytes + config.max_num_seqs * facts.open_bytes
+    affordable = max(0, facts.affordable_bytes - beside_bytes)
     if settings.kv_cache_tokens is None:
         if settings.kv_cache_gib is None and facts.measure is not None:
             memory = facts.measure(config, profiles_of(deployments))
             rank_bytes = facts.token_bytes // facts.num_ranks
             affordable = _left(settings, memory, config.page_size * rank_bytes) * facts.num_ranks
-        pages_gib = None if size_gib is None else max(0.0, size_gib - slots_bytes / 2**30)
+        pages_gib = None if size_gib is None else max(0.0, size_gib - beside_bytes / 2**30)
         config = sized(config, facts.token_bytes, affordable, pages_gib)
     capacity = config.num_pages * config.page_size
-    _refuse_shortage(settings, facts, capacity * facts.token_bytes + slots_bytes)
+    _refuse_shortage(settings, facts, capacity * facts.token_bytes + beside_bytes)
     if capacity == 0:
         given = "kv_cache_tokens" if settings.kv_cache_tokens is not None else "kv_cache_gib"
         size = getattr(settings, given)
         raise SettingsError(
             f"{given}: must hold at least one page of {config.page_size} tokens (page_size)"
             + (f" beside {size_text(slots_bytes)} of states" if slots_bytes else "")
+            + _beside(config, facts.open_bytes)
             + ("" if size is None else f", got {size:g}")
         )
     longest = max(each.max_len for each in _fitting(settings, deployments, capacity))
     return replace(config, max_model_len=longest), memory
+
+
+def _beside(config: EngineConfig, open_bytes: int) -> str:
+    """Return a clause with the open pages of all sequences; empty if no page is sealed."""
+    if not open_bytes:
+        return ""
+    size = size_text(config.max_num_seqs * open_bytes)
+    return f" beside {size} of open pages for {config.max_num_seqs} sequences (max_num_seqs)"
 
 
 def _refuse_shortage(settings: ServeSettings, facts: ModelFacts, cache_bytes: int) -> None:

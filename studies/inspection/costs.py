@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ropewalk.model_runtime.attention.token_bytes import bytes_per_token
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT, open_bytes, token_bytes
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import MXFP4
 from ropewalk.model_runtime.deployments.deployment import Deployment
 from ropewalk.model_runtime.loading.low_bits.active import Active, active_lines, active_part
@@ -33,6 +33,8 @@ class Costs:
     low_bits: str | None = None  # formats of weights in few bits; None: all are floats
     active: Active | None = None  # the part that a token reads; None: all of it
     state_bytes: int = 0  # of one sequence, in layers that keep a state; 0: there are none
+    kv_format: str = EXACT  # kv_cache_dtype
+    kv_open_bytes: int = 0  # of one sequence's open page; 0: no page is sealed
 
 
 def costs_of(
@@ -41,12 +43,15 @@ def costs_of(
     page_size: int,
     memory_gib: float | None,
     low_bits: Storage | None = None,
+    *,
+    kv_cache_dtype: str = EXACT,
 ) -> Costs:
     """Return the costs of a model's longest context, and what a stated memory holds.
 
     `low_bits`: the storage of weights in few bits, if a load would have it.
     """
-    token_bytes = bytes_per_token(outline.layers(), outline.dtype)
+    form = (outline.layers(), outline.dtype, kv_cache_dtype, page_size)
+    kv_bytes, kv_open_bytes = token_bytes(*form), open_bytes(*form)
     num_parameters, weight_bytes = outline.num_parameters(), outline.num_weight_bytes()
     if low_bits is not None:
         weight_bytes = low_bits.num_bytes
@@ -55,10 +60,10 @@ def costs_of(
     state_bytes = bytes_per_state(outline.states())
     holds: int | None = None
     if memory_gib is not None and weight_bytes is not None:
-        left = int(memory_gib * 2**30) - weight_bytes - state_bytes
-        holds = max(0, left // token_bytes // page_size * page_size)
+        left = int(memory_gib * 2**30) - weight_bytes - state_bytes - kv_open_bytes
+        holds = max(0, left // kv_bytes // page_size * page_size)
     return Costs(
-        token_bytes,
+        kv_bytes,
         num_parameters,
         None if num_parameters is None else num_parameters * outline.dtype.itemsize,
         outline.num_tied_head_bytes() if low_bits is None else 0,
@@ -74,6 +79,8 @@ def costs_of(
         None if low_bits is None else low_bits.formats,
         active_part(outline, low_bits),
         state_bytes,
+        kv_cache_dtype,
+        kv_open_bytes,
     )
 
 
@@ -90,13 +97,16 @@ def too_small(costs: Costs, page_size: int) -> str | None:
 
 def cost_lines(costs: Costs, device_type: str) -> list[str]:
     """Return the lines about weights, the longest context and the stated memory."""
-    longest = size_text(costs.longest_context * costs.kv_bytes_per_token + costs.state_bytes)
+    longest = size_text(costs.longest_context * costs.kv_bytes_per_token + _beside(costs))
     lines = [
         *_weight_lines(costs),
         *_stored_lines(costs),
         *active_lines(costs.active, device_type),
         f"longest context  {costs.longest_context} tokens, {longest} of cache for one sequence",
     ]
+    if costs.kv_open_bytes:
+        size = size_text(costs.kv_open_bytes)
+        lines.append(f"open page        {size} of a sequence of any length, part of its cache")
     if costs.state_bytes:
         states = size_text(costs.state_bytes)
         lines.append(f"states           {states} of a sequence of any length, in float32")
@@ -119,6 +129,11 @@ def cost_lines(costs: Costs, device_type: str) -> list[str]:
             f"{costs.memory_holds_tokens} beside the weights"
         )
     return lines
+
+
+def _beside(costs: Costs) -> int:
+    """Return the bytes that a sequence of any length takes beside its pages."""
+    return costs.state_bytes + costs.kv_open_bytes
 
 
 def _stored_lines(costs: Costs) -> list[str]:

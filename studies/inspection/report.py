@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT
 from ropewalk.model_runtime.loading.low_bits.planned import planned_storage
 from ropewalk.model_runtime.loading.model_config import ModelConfig
 from ropewalk.rope import NativeRope
@@ -53,7 +54,14 @@ def inspect_model(settings: ServeSettings, options: InspectOptions) -> Report:
     native = outline.native()
     deployments = plan_deployments(settings, native)
     low_bits = planned_storage(outline, settings.weights, settings.activations, is_divided=False)
-    costs = costs_of(outline, deployments, settings.page_size, options.memory_gib, low_bits)
+    costs = costs_of(
+        outline,
+        deployments,
+        settings.page_size,
+        options.memory_gib,
+        low_bits,
+        kv_cache_dtype=settings.kv_cache_dtype,
+    )
     heads = None
     if options.heads is not None:
         layers = parse_layers(options.heads, len(outline.layers()))
@@ -109,7 +117,8 @@ def _model_lines(outline: ModelConfig, native: NativeRope, costs: Costs) -> list
         f"model            {outline.architecture}, {dtype} on {outline.device}",
         f"rotary           {rotary.num_rotating} pairs{still}, base {rotary.rope_theta:g}, "
         f"trained as {native.method.scaling.rope_type} for {native.native_len} tokens",
-        f"cache            {costs.kv_bytes_per_token} bytes a token: {shapes} in {dtype}",
+        f"cache            {costs.kv_bytes_per_token} bytes a token: {shapes} in "
+        f"{dtype if costs.kv_format == EXACT else costs.kv_format}",
     ]
     others = sorted(set(native.tables) - {native.scaled_layer_type})
     if others:

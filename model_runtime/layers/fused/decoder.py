@@ -241,14 +241,13 @@ class DecoderLayers:
         program, backend, num_rows = self._program, _cpu(step), len(hidden_RE)
         num_operations = len(program.instructions) - (not with_head)
         pages = next(iter(step.store.arrays.values()))
-        num_pages, _, _, page_size = pages.keys_NKDO.shape
         tables = [step.tables.layer(each).kernel_arrays for each in program.table_types]
         plain_step = FusedStep(
             program.fields_OF[:num_operations],
             program.factors_OX[:num_operations],
-            step.store.addresses_L2,
-            num_pages,
-            page_size,
+            step.store.addresses_LX,
+            step.store.num_pages,
+            step.store.page_size,
             _LIKE_SCALE,
             backend.destinations,
             backend.sequences,
@@ -268,7 +267,7 @@ class DecoderLayers:
                     logits_RV.ctypes.data
                 )
         assert self.multiplying is not None
-        run = kernel.runner_for(self.multiplying, pages.keys_NKDO)
+        run = kernel.runner_for(self.multiplying, backend.access(pages))
         arrived = np.zeros(1, np.int64)
 
         def work(thread: int) -> None:
@@ -303,6 +302,7 @@ class DecoderLayers:
         """Return whether the kernel takes the step, and the trial of its products still holds."""
         return (
             self.multiplying is not None
+            and _cpu(step).is_one_call
             and all(each.skinny(num_rows) is not None for each in self._trials.values())
             and all(self._ranged(step, each) is None for each in self._program.table_types)
         )

@@ -20,7 +20,7 @@ OWN = {flag for param in serve.params if isinstance(param, click.Option) for fla
 # Tried by an operator by habit; each was refused, some with the guess of another setting.
 BY_HABIT = (
     *("--model", "--model-path", "-m", "-c", "--ctx-size", "--context-length", "-tp"),
-    *("--quantization", "--kv-cache-dtype", "--enable-prefix-caching", "--enable-chunked-prefill"),
+    *("--quantization", "--cache-type-k", "--enable-prefix-caching", "--enable-chunked-prefill"),
     *("--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser"),
     *("--disable-log-requests", "--schedule-policy", "--enable-lora", "--hf-overrides"),
     *("--seed", "--generation-config", "--root-path", "--rope-theta", "--swap-space"),

@@ -73,6 +73,7 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "model_aliases": {"gpt-4o": "a"},
         "scheduling_policy": "priority",
         "share_prefixes": True,
+        "kv_cache_dtype": "int4",
         "log_format": "json",
         "log_level": "warning",
         "traces": True,

@@ -1,0 +1,147 @@
+"""`python -m benchmarks.kv_cache MODEL`: a cache in few bits beside the exact one.
+
+Quality: the logits of a held-out text's last tokens, with every page before them in the format.
+Rate: a decode step at a long context. Its pages are copies of one that was computed, in shuffled
+places, because a step takes as long for any numbers. All formats are in one process with one
+thread, and take turns. A time is the processor time of the thread.
+
+Shapes: R = scored rows, V = vocabulary.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.weights import times_of
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT, FORMATS, token_bytes
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.build_engine import build_runner
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint, load_checkpoint
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
+from ropewalk.rope import Profile
+from ropewalk.server.corpus.held_out import library_documents
+
+_PAGE = 64
+_CHUNK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A model over a cache in one format."""
+
+    runner: ModelRunner
+    table_id: int
+    pages: list[int]  # in shuffled order
+
+    def span(self, token_ids: list[int], first: int, num_rows: int) -> Span:
+        end = len(token_ids)
+        return Span(token_ids, first, self.pages, self.table_id, range(end - num_rows, end))
+
+    def scored(self, token_ids: list[int], num_rows: int) -> Tensor:
+        """Return the logprobs of the last rows, float64 [R, V]."""
+        begin, found = len(token_ids) - num_rows, []
+        for first in range(0, len(token_ids), _CHUNK):
+            chunk = token_ids[first : first + _CHUNK]
+            num = min(len(chunk), max(0, first + len(chunk) - begin))
+            logits_RV = self.runner.run([self.span(chunk, first, max(1, num))])
+            found.append(logits_RV[len(logits_RV) - num :])
+        return torch.cat(found).double().log_softmax(-1)
+
+    def fill(self) -> None:
+        """Compute one page, and copy it to all."""
+        self.runner.run([self.span(list(range(7, 7 + _PAGE)), 0, 1)])
+        for memory in self.runner.store.page_memory():
+            memory[:] = memory[self.pages[0]].copy()
+
+    def decode(self, context: int) -> None:
+        self.runner.run([self.span([9], context - 1, 1)])
+
+
+def held(checkpoint: Checkpoint, kind: str, num_tokens: int) -> Held:
+    """Build a cache in a format over a loaded model."""
+    config = EngineConfig(
+        kv_cache_tokens=num_tokens, max_model_len=num_tokens, page_size=_PAGE, kv_cache_dtype=kind,
+        max_num_seqs=1,
+    )  # fmt: skip
+    runner = build_runner(checkpoint, config)
+    native = checkpoint.native
+    table_id = runner.table_id(Profile(native.tables[native.scaled_layer_type].scaling))
+    order = np.random.default_rng(0).permutation(config.num_pages)
+    return Held(runner, table_id, order.tolist())
+
+
+def quality(checkpoint: Checkpoint, kinds: list[str], num_tokens: int, num_rows: int) -> None:
+    """Print KL, perplexity and top-1 of each format against the exact cache."""
+    text = "\n".join(each.text for each in library_documents(held_out=True))[: 8 * num_tokens]
+    token_ids = checkpoint.tokenizer.encode(text, add_special_tokens=False, param="text")
+    if len(token_ids) <= num_tokens:
+        raise click.BadParameter(f"--tokens: the text has {len(token_ids)}, got {num_tokens}")
+    known, next_R = token_ids[:num_tokens], torch.tensor(token_ids[: num_tokens + 1][-num_rows:])
+    found: dict[str, Tensor] = {}
+    for kind in (EXACT, *kinds):
+        found[kind] = held(checkpoint, kind, num_tokens + _PAGE).scored(known, num_rows)
+    exact_RV = found[EXACT]
+    loss = {kind: -float(each.gather(1, next_R[:, None]).mean()) for kind, each in found.items()}
+    click.echo(f"\nThe last {num_rows} of {num_tokens} tokens.\n")
+    click.echo("| format | bytes a token | KL | perplexity | same top token |")
+    click.echo("|---|---:|---:|---:|---:|")
+    for kind, logprobs_RV in found.items():
+        kl = float((exact_RV.exp() * (exact_RV - logprobs_RV)).sum(-1).mean())
+        same = float((exact_RV.argmax(-1) == logprobs_RV.argmax(-1)).double().mean())
+        size = token_bytes(checkpoint.plans, checkpoint.dtype, kind, _PAGE)
+        change = np.exp(loss[kind] - loss[EXACT]) - 1
+        click.echo(f"| {kind} | {size} | {kl:.5f} | {change:+.2%} | {same:.1%} |")
+
+
+def rates(checkpoint: Checkpoint, kinds: list[str], contexts: list[int], rounds: int) -> None:
+    """Print the time of a decode step of one sequence at each context."""
+    click.echo("\n| context | format | ms a step | of the exact cache's rate | lowest to highest |")
+    click.echo("|---:|---|---:|---:|---:|")
+    for context in contexts:
+        found: dict[str, Held] = {kind: held(checkpoint, kind, context) for kind in (EXACT, *kinds)}
+        for each in found.values():
+            each.fill()
+        works: dict[str, Callable[[], None]] = {
+            kind: partial(each.decode, context) for kind, each in found.items()
+        }
+        times = times_of(works, rounds)
+        for kind in found:
+            ratios = [a / b for a, b in zip(times[EXACT], times[kind], strict=True)]
+            click.echo(
+                f"| {context} | {kind} | {statistics.median(times[kind]):.1f} "
+                f"| {statistics.median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} |"
+            )
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("model", type=click.Path(exists=True, path_type=Path))
+@click.option("--formats", default=",".join(FORMATS), show_default=True)
+@click.option("--tokens", default=2048, show_default=True, help="Of the text; 0: no quality.")
+@click.option("--rows", default=256, show_default=True, help="Scored tokens at its end.")
+@click.option("--contexts", default="8192", show_default=True, help="Of decode steps; 0: none.")
+@click.option("--rounds", default=10, show_default=True)
+@torch.inference_mode()
+def main(  # noqa: PLR0917
+    model: Path, formats: str, tokens: int, rows: int, contexts: str, rounds: int
+) -> None:
+    """Measure a folder or GGUF file on a CPU."""
+    torch.set_num_threads(1)
+    checkpoint = load_checkpoint(model, device="cpu")
+    kinds = formats.split(",")
+    if tokens:
+        quality(checkpoint, kinds, tokens, rows)
+    lengths = [int(each) for each in contexts.split(",") if int(each)]
+    if lengths:
+        rates(checkpoint, kinds, lengths, rounds)
+
+
+if __name__ == "__main__":
+    main()

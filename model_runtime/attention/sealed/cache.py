@@ -1,0 +1,100 @@
+"""The tensors of a cache whose full pages are sealed.
+
+Shapes: N = sealed pages, X = open pages, K = key heads, R = bytes of a record, E = numbers of an
+open page of one head.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ropewalk.model_runtime.attention.batch import Batch, Span
+from ropewalk.model_runtime.attention.kv_cache import KVCache
+from ropewalk.model_runtime.attention.sealed.own_pages import LayerPages, own_pages
+from ropewalk.model_runtime.attention.sealed.page_format import PageFormat
+from ropewalk.model_runtime.attention.token_bytes import LayerShape
+
+
+class SealedCache(KVCache):
+    """Sealed pages [N, K, R] and open pages [X, K, E] for every attention layer, on a CPU.
+
+    `pages` and `arrays` return them in this order. `dtype` is that of the open pages.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, LayerShape],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        *,
+        form: PageFormat,
+        num_open: int,
+    ) -> None:
+        """Allocate the pages. Raises ModelError if a layer has no such pages."""
+        form.check(layers)
+        self.row_keys = False
+        self.form = form
+        self._layers = layers
+        self.page_size = page_size
+        self.dtype = dtype
+        self._pages = {}
+        self.most_numbers = 0
+        for index, layer in layers.items():
+            record = form.record_bytes(layer, page_size)
+            numbers = page_size * (layer.key_dim + layer.value_dim)
+            self._pages[index] = (
+                torch.zeros(num_pages, layer.num_key_heads, record, dtype=torch.uint8),
+                torch.zeros(num_open, layer.num_key_heads, numbers, dtype=dtype),
+            )
+            self.most_numbers = max(self.most_numbers, layer.num_key_heads * numbers)
+
+    def own_backend(self) -> Any:
+        """Return the backend of sealed pages."""
+        from ropewalk.model_runtime.attention.sealed.cpu_backend import (  # noqa: PLC0415  # numba
+            SealedCpuAttention,
+        )
+
+        return SealedCpuAttention
+
+    def with_own_pages(self, batch: Batch, spans: Sequence[Span]) -> Batch:
+        """Return the batch of the spans with the own page of each token."""
+        return replace(batch, own_pages=own_pages(spans, self))
+
+    def sides(self, num_heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
+        """Return the sizes of a layer's records, as the kernels take them."""
+        form = self.form
+        return num_heads, key_dim, value_dim, self.page_size, form.key_bits, form.value_bits
+
+    @cached_property
+    def arrays(self) -> dict[int, LayerPages]:  # type: ignore[override]
+        """Return the pages as numpy arrays, by layer."""
+        from ropewalk.model_runtime.cpu_kernels.elementwise import (  # noqa: PLC0415  # imports numba
+            as_numpy,
+        )
+
+        found = {}
+        for index, (records, opened) in self._pages.items():
+            layer = self._layers[index]
+            sides = self.sides(layer.num_key_heads, layer.key_dim, layer.value_dim)
+            found[index] = LayerPages(as_numpy(records), as_numpy(opened), sides)
+        return found
+
+    @cached_property
+    def addresses_LX(self) -> NDArray[np.int64]:
+        """Return the start addresses of sealed and of open pages by layer order, and both bits."""
+        pairs = [self._pages[index] for index in sorted(self._pages)]
+        bits = self.form.key_bits, self.form.value_bits
+        rows = [[*(each.data_ptr() for each in pair), *bits] for pair in pairs]
+        return np.array(rows, np.int64)
+
+    def page_memory(self) -> list[NDArray[np.uint8]]:
+        """Return the bytes of each sealed page [N, bytes], layer by layer."""
+        sealed: list[Tensor] = [self._pages[index][0] for index in sorted(self._pages)]
+        return [each.flatten(1).numpy() for each in sealed]

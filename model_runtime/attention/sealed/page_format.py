@@ -1,0 +1,66 @@
+"""The formats of sealed pages and their bytes; planning computes them without torch.
+
+Shapes: see `cpu_kernels/sealed/records.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ropewalk.model_runtime.attention.token_bytes import LayerShape, NumberType, bytes_per_token
+from ropewalk.model_runtime.errors import ModelError
+
+_LINE = 64  # bytes in a cache line; a record is a whole number of them
+_PARAMETER_BYTES = 4  # of a channel, or of a token: a lowest number and a step
+
+
+@dataclass(frozen=True, slots=True)
+class PageFormat:
+    """The bits of keys and of values in a sealed page."""
+
+    name: str
+    key_bits: int
+    value_bits: int
+
+    def record_bytes(self, layer: LayerShape, page_size: int) -> int:
+        """Return the bytes of one page of one key head."""
+        bits = layer.key_dim * self.key_bits + layer.value_dim * self.value_bits
+        parameters = _PARAMETER_BYTES * (layer.key_dim + page_size)
+        return -(-(page_size * bits // 8 + parameters) // _LINE) * _LINE
+
+    def page_bytes(self, layers: Mapping[int, LayerShape], page_size: int) -> int:
+        """Return the bytes of one sealed page over all layers."""
+        return sum(
+            layer.num_key_heads * self.record_bytes(layer, page_size) for layer in layers.values()
+        )
+
+    def check(self, layers: Mapping[int, LayerShape]) -> None:
+        """Raise ModelError if a layer has no such pages."""
+        odd = next((each.value_dim for each in layers.values() if each.value_dim % 2), None)
+        if self.value_bits < 8 and odd is not None:
+            raise ModelError(
+                f"kv_cache_dtype {self.name} holds two dimensions of a value in a byte, and a "
+                f"layer of this model has {odd}: use int8 or auto"
+            )
+
+
+FORMATS = {
+    each.name: each
+    for each in (PageFormat("int8", 8, 8), PageFormat("k8v4", 8, 4), PageFormat("int4", 4, 4))
+}
+EXACT = "auto"  # numbers of the served dtype, as they were written
+
+
+def token_bytes(
+    layers: Mapping[int, LayerShape], dtype: NumberType, kv_cache_dtype: str, page_size: int
+) -> int:
+    """Return the cache bytes of one position over all layers, rounded up."""
+    if kv_cache_dtype == EXACT:
+        return bytes_per_token(layers, dtype)
+    return -(-FORMATS[kv_cache_dtype].page_bytes(layers, page_size) // page_size)
+
+
+def open_bytes(
+    layers: Mapping[int, LayerShape], dtype: NumberType, kv_cache_dtype: str, page_size: int
+) -> int:
+    """Return the bytes of one sequence's open page over all layers; 0 if no page is sealed."""
+    return 0 if kv_cache_dtype == EXACT else bytes_per_token(layers, dtype) * page_size

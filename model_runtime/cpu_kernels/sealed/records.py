@@ -1,0 +1,247 @@
+"""Sealed pages: their bytes, and the registers of float32 that a kernel makes of them.
+
+A record holds one page of one key head. It has the codes of the keys channel by channel, those of
+the values token by token, then the parameters as float16: the lowest number of each channel, its
+step, and both of each token. A number is code * step + lowest, rounded once to float32. In four
+bits a byte holds two codes: of offsets o and o + O/2 of a channel, or of dimensions v and v + V/2
+of a token. So a load of neighbouring bytes makes two registers.
+
+An open page holds the numbers as they were written: keys [D, O], then values [O, V], for each key
+head. `docs/kv-cache.md` has the rule that says which page is read in which form.
+
+Shapes: N = sealed pages, X = open pages, G = staged pages, K = key heads, R = bytes of a record,
+E = numbers of an open page and head, D = key dimensions, V = value dimensions, O = offsets in a
+page, S = rotation tables, T = flat tokens. P is any count of parameters.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from ropewalk.model_runtime.cpu_kernels.jit import jit
+from ropewalk.model_runtime.cpu_kernels.kernel_arguments import AngleArrays, Floats, Ints, Numbers
+from ropewalk.model_runtime.cpu_kernels.low_bits.loads import (
+    constant_ints,
+    emit_floats,
+    emit_halves,
+    emit_unsigned,
+    prefetch_at,
+)
+from ropewalk.model_runtime.cpu_kernels.simd import (
+    LANES,
+    WIDTH,
+    broadcast,
+    fma,
+    load,
+    multiply,
+    store,
+    subtract,
+    target_features,
+)
+
+Bytes = NDArray[np.uint8]
+LINE = 64  # bytes in a cache line; a record is a whole number of them
+_FOUR_BITS = 4
+_HALF_BYTES = 2
+_TOO_LARGE = 65536.0  # the float16 that has no number, without an instruction that knows it
+
+
+class Sides(NamedTuple):
+    """The sizes of a layer's records."""
+
+    num_heads: int
+    dim: int
+    value_dim: int
+    page_size: int
+    key_bits: int  # 8 or 4
+    value_bits: int
+
+
+class SealedPages(NamedTuple):
+    """The cache of one layer, and where this step's tokens were written."""
+
+    records_NKR: Bytes
+    open_XKE: Numbers
+    staged_GKE: Numbers
+    # A token's own page: -1 - 2 * x for open page x, -2 - 2 * g for staged page g.
+    own_T: Ints
+    sides: Sides
+
+
+@jit(inline=True)
+def _value_codes(sides: Sides) -> int:
+    """Return where the codes of values begin in a record."""
+    return sides.dim * sides.page_size * sides.key_bits // 8
+
+
+@jit(inline=True)
+def _parameters(sides: Sides) -> int:
+    """Return where the parameters begin in a record."""
+    return _value_codes(sides) + sides.value_dim * sides.page_size * sides.value_bits // 8
+
+
+@jit()
+def record_bytes(sides: Sides) -> int:
+    """Return R, as `attention/sealed/page_format.py` does."""
+    parameters = 2 * _HALF_BYTES * (sides.dim + sides.page_size)
+    return -(-(_parameters(sides) + parameters) // LINE) * LINE
+
+
+def _intrinsic(emit: Any) -> Any:
+    """Build an intrinsic that makes Lanes from the bytes at an address."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def loaded(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
+        def code(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            return emit(builder, values[0])
+
+        return LANES(address), code
+
+    return loaded
+
+
+def _emit_lower(builder: Any, address: Any) -> Any:
+    return emit_floats(builder, builder.and_(emit_unsigned(builder, address), constant_ints(15)))
+
+
+def _emit_upper(builder: Any, address: Any) -> Any:
+    return emit_floats(builder, builder.lshr(emit_unsigned(builder, address), constant_ints(4)))
+
+
+def _emit_parameters(builder: Any, address: Any) -> Any:
+    numbers = emit_halves(builder, address)
+    if "f16c" in target_features():
+        return numbers
+
+    def every(number: float) -> Any:
+        return ir.Constant(numbers.type, [number] * WIDTH)
+
+    is_number = builder.fcmp_ordered("<", numbers, every(_TOO_LARGE))
+    return builder.select(is_number, numbers, every(float("nan")))
+
+
+_byte_codes = _intrinsic(lambda builder, at: emit_floats(builder, emit_unsigned(builder, at)))
+_lower_codes = _intrinsic(_emit_lower)
+_upper_codes = _intrinsic(_emit_upper)
+_parameters_at = _intrinsic(_emit_parameters)
+
+
+@jit(borrows=True)
+def _load_parameters(address: int, count: int, row_P: Floats) -> int:
+    """Widen the lowest numbers and the steps of `count` rows; return where the steps begin."""
+    width = -(-count // WIDTH) * WIDTH
+    for at in range(0, count, WIDTH):
+        store(row_P, at, _parameters_at(address + _HALF_BYTES * at))
+        store(row_P, width + at, _parameters_at(address + _HALF_BYTES * (count + at)))
+    return width
+
+
+@jit(inline=True, borrows=True)
+def _put_turned(
+    keys_DO: Numbers, at: int, half: int, angles: AngleArrays, table: int, first: Any, second: Any
+) -> None:
+    """Rotate the two halves of a pair, and store them."""
+    cos, sin = load(angles.cos, table), load(angles.sin, table)
+    store(keys_DO, at, subtract(multiply(first, cos), multiply(second, sin)))
+    store(keys_DO, half + at, fma(second, cos, multiply(first, sin)))
+
+
+@jit(borrows=True)
+def turn_sealed(
+    address: int, next_address: int, sides: Sides, offsets: AngleArrays, table_id: int,
+    row_P: Floats, keys_DO: Numbers,
+) -> None:  # fmt: skip
+    """Rotate a sealed page's keys by their offsets, and prefetch the record that is read next.
+
+    `next_address` is 0 if no sealed page follows.
+    """
+    dim, page_size, bits = sides.dim, sides.page_size, sides.key_bits
+    steps = _load_parameters(address + _parameters(sides), dim, row_P)
+    pairs = offsets.cos.shape[1]
+    row_bytes, half = page_size * bits // 8, pairs * page_size
+    num_lines = record_bytes(sides) // LINE
+    lines_each = -(-num_lines // dim)
+    for d in range(dim):
+        if next_address != 0:
+            for line in range(d * lines_each, min(num_lines, (d + 1) * lines_each)):
+                prefetch_at(next_address + line * LINE)
+        if pairs <= d < 2 * pairs:
+            continue
+        low, step = broadcast(row_P[d]), broadcast(row_P[steps + d])
+        codes, at = address + d * row_bytes, d * page_size
+        if d >= 2 * pairs:
+            if bits == _FOUR_BITS:
+                for o in range(0, row_bytes, WIDTH):
+                    store(keys_DO, at + o, fma(_lower_codes(codes + o), step, low))
+                    store(keys_DO, at + row_bytes + o, fma(_upper_codes(codes + o), step, low))
+            else:
+                for o in range(0, page_size, WIDTH):
+                    store(keys_DO, at + o, fma(_byte_codes(codes + o), step, low))
+            continue
+        other_low, other_step = broadcast(row_P[d + pairs]), broadcast(row_P[steps + d + pairs])
+        others, table = codes + pairs * row_bytes, (table_id * pairs + d) * page_size
+        if bits == _FOUR_BITS:
+            for o in range(0, row_bytes, WIDTH):
+                first, second = (
+                    fma(_lower_codes(codes + o), step, low),
+                    fma(_lower_codes(others + o), other_step, other_low),
+                )
+                third, fourth = (
+                    fma(_upper_codes(codes + o), step, low),
+                    fma(_upper_codes(others + o), other_step, other_low),
+                )
+                _put_turned(keys_DO, at + o, half, offsets, table + o, first, second)
+                beyond = row_bytes + o
+                _put_turned(keys_DO, at + beyond, half, offsets, table + beyond, third, fourth)
+        else:
+            for o in range(0, page_size, WIDTH):
+                first, second = (
+                    fma(_byte_codes(codes + o), step, low),
+                    fma(_byte_codes(others + o), other_step, other_low),
+                )
+                _put_turned(keys_DO, at + o, half, offsets, table + o, first, second)
+
+
+@jit(borrows=True)
+def widen_values(address: int, sides: Sides, row_P: Floats, scratch_OV: Floats) -> None:
+    """Widen a sealed page's values to float32.
+
+    A register may end behind its row, so the scratch has a row more than the page.
+    """
+    dim, page_size, bits = sides.value_dim, sides.page_size, sides.value_bits
+    parameters = address + _parameters(sides) + 2 * _HALF_BYTES * sides.dim
+    steps = _load_parameters(parameters, page_size, row_P)
+    width, row_bytes = scratch_OV.shape[1], dim * bits // 8
+    first = address + _value_codes(sides)
+    for o in range(page_size):
+        low, step = broadcast(row_P[o]), broadcast(row_P[steps + o])
+        codes, at = first + o * row_bytes, o * width
+        if bits == _FOUR_BITS:
+            for v in range(0, row_bytes, WIDTH):
+                store(scratch_OV, at + v, fma(_lower_codes(codes + v), step, low))
+            for v in range(0, row_bytes, WIDTH):
+                store(scratch_OV, at + row_bytes + v, fma(_upper_codes(codes + v), step, low))
+        else:
+            for v in range(0, dim, WIDTH):
+                store(scratch_OV, at + v, fma(_byte_codes(codes + v), step, low))
+
+
+@jit(borrows=True)
+def turn_open(
+    open_XKE: Numbers, place: int, head: int, sides: Sides, offsets: AngleArrays, table_id: int,
+    keys_DO: Numbers,
+) -> None:  # fmt: skip
+    """Rotate an open page's keys by their offsets."""
+    _, num_heads, size = open_XKE.shape
+    base = (place * num_heads + head) * size
+    pairs = offsets.cos.shape[1]
+    half = pairs * sides.page_size
+    table = table_id * half
+    for at in range(0, half, WIDTH):
+        first, second = load(open_XKE, base + at), load(open_XKE, base + half + at)
+        _put_turned(keys_DO, at, half, offsets, table + at, first, second)
+    for at in range(2 * half, sides.dim * sides.page_size, WIDTH):
+        store(keys_DO, at, load(open_XKE, base + at))

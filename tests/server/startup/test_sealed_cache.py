@@ -1,0 +1,134 @@
+"""A cache in few bits in the plan, the banner, `inspect` and the refusals."""
+
+from typing import Any
+
+import pytest
+
+from ropewalk.model_runtime.attention.sealed.page_format import open_bytes, token_bytes
+from ropewalk.model_runtime.engine.machine_memory import MachineMemory
+from ropewalk.model_runtime.errors import ModelError
+from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.server.settings.load import SettingsError, load_settings
+from ropewalk.server.startup.banner_lines import describe
+from ropewalk.server.startup.dry_run import outlook_of
+from ropewalk.server.startup.serving_plan import ModelFacts, ServingPlan, plan_serving
+from ropewalk.studies.inspection.options import InspectOptions
+from ropewalk.studies.inspection.report import inspect_model
+from tests.engines import EngineFactory
+
+GIB, MIB = 2**30, 2**20
+
+
+def planned(embedded: Checkpoint, **settings: str) -> ServingPlan:
+    """A plan for 30 layers of 3 heads of 64 dimensions, which are those of SmolLM2-135M."""
+    found = load_settings(settings)
+    layers = dict.fromkeys(range(30), _Layer())
+    form = layers, _Float32(), found.kv_cache_dtype, found.page_size
+    facts = ModelFacts(
+        embedded.native,
+        token_bytes(*form),
+        4 * GIB,
+        memory=MachineMemory(64 * GIB, 64 * GIB),
+        open_bytes=open_bytes(*form),
+    )
+    return plan_serving(found, facts)
+
+
+class _Layer:
+    num_key_heads, key_dim, value_dim = 3, 64, 64
+
+
+class _Float32:
+    itemsize = 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_bytes", "least_ratio"),
+    [("int8", 12_240, 3.6), ("k8v4", 9_360, 4.7), ("int4", 6_480, 6.5)],
+)
+def test_a_gib_holds_more_tokens(
+    embedded: Checkpoint, kind: str, num_bytes: int, least_ratio: float
+) -> None:
+    """Open pages count: 2.8 MiB for each sequence."""
+    size = {"kv_cache_gib": "1", "max_num_seqs": "8"}
+    exact, few = planned(embedded, **size), planned(embedded, **size, kv_cache_dtype=kind)
+    assert few.token_bytes == num_bytes
+    assert few.open_bytes == 8 * 64 * 46_080
+    assert few.capacity >= least_ratio * exact.capacity
+    assert GIB - 64 * num_bytes < few.cache_bytes <= GIB
+    line = describe(few)[-1]
+    assert line.startswith(f"    format         {kind}, {num_bytes} bytes a token (auto: 46080); ")
+    assert line.endswith("22.5 MiB of open pages for 8 sequences")
+
+
+def test_open_pages_that_leave_no_room_are_refused(embedded: Checkpoint) -> None:
+    """The sentence names both settings."""
+    message = r"kv_cache_gib: must hold .* beside 90 MiB of open pages for 32 sequences \(max_num_s"
+    with pytest.raises(SettingsError, match=message):
+        planned(embedded, kv_cache_gib="0.05", kv_cache_dtype="int4")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"page_size": "16"}, "page_size must be a multiple of 32 for kv_cache_dtype int8, got 16"),
+        ({"tensor_parallel_size": "2"}, "tensor_parallel_size must be 1, got 2"),
+        (
+            {"kv_disk": "x", "kv_disk_gib": "1"},
+            "kv_disk keeps pages of whole numbers: kv_cache_dtype must be auto, got int8",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings: dict[str, str], message: str) -> None:
+    """The sentence names the setting and its value."""
+    with pytest.raises(SettingsError, match=message):
+        load_settings({**settings, "kv_cache_dtype": "int8"})
+
+
+def test_a_gpu_is_refused(embedded: Checkpoint) -> None:
+    """A plan for a GPU has no machine's memory."""
+    settings = load_settings({"kv_cache_dtype": "int4"})
+    with pytest.raises(SettingsError, match="kv_cache_dtype int4 needs the model on a CPU"):
+        plan_serving(settings, ModelFacts(embedded.native, 1024, GIB))
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4_per_token_head", "q8_0"])
+def test_names_of_other_servers_are_refused(name: str) -> None:
+    """Their numbers differ, so they are no aliases."""
+    with pytest.raises(SettingsError, match="kv_cache_dtype: must be auto, int8, k8v4 or int4"):
+        load_settings({"kv_cache_dtype": name})
+
+
+def test_a_processor_without_kernels_is_refused(
+    embedded: Checkpoint, engines: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain torch read has no sealed pages."""
+    monkeypatch.setattr("ropewalk.model_runtime.runner.backends.cpu_fault", lambda: "no numba")
+    with pytest.raises(
+        ModelError, match=r"kv_cache_dtype int8 needs compiled kernels, .* no numba"
+    ):
+        engines.over(embedded, page_size=32, kv_cache_dtype="int8")
+
+
+def test_inspect_and_the_dry_run_tell_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both count sealed pages and open ones."""
+    monkeypatch.setenv("ROPEWALK_KV_CACHE_DTYPE", "k8v4")
+    settings = load_settings({})
+    plan = outlook_of(settings).plan
+    report: Any = inspect_model(settings, InspectOptions(memory_gib=1.0))
+    assert f"cache            {plan.token_bytes} bytes a token: " in report.text
+    assert " in k8v4\n" in report.text
+    assert "open page        " in report.text
+    assert any(line.startswith("    format         k8v4, ") for line in describe(plan))
+
+
+def test_resident_tensors_are_what_the_plan_counts(
+    embedded: Checkpoint, engines: EngineFactory
+) -> None:
+    """Sealed and open pages of an engine, to the byte."""
+    engine = engines.over(
+        embedded, page_size=64, kv_cache_dtype="int4", kv_cache_tokens=4096, max_num_seqs=5
+    )
+    form = embedded.plans, embedded.dtype, "int4", 64
+    counted = 4096 * token_bytes(*form) + 5 * open_bytes(*form)
+    assert engine._core._runner.store.num_bytes == counted
