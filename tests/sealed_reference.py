@@ -23,7 +23,11 @@ def codes(rows_RL: NDArray[Any], bits: int) -> tuple[NDArray[Any], NDArray[Any],
     most = np.float32(2**bits - 1)
     is_finite_R = np.isfinite(rows_RL).all(1)
     rows_RL = np.where(is_finite_R[:, None], rows_RL, np.float32(0))
-    low_R = np.clip(rows_RL.min(1), -65504, 65504).astype(np.float16)
+    exact_R = np.clip(rows_RL.min(1), -65504, 65504)
+    low_R = exact_R.astype(np.float16)
+    with np.errstate(over="ignore"):  # below -65504, where none is needed
+        below_R = np.nextafter(low_R, np.float16(-np.inf))
+    low_R = np.where(low_R.astype(np.float32) > exact_R, below_R, low_R)
     span_R = (rows_RL.max(1) - low_R.astype(np.float32)) / most
     step_R = np.clip(span_R, np.float32(2**-14), 65504).astype(np.float16)
     inverse_R = np.float32(1) / step_R.astype(np.float32)

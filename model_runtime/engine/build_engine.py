@@ -52,6 +52,10 @@ def _built(
     profiles: Sequence[Profile],
     make: Callable[..., ModelRunner],
 ) -> Engine:
+    if config.seals_pages and (config.kv_disk is not None or make is not ModelRunner):
+        raise ModelError(
+            f"kv_cache_dtype {config.kv_cache_dtype} is for a model in one process without kv_disk"
+        )
     config = replace(config, max_draft_tokens=draft_tokens(checkpoint, config))
     config = _slotted(checkpoint, config)
     runner = build_runner(checkpoint, config, profiles, make)
@@ -59,8 +63,9 @@ def _built(
     # Nothing is cached yet, so any page will do.
     page = config.num_pages if is_captured else 0
     for profile in first_of_each_kind(profiles):
-        # On a CPU, a load compiles the plain kernels, and not the one for ranges of keys.
-        if checkpoint.device.type == "cuda" or profile.positions is not None:
+        # On a CPU, a load compiles the plain kernels. Ranges of keys and sealed pages have others.
+        is_rare = profile.positions is not None or config.seals_pages
+        if checkpoint.device.type == "cuda" or is_rare:
             warm_up(runner, profile, page, config)
     if is_captured:
         runner.capture_graphs(
@@ -144,8 +149,9 @@ def build_runner(
 def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConfig) -> None:
     """Run a prompt, and a prompt beside decodes, so that no request waits for a compilation.
 
-    Every layer launches all of its kernels: with all rows, and with those that need logits. The
-    steps write only to `page`, which no sequence may hold.
+    Every layer launches all of its kernels: with all rows, and with those that need logits. Pages
+    that are sealed are filled and crossed, too. The steps write only to `page`, which no sequence
+    may hold.
     """
     num_tokens = min(_WARM_UP_TOKENS, config.max_model_len)
     pages = [page] * -(-num_tokens // config.page_size)
@@ -156,6 +162,11 @@ def warm_up(runner: ModelRunner, profile: Profile, page: int, config: EngineConf
     decode = Span([0], 0, pages, table_id, range(1), one)
     for spans in ([prompt], [decode, prompt, decode], [decode, scored]):
         runner.run(spans)
+    if config.seals_pages:
+        # A step within one page can be one compiled call, and one across pages is a call per layer.
+        runner.run([decode])
+        first = min(config.page_size - 1, config.max_model_len - num_tokens)
+        runner.run([prompt._replace(first_position=first, pages=[page, page])])
 
 
 def captures_graphs(checkpoint: Checkpoint, config: EngineConfig) -> bool:

@@ -11,7 +11,7 @@ import torch
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.paged_attention import Backend, LayerPlan
 from ropewalk.model_runtime.attention.sealed.cache import SealedCache
-from ropewalk.model_runtime.attention.sealed.page_format import FORMATS
+from ropewalk.model_runtime.attention.sealed.page_format import FORMATS, check_format
 from ropewalk.model_runtime.attention.token_bytes import LayerShape
 from ropewalk.model_runtime.attention.torch_backend import TorchAttention
 from ropewalk.model_runtime.config import PAGE_UNIT, EngineConfig
@@ -87,10 +87,7 @@ def sealed_store(
     fault = cpu_fault()
     if fault is not None:
         raise ModelError(f"kv_cache_dtype {name} needs compiled kernels, which fail: {fault}")
-    if dtype == torch.float16:
-        raise ModelError(
-            f"kv_cache_dtype {name} needs the dtype float32 or bfloat16, and the model's is float16"
-        )
+    check_format(name, layers, dtype)
     if config.page_size % PAGE_UNIT:
         raise ModelError(
             f"page_size must be a multiple of {PAGE_UNIT} for kv_cache_dtype {name}, got "

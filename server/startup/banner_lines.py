@@ -21,6 +21,8 @@ _NAMES = (
     "allowed_chat_template_kwargs",
 )
 
+_LARGE_SHARE = 0.25  # of a cache, for open pages; an operator should know
+
 
 def describe(plan: ServingPlan) -> list[str]:
     """Return the lines that an operator should read before the first request."""
@@ -69,11 +71,18 @@ def _format_lines(plan: ServingPlan) -> list[str]:
     if not plan.open_page_bytes:
         return []
     numbers = plan.open_page_bytes // plan.config.page_size
-    return [
+    lines = [
         f"    format         {plan.config.kv_cache_dtype}, {plan.token_bytes} bytes a token (auto: "
         f"{numbers}); {size_text(plan.open_bytes)} of open pages for {plan.config.max_num_seqs} "
         "sequences"
     ]
+    both_bytes = plan.capacity * plan.token_bytes + plan.open_bytes
+    if plan.open_bytes > _LARGE_SHARE * both_bytes:
+        lines.append(
+            f"    open pages     take {plan.open_bytes / both_bytes:.0%} of the cache: a lower "
+            f"max_num_seqs than {plan.config.max_num_seqs} holds more tokens in the same memory"
+        )
+    return lines
 
 
 def _may_ask(deployment: Deployment) -> str:

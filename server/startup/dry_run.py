@@ -4,7 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ropewalk.model_runtime.attention.sealed.page_format import open_bytes, token_bytes
+from ropewalk.model_runtime.attention.sealed.page_format import (
+    check_format,
+    open_bytes,
+    token_bytes,
+)
 from ropewalk.model_runtime.engine.cache_size import affordable_bytes
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory, machine_memory
 from ropewalk.model_runtime.loading.known_products import expected_computing
@@ -133,11 +137,15 @@ def _memory(outline: ModelConfig) -> MachineMemory | None:
 def _plan(
     settings: ServeSettings, outline: ModelConfig, rank_bytes: int, memory: MachineMemory | None
 ) -> ServingPlan:
-    """Plan for a model with `rank_bytes` of weights in each process. Raises SettingsError."""
+    """Plan for a model with `rank_bytes` of weights in each process.
+
+    Raises SettingsError, or ModelError if the model has no pages in the format of its cache.
+    """
     num_ranks = settings.tensor_parallel_size
     # On a CPU the ranks share the memory; GPUs have their own.
     to_come = rank_bytes if memory is None else rank_bytes * num_ranks
     affordable = affordable_bytes(outline.device, settings.gpu_memory_utilization, to_come)
+    check_format(settings.kv_cache_dtype, outline.layers(), outline.dtype)
     form = (outline.layers(), outline.dtype, settings.kv_cache_dtype, settings.page_size)
     facts = ModelFacts(
         outline.native(),

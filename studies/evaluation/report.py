@@ -13,6 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT
 from ropewalk.studies.evaluation.cells import PERPLEXITY, RETRIEVAL, QueryScore, Score, WindowScore
 from ropewalk.studies.evaluation.plan import LengthPlan, Variant
 from ropewalk.studies.harness.eval_run import write_files
@@ -130,6 +131,7 @@ class LengthReport:
     started_at: str  # ISO 8601, UTC
     plan: LengthPlan
     rows: tuple[LengthRow, ...]  # by variant, then length
+    kv_cache_dtype: str = EXACT
 
     def of(self, variant: Variant) -> list[LengthRow]:
         """Return a variant's rows, shortest context first."""
@@ -208,6 +210,7 @@ def _numbers(report: LengthReport, lines: Sequence[Mapping[str, Any]]) -> dict[s
         "model_digest": report.model_digest,
         "dtype": report.dtype,
         "device": report.device,
+        **({} if report.kv_cache_dtype == EXACT else {"kv_cache_dtype": report.kv_cache_dtype}),
         "native_len": plan.native_len,
         "text": report.text,
         "text_tokens": report.text_tokens,
@@ -275,9 +278,10 @@ def table(report: LengthReport) -> str:
         ]
         return "\n".join([title, *aligned([head, *lines], num_left=1)])
 
+    cache = "" if report.kv_cache_dtype == EXACT else f", KV cache in {report.kv_cache_dtype}"
     blocks = [
-        f"{report.model}, {report.dtype} on {report.device}, trained for {plan.native_len} tokens; "
-        f"text: {report.text}"
+        f"{report.model}, {report.dtype} on {report.device}{cache}, trained for {plan.native_len} "
+        f"tokens; text: {report.text}"
     ]
     if first.windows:
         what = (

@@ -73,6 +73,7 @@ def run_lengths(
         started_at=started_at,
         plan=plan,
         rows=_rows(plan, grid, dict(zip(grid.cells, scores, strict=True))),
+        kv_cache_dtype=subject.kv_cache_dtype,
     )
 
 

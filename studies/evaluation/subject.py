@@ -29,6 +29,7 @@ class Subject:
     digest: str  # different if its answers may differ
     dtype: str
     device: str
+    kv_cache_dtype: str
     tokenizer: Tokenizer
     make_engine: Callable[[], Engine]  # takes the memory of the cache
     deployments: Mapping[Variant, Deployment]
@@ -49,9 +50,10 @@ def load_subject(settings: ServeSettings, plan: LengthPlan) -> Subject:
     profiles = profiles_of(serving.deployments)
     return Subject(
         model_name(settings),
-        model_digest(checkpoint),
+        model_digest(checkpoint, settings.kv_cache_dtype, settings.page_size),
         str(checkpoint.dtype).removeprefix("torch."),
         str(checkpoint.device),
+        settings.kv_cache_dtype,
         checkpoint.tokenizer,
         partial(build_engine, checkpoint, serving.config, profiles=profiles),
         dict(zip(plan.variants, serving.deployments, strict=True)),

@@ -4,15 +4,16 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.loading.model_config import weight_files
 
 
-def model_digest(checkpoint: Checkpoint) -> str:
+def model_digest(checkpoint: Checkpoint, kv_cache_dtype: str = EXACT, page_size: int = 0) -> str:
     """Return a digest of a model as it was loaded from its folder or file.
 
     Rounding differs between dtypes and device types, so the digest has both. It tells quantised
-    weights and rounded activations, too.
+    weights and rounded activations, too, and pages of `page_size` tokens that the cache seals.
     """
     assert checkpoint.source is not None
     dtype = str(checkpoint.dtype).removeprefix("torch.")
@@ -22,6 +23,8 @@ def model_digest(checkpoint: Checkpoint) -> str:
         facts.append(f"weights {checkpoint.low_bits.formats}")
     if checkpoint.rounding is not None:
         facts.append("activations int8")
+    if kv_cache_dtype != EXACT:
+        facts.append(f"kv {kv_cache_dtype} pages of {page_size}")
     digest = hashlib.sha256(" ".join(facts).encode())
     return digest.hexdigest()[:32]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
+from ropewalk.model_runtime.attention.sealed.page_format import EXACT
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.server.corpus.held_out import Document
@@ -72,6 +73,11 @@ def run_crossings(
 
     Raises EvalError if the comparison is impossible, ModelError if loading fails.
     """
+    if settings.kv_cache_dtype != EXACT:
+        raise EvalError(
+            "kv_cache_dtype must be auto for a comparison of policies, which changes cached keys, "
+            f"got {settings.kv_cache_dtype}"
+        )
     adapter = TypeAdapter(list[Outcome])
     record = RunRecord(options.output / RECORD_FILE, adapter, resumes=options.resumes)
     checkpoint = load_model(settings)

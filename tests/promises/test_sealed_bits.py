@@ -13,6 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ropewalk.model_runtime.attention.batch import Span
+from ropewalk.model_runtime.attention.sealed.cpu_backend import SealedCpuAttention
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
 from ropewalk.model_runtime.request import Request
@@ -159,6 +161,53 @@ def test_prefix_hits_are_made_and_change_nothing(
     assert [Result.of(each) for each in outputs] == expected
     cached = [max(output.num_cached_tokens or 0 for output in each) for each in outputs]
     assert cached == [32, 64, 128, 128]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_step_without_memory_writes_no_open_page_twice(
+    engines: EngineFactory,
+    llama_checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    layer: int,
+) -> None:
+    """Layers up to this one have begun their next open page when the older prompt's step fails."""
+    deployment = deployment_of(llama_checkpoint)
+    asked = [
+        request(deployment, [(at * 7 + num) % VOCAB_SIZE for at in range(num)], **options)
+        for num in (150, 60)
+        for options in [{"max_tokens": 8, "logprobs": 2}]
+    ]
+    expected, _ = alone(engines, llama_checkpoint, asked, "int4")
+    engine = engines.over(
+        llama_checkpoint, **WHOLE, kv_cache_dtype="int4", max_num_batched_tokens=50
+    )
+    prepare, write = engine._core._runner.prepare, SealedCpuAttention.write_columns
+    num_writes: list[int] = []  # of the step that fails
+
+    def prepared(spans: list[Span]) -> Any:
+        first = spans[0].first_position % PAGE
+        crosses = first and first + len(spans[0].token_ids) > PAGE
+        forward = prepare(spans)
+        if len(spans) < 2 or not crosses or num_writes:
+            return forward
+
+        def run() -> Any:
+            num_writes.append(0)
+            with monkeypatch.context() as patch:
+                patch.setattr(SealedCpuAttention, "write_columns", failing)
+                return forward()
+
+        return run
+
+    def failing(*arguments: Any) -> None:
+        write(*arguments)
+        num_writes[0] += 1
+        if num_writes[0] > layer:
+            raise MemoryError
+
+    monkeypatch.setattr(engine._core._runner, "prepare", prepared)
+    assert answer(engine, *asked) == expected
+    assert num_writes == [layer + 1]
 
 
 @pytest.mark.sampled(fixed=0, drawn=2)

@@ -50,6 +50,17 @@ FORMATS = {
 EXACT = "auto"  # numbers of the served dtype, as they were written
 
 
+def check_format(name: str, layers: Mapping[int, LayerShape], dtype: NumberType) -> None:
+    """Raise ModelError if a model of these layers and this dtype has no pages in the format."""
+    if name == EXACT:
+        return
+    if str(dtype).removeprefix("torch.") == "float16":
+        raise ModelError(
+            f"kv_cache_dtype {name} needs the dtype float32 or bfloat16, and the model's is float16"
+        )
+    FORMATS[name].check(layers)
+
+
 def token_bytes(
     layers: Mapping[int, LayerShape], dtype: NumberType, kv_cache_dtype: str, page_size: int
 ) -> int:

@@ -30,8 +30,8 @@ _FOUR_BITS = 4
 
 
 @jit(fuses=False)
-def round_to_halves(numbers_P: Floats, halves_P: NDArray[np.uint16]) -> None:
-    """Round numbers to float16, ties to even: in place, and as bits.
+def round_to_halves(numbers_P: Floats, halves_P: NDArray[np.uint16], is_down: bool) -> None:  # noqa: FBT001
+    """Round numbers to float16, down or to nearest with ties to even: in place, and as bits.
 
     NaN stays NaN, and other numbers are within the range of float16.
     """
@@ -43,12 +43,15 @@ def round_to_halves(numbers_P: Floats, halves_P: NDArray[np.uint16]) -> None:
             continue
         sign = (bits_P[p] >> np.uint32(16)) & np.uint32(0x8000)
         if abs(number) < _LEAST_STEP:
-            units = np.rint(number * _UNITS)
+            exact = number * _UNITS
+            units = np.floor(exact) if is_down else np.rint(exact)
             numbers_P[p] = units / _UNITS
             halves_P[p] = sign | np.uint32(abs(units))
             continue
-        odd = (bits_P[p] >> np.uint32(13)) & np.uint32(1)
-        bits = (bits_P[p] + np.uint32(0xFFF) + odd) & np.uint32(0xFFFFE000)
+        more = np.uint32(0xFFF) + ((bits_P[p] >> np.uint32(13)) & np.uint32(1))
+        if is_down:
+            more = np.uint32(0x1FFF) if sign else np.uint32(0)
+        bits = (bits_P[p] + more) & np.uint32(0xFFFFE000)
         bits_P[p] = bits
         size = ((bits & np.uint32(0x7FFFFFFF)) >> np.uint32(13)) - np.uint32(_EXPONENTS)
         halves_P[p] = sign | size
@@ -72,11 +75,12 @@ def _seal_rows(
         low_P[r] = min(max(low, -_MOST), _MOST) if is_finite else np.float32(0)
         step_P[r] = high if is_finite else np.float32(np.nan)
     parameters = record_R[parameters_at : parameters_at + 4 * num_rows].view(np.uint16)
-    round_to_halves(low_P, parameters[:num_rows])
+    # Down: a code is not negative, so numbers below a lowest number would all be read as it.
+    round_to_halves(low_P, parameters[:num_rows], True)  # noqa: FBT003
     for r in range(num_rows):
         step = (step_P[r] - low_P[r]) / most
         step_P[r] = min(max(step, _LEAST_STEP), _MOST) if step == step else step  # noqa: PLR0124
-    round_to_halves(step_P, parameters[num_rows:])
+    round_to_halves(step_P, parameters[num_rows:], False)  # noqa: FBT003
     for r in range(num_rows):
         widen(numbers_E[at + r * length : at + (r + 1) * length], row_L)
         low, inverse = low_P[r], np.float32(1) / step_P[r]

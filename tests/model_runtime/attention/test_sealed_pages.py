@@ -226,14 +226,15 @@ def test_records_equal_those_of_numpy(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     key_TKD = torch.randn(PAGE, KEY_HEADS, dim)
     value_TKV = torch.randn(PAGE, KEY_HEADS, value_dim)
-    edges = [0.0, -0.0, 1.0, 1e-40, 3e-6, 2.0**-14, 1e5, -1e5, 65519.0, 3e38, 93.0]
+    edges = [0.0, -0.0, 1.0, 1e-40, 3e-6, 2.0**-14, 1e5, -1e5, 65519.0, 3e38, 93.0, -93.03, -3e-6]
     for at, number in enumerate(edges):
         key_TKD[:, 0, at] = number
         key_TKD[at, 1, at] = number  # an outlier
         value_TKV[at, 0] = number
-    key_TKD[:, 0, 12] += 1e4
-    key_TKD[5, 0, 13], value_TKV[30, 0, 3] = torch.inf, torch.nan
-    key_TKD[:, 0, 14] *= 1e-5
+    key_TKD[:, 0, 14] += 1e4
+    key_TKD[5, 0, 15], value_TKV[30, 0, 3] = torch.inf, torch.nan
+    key_TKD[:, 0, 16] *= 1e-5
+    key_TKD[:, 0, 17] += 92.8
     key_TKD, value_TKV = key_TKD.to(dtype), value_TKV.to(dtype)
     span = Span([0] * PAGE, 0, [0], 0, range(0))
     batch = store.with_own_pages(build_batch([span], PAGE, CPU), [span])
@@ -246,6 +247,35 @@ def test_records_equal_those_of_numpy(kind: str, dtype: torch.dtype) -> None:
         assert got[: len(wanted)].tobytes() == wanted
         assert len(got) % 64 == 0
         assert len(got) - len(wanted) < 64
+
+
+@pytest.mark.parametrize("bias", [92.8, -92.8, 700.3, 3e-5])
+@pytest.mark.parametrize("kind", BITS)
+def test_a_bias_costs_no_more_than_half_a_step(kind: str, bias: float) -> None:
+    """A lowest number above the true one would cut off what lies below it."""
+    dim, value_dim = 24, 20
+    store = SealedCache(
+        {0: Shape(dim, value_dim)}, 1, PAGE, torch.float32, form=FORMATS[kind], num_open=1
+    )
+    torch.manual_seed(4)
+    key_TKD = bias + torch.rand(PAGE, KEY_HEADS, dim)
+    span = Span([0] * PAGE, 0, [0], 0, range(0))
+    batch = store.with_own_pages(build_batch([span], PAGE, CPU), [span])
+    values = torch.zeros(PAGE, KEY_HEADS, value_dim)
+    SealedCpuAttention(batch).write(*store.pages(0), key_TKD, values)
+    key_bits, value_bits = BITS[kind]
+    at = PAGE * (dim * key_bits + value_dim * value_bits) // 8
+    for head in range(KEY_HEADS):
+        record = store.pages(0)[0][0, head].numpy()
+        code = record[: dim * PAGE * key_bits // 8].reshape(dim, -1)
+        code_DO = code if key_bits == 8 else np.concatenate((code & 15, code >> 4), 1)
+        low_D, step_D = record[at : at + 4 * dim].view(np.float16).reshape(2, dim).astype(float)
+        exact_DO = key_TKD[:, head].T.double().numpy()
+        error_DO = np.abs(code_DO * step_D[:, None] + low_D[:, None] - exact_DO)
+        assert (low_D <= exact_DO.min(1)).all()
+        # A float16 step may be too short by 2^-11 of itself, which all codes below the last add.
+        most = 0.5 + 2.0**-11 * 2**key_bits
+        assert (error_DO <= most * step_D[:, None] + 1e-4 * abs(bias) * 2**-7).all()
 
 
 def _record(keys_DO: NDArray[Any], values_OV: NDArray[Any], kind: str) -> bytes:

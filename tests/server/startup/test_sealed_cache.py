@@ -1,16 +1,21 @@
 """A cache in few bits in the plan, the banner, `inspect` and the refusals."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ropewalk.model_runtime.attention.sealed.page_format import open_bytes, token_bytes
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.build_engine import build_engine
 from ropewalk.model_runtime.engine.machine_memory import MachineMemory
 from ropewalk.model_runtime.errors import ModelError
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
+from ropewalk.model_runtime.loading.model_config import ModelConfig
+from ropewalk.model_runtime.runner.model_runner import ModelRunner
 from ropewalk.server.settings.load import SettingsError, load_settings
 from ropewalk.server.startup.banner_lines import describe
-from ropewalk.server.startup.dry_run import outlook_of
+from ropewalk.server.startup.dry_run import outlook_of, refuse_ahead
 from ropewalk.server.startup.serving_plan import ModelFacts, ServingPlan, plan_serving
 from ropewalk.studies.inspection.options import InspectOptions
 from ropewalk.studies.inspection.report import inspect_model
@@ -38,6 +43,10 @@ class _Layer:
     num_key_heads, key_dim, value_dim = 3, 64, 64
 
 
+class _Ranks(ModelRunner):
+    """A runner for several ranks."""
+
+
 class _Float32:
     itemsize = 4
 
@@ -59,6 +68,19 @@ def test_a_gib_holds_more_tokens(
     line = describe(few)[-1]
     assert line.startswith(f"    format         {kind}, {num_bytes} bytes a token (auto: 46080); ")
     assert line.endswith("22.5 MiB of open pages for 8 sequences")
+
+
+@pytest.mark.parametrize(("size", "is_told"), [("0.25", True), ("1", False)])
+def test_a_large_share_of_open_pages_is_told(
+    embedded: Checkpoint, size: str, *, is_told: bool
+) -> None:
+    """Of 90 MiB for 32 sequences; the line names the setting that makes them fewer."""
+    lines = describe(planned(embedded, kv_cache_gib=size, kv_cache_dtype="int4"))
+    told = [line for line in lines if line.startswith("    open pages     take 35% of the cache: ")]
+    assert len(told) == is_told
+    assert all("a lower max_num_seqs than 32 " in line for line in told)
+    exact = describe(planned(embedded, kv_cache_gib="0.05"))
+    assert not any("open pages" in line for line in exact)
 
 
 def test_open_pages_that_leave_no_room_are_refused(embedded: Checkpoint) -> None:
@@ -83,6 +105,28 @@ def test_what_does_not_go_together_is_refused(settings: dict[str, str], message:
     """The sentence names the setting and its value."""
     with pytest.raises(SettingsError, match=message):
         load_settings({**settings, "kv_cache_dtype": "int8"})
+
+
+@pytest.mark.parametrize("others", [{"kv_disk": Path("x"), "kv_disk_gib": 1.0}, {"make": _Ranks}])
+def test_an_engine_refuses_what_the_settings_refuse(
+    embedded: Checkpoint, others: dict[str, Any]
+) -> None:
+    """Callers beside the server have no settings."""
+    make = others.pop("make", ModelRunner)
+    config = EngineConfig(kv_cache_tokens=256, max_model_len=128, kv_cache_dtype="int4", **others)
+    with pytest.raises(ModelError, match="int4 is for a model in one process without kv_disk"):
+        build_engine(embedded, config, make=make)
+
+
+def test_the_dry_run_refuses_what_a_load_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So do the checks before a load; the format knows the dimensions of the layers' values."""
+    layer = _Layer()
+    layer.value_dim = 15
+    monkeypatch.setattr(ModelConfig, "layers", lambda _: {0: layer})
+    settings = load_settings({"kv_cache_dtype": "k8v4"})
+    for plans in (outlook_of, refuse_ahead):
+        with pytest.raises(ModelError, match="a layer of this model has 15: use int8 or auto"):
+            plans(settings)
 
 
 def test_a_gpu_is_refused(embedded: Checkpoint) -> None:

@@ -189,6 +189,15 @@ def test_a_second_run_measures_only_what_is_missing(
     assert len(again) == 1
     assert invoke(*other, "--seed", "1", "--no-resume", "--output", str(folder)).exit_code == 0
     assert len(again) == 2
+    # So is a cache in few bits, whose format the table and the numbers tell.
+    assert invoke(*other, "--seed", "1", "--output", str(folder)).exit_code == 0
+    assert len(again) == 2
+    monkeypatch.setenv("ROPEWALK_KV_CACHE_DTYPE", "int4")
+    ended = invoke(*other, "--seed", "1", "--output", str(folder))
+    assert ended.exit_code == 0, ended.output
+    assert len(again) == 3
+    assert "float32 on cpu, KV cache in int4, trained for" in ended.stdout
+    assert json.loads((folder / "results.json").read_text())["kv_cache_dtype"] == "int4"
 
 
 def test_the_run_ends_with_the_names_of_its_files(measured: Run) -> None:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from ropewalk.server.corpus.held_out import library_documents
 from ropewalk.server.settings.load import load_settings
 from ropewalk.studies.evaluation.command import evaluate
-from ropewalk.studies.harness.eval_run import write_files
+from ropewalk.studies.harness.eval_run import EvalError, write_files
 from ropewalk.studies.harness.intervals import bootstrap
 from ropewalk.studies.harness.progress import Progress
 from ropewalk.studies.policies import run as crossing_run
@@ -149,3 +149,11 @@ def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
     ended = CliRunner().invoke(evaluate, ("--policies", "--output", str(tmp_path)))
     assert ended.exit_code == 2
     assert "line 1 of" in ended.output
+
+
+def test_a_cache_in_few_bits_is_refused(tmp_path: Path) -> None:
+    """Cached keys change here, which the comparison does in the numbers as they were written."""
+    options = CrossingOptions(**OPTIONS, output=tmp_path)
+    settings = load_settings({"kv_cache_dtype": "int4"})
+    with pytest.raises(EvalError, match=r"kv_cache_dtype must be auto .*, got int4"):
+        run_crossings(settings, options, [], Progress())
