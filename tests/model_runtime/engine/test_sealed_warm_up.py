@@ -1,0 +1,37 @@
+"""A server with sealed pages compiles its kernels before its first request."""
+
+import subprocess
+import sys
+
+_SCRIPT = """
+import gc
+from numba.core.dispatcher import Dispatcher
+from ropewalk.model_runtime.loading.checkpoint import load_checkpoint
+from ropewalk.model_runtime.loading.model_config import EMBEDDED_MODEL
+from ropewalk.model_runtime.config import EngineConfig
+from ropewalk.model_runtime.engine.build_engine import build_engine
+from tests.engines import answer, deployment_of, request
+
+def compiled():
+    found = [each for each in gc.get_objects() if isinstance(each, Dispatcher)]
+    return {(each.py_func.__qualname__, str(key)) for each in found for key in each.overloads}
+
+checkpoint = load_checkpoint(EMBEDDED_MODEL)
+deployment = deployment_of(checkpoint)
+config = EngineConfig(kv_cache_tokens=1024, max_model_len=512, kv_cache_dtype="int4")
+profiles = [tier.profile for tier in deployment.own_tiers]
+engine = build_engine(checkpoint, config, profiles=profiles)
+before = compiled()
+engine.start()
+answer(engine, *(request(deployment, [7] * num, max_tokens=40) for num in (100, 30)))
+engine.stop()
+print(any(name == "write_pages" for name, _ in before), sorted(compiled() - before))
+"""
+
+
+def test_no_request_compiles_a_kernel() -> None:
+    """Prompts over several pages and decodes in one call; a process of its own has none before."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.stdout.splitlines()[-1:] == ["True []"], ended.stderr
