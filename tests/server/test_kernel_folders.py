@@ -17,13 +17,14 @@ from ropewalk.model_runtime.cpu_kernels import attention, elementwise
 from ropewalk.model_runtime.cpu_kernels.experts import products
 from ropewalk.model_runtime.cpu_kernels.jit import SOURCES, KeptCode
 from ropewalk.model_runtime.cpu_kernels.low_bits.formats import panels_text
+from ropewalk.model_runtime.cpu_kernels.sealed import seal
 from ropewalk.model_runtime.cpu_kernels.states import convolution
 from ropewalk.server.process.kernel_folders import kernel_folders, refuse_shared_kernels, writer_of
 from ropewalk.server.settings.load import SettingsError
 from tests.processes import run_to_end
 
 # These are imported before any test: a kernel takes its folder when its module is imported.
-MODULES = (attention, elementwise, products, convolution)
+MODULES = (attention, elementwise, products, seal, convolution)
 OTHER = "or set NUMBA_CACHE_DIR to a folder that only this user can write"
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
 
@@ -51,7 +52,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def kernels() -> list[Any]:
-    """The kernels of three modules."""
+    """The kernels of these modules."""
     values = [value for each in MODULES for value in vars(each).values()]
     return [each for each in values if isinstance(each, Dispatcher)]
 
