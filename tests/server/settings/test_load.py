@@ -58,7 +58,7 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "access_log": "all",
         "keys": [{"name": "a", "max_running": 2, "max_queued": 0, "max_tokens_per_minute": 9}],
         "ssl_keyfile": None,
-        "router_key": "a key of the router",
+        "router_key": "a-key-of-the-router",
         "allowed_origins": ["https://example.org"],
         "allowed_hosts": ["llm.example.org"],
         "max_body_bytes": 4096,
