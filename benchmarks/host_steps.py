@@ -32,6 +32,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.attention.rope_tables import RopeTables
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.deployments.deployment import RopeRequest
@@ -97,7 +98,8 @@ def _decoding(num_seqs: int, observed: Callable[[EngineConfig], Observer]) -> En
     deployment = make_deployment("m", native, DeploymentOptions())
     tables = RopeTables(native, _PAGE, max_len, torch.device("cpu"))
     tables.id_of(deployment.own_tiers[0].profile)
-    store: Any = None  # no layer writes to it
+    # No layer writes to it.
+    store = KVCache({}, config.num_pages, _PAGE, torch.float32, torch.device("cpu"), row_keys=False)
     tokenizer, newest = _tokenizer(), deque[Output](maxlen=1)
     model = _ReadyLogits(max(num_seqs, 64), tokenizer)
     runner = ModelRunner(model, {}, store, tables, _PAGE)
