@@ -186,7 +186,10 @@ def _import() -> None:
 def _reap(statuses: dict[int, int]) -> None:
     """Tell how children ended."""
     while statuses:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:  # a signal within this handler has let it take the last one
+            return
         if not pid:
             return
         os.write(statuses[pid], str(status).encode())
