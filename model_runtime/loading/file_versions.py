@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ropewalk.model_runtime.formats.gguf_weights import find_gguf
 
-# What a loader reads beside weights.
+# Files that a loader reads beside weights.
 _CONFIGS = ("config.json", "quantize_config.json", "quantization_config.json")
 
 

@@ -192,7 +192,7 @@ class Fleet:
         if status == 200:
             server.facts = facts_of(json.loads(body))
         else:
-            # API keys, and no router key: nobody can compare.
+            # API keys, and no router key: the listings cannot be read.
             server.facts = "" if status == 401 else f"status {status}"
         if status == 403:
             server.facts = None

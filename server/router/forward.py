@@ -26,7 +26,7 @@ from ropewalk.server.router.route_metrics import RouteMetrics
 from ropewalk.server.router.upstream import Exchange, Headers, LostError
 from ropewalk.server.settings.route_settings import RouteSettings
 
-# Of a connection, not of a message (RFC 9110, 7.6.1), or made anew by this process.
+# Headers of a connection, not of a message (RFC 9110, 7.6.1), or made anew by this process.
 _OF_A_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade"}
     | {b"transfer-encoding", b"expect"}

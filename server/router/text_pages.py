@@ -29,7 +29,7 @@ def asked_pages(body: bytes, owner: bytes) -> PromptPages:
     """Return the length and the keys of a body's prompt; none if it is not JSON with a prompt.
 
     A body of more than 2 MiB, or with very many lists or objects, is not parsed and has no keys,
-    because nobody has checked its sender's API key yet.
+    because its sender's API key is not checked yet.
 
     owner: whose cached pages the request may use, from the client's key.
     """

@@ -58,7 +58,7 @@ def _swept(root: int, most_bytes: int) -> Swept:
     stale_s = time.time() - _PART_S
     for each in found:
         is_stale = each.is_part and each.used_s < stale_s
-        # What a crash leaves of a page may be empty.
+        # A crash may leave an empty file of a page.
         is_over = total > most_bytes or (most_bytes == 0 and not each.num_bytes)
         if is_stale or (is_over and not each.is_part):
             with suppress(FileNotFoundError):  # another process has deleted it

@@ -349,7 +349,7 @@ def test_a_server_that_is_full_stays_chosen(code: str) -> None:
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_busy_server_is_passed_by(status: int, servers: list[Server]) -> None:
-    """A request goes on to the other one; without another one the client is told."""
+    """A request goes on to the other one; without another one the client gets the refusal."""
     body = {"prompt": "import", "max_tokens": 2}
     with beside(servers[0]) as (url, other):
         other.status = status

@@ -79,7 +79,7 @@ def test_deep_values_are_no_error(depth: int) -> None:
 
 
 def test_bodies_that_are_dear_to_parse_have_no_keys() -> None:
-    """Nobody has checked the key of their sender; the length of a long one still counts."""
+    """The key of their sender is not checked yet; the length of a long one still counts."""
     many = json.dumps({"prompt": LONG, "stop": [[]] * 70_000}).encode()
     assert asked_pages(many, b"") == PromptPages(0, 32, ())
     long = json.dumps({"prompt": LONG * 3000}).encode()
