@@ -248,6 +248,9 @@ class Metrics(Observer):
         self._parts = {part: parts.labels(part) for part in PARTS}
         self._running = factory.gauge("ropewalk_requests_running", "Requests being computed.")
         self._waiting = factory.gauge("ropewalk_requests_waiting", "Requests in the queue.")
+        self._waiting_tokens = factory.gauge(
+            "ropewalk_prompt_tokens_waiting", "Prompt tokens of the requests in the queue."
+        )
         self._kv_usage = factory.gauge(
             "ropewalk_kv_cache_usage_ratio", "Share of the cache's pages in use, 0 to 1."
         )
@@ -332,12 +335,15 @@ class Metrics(Observer):
         self._draft_tokens.inc(num_drafted)
         self._accepted_tokens.inc(num_accepted)
 
-    def stepped(self, num_running: int, num_waiting: int, num_used_pages: int) -> None:
+    def stepped(
+        self, num_running: int, num_waiting: int, num_waiting_tokens: int, num_used_pages: int
+    ) -> None:
         """Record the end of a step."""
         self._generated_tokens.inc(self._num_generated)
         self._num_generated = 0
         self._running.set(num_running)
         self._waiting.set(num_waiting)
+        self._waiting_tokens.set(num_waiting_tokens)
         self._kv_usage.set(num_used_pages / self._num_pages)
 
     def states_held(self, num_used_slots: int) -> None:

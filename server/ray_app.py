@@ -28,4 +28,5 @@ def build(arguments: Mapping[str, Any]) -> "serve.Application":
                 f"{arguments[name]!r}"
             )
     settings = load_settings({"replicas": 1, **arguments})
-    return application(settings, key_table_of(settings))
+    key_table_of(settings)  # its problems are told at once
+    return application(settings)

@@ -50,14 +50,14 @@ class Teller:
 
 
 @contextmanager
-def sentences() -> Iterator[Teller]:
+def sentences(teller: Teller | None = None) -> Iterator[Teller]:
     """End the command with code 2 and a line for each mistake if something cannot be served.
 
     An unexpected error is also printed as a sentence, and ends it with code 1. If
     ROPEWALK_TRACEBACK is set, both are followed by the traceback. The block may change how the
-    yielded teller prints.
+    yielded teller prints, which is `teller` if it is given.
     """
-    teller = Teller()
+    teller = teller or Teller()
     try:
         yield teller
     except click.exceptions.ClickException:

@@ -4,9 +4,7 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -57,18 +55,29 @@ def serve(**flags: Any) -> None:
         keys = checked(settings)
         for warning in key_warnings(settings, stated):
             teller.say(warning)
-        with listening_socket(settings) as listener, _ended_by_signals():
-            start = _Start(settings, keys, listener, teller)
-            if settings.replicas is not None:
-                start.serve_on_ray()
-                return
-            server = start.serve(stated)
-        server.stop_engine()
-    if server.has_died:
+        has_died = serve_settings(settings, keys, stated, teller)
+    if has_died:
         sys.stdout.flush()
         sys.stderr.flush()
         # On a broken GPU torch's destructors may abort, which would be another code.
         os._exit(DIED)
+
+
+def serve_settings(
+    settings: ServeSettings, keys: KeyTable, stated: Mapping[str, Any], teller: Teller
+) -> bool:
+    """Serve until a signal or the engine's end; return whether the process should end at once.
+
+    `stated`: what the settings were made from, beside the environment and the file.
+    Raises what the load raises.
+    """
+    with listening_socket(settings) as listener, _ended_by_signals():
+        start = _Start(settings, keys, listener, teller)
+        if settings.replicas is not None:
+            return start.serve_on_ray()
+        server = start.serve(stated)
+    server.stop_engine()
+    return server.has_died
 
 
 # An answer waits about ten times for the interpreter, which a load holds this long at a time (bar
@@ -102,32 +111,33 @@ class _Start:
         server.run(sockets=[self._listener])
         return server
 
-    def serve_on_ray(self) -> None:
-        """Answer in a thread until a replica of the API takes the socket."""
-        from ropewalk.server.ray.command import serve_on_ray  # noqa: PLC0415  # an extra
+    def serve_on_ray(self) -> bool:
+        """Serve with a router in front of servers on Ray; return whether a second signal came."""
+        from ropewalk.server.ray.command import Replicas  # noqa: PLC0415  # an extra
         from ropewalk.server.startup.lifecycle import GracefulServer  # noqa: PLC0415
 
-        started: Future[None] = Future()
-        server = GracefulServer(self._settings, self._answers, lambda: started.set_result(None))
+        settings, say = self._settings, self._teller.say
+        replicas = Replicas(settings, self._listener, is_open=not self._keys.keys)
 
-        def run() -> None:
-            try:
-                server.run([self._listener])
-            except BaseException as error:
-                if started.done():
-                    raise
-                started.set_exception(error)
+        def load() -> Callable[[], None]:
+            self._progress.enter("starting the replicas")
+            banner = replicas.start(lambda: server.should_exit, say)
 
-        threading.Thread(target=run, daemon=True).start()
-        started.result()
-        serve_on_ray(
-            self._settings,
-            self._keys,
-            self._listener,
-            server.hand_over,
-            self._tell_ready,
-            say=self._teller.say,
-        )
+            def begin() -> None:
+                if banner is not None:
+                    server.door.app = replicas.edge()
+                    self._tell_ready(banner)
+
+            return begin
+
+        server = GracefulServer(settings, self._answers, lambda: server.load(load))
+        server.serve_without_model()  # a signal during the start must end what has begun on Ray
+        self._hangups.refuse("replicas do not read settings again, restart the server")
+        try:
+            server.run(sockets=[self._listener])
+        finally:
+            replicas.end(at_once=server.has_died)
+        return server.has_died
 
     def _load(self, server: "GracefulServer", stated: Mapping[str, Any]) -> Callable[[], None]:
         """Import and load; return what begins to serve."""

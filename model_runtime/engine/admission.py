@@ -5,10 +5,10 @@ count as waiting, so the number that waits is what exceeds `max_num_seqs`.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.errors import (
@@ -17,8 +17,11 @@ from ropewalk.model_runtime.errors import (
     QueueFullError,
     RequestError,
 )
-from ropewalk.model_runtime.request import OnOutput, Request
+from ropewalk.model_runtime.request import Request
 from ropewalk.model_runtime.scheduling.sequence import most_pages
+
+if TYPE_CHECKING:
+    from ropewalk.model_runtime.engine.engine import Engine
 
 
 @dataclass(slots=True)
@@ -33,7 +36,6 @@ class AdmissionQueue:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self.num_engines = 1  # replicas that share the queue; the limits hold for each
         self._lock = threading.Lock()  # guards all below
         self._is_open = False
         self._num_submitted = 0  # requests without their last output
@@ -104,8 +106,7 @@ class AdmissionQueue:
             raise EngineStoppedError("The engine is not running.")
 
     def _check_room(self, num_new: int) -> None:
-        max_running = self._config.max_num_seqs * self.num_engines
-        max_queued = self._config.max_queued_requests * self.num_engines
+        max_running, max_queued = self._config.max_num_seqs, self._config.max_queued_requests
         max_requests = max_running + max_queued
         if num_new > max_requests:
             raise RequestError(
@@ -122,10 +123,9 @@ class AdmissionQueue:
             )
 
     def _check_tokens(self, num_new: int) -> None:
-        of_one, num_waiting = self._config.max_queued_prompt_tokens, self._num_waiting_tokens
-        if of_one is None:
+        limit, num_waiting = self._config.max_queued_prompt_tokens, self._num_waiting_tokens
+        if limit is None:
             return
-        limit = of_one * self.num_engines
         # An empty queue accepts a prompt of any length.
         if num_waiting and num_waiting + num_new > limit:
             raise QueueFullError(
@@ -134,51 +134,7 @@ class AdmissionQueue:
             )
 
 
-class EngineClient(Protocol):
-    """Takes requests and delivers their outputs; `Engine` documents each call."""
-
-    @property
-    def config(self) -> EngineConfig:
-        """Return the engine's limits."""
-
-    @property
-    def is_running(self) -> bool:
-        """Return whether requests can be submitted."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Return whether a request would be served now."""
-
-    @property
-    def seconds_since_step(self) -> float:
-        """Return the duration of the current step so far; 0 while the engine is idle."""
-
-    def start(
-        self,
-        on_death: Callable[[], None] = lambda: None,
-        after_step: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Accept requests from now on."""
-
-    def stop(self, timeout_s: float = 30.0) -> None:
-        """End every request with an error."""
-
-    def reserve(self, num: int) -> AbstractContextManager[Places]:
-        """Reserve places for requests before they are parsed."""
-
-    def submit_all(
-        self,
-        requests: Sequence[tuple[Request, OnOutput]],
-        arrived: float | None = None,
-        places: Places | None = None,
-    ) -> None:
-        """Queue requests, all or none."""
-
-    def abort(self, request_id: str) -> None:
-        """End a request; no effect if it has already ended."""
-
-
-def problem_of(engine: EngineClient, stall_seconds: float) -> str | None:
+def problem_of(engine: "Engine", stall_seconds: float) -> str | None:
     """Return the reason that an engine cannot serve, or None.
 
     `stall_seconds`: the longest time that a step may take.

@@ -177,7 +177,10 @@ class EngineCore:
         """Report the sizes of the queues and the pages in use."""
         scheduler = self.scheduler
         self._observer.stepped(
-            len(scheduler.running), len(scheduler.waiting), scheduler.pool.num_used
+            len(scheduler.running),
+            len(scheduler.waiting),
+            self.num_waiting_tokens,
+            scheduler.pool.num_used,
         )
         if self._states is not None:
             self._observer.states_held(self._states.pool.num_used)

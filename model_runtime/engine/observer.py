@@ -40,7 +40,9 @@ class Observer:
     ) -> None:
         """Record that a request ended on a tier, `seconds` after it arrived."""
 
-    def stepped(self, num_running: int, num_waiting: int, num_used_pages: int) -> None:
+    def stepped(
+        self, num_running: int, num_waiting: int, num_waiting_tokens: int, num_used_pages: int
+    ) -> None:
         """Record the queues and the cache after a step, or after another change of them."""
 
     def states_held(self, num_used_slots: int) -> None:

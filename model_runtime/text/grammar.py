@@ -38,7 +38,7 @@ class Grammar:
 
     matcher: LLMatcher
     num_tokens: int  # number of the tokenizer's ids
-    source: "Source"  # what it was compiled from; another process can compile it again
+    source: "Source"  # what it was compiled from
 
     @property
     def field(self) -> str:
@@ -236,18 +236,6 @@ class GrammarCompiler:
         else:
             asked = {"schema": key[0], "whitespace": key[1]}
         self._try(asked, field)
-        return self._compile_tried(key, field)
-
-    def compile_again(self, source: Source) -> Grammar:
-        """Compile the source of a grammar that another process has compiled. Raises RequestError.
-
-        Its trial has passed there, so there is no other one.
-        """
-        with self._lock:
-            kept = self._kept.get(source)
-        return kept if kept is not None else self._compile_tried(source, field_of(source))
-
-    def _compile_tried(self, key: Source, field: str) -> Grammar:
         vocabulary = self._own_vocabulary(field)
         matcher = matcher_of(key.text if isinstance(key, Lark) else grammar_of(*key), vocabulary)
         if problem := problem_of(matcher):

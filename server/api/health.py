@@ -18,10 +18,6 @@ def health_router(service: Service) -> APIRouter:
     def problem() -> str | None:
         return problem_of(service.engine, service.settings.stall_seconds)
 
-    def not_ready() -> str | None:
-        """Return the reason that no request can be served now, although the process is sound."""
-        return None if service.engine.is_ready else "No replica of the engine is ready."
-
     @router.head("/live", include_in_schema=False)
     @router.get("/live")
     async def live() -> JSONResponse:
@@ -30,12 +26,12 @@ def health_router(service: Service) -> APIRouter:
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready")
     async def ready(http: Request) -> JSONResponse:
-        return _draining(http) or _status(problem() or not_ready())
+        return _draining(http) or _status(problem())
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health(http: Request) -> JSONResponse:
-        return _draining(http) or _status(problem() or not_ready())
+        return _draining(http) or _status(problem())
 
     @router.get("/version")
     def get_version() -> dict[str, str | None]:  # not async: the first one may ask git

@@ -20,7 +20,8 @@ from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
-from ropewalk.model_runtime.engine.admission import EngineClient, Places
+from ropewalk.model_runtime.engine.admission import Places
+from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.request import FinishReason, Output, Request
 from ropewalk.server.access.refusals import ClientDisconnectedError
 
@@ -61,7 +62,7 @@ class Submission:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: Engine,
         queue: OutputQueue,
         requests: Sequence[Request],
         arrived: float,

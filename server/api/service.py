@@ -17,7 +17,8 @@ from functools import partial
 from itertools import takewhile
 
 from ropewalk.model_runtime.deployments.deployment import Deployment, RopeRequest
-from ropewalk.model_runtime.engine.admission import EngineClient, Places
+from ropewalk.model_runtime.engine.admission import Places
+from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.errors import RequestError, RopewalkError, UnknownModelError
 from ropewalk.model_runtime.request import Request, SamplingParams
 from ropewalk.model_runtime.runner.bad_words import BARRED, spellings
@@ -45,7 +46,7 @@ class Service:
     """One engine behind one or more served names."""
 
     settings: ServeSettings
-    engine: EngineClient
+    engine: Engine
     tokenizer: Tokenizer
     native: NativeRope  # the model's own, for deployments that come later
     deployments: dict[str, Deployment]  # the first serves requests that name no model

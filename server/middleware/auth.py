@@ -69,15 +69,17 @@ class ApiKeysMiddleware:
 def _may_read(scope: Scope) -> bool:
     """Return whether a trusted router asks for what no client's answer is in."""
     is_read = scope["method"] == "GET" and scope["path"].startswith(("/v1/models", "/metrics"))
-    return is_read and bool(scope.get("state", {}).get("is_router"))
+    return is_read and bool(scope.get("state", {}).get("is_for_router"))
 
 
 class RouterMiddleware:
     """Middleware that takes an answer's identity from a router with the right key only."""
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, *, only: bool = False) -> None:
+        """`only`: whether all requests but probes have to come with the key."""
         self._app = app
         self._key = None if key is None else digest_of(key)
+        self._only = only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
@@ -85,13 +87,15 @@ class RouterMiddleware:
             tell_answer(None)  # a connection's requests may run in one context
             headers = Headers(scope=scope)
             given, answer = headers.get(KEY_HEADER), headers.get(ANSWER_HEADER)
-            if given is not None or answer is not None:
+            must_have = self._only and scope["path"] not in OPEN_PATHS
+            if must_have or given is not None or answer is not None:
                 problem = self._problem(given or "", answer)
                 if problem is not None:
                     body = envelope(problem, "permission_error", code="router_not_trusted")
                     await JSONResponse(body, 403, {"Connection": "close"})(scope, receive, send)
                     return
-                scope.setdefault("state", {})["is_router"] = True
+                # A client's request that a router passes on has an identity.
+                scope.setdefault("state", {})["is_for_router"] = answer is None
         await self._app(scope, receive, send)
 
     def _problem(self, given: str, answer: str | None) -> str | None:

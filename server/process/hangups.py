@@ -45,6 +45,17 @@ class Hangups:
         if self._is_pending:
             reload()
 
+    def refuse(self, why: str) -> None:
+        """Tell at each signal from now on why the settings are not read again."""
+
+        def hang_up(*_: object) -> None:
+            if self._ends_with_terminal and not _has_terminal():
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                self._say(f"SIGHUP: {why}")
+
+        signal.signal(signal.SIGHUP, hang_up)
+
     def _while_loading(self, *_: object) -> None:
         if self._ends_with_terminal and not _has_terminal():
             end_at_once()

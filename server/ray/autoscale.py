@@ -5,26 +5,21 @@ imports Ray, whose controller imports this module.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
-
-from ropewalk.model_runtime.config import EngineConfig
 
 _WAITING_STEPS = 8  # steps of prefill that wait and make a replica full
 _TARGET = 0.7  # share of a replica that should be in use
+_USAGE, _WAITING = b"ropewalk_kv_cache_usage_ratio", b"ropewalk_prompt_tokens_waiting"
 
 
-@dataclass(slots=True)
-class TokenLoad:
-    """The tokens of a replica's requests."""
-
-    waiting: int = 0  # prompt tokens of requests without a first token
-    running: int = 0  # tokens, prompt and answer, of the other ones
-
-    def share_of(self, config: EngineConfig) -> float:
-        """Return the load as a share of what an engine holds: 1 is full."""
-        room = config.num_pages * config.page_size
-        return self.running / room + self.waiting / (_WAITING_STEPS * config.max_num_batched_tokens)
+def load_of(page: bytes, max_step_tokens: int) -> float:
+    """Return the load that a server's metrics tell, as a share of what it holds: 1 is full."""
+    found = {_USAGE: 0.0, _WAITING: 0.0}
+    for line in page.splitlines():
+        name, _, value = line.partition(b" ")
+        if name in found:
+            found[name] = float(value)
+    return found[_USAGE] + found[_WAITING] / (_WAITING_STEPS * max_step_tokens)
 
 
 def by_tokens(context: Any) -> tuple[int, dict[str, Any]]:

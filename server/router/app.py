@@ -140,7 +140,7 @@ class RouterApp:
             [*kept, (b"x-request-id", request_id)],
             body,
             pages,
-            self._forwarder.new_answer() if scope["method"] == "POST" else None,
+            self._forwarder.new_answer(),
         )
 
     def _may_have_prompt(self, scope: "Scope") -> bool:

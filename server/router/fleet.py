@@ -66,6 +66,7 @@ class Fleet:
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._found: dict[str, list[Target]] = {}  # by address of the settings
         self._unresolved: dict[str, str] = {}  # why an address has no targets now
+        self._told: list[Target] = []  # by `tell`
 
     @property
     def usable(self) -> list[Server]:
@@ -96,8 +97,16 @@ class Fleet:
     async def _resolved(self) -> list[Target]:
         """Return the targets of all addresses; those from before where a look-up fails."""
         await asyncio.gather(*map(self._look_up, self._settings.servers))
+        return self._known()
+
+    def tell(self, targets: Iterable[Target]) -> None:
+        """Know these targets from now on, beside those of the settings."""
+        self._told = list(targets)
+        self._set(self._known())
+
+    def _known(self) -> list[Target]:
         found = (target for each in self._settings.servers for target in self._found.get(each, ()))
-        return list({target.url: target for target in found}.values())
+        return list({target.url: target for target in [*found, *self._told]}.values())
 
     async def _look_up(self, address: str) -> None:
         """Note the targets of an address, or log once why it has none now."""

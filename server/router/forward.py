@@ -65,7 +65,7 @@ class Asked:
     headers: Headers
     body: bytes
     pages: PromptPages
-    answer: ToldAnswer | None  # None: a route that generates nothing, or no key of the router
+    answer: ToldAnswer | None  # None: no key of the router
     sent: SentEvents = field(default_factory=SentEvents)
     has_begun: bool = False  # the client has the head of a stream
     facts: str | None = None  # of the server that began the stream

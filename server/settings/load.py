@@ -160,6 +160,8 @@ def _contradictions(settings: ServeSettings) -> Iterator[str]:
         yield f"max_total_body_bytes must be >= max_body_bytes ({of_one}), got {of_all}"
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         yield "ssl_keyfile needs ssl_certfile"
+    if settings.router_only and settings.router_key is None:
+        yield "router_only needs router_key"
     yield from _model_contradictions(settings)
     yield from _key_contradictions(settings)
     yield from _replica_contradictions(settings)

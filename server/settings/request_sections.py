@@ -93,6 +93,12 @@ class AccessSettings(Section):
         pattern=r"^[\x21-\x7e]+$",
         repr=False,
     )
+    router_only: bool = setting(
+        default=False,
+        text="Refuse requests that do not come through that router. /health, /live, /ready and "
+        "/version are open.",
+        unit="switch",
+    )
     keys: Annotated[tuple[KeyEntry, ...] | None, NoDecode, FromJson] = setting(
         None,
         "Bounds of named keys: a list of objects with a name and max_running, max_queued or "

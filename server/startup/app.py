@@ -141,6 +141,7 @@ class AccessPolicy:
 
     key_ring: KeyRing | None = None  # None: no key is asked for
     router_key: str | None = None  # None: no router is trusted
+    router_only: bool = False
     open_metrics: bool = False
     has_playground: bool = False
     access_log: Logged | None = None  # the requests that have a line; None: no request
@@ -196,7 +197,7 @@ def create_app(service: Service, gate: AccessPolicy | None = None) -> FastAPI:
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(HeadChecksMiddleware, rules=gate.head)
-    app.add_middleware(RouterMiddleware, key=gate.router_key)
+    app.add_middleware(RouterMiddleware, key=gate.router_key, only=gate.router_only)
     app.add_middleware(AnthropicErrorsMiddleware)
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(

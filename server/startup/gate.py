@@ -316,20 +316,18 @@ def _spans_of(settings: ServeSettings) -> "SpanSource | None":
 
 
 def access_policy_of(
-    settings: ServeSettings, ring: "KeyRing | None", max_len: int, *, has_own_port: bool = True
+    settings: ServeSettings, ring: "KeyRing | None", max_len: int
 ) -> "AccessPolicy":
-    """Build the access policy from the settings, the keys in force and the longest context.
-
-    `has_own_port`: false if requests come through another process, whose port `host` is not.
-    """
+    """Build the access policy from the settings, the keys in force and the longest context."""
     # Imported here, because the keys are read before FastAPI is imported.
     from ropewalk.server.startup.app import AccessPolicy  # noqa: PLC0415
 
     # Without a key, a web page that reaches the port as its own origin could use the server.
-    is_open = has_own_port and settings.is_on_loopback and ring is None
+    is_open = settings.is_on_loopback and ring is None
     return AccessPolicy(
         key_ring=ring,
         router_key=settings.router_key,
+        router_only=settings.router_only,
         open_metrics=settings.open_metrics,
         has_playground=has_playground(settings),
         spans=_spans_of(settings),

@@ -102,16 +102,6 @@ class GracefulServer(uvicorn.Server):
         end = partial(self.handle_exit, signal.SIGHUP, None)
         hangups.connect(asyncio.get_running_loop(), reload, end)
 
-    def hand_over(self) -> None:
-        """Accept no further connection. Those that are open get their answers. For any thread."""
-        assert self._loop is not None, "it has started"
-
-        async def close() -> None:
-            for each in self.servers:
-                each.close()
-
-        asyncio.run_coroutine_threadsafe(close(), self._loop).result()
-
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections, and say so."""
         await super().startup([])  # uvicorn accepts nothing itself

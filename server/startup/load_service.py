@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ropewalk.model_runtime.engine.admission import EngineClient
 from ropewalk.model_runtime.engine.build_engine import build_engine, has_exact_drafts
 from ropewalk.model_runtime.engine.engine import Engine
 from ropewalk.model_runtime.layers.experts.low_bit import has_experts
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The facts about a loaded model that the routes need; another process may have loaded it."""
+    """The facts about a loaded model that the routes need."""
 
     plan: ServingPlan
     native: NativeRope
@@ -105,7 +104,7 @@ def load_service(
     """
     loaded = load_served(settings, on_phase, on_bytes)
 
-    def make_engine(metrics: Metrics) -> EngineClient:
+    def make_engine(metrics: Metrics) -> Engine:
         on_phase("allocating the cache")
         return loaded.engine(metrics)
 
@@ -140,26 +139,17 @@ def make_service(
     settings: ServeSettings,
     served: ServedModel,
     tokenizer: Tokenizer,
-    make_engine: Callable[[Metrics], EngineClient],
+    make_engine: Callable[[Metrics], Engine],
     *,
     keys: KeyTable | None = None,
-    watch: type[AnswerWatch] = AnswerWatch,
 ) -> Service:
-    """Build the service of a model over the engine that `make_engine` returns.
-
-    `watch`: another class of the metrics that tell open requests of their ends.
-    """
+    """Build the service of a model over the engine that `make_engine` returns."""
     chat_template, chat_formats = _chat_of(settings, tokenizer)
     factory = MetricFactory()
     output_queue = OutputQueue()
     ring = KeyRing(keys, KeyMetrics(factory)) if keys is not None and keys.keys else None
-    is_watched = (
-        ring is not None
-        or settings.access_log != "off"
-        or settings.traces
-        or watch is not AnswerWatch
-    )
-    metrics = metrics_of(factory, served.plan, output_queue.put if is_watched else None, watch)
+    is_watched = ring is not None or settings.access_log != "off" or settings.traces
+    metrics = metrics_of(factory, served.plan, output_queue.put if is_watched else None)
     deployments = served.plan.deployments
     return Service(
         is_on_gpu=served.is_on_gpu,
@@ -202,15 +192,10 @@ def _chat_of(settings: ServeSettings, tokenizer: Tokenizer) -> tuple[ChatTemplat
     return template, find_formats(template, tokenizer.special_ids, settings.tool_format)
 
 
-def metrics_of(
-    factory: MetricFactory,
-    plan: ServingPlan,
-    put: Put | None = None,
-    watch: type[AnswerWatch] = AnswerWatch,
-) -> Metrics:
-    """Build the metrics; with `put` they also report the end of each answer, by `watch`."""
+def metrics_of(factory: MetricFactory, plan: ServingPlan, put: Put | None = None) -> Metrics:
+    """Build the metrics; with `put` they also report the end of each answer."""
     parts = (factory, plan.context_bounds, plan.config, rejection_reasons())
-    return Metrics(*parts) if put is None else watch(put, *parts)
+    return Metrics(*parts) if put is None else AnswerWatch(put, *parts)
 
 
 def _rank_lines(checkpoint: Checkpoint, plan: ServingPlan, ranks: "Ranks | None") -> list[str]:

@@ -130,12 +130,6 @@ def test_hosts_are_checked_where_no_key_protects_or_if_asked(
     assert (access_policy_of(load_settings(flags), ring, 2048).head.hosts is not None) is is_checked
 
 
-def test_another_process_has_the_port_of_ray_serves_proxy() -> None:
-    """`host` then says nothing of the port that clients reach."""
-    settings = load_settings({})
-    assert access_policy_of(settings, None, 2048, has_own_port=False).head.hosts is None
-
-
 @pytest.mark.parametrize("name", ["http://a.example", "a.example:8000", "a.example/", "*.*.a", ""])
 def test_an_allowed_host_is_a_name_alone(name: str) -> None:
     """A scheme or a port would never match, so it is refused at the start."""

@@ -1,4 +1,4 @@
-"""Looks into a running cluster: the processes of its replicas, and streams of many clients."""
+"""Looks into a running cluster: the processes of its servers, and streams of many clients."""
 
 import asyncio
 import json
@@ -16,10 +16,17 @@ from tests.processes import Server
 _READY_S = 120
 
 
-def processes_of(server: Server, name: str) -> list[int]:
-    """Pids of a server's replicas of a deployment: `Engine` or `Api`."""
-    title = f"ray::ServeReplica:ropewalk:{name}"
-    return [pid for pid in _descendants(server.pid) if title in _text(pid, "cmdline")]
+def servers_of(edge: Server) -> list[int]:
+    """Pids of the servers behind a router, in order."""
+    module = "ropewalk.server.ray.server_process"
+    found = (pid for pid in _descendants(edge.pid) if module in _text(pid, "cmdline").split("\0"))
+    return sorted(found)
+
+
+def actors_of(edge: Server) -> list[int]:
+    """Pids of the actors that have started them."""
+    title = "ray::ServeReplica:ropewalk:Server"
+    return [pid for pid in _descendants(edge.pid) if title in _text(pid, "cmdline")]
 
 
 def _descendants(pid: int) -> Iterator[int]:
@@ -78,7 +85,7 @@ def wait_for_replicas(server: Server, number: int) -> None:
 
     def is_so() -> bool:
         try:
-            return metrics_of(server).get("ropewalk_replicas_ready") == number
+            return metrics_of(server).get('ropewalk_router_servers{state="ready"}') == number
         except (httpx.HTTPError, ValueError):
             return False
 

@@ -1,4 +1,4 @@
-"""More engines while tokens wait."""
+"""More servers while tokens wait."""
 
 import asyncio
 import threading
@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from ropewalk.model_runtime.config import EngineConfig
-from ropewalk.server.ray.autoscale import TokenLoad, by_tokens
+from ropewalk.server.metrics import MetricFactory, Metrics
+from ropewalk.server.ray.autoscale import by_tokens, load_of
 from tests.processes import running_server
 from tests.server.ray.cluster import body, metrics_of, stream
 
@@ -37,16 +38,24 @@ def test_without_numbers_the_target_stays() -> None:
 
 def test_a_load_is_a_share_of_the_cache_and_of_the_steps_that_wait() -> None:
     """A full cache is 1, and so are eight steps of prompt tokens."""
+    factory = MetricFactory()
     config = EngineConfig(
         kv_cache_tokens=1024, max_model_len=256, page_size=64, max_num_batched_tokens=128
     )
-    assert TokenLoad(running=1024).share_of(config) == 1
-    assert TokenLoad(waiting=8 * 128).share_of(config) == 1
+    metrics = Metrics(factory, (256,), config, ())
+    for num_waiting_tokens, num_pages, load in (
+        (0, 0, 0),
+        (0, 16, 1),
+        (8 * 128, 0, 1),
+        (64, 8, 0.5625),
+    ):
+        metrics.stepped(0, 0, num_waiting_tokens, num_pages)
+        assert load_of(metrics.render(), 128) == load
 
 
 @pytest.mark.long
-def test_an_engine_is_added_under_load() -> None:
-    """Streams that fill the cache of one engine bring a second one."""
+def test_a_server_is_added_under_load() -> None:
+    """Streams that fill the cache of one server bring a second one."""
     flags = ("--replicas", "1", "--max-replicas", "2", "--threads", "1")
     with running_server(*flags, "--kv-cache-tokens", "2048") as server:
         is_over = threading.Event()
@@ -63,7 +72,7 @@ def test_an_engine_is_added_under_load() -> None:
         loading.start()
         try:
             deadline = time.monotonic() + 200
-            while metrics_of(server)["ropewalk_replicas_ready"] < 2:
+            while metrics_of(server)['ropewalk_router_servers{state="ready"}'] < 2:
                 assert time.monotonic() < deadline
                 time.sleep(1)
         finally:

@@ -20,8 +20,6 @@ from ropewalk.server.startup.lifecycle import GracefulServer
 from ropewalk.server.startup.loading_answers import LoadingAnswers
 from ropewalk.server.startup.progress import LoadingProgress
 from tests.processes import command
-from tests.server.soak_watch import wait_for
-from tests.server.startup.test_lifecycle import asking
 
 FLAGS = {"port": "0", "max_connections": "64", "head_timeout_seconds": "2"}
 
@@ -149,45 +147,6 @@ def test_a_connection_without_a_request_delays_no_other(sent: bytes) -> None:
                 pass
         except ConnectionResetError:
             assert len(sent) > 65536  # more than a head may have
-
-
-def test_no_client_is_refused_when_another_process_takes_over() -> None:
-    """Clients connect without a pause, and each gets an answer of the one or of the other."""
-    with answering() as (answers, _, listener, port), asking(port) as (seen, failed):
-        assert wait_for(lambda: 503 in seen)
-        idle = socket.create_connection(("127.0.0.1", port), timeout=20)
-        assert ask(port).status_code == 503  # connections are accepted in their order
-        answers.hand_over()
-        time.sleep(0.1)  # connections wait until the next process accepts
-        is_over = threading.Event()
-        other = (listener.dup(), is_over)
-        server = threading.Thread(target=_serve, args=other, daemon=True)
-        server.start()
-        assert wait_for(lambda: 200 in seen)
-        with idle:  # accepted before, so it is still answered here
-            idle.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-            assert idle.recv(12) == b"HTTP/1.1 503"
-    is_over.set()
-    server.join(30)
-    assert not failed
-    assert set(seen) == {503, 200}
-
-
-def _serve(listener: socket.socket, is_over: threading.Event) -> None:
-    """Accept and answer 200 until the end."""
-    listener.settimeout(0.1)
-    while True:
-        try:
-            accepted, _ = listener.accept()
-        except TimeoutError:
-            if is_over.is_set():
-                listener.close()
-                return
-            continue
-        with accepted:
-            accepted.settimeout(5)
-            accepted.recv(65536)
-            accepted.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
 
 
 def test_with_a_certificate_they_speak_tls(tmp_path: Path) -> None:

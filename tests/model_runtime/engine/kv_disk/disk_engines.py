@@ -34,7 +34,9 @@ class Disk(Observer):
         self.gauges = (0, 0, 0)  # running, waiting, pages in use, of the last step
         self.num_steps = 0
 
-    def stepped(self, num_running: int, num_waiting: int, num_used_pages: int) -> None:
+    def stepped(
+        self, num_running: int, num_waiting: int, num_waiting_tokens: int, num_used_pages: int
+    ) -> None:
         """Keep the gauges."""
         self.gauges = num_running, num_waiting, num_used_pages
         self.num_steps += 1

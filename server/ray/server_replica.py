@@ -1,0 +1,147 @@
+"""One plain server as a replica of Ray Serve: its process, its health and its load.
+
+Ray makes an instance in a process of its own and calls its methods. The server is a child of that
+process, so nothing of Ray is in it. Requests come to the server itself, not through Ray.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+import structlog
+from ray.util import get_node_ip_address
+
+from ropewalk.server.access.told_answer import KEY_HEADER
+from ropewalk.server.log_lines import log_to_stderr
+from ropewalk.server.ray.autoscale import load_of
+from ropewalk.server.ray.sent_settings import SentSettings
+from ropewalk.server.router.upstream import LostError, Pool, Target
+from ropewalk.server.sentences import DIED
+from ropewalk.server.settings.load import TRACEBACK_VARIABLE, SettingsError
+from ropewalk.server.settings.problems import ENV_PREFIX
+
+_LOOK_S = 1.0  # between two looks at the server
+_FAREWELL_S = 8.0  # for the server to end, after the time that running requests have
+
+_log = structlog.get_logger(__name__)
+
+
+class ServerReplica:
+    """Starts a server, tells its address, and ends with it."""
+
+    async def __init__(self, sent: SentSettings) -> None:  # type: ignore[misc]  # Ray awaits it
+        """Return when the server is ready. Raises SettingsError if it does not start."""
+        log_to_stderr(sent.log_format, sent.log_level)
+        self._sent = sent
+        self._is_ending = False
+        self._problem: str | None = None
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "ropewalk.server.ray.server_process"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=_environment(sent.num_threads),
+            start_new_session=True,  # signals of a terminal are for the command
+        )
+        stated = {**sent.stated, "host": get_node_ip_address(), "port": 0}
+        assert self._process.stdin is not None
+        # It stays open: the server ends when it closes.
+        self._process.stdin.write(json.dumps(stated).encode() + b"\n")
+        self._url, self._banner = await self._started()
+        parts = urlsplit(self._url)
+        target = Target(str(parts.hostname), int(parts.port or 0), parts.netloc)
+        self._pool = Pool(target, None, sent.silence_s)
+        self._tasks = [asyncio.ensure_future(each) for each in (self._end_with_it(), self._watch())]
+
+    async def _started(self) -> tuple[str, str]:
+        """Return the server's address and banner. Raises SettingsError."""
+        assert self._process.stdout is not None
+        failed = []
+        async for line in self._process.stdout:
+            told = json.loads(line)
+            if "url" in told:
+                return told["url"], told["banner"]
+            failed.append(told["failed"])
+        code = await self._process.wait()
+        raise SettingsError("\n".join(failed) or f"the server ended with code {code}")
+
+    async def banner(self) -> str:
+        return self._banner
+
+    async def record_replica_metadata(self) -> dict[str, str]:
+        """Return the address, for the router. Ray calls it when this is ready."""
+        return {"url": self._url}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the load, for the autoscaler (`autoscale.py`). Ray calls it regularly."""
+        _, page = await self._get("/metrics")
+        return {"load": load_of(page, self._sent.max_step_tokens)}
+
+    async def check_health(self) -> None:
+        """Raise RuntimeError if the server says that its engine is not well."""
+        if self._problem is not None:
+            raise RuntimeError(self._problem)
+
+    async def __del__(self) -> None:
+        """Let the server's requests end, and end it."""
+        self._is_ending = True
+        process: asyncio.subprocess.Process | None = getattr(self, "_process", None)
+        if process is None or process.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(self._sent.shutdown_s + _FAREWELL_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+
+    async def _end_with_it(self) -> None:
+        """End this process when the server ends; another replica takes its place at once."""
+        code = await self._process.wait()
+        if not self._is_ending:
+            _log.error("server_ended", code=code)
+            os._exit(DIED)
+
+    async def _watch(self) -> None:
+        """Note what `/ready` says, and kill a server that stands still.
+
+        Its requests have gone on elsewhere by then, and it would keep its processors or its GPU.
+        """
+        heard = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                async with asyncio.timeout(self._sent.silence_s):
+                    status, body = await self._get("/ready")
+            except (TimeoutError, LostError):
+                if time.monotonic() - heard > 2 * self._sent.silence_s and not self._is_ending:
+                    _log.error("server_stands_still")
+                    self._process.kill()
+                continue
+            heard = time.monotonic()
+            self._problem = None if status == 200 else f"its /ready answers {status}: {body!r}"
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        """Return status and body. Raises LostError."""
+        headers = [(KEY_HEADER.encode(), self._sent.router_key.encode())]
+        exchange = await self._pool.request("GET", path, headers)
+        try:
+            return exchange.status, await exchange.whole()
+        finally:
+            self._pool.release(exchange)
+
+
+def _environment(num_threads: int) -> Mapping[str, str]:
+    """Return the environment of a server, whose settings come from elsewhere."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.upper().startswith(ENV_PREFIX) or name == TRACEBACK_VARIABLE
+    }
+    return {**kept, "OMP_NUM_THREADS": str(num_threads)}  # Ray sets another number

@@ -1,0 +1,42 @@
+"""A router as one piece: its fleet, and the application in front of it."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from ropewalk.server.middleware.head_checks import HeadChecksMiddleware
+from ropewalk.server.router.app import RouterApp
+from ropewalk.server.router.fleet import Fleet
+from ropewalk.server.router.route_metrics import RouteMetrics
+from ropewalk.server.router.upstream import Target
+from ropewalk.server.settings.route_settings import RouteSettings
+from ropewalk.server.startup.gate import head_rules_of
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+
+class Edge:
+    """The application of a router over its fleet. Make it on the event loop."""
+
+    def __init__(self, settings: RouteSettings, *, is_open: bool) -> None:
+        """`is_open`: whether hosts are checked though none is named."""
+        self.fleet = Fleet(settings)
+        # The servers see the router's own heads, so their checks would find nothing.
+        rules = head_rules_of(settings, is_open=is_open)
+        self.app: ASGIApp = HeadChecksMiddleware(
+            RouterApp(settings, self.fleet, RouteMetrics()), rules
+        )
+        self._loop = asyncio.get_running_loop()
+        self._running = asyncio.ensure_future(self.fleet.run())
+
+    def set_servers(self, urls: Iterable[str]) -> None:
+        """Let these servers take requests, beside those of the settings. For any thread."""
+        self._loop.call_soon_threadsafe(self.fleet.tell, [_target_of(url) for url in urls])
+
+
+def _target_of(url: str) -> Target:
+    """Return the target of an address whose host is a number."""
+    parts = urlsplit(url)
+    return Target(str(parts.hostname), int(parts.port or 80), parts.netloc)
