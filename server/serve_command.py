@@ -1,10 +1,13 @@
 """`ropewalk serve [MODEL]`: the port answers first, then everything heavy is imported."""
 
+import asyncio
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +31,7 @@ from ropewalk.server.startup.progress import LoadingProgress
 from ropewalk.server.version import version_and_commit
 
 if TYPE_CHECKING:
+    from ropewalk.server.ray.command import Replicas
     from ropewalk.server.startup.lifecycle import GracefulServer
 
 
@@ -116,28 +120,39 @@ class _Start:
         from ropewalk.server.ray.command import Replicas  # noqa: PLC0415  # an extra
         from ropewalk.server.startup.lifecycle import GracefulServer  # noqa: PLC0415
 
-        settings, say = self._settings, self._teller.say
-        replicas = Replicas(settings, self._listener, is_open=not self._keys.keys)
-
-        def load() -> Callable[[], None]:
-            self._progress.enter("starting the replicas")
-            banner = replicas.start(lambda: server.should_exit, say)
-
-            def begin() -> None:
-                if banner is not None:
-                    server.door.app = replicas.edge()
-                    self._tell_ready(banner)
-
-            return begin
-
-        server = GracefulServer(settings, self._answers, lambda: server.load(load))
+        started: Future[asyncio.AbstractEventLoop] = Future()
+        server = GracefulServer(
+            self._settings, self._answers, lambda: started.set_result(asyncio.get_running_loop())
+        )
         server.serve_without_model()  # a signal during the start must end what has begun on Ray
-        self._hangups.refuse("replicas do not read settings again, restart the server")
+        serving = threading.Thread(target=_run, args=(server, self._listener, started))
+        serving.start()
+        loop = started.result()
+        replicas = Replicas(self._settings, self._listener, is_open=not self._keys.keys)
+        banner = None
+        # Ray's processes end with the thread that starts them, so that is the main one.
         try:
-            server.run(sockets=[self._listener])
+            self._progress.enter("starting the replicas")
+            replicas.connect()
+            for each in (signal.SIGTERM, signal.SIGINT):  # after Ray has set its own
+                signal.signal(each, server.handle_exit)
+            self._hangups.refuse("replicas do not read settings again, restart the server")
+            banner = replicas.start(lambda: server.should_exit, self._teller.say)
+            if banner is not None:
+                loop.call_soon_threadsafe(self._begin_on_ray, server, replicas, banner)
+            serving.join()  # signals are handled meanwhile
         finally:
-            replicas.end(at_once=server.has_died)
+            server.should_exit = True
+            serving.join()
+            for each in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(each, end_at_once)
+            replicas.end(at_once=server.has_died or banner is None)
         return server.has_died
+
+    def _begin_on_ray(self, server: "GracefulServer", replicas: "Replicas", banner: str) -> None:
+        server.door.app = replicas.edge()
+        sys.setswitchinterval(self._usual_switch_s)
+        self._tell_ready(banner)
 
     def _load(self, server: "GracefulServer", stated: Mapping[str, Any]) -> Callable[[], None]:
         """Import and load; return what begins to serve."""
@@ -166,6 +181,20 @@ class _Start:
 
     def _tell_ready(self, banner: str) -> None:
         self._teller.ready(version_and_commit(), banner, self._url)
+
+
+def _run(
+    server: "GracefulServer",
+    listener: socket.socket,
+    started: "Future[asyncio.AbstractEventLoop]",
+) -> None:
+    """Serve in a thread; the main one handles signals."""
+    try:
+        server.run([listener])
+    except BaseException as error:
+        if started.done():
+            raise
+        started.set_exception(error)
 
 
 @contextmanager

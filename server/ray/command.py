@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 _OWN_APPLICATION = "ropewalk"  # on a cluster of this machine
+_LOOPBACK = "127.0.0.1"
 _ANSWER_S = 30.0  # for a short call
 _LOOK_S = 0.3  # between two looks at the application's state
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's smallest; nothing large goes through it
@@ -45,29 +46,53 @@ class Replicas:
             self._name = f"{self._name}-{socket.gethostname()}-{listener.getsockname()[1]}"
         self._is_connected = False
 
-    def start(self, is_ending: Callable[[], bool], say: Callable[[str], None]) -> str | None:
-        """Start the servers, and return their banner when they are ready; None: `is_ending`.
+    def connect(self) -> None:
+        """Start a Ray cluster on loopback, or join one.
 
-        Raises SettingsError if Ray is missing, or if the cluster or the model cannot be had.
+        Raises SettingsError if Ray is missing, or if the cluster cannot be had.
         """
         for name, value in {**_ENVIRONMENT, **(_OF_OWN_CLUSTER if self._is_own else {})}.items():
             os.environ.setdefault(name, value)
         try:
-            import ray  # noqa: F401, PLC0415
-            from ray import serve  # noqa: PLC0415
+            import ray  # noqa: PLC0415
         except ImportError as error:
             got = self._settings.replicas
             raise SettingsError(
                 f"replicas needs Ray: pip install 'ray[serve]>=2.60' (got {got})"
             ) from error
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        self._connect()
+        quiet: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}
+        self._is_connected = True
+        try:
+            if not self._is_own:
+                ray.init(self._settings.ray_address, **quiet)
+            else:
+                ray.init(
+                    "local",  # whatever RAY_ADDRESS says
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    _node_ip_address=_LOOPBACK,
+                    **quiet,
+                )
+        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+            where = self._settings.ray_address or "a cluster of this machine"
+            raise SettingsError(f"ray_address: cannot use {where}: {error}") from error
+
+    def start(self, is_ending: Callable[[], bool], say: Callable[[str], None]) -> str | None:
+        """Start the servers, and return their banner when they are ready; None: `is_ending`.
+
+        Raises SettingsError if the model cannot be had.
+        """
+        from ray import serve  # noqa: PLC0415
+
         from ropewalk.server.ray.deployments import servers  # noqa: PLC0415
 
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         if self._is_own:
             serve.start(proxy_location="Disabled")
         target = serve.RunTarget(
-            servers(self._settings, self._router_key), name=self._name, route_prefix=None
+            servers(self._settings, self._router_key, _LOOPBACK if self._is_own else None),
+            name=self._name,
+            route_prefix=None,
         )
         serve.run_many(
             [target],
@@ -82,27 +107,6 @@ class Replicas:
         edge = Edge(route_settings_of(self._settings, self._router_key), is_open=is_open)
         ADDRESSES.follow(edge.set_servers)
         return edge.app
-
-    def _connect(self) -> None:
-        """Start a cluster on loopback, or join one. Raises SettingsError."""
-        import ray  # noqa: PLC0415
-
-        quiet: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}
-        self._is_connected = True
-        try:
-            if not self._is_own:
-                ray.init(self._settings.ray_address, **quiet)
-            else:
-                ray.init(
-                    "local",  # whatever RAY_ADDRESS says
-                    include_dashboard=False,
-                    object_store_memory=_OBJECT_STORE_BYTES,
-                    _node_ip_address="127.0.0.1",
-                    **quiet,
-                )
-        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-            where = self._settings.ray_address or "a cluster of this machine"
-            raise SettingsError(f"ray_address: cannot use {where}: {error}") from error
 
     def _wait(self, is_ending: Callable[[], bool], say: Callable[[str], None]) -> bool:
         """Return True when the servers are ready, False if the command ends before."""

@@ -23,8 +23,11 @@ _FAREWELL_S = 10.0  # after the time that running requests have
 _MOST_STARTS = 3  # of a server that never began; a wrong model fails each time
 
 
-def servers(settings: ServeSettings, router_key: str) -> serve.Application:
-    """Return the servers as an application for `serve.run`."""
+def servers(settings: ServeSettings, router_key: str, host: str | None = None) -> serve.Application:
+    """Return the servers as an application for `serve.run`.
+
+    `host`: the address that they listen on; None: that of their node.
+    """
     number, most = settings.replicas or 1, most_replicas(settings)
     num_gpus = num_gpus_of(settings)
     options: dict[str, Any] = {"num_replicas": number}
@@ -50,7 +53,7 @@ def servers(settings: ServeSettings, router_key: str) -> serve.Application:
         **_lifetime(settings),
         **options,
     )
-    return deployment.bind(SentSettings.of(settings, router_key))
+    return deployment.bind(SentSettings.of(settings, router_key, host))
 
 
 def application(settings: ServeSettings) -> serve.Application:

@@ -5,7 +5,7 @@ Ray runs it in the process of each handle to the servers. Requests of clients do
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from ropewalk.server.ray.addresses import ADDRESSES
+from ropewalk.server.ray import addresses
 
 
 class AddressRouter(RequestRouter):
@@ -15,7 +15,8 @@ class AddressRouter(RequestRouter):
         """Learn of the replicas that run from now on."""
         super().update_replicas(replicas)
         found = (each.replica_metadata.get("url") for each in self.curr_replicas.values())
-        ADDRESSES.update(str(url) for url in found if url)
+        # By its module, because Ray sends this class by value.
+        addresses.ADDRESSES.update(str(url) for url in found if url)
 
     async def choose_replicas(
         self,

@@ -20,6 +20,7 @@ class SentSettings:
     """Settings that go to an actor."""
 
     stated: Mapping[str, Any]  # those of the server, as a file would have them
+    host: str | None  # to listen on; None: the node's address
     router_key: str
     num_threads: int
     max_step_tokens: int
@@ -29,7 +30,9 @@ class SentSettings:
     log_level: Literal["debug", "info", "warning", "error"]
 
     @classmethod
-    def of(cls, settings: ServeSettings, router_key: str) -> "SentSettings":
+    def of(
+        cls, settings: ServeSettings, router_key: str, host: str | None = None
+    ) -> "SentSettings":
         """Return what each of the servers gets."""
         num_threads = threads_of(settings)
         edge = {*_OF_THE_EDGE, *ReplicaSettings.model_fields}
@@ -42,6 +45,7 @@ class SentSettings:
         }
         return cls(
             {**stated, **own},
+            host,
             router_key,
             num_threads,
             settings.max_num_batched_tokens,

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from urllib.parse import urlsplit
 
+import ray
 import structlog
-from ray.util import get_node_ip_address
 
 from ropewalk.server.access.told_answer import KEY_HEADER
 from ropewalk.server.log_lines import log_to_stderr
@@ -48,7 +48,7 @@ class ServerReplica:
             env=_environment(sent.num_threads),
             start_new_session=True,  # signals of a terminal are for the command
         )
-        stated = {**sent.stated, "host": get_node_ip_address(), "port": 0}
+        stated = {**sent.stated, "host": sent.host or _own_address(), "port": 0}
         assert self._process.stdin is not None
         # It stays open: the server ends when it closes.
         self._process.stdin.write(json.dumps(stated).encode() + b"\n")
@@ -135,6 +135,13 @@ class ServerReplica:
             return exchange.status, await exchange.whole()
         finally:
             self._pool.release(exchange)
+
+
+def _own_address() -> str:
+    """Return the address of this node, as other nodes know it."""
+    here = ray.get_runtime_context().get_node_id()
+    found = (node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here)
+    return str(next(found))
 
 
 def _environment(num_threads: int) -> Mapping[str, str]:

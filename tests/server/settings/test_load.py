@@ -1,13 +1,16 @@
 """Settings: their precedence, and the messages for wrong values."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from ropewalk.server.ray.sent_settings import SentSettings
 from ropewalk.server.settings.fields import unit_of
 from ropewalk.server.settings.load import ServeSettings, SettingsError, load_settings
+from ropewalk.server.settings.request_sections import ReplicaSettings
 from ropewalk.server.settings.sections import SECTIONS
 
 
@@ -30,6 +33,13 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default
     assert settings.rope_scaling == {"rope_type": "linear", "factor": 2}
     monkeypatch.setenv("ROPEWALK_CONFIG", str(file))
     assert load_settings({}).rope_scaling == {"rope_type": "yarn", "factor": 8.0, "beta_fast": 16}
+
+
+# A server behind it has others, or none.
+_OF_THE_ROUTER = {
+    *("host", "port", "ssl_certfile", "ssl_keyfile", "allowed_hosts", "max_connections"),
+    *ReplicaSettings.model_fields,
+}
 
 
 @pytest.mark.parametrize("name", sorted(set(ServeSettings.model_fields) - {"config"}))
@@ -59,6 +69,7 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         "keys": [{"name": "a", "max_running": 2, "max_queued": 0, "max_tokens_per_minute": 9}],
         "ssl_keyfile": None,
         "router_key": "a-key-of-the-router",
+        "router_only": True,
         "allowed_origins": ["https://example.org"],
         "allowed_hosts": ["llm.example.org"],
         "max_body_bytes": 4096,
@@ -90,6 +101,8 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         beside = {"replicas": 2}
     elif name.startswith("kv_disk"):
         beside = {"kv_disk": "text", "kv_disk_gib": 7}
+    elif name == "router_only":
+        beside = {"router_key": "a-key-of-the-router"}
     file.write_text(yaml.safe_dump({**beside, name: value}))
     found = load_settings({"config": str(file)})
     if name == "deployments":
@@ -98,6 +111,14 @@ def test_every_setting_may_stand_in_the_file(tmp_path: Path, name: str) -> None:
         assert named == [("a", None), ("b", "grow")]
     else:
         assert found.model_dump(mode="json")[name] == value
+    sent = SentSettings.of(found, "a-key-of-the-router")
+    assert json.loads(json.dumps(sent.stated)) == sent.stated
+    behind = load_settings(sent.stated)
+    if name in sent.stated and name != "max_connections":
+        assert getattr(behind, name) == getattr(found, name), "a server on Ray has the setting"
+    else:
+        field = ServeSettings.model_fields[name]
+        assert name in _OF_THE_ROUTER or field.default == getattr(found, name)
 
 
 @pytest.mark.parametrize(
