@@ -54,9 +54,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "page": {"turns", "api", "corpus", "settings"},
         "process": {"settings"},
         "startup": {"page", "turns", "api", "middleware", "access", "settings", "process"},
-        "replicas": {"access"},
+        "replicas": set(),
         "router": {"startup", "replicas", "middleware", "access", "settings", "process"},
-        "ray": {"replicas", "startup", "api", "access", "settings", "process"},
+        "ray": {"router", "startup", "middleware", "access", "settings", "process"},
     },
     "studies": {
         "harness": set(),

@@ -1,4 +1,4 @@
-"""Several engines behind one API: the choice of a replica, and what crosses between processes.
+"""The choice of one of several servers, and the prompts that a router remembers of each.
 
-Nothing here knows Ray or HTTP. Nothing here is imported before replicas are asked for.
+Nothing here knows Ray or HTTP.
 """

@@ -305,17 +305,17 @@ class ReplicaSettings(Section):
 
     replicas: int | None = setting(
         None,
-        "Serve with this many engines on Ray Serve (extra `ray`). Default: one engine in this "
-        "process, without Ray.",
-        unit="engines",
+        "Serve with this many servers on Ray Serve (extra `ray`), and a router in front. Default: "
+        "one engine in this process, without Ray.",
+        unit="servers",
         ge=1,
         le=1024,
     )
     max_replicas: int | None = setting(
         None,
-        "Add engines up to this number while tokens wait, and remove them again. Default: "
+        "Add servers up to this number while tokens wait, and remove them again. Default: "
         "`replicas`.",
-        unit="engines",
+        unit="servers",
         ge=1,
         le=1024,
     )
@@ -328,35 +328,35 @@ class ReplicaSettings(Section):
     )
     routing: Literal["prefix", "least_loaded", "round_robin"] = setting(
         "prefix",
-        "Choice of the engine: prefix (least cost in tokens, cached prefixes counted), "
+        "Choice of the server: prefix (least cost in tokens, cached prefixes counted), "
         "least_loaded (the same without prefixes) or round_robin.",
         unit="name",
     )
     routing_decode_weight: int = setting(
         32,
-        "Cost of a running answer beside prompt tokens that wait, for the choice of the engine.",
+        "Cost of a running answer beside prompt tokens that wait, for the choice of the server.",
         unit="tokens",
         ge=0,
         le=1_000_000,
     )
     continue_attempts: int = setting(
         3,
-        "How often a request whose engine is lost is run again on another. Text that was sent is "
-        "compared and skipped. 0: such a request gets an error.",
+        "How often a request whose server is lost is sent again to another. Bytes that were sent "
+        "are compared and skipped. 0: such a request gets an error.",
         unit="attempts",
         ge=0,
         le=100,
     )
     replica_wait_seconds: float = setting(
         60.0,
-        "How long a request that lost its engine waits for another one to be ready.",
+        "How long a request waits for a server, if there is none.",
         unit="seconds",
         gt=0,
         le=86_400,
     )
     replica_silence_seconds: float = setting(
         10.0,
-        "An engine that sends neither tokens nor a sign of life for this long is lost.",
+        "A server that neither sends tokens nor answers /ready for this long is lost.",
         unit="seconds",
         ge=2,
         le=86_400,
