@@ -7,8 +7,8 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -139,7 +139,9 @@ class _Start:
             self._hangups.refuse("replicas do not read settings again, restart the server")
             banner = replicas.start(lambda: server.should_exit, self._teller.say)
             if banner is not None:
-                loop.call_soon_threadsafe(self._begin_on_ray, server, replicas, banner)
+                begin = self._begin_on_ray(server, replicas, banner)
+                with suppress(CancelledError):  # a signal has come
+                    asyncio.run_coroutine_threadsafe(begin, loop).result()
             serving.join()  # signals are handled meanwhile
         finally:
             server.should_exit = True
@@ -149,8 +151,12 @@ class _Start:
             replicas.end(at_once=server.has_died or banner is None)
         return server.has_died
 
-    def _begin_on_ray(self, server: "GracefulServer", replicas: "Replicas", banner: str) -> None:
-        server.door.app = replicas.edge()
+    async def _begin_on_ray(
+        self, server: "GracefulServer", replicas: "Replicas", banner: str
+    ) -> None:
+        edge = replicas.edge()
+        await edge.fleet.ready()
+        server.door.app = edge.app
         sys.setswitchinterval(self._usual_switch_s)
         self._tell_ready(banner)
 

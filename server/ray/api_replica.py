@@ -28,6 +28,7 @@ class ApiReplica:
             servers.deployment_name, serve.get_replica_context().app_name
         )
         await handle.banner.remote()
+        await edge.fleet.ready()
         self._door = AvailabilityGate(edge.app)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:  # Ray calls it

@@ -6,15 +6,12 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ropewalk.server.ray.addresses import ADDRESSES
 from ropewalk.server.ray.sent_settings import new_router_key, route_settings_of
 from ropewalk.server.router.edge import Edge
 from ropewalk.server.settings.load import ServeSettings, SettingsError
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp
 
 _OWN_APPLICATION = "ropewalk"  # on a cluster of this machine
 _LOOPBACK = "127.0.0.1"
@@ -101,12 +98,12 @@ class Replicas:
         )
         return self._banner() if self._wait(is_ending, say) else None
 
-    def edge(self) -> "ASGIApp":
+    def edge(self) -> Edge:
         """Return the router over the servers; call it on the event loop."""
         is_open = self._is_open and self._settings.is_on_loopback
         edge = Edge(route_settings_of(self._settings, self._router_key), is_open=is_open)
         ADDRESSES.follow(edge.set_servers)
-        return edge.app
+        return edge
 
     def _wait(self, is_ending: Callable[[], bool], say: Callable[[str], None]) -> bool:
         """Return True when the servers are ready, False if the command ends before."""

@@ -255,6 +255,12 @@ class Fleet:
         self._note(server, is_ready=False, problem=why)
         server.is_doubtful.set()
 
+    async def ready(self) -> None:
+        """Return when a server takes requests."""
+        while not self.usable:
+            self._changed.clear()
+            await self._changed.wait()
+
     async def pick(
         self,
         request_id: str,
