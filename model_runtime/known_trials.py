@@ -59,9 +59,13 @@ def remembered(
 
 def _file(key: str) -> Path:
     """Return the file of one result; with one for all, processes at once would lose some."""
-    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or _ROOT / "cpu_kernels" / "__pycache__")
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return folder / f"ropewalk-trial-{name}.json"
+    return kept_folder() / f"ropewalk-trial-{name}.json"
+
+
+def kept_folder() -> Path:
+    """Return the folder of what is kept between processes, which numba's machine code is in."""
+    return Path(os.environ.get("NUMBA_CACHE_DIR") or _ROOT / "cpu_kernels" / "__pycache__")
 
 
 def fingerprint(*folders: Path) -> str:

@@ -124,7 +124,9 @@ class _Start:
         server = GracefulServer(
             self._settings, self._answers, lambda: started.set_result(asyncio.get_running_loop())
         )
-        server.serve_without_model()  # a signal during the start must end what has begun on Ray
+        server.serve_without_model(
+            lambda: None
+        )  # a signal during the start must end what has begun on Ray
         serving = threading.Thread(target=_run, args=(server, self._listener, started))
         serving.start()
         loop = started.result()
@@ -157,6 +159,7 @@ class _Start:
         edge = replicas.edge()
         await edge.fleet.ready()
         server.door.app = edge.app
+        server.serve_without_model(edge.end_requests)
         sys.setswitchinterval(self._usual_switch_s)
         self._tell_ready(banner)
 

@@ -28,6 +28,7 @@ from ropewalk.model_runtime.text.text_rules import grammar_of_rule
 from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.model_runtime.text.tools.find_format import ChatFormats
 from ropewalk.rope import NativeRope
+from ropewalk.server.access.fingerprint import AskedFingerprint
 from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.open_request import AnswerWatch, admitted, current_request, key_name
 from ropewalk.server.access.told_answer import Seeds
@@ -61,6 +62,7 @@ class Service:
     grammars: GrammarCompiler
     is_on_gpu: bool = False  # where no rotation table finds room that was not made at start
     key_ring: KeyRing | None = None  # None: no key is asked for
+    fingerprint: AskedFingerprint | None = None  # None: no router is trusted
     output_queue: OutputQueue = field(default_factory=OutputQueue)  # flushed after each step
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -19,7 +19,6 @@ from ropewalk.server.settings.route_settings import (
 )
 from ropewalk.server.startup.gate import (
     check_certificate,
-    head_rules_of,
     listening_socket,
     url_of,
 )
@@ -88,23 +87,16 @@ def _banner(settings: RouteSettings) -> str:
 
 def _serve(settings: RouteSettings, listener: Any, say_ready: Any, hangups: Hangups) -> bool:
     """Serve until a signal ends it; return whether a second one did."""
-    from ropewalk.server.middleware.head_checks import HeadChecksMiddleware  # noqa: PLC0415
-    from ropewalk.server.router.app import RouterApp  # noqa: PLC0415
-    from ropewalk.server.router.fleet import Fleet  # noqa: PLC0415
-    from ropewalk.server.router.route_metrics import RouteMetrics  # noqa: PLC0415
+    from ropewalk.server.router.edge import Edge  # noqa: PLC0415
     from ropewalk.server.startup.lifecycle import GracefulServer  # noqa: PLC0415
 
     async def refuse(*_: object) -> None:
         raise AssertionError("it accepts nothing before it has started")
 
-    running: list[asyncio.Task[None]] = []
-
     def begin() -> None:
-        fleet, metrics = Fleet(settings), RouteMetrics()
-        # The servers see the router's own heads, so their checks would find nothing.
-        rules = head_rules_of(settings, is_open=is_loopback(settings.host))
-        server.door.app = HeadChecksMiddleware(RouterApp(settings, fleet, metrics), rules)
-        running.append(asyncio.ensure_future(fleet.run()))
+        edge = Edge(settings, is_open=is_loopback(settings.host))
+        server.door.app = edge.app
+        server.serve_without_model(edge.end_requests)
         hangups.connect(
             asyncio.get_running_loop(),
             lambda: None,
@@ -113,6 +105,5 @@ def _serve(settings: RouteSettings, listener: Any, say_ready: Any, hangups: Hang
         say_ready()
 
     server = GracefulServer(settings, refuse, begin)
-    server.serve_without_model()
     server.run(sockets=[listener])
     return server.has_died

@@ -25,9 +25,9 @@ class Edge:
         self.fleet = Fleet(settings)
         # The servers see the router's own heads, so their checks would find nothing.
         rules = head_rules_of(settings, is_open=is_open)
-        self.app: ASGIApp = HeadChecksMiddleware(
-            RouterApp(settings, self.fleet, RouteMetrics()), rules
-        )
+        app = RouterApp(settings, self.fleet, RouteMetrics())
+        self.app: ASGIApp = HeadChecksMiddleware(app, rules)
+        self.end_requests = app.end_requests
         self._loop = asyncio.get_running_loop()
         self._running = asyncio.ensure_future(self.fleet.run())
 

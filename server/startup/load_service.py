@@ -22,6 +22,7 @@ from ropewalk.model_runtime.text.tokenizer import Tokenizer
 from ropewalk.model_runtime.text.tools.find_format import ChatFormats, find_formats
 from ropewalk.rope import NativeRope
 from ropewalk.server.access.allowance import KeyMetrics
+from ropewalk.server.access.fingerprint import AskedFingerprint
 from ropewalk.server.access.key_ring import KeyRing
 from ropewalk.server.access.keys import KeyTable
 from ropewalk.server.access.open_request import AnswerWatch, Put
@@ -109,8 +110,28 @@ def load_service(
         return loaded.engine(metrics)
 
     tokenizer = loaded.checkpoint.tokenizer
-    service = make_service(settings, loaded.served, tokenizer, make_engine, keys=keys)
+    service = make_service(
+        settings,
+        loaded.served,
+        tokenizer,
+        make_engine,
+        keys=keys,
+        fingerprint=_fingerprint(settings, loaded),
+    )
     return service, loaded.served.banner
+
+
+def _fingerprint(settings: ServeSettings, loaded: LoadedModel) -> "AskedFingerprint | None":
+    """Return what makes the fingerprint when a router asks for it; None if none is trusted."""
+    if settings.router_key is None:
+        return None
+    from ropewalk.server.startup.fingerprint import make_fingerprint  # noqa: PLC0415  # rare
+
+    template, _ = _chat_of(settings, loaded.checkpoint.tokenizer)
+    config = loaded.served.plan.config
+    return AskedFingerprint(
+        partial(make_fingerprint, loaded.checkpoint, config, settings, template)
+    )
 
 
 def load_served(
@@ -142,8 +163,12 @@ def make_service(
     make_engine: Callable[[Metrics], Engine],
     *,
     keys: KeyTable | None = None,
+    fingerprint: AskedFingerprint | None = None,
 ) -> Service:
-    """Build the service of a model over the engine that `make_engine` returns."""
+    """Build the service of a model over the engine that `make_engine` returns.
+
+    `fingerprint`: of the model, for a router that is trusted.
+    """
     chat_template, chat_formats = _chat_of(settings, tokenizer)
     factory = MetricFactory()
     output_queue = OutputQueue()
@@ -167,6 +192,7 @@ def make_service(
         chat_template=chat_template,
         chat_formats=chat_formats,
         key_ring=ring,
+        fingerprint=fingerprint,
         output_queue=output_queue,
         grammars=GrammarCompiler(
             tokenizer,

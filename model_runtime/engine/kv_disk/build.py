@@ -2,14 +2,12 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
-
-import torch
 
 from ropewalk.model_runtime.attention.kv_cache import KVCache
 from ropewalk.model_runtime.config import EngineConfig
 from ropewalk.model_runtime.engine.kv_disk.buffers import Buffers, PageMemory
 from ropewalk.model_runtime.engine.kv_disk.counts import Counting
+from ropewalk.model_runtime.engine.kv_disk.facts import arithmetic_facts, dtype_name, model_facts
 from ropewalk.model_runtime.engine.kv_disk.folder import FolderError, open_root
 from ropewalk.model_runtime.engine.kv_disk.identity import WeightFiles, identity_of
 from ropewalk.model_runtime.engine.kv_disk.janitor import SMALLEST_CAP
@@ -18,14 +16,9 @@ from ropewalk.model_runtime.engine.kv_disk.reader import Reader
 from ropewalk.model_runtime.engine.kv_disk.tier import READ_BYTES, WRITE_BYTES, DiskTier
 from ropewalk.model_runtime.engine.kv_disk.writer import Writer
 from ropewalk.model_runtime.errors import ModelError
-from ropewalk.model_runtime.known_trials import fingerprint
 from ropewalk.model_runtime.loading.checkpoint import Checkpoint
-from ropewalk.model_runtime.runner.backends import described, multiplies_pairs
 from ropewalk.model_runtime.size_text import size_text
 
-_ROOT = Path(__file__).parents[3]
-# Beside attention, kernels and layers: how weights and angles are made.
-_SOURCES = (_ROOT / "rope", *(_ROOT / "model_runtime" / each for each in ("formats", "loading")))
 _LEAST_BUFFERS = 4
 
 
@@ -62,7 +55,11 @@ def build_tier(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> 
     files = WeightFiles(checkpoint.source, checkpoint.versions)
 
     def make_format() -> PageFormat:
-        facts = _facts(checkpoint, config, store)
+        facts = {
+            "version": VERSION,
+            **model_facts(checkpoint, config.page_size),
+            **arithmetic_facts(checkpoint),
+        }
         content = files.content(known_in=path)
         return replace(form, identity=identity_of({**facts, "weights": content}))
 
@@ -85,35 +82,7 @@ def _unnamed(
         bytes(32),
         config.page_size,
         len(checkpoint.plans),
-        _name(checkpoint.dtype),
+        dtype_name(checkpoint.dtype),
         store.row_keys,
         memory.num_bytes,
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _facts(checkpoint: Checkpoint, config: EngineConfig, store: KVCache) -> dict[str, object]:
-    """Return what decides the bits of a page beside the weights' files, profile and tokens."""
-    plans = checkpoint.plans
-    return {
-        "version": VERSION,
-        "dtype": _name(checkpoint.dtype),
-        "page_size": config.page_size,
-        "keys_by_token": store.row_keys,
-        "layers": [
-            [index, plans[index].num_key_heads, plans[index].key_dim, plans[index].value_dim]
-            for index in sorted(plans)
-        ],
-        "architecture": type(checkpoint.model).__name__,
-        "weights_held": None if checkpoint.low_bits is None else checkpoint.low_bits.formats,
-        "products": checkpoint.products,
-        "attention": described(checkpoint.device),
-        # A trial by time decides this, so equal machines may differ.
-        "pairs": multiplies_pairs(checkpoint.device, checkpoint.dtype),
-        # Where the self-check found that a row's bits depend on the batch, threads may, too.
-        "threads": None if checkpoint.report.bitwise else torch.get_num_threads(),
-        "arithmetic": fingerprint(*_SOURCES),
-    }

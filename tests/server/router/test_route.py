@@ -23,7 +23,7 @@ KEY = "a-key-of-the-router"
 _IDS = re.compile(
     rb"(cmpl|chatcmpl|resp|msg|rs|fc)[-_][0-9a-f]{32}|\"(created|created_at)\": ?[0-9]+"
 )
-_FLAGS = ("--threads", "1", "--kv-cache-tokens", "16384", "--router-key", KEY)
+FLAGS = ("--threads", "1", "--kv-cache-tokens", "16384", "--router-key", KEY)
 _ROUTER = ("--router-key", KEY, "--check-seconds", "0.1", "--silence-seconds", "3")
 _HASTY = (*_ROUTER[:-1], "0.7")  # for servers that are stopped
 # Answers that a signal has to meet are far longer than the time until it comes.
@@ -33,7 +33,7 @@ LONG = {"max_tokens": FAR, "min_tokens": FAR, "temperature": 1.0, "stream": True
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[Server]]:
-    with running_server(*_FLAGS) as first, running_server(*_FLAGS) as second:
+    with running_server(*FLAGS) as first, running_server(*FLAGS) as second:
         yield [first, second]
 
 
@@ -245,7 +245,7 @@ def test_streams_wait_while_all_servers_are_lost(hasty_router: str, servers: lis
 
 def test_streams_and_whole_answers_survive_a_killed_server(servers: list[Server]) -> None:
     """A server ends by SIGKILL under streams without a seed, and under answers that are whole."""
-    with running_server(*_FLAGS) as victim, routed(servers[0].url, victim.url, num_ready=2) as url:
+    with running_server(*FLAGS) as victim, routed(servers[0].url, victim.url, num_ready=2) as url:
         asked = [(path, body_for(path, number, FAR)) for number in range(2) for path in PATHS[:2]]
         expected = alone(servers[0], asked)
         readers = [Reader(url, path, body) for path, body in asked]
