@@ -1,6 +1,7 @@
 """`ropewalk serve [MODEL]`: the port answers first, then everything heavy is imported."""
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -78,7 +80,8 @@ def serve_settings(
     with listening_socket(settings) as listener, _ended_by_signals():
         start = _Start(settings, keys, listener, teller)
         if settings.replicas is not None:
-            return start.serve_on_ray()
+            start.serve_on_ray()
+            return False
         server = start.serve(stated)
     server.stop_engine()
     return server.has_died
@@ -115,8 +118,8 @@ class _Start:
         server.run(sockets=[self._listener])
         return server
 
-    def serve_on_ray(self) -> bool:
-        """Serve with a router in front of servers on Ray; return whether a second signal came."""
+    def serve_on_ray(self) -> None:
+        """Serve with a router in front of servers on Ray, until a signal ends it."""
         from ropewalk.server.ray.command import Replicas  # noqa: PLC0415  # an extra
         from ropewalk.server.startup.lifecycle import GracefulServer  # noqa: PLC0415
 
@@ -136,8 +139,7 @@ class _Start:
         try:
             self._progress.enter("starting the replicas")
             replicas.connect()
-            for each in (signal.SIGTERM, signal.SIGINT):  # after Ray has set its own
-                signal.signal(each, server.handle_exit)
+            _handle_signals(server)  # after Ray has set its own
             self._hangups.refuse("replicas do not read settings again, restart the server")
             banner = replicas.start(lambda: server.should_exit, self._teller.say)
             if banner is not None:
@@ -148,10 +150,7 @@ class _Start:
         finally:
             server.should_exit = True
             serving.join()
-            for each in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(each, end_at_once)
-            replicas.end(at_once=server.has_died or banner is None)
-        return server.has_died
+            replicas.end(at_once=banner is None)
 
     async def _begin_on_ray(
         self, server: "GracefulServer", replicas: "Replicas", banner: str
@@ -204,6 +203,19 @@ def _run(
         if started.done():
             raise
         started.set_exception(error)
+
+
+def _handle_signals(server: "GracefulServer") -> None:
+    """Let a server in another thread drain at the first signal; end at the second."""
+    num_signals = itertools.count()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if next(num_signals):
+            os._exit(DIED)
+        server.handle_exit(number, frame)
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, handle)
 
 
 @contextmanager

@@ -1,15 +1,9 @@
-"""The page keys of a prompt, as the prefix cache of every replica computes them.
-
-Equal keys mean equal keys and values: the profile, the salt and all tokens are in them
-(`model_runtime/scheduling/prefix_cache.py`). A router that keeps the same keys therefore never
-takes another profile's or another salt's pages for its own.
-"""
+"""The page keys of a prompt, and those that a router remembers of each replica."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ropewalk.model_runtime.scheduling.prefix_cache import Key, extend_keys, num_sharable
-from ropewalk.rope import Tier
+from ropewalk.model_runtime.scheduling.prefix_cache import Key
 
 # A key costs about 3 microseconds and 100 bytes for each replica that holds it. At the default page
 # size these are 262,144 tokens. Prompts that are equal so far may differ after it unnoticed.
@@ -35,26 +29,6 @@ class PromptPages:
         if self.is_scored:
             return ()
         return self.keys[: max(0, self.num_tokens - 1) // self.page_size]
-
-
-def prompt_pages(
-    prompt_ids: Sequence[int],
-    tiers: Sequence[Tier],
-    cache_salt: str,
-    page_size: int,
-    *,
-    is_scored: bool = False,
-) -> PromptPages:
-    """Build the keys of a prompt's full pages, of at most `MOST_PAGES`.
-
-    tiers: those of the prompt's positions (`placement.prompt_tiers`).
-    page_size: in tokens, equal on all replicas.
-    is_scored: whether logprobs of prompt tokens are asked for.
-    """
-    keys: list[Key] = []
-    num_pages = min(num_sharable(tiers, len(prompt_ids)) // page_size, MOST_PAGES)
-    extend_keys(keys, prompt_ids, num_pages, page_size, tiers=tiers, cache_salt=cache_salt)
-    return PromptPages(len(prompt_ids), page_size, tuple(keys[1:]), is_scored)
 
 
 class PageMemory:

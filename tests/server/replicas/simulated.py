@@ -2,13 +2,14 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ropewalk.model_runtime.scheduling.page_pool import PagePool
-from ropewalk.model_runtime.scheduling.prefix_cache import PrefixIndex
+from ropewalk.model_runtime.scheduling.prefix_cache import Key, PrefixIndex, extend_keys
 from ropewalk.rope import Profile, Tier, Unscaled
 from ropewalk.server.replicas.choice import ReplicaChoice
-from ropewalk.server.replicas.prompt_pages import PromptPages, prompt_pages
+from ropewalk.server.replicas.prompt_pages import PromptPages
 
 PAGE_SIZE = 64
 NUM_QUEUED = 4  # the newest requests, which have no token yet
@@ -19,6 +20,16 @@ def prompt_of(prefix: int, num_pages: int, tail: int = 0, *, salt: str = "") -> 
     """A prompt of a prefix's full pages, and five tokens of its own."""
     tokens = [prefix * 1000 + at for at in range(num_pages * PAGE_SIZE)]
     return prompt_pages([*tokens, *[tail] * 5], TIERS, salt, PAGE_SIZE)
+
+
+def prompt_pages(
+    tokens: Sequence[int], tiers: Sequence[Tier], salt: str, page_size: int
+) -> PromptPages:
+    """A prompt with the keys of the engine's own prefix cache."""
+    keys: list[Key] = []
+    num_pages = len(tokens) // page_size
+    extend_keys(keys, tokens, num_pages, page_size, tiers=tiers, cache_salt=salt)
+    return PromptPages(len(tokens), page_size, tuple(keys[1:]))
 
 
 class PooledReplica:

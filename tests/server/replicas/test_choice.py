@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 
 from ropewalk.rope import Linear, Profile, Tier
 from ropewalk.server.replicas.choice import DECODE_WEIGHT, ReplicaChoice
-from ropewalk.server.replicas.prompt_pages import PromptPages, prompt_pages
-from tests.server.replicas.simulated import PAGE_SIZE, TIERS, Outcome, prompt_of, served
+from ropewalk.server.replicas.prompt_pages import PromptPages
+from tests.server.replicas.simulated import (
+    PAGE_SIZE,
+    TIERS,
+    Outcome,
+    prompt_of,
+    prompt_pages,
+    served,
+)
 
 TWO = {"a": 28, "b": 28}  # pages: seven prefixes of four
 
